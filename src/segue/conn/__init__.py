@@ -1,0 +1,1 @@
+"""Floor 3: what an engine embeds: KVManager, KVSender, KVReceiver."""

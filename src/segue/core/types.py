@@ -1,0 +1,113 @@
+"""The vocabulary of segue. Read this file first; every other room speaks in these words.
+
+Pure: no socket, thread, clock, torch or HTTP module.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+from typing import NewType
+
+import msgspec
+
+MAX_ROOM = 2**64 - 1
+
+#: A random 128-bit id, 32 lower-case hex digits, made at each start of an instance.
+#: A restarted instance is another peer, even at the same address.
+Incarnation = NewType("Incarnation", str)
+
+
+def new_incarnation() -> Incarnation:
+    """A fresh incarnation from the operating system's random source."""
+    return Incarnation(secrets.token_hex(16))
+
+
+def new_room() -> int:
+    """A fresh room: uniform in 1 … 2**63 - 1, the range that foreign routers also accept."""
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+class KVPoll(enum.IntEnum):
+    """The phase of one hand-off. `min` over ranks is the phase of the slowest rank."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+    @property
+    def terminal(self) -> bool:
+        """True for FAILED and SUCCESS, which are final."""
+        return self in (KVPoll.FAILED, KVPoll.SUCCESS)
+
+
+class Role(enum.StrEnum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+    FRONTEND = "frontend"
+
+
+class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """The identity of one hand-off; never reused.
+
+    `room` is a non-zero unsigned 64-bit integer, `attempt` counts retries from 0, and the two
+    incarnations are those of the prefill and the decode instance.
+    """
+
+    room: int
+    attempt: int
+    prefill: Incarnation
+    decode: Incarnation
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.room <= MAX_ROOM:
+            raise ValueError(f"room must be in 1 … 2**64 - 1, not {self.room}")
+        if not 0 <= self.attempt < 2**16:
+            raise ValueError(f"attempt must be in 0 … 65535, not {self.attempt}")
+
+    def __str__(self) -> str:
+        return f"{self.room:x}.{self.attempt}@{self.prefill[:8]}>{self.decode[:8]}"
+
+
+class RankCoord(msgspec.Struct, frozen=True, order=True):
+    """The coordinates of one rank (worker process) in its instance."""
+
+    dp: int = 0
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """One replica of one instance: an incarnation and a data-parallel rank."""
+
+    incarnation: Incarnation
+    dp_rank: int = 0
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A half-open range of tokens, `[start, end)`, of one prompt."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"a span needs 0 <= start <= end, not [{self.start}, {self.end})")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended without an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"

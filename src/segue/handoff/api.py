@@ -1,0 +1,229 @@
+"""The face of the protocol: what goes into an `Exchange` and what comes out.
+
+`Exchange` (in `exchange.py`) holds every hand-off of one leader: `handle(event, now) -> effects`.
+It does no I/O. The room `conn` carries out the effects in production, the simulator in tests.
+Times are absolute seconds of the caller's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from segue.core.errors import ErrorInfo
+from segue.core.types import Incarnation, KVPoll, Span, TransferId
+from segue.handoff.messages import HandoffMessage, LeaderInfo, Metadata
+from segue.layout.blocks import CopyBlock
+
+# ---- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSender:
+    """Engine: a prefill half begins (BOOTSTRAPPING) and waits for its destination."""
+
+    transfer: TransferId
+    prompt_tokens: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReceiver:
+    """Engine: a decode half begins. It is WAITING_FOR_INPUT once the session to
+    `transfer.prefill` is up (`PeerUp` seen, before or after this)."""
+
+    transfer: TransferId
+    prompt_tokens: int
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Engine: the receiver's pages. From here on a peer may write into them.
+
+    `pages` as in `Destination.pages`. Legal in WAITING_FOR_INPUT only.
+    """
+
+    transfer: TransferId
+    pages: tuple[int, ...]
+    prefix_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendChunk:
+    """Engine: the KV of `span` is complete in the source pool and stays there.
+
+    `pages` are the source pages of the prompt from token 0 on, at least up to `span.end`. Spans
+    come in order without gaps from token 0; what lies before the destination's
+    prefix is skipped by the protocol. The chunk with `span.end == prompt_tokens` is the final one.
+    """
+
+    transfer: TransferId
+    span: Span
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendMetadata:
+    """Engine: the first token and what goes with it."""
+
+    transfer: TransferId
+    metadata: Metadata
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTransfer:
+    """Engine: end this hand-off with `error`. A no-op after a terminal phase."""
+
+    transfer: TransferId
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUp:
+    """Session: a peer leader (one dp rank of one incarnation) is connected and compatible."""
+
+    peer: Incarnation
+    info: LeaderInfo
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDown:
+    """Session: the session to this incarnation has ended; fails exactly its transfers.
+
+    `dead` is True when the kernel or the transport proved that its process is gone.
+    """
+
+    peer: Incarnation
+    error: ErrorInfo
+    dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """Session: a message of this peer."""
+
+    peer: Incarnation
+    message: HandoffMessage
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLanded:
+    """Transport: the write `tag` of `epoch` (see `PostWrite`) has landed at the destination."""
+
+    transfer: TransferId
+    tag: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBroken:
+    """Transport: the write `tag` did not land."""
+
+    transfer: TransferId
+    tag: int
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class FenceDone:
+    """Transport: the answer to `Fence`; `proven` as in `transport.base.Fenced`."""
+
+    transfer: TransferId
+    proven: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Clock: `now` has reached `Exchange.next_deadline()`."""
+
+
+Event = (
+    OpenSender
+    | OpenReceiver
+    | Publish
+    | SendChunk
+    | SendMetadata
+    | AbortTransfer
+    | PeerUp
+    | PeerDown
+    | Received
+    | WriteLanded
+    | WriteBroken
+    | FenceDone
+    | Tick
+)
+
+# ---- effects -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Give `message` to the session of `peer`; if there is none any more, drop it."""
+
+    peer: Incarnation
+    message: HandoffMessage
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrite:
+    """Give this write to the transport: local rank `source` to the peer's rank `target`."""
+
+    transfer: TransferId
+    epoch: int
+    tag: int
+    source: int
+    target: int
+    blocks: tuple[CopyBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Decode: tell the transport that writes of `epoch` by `transfer.prefill` may land."""
+
+    transfer: TransferId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Either side: end `epoch` in the transport; answered by `FenceDone`."""
+
+    transfer: TransferId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The hand-off entered `phase`. Terminal phases come exactly once and last.
+
+    `error` comes with FAILED, `metadata` with the receiver's SUCCESS; `wire_s` is the time from
+    the first write given to the transport to the last landed one (sender, SUCCESS).
+    """
+
+    transfer: TransferId
+    phase: KVPoll
+    error: ErrorInfo | None = None
+    metadata: Metadata | None = None
+    wire_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The hand-off's pages have no other owner than the engine any more; comes exactly once.
+
+    On the sender: source pages may be reused. On the receiver after FAILED: published pages
+    may be reused; until then they are quarantined. On the receiver after SUCCESS it comes at once.
+    """
+
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """The hand-off has failed, but its published pages (`pages` of them) wait for a fence."""
+
+    transfer: TransferId
+    pages: int
+
+
+Effect = Send | PostWrite | Grant | Fence | Phase | Release | Quarantined

@@ -1,0 +1,136 @@
+"""The messages of a hand-off between a prefill leader (P) and a decode leader (D).
+
+They travel over one authenticated, ordered session per pair of leaders (room `session`), whose
+own frames (handshake, keepalive) are not here. Every message is frozen, tagged and versioned by
+`PROTOCOL_VERSION`, which is compared when the session opens.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from segue.core.errors import ErrorInfo
+from segue.core.request import TokenLogprob
+from segue.core.types import Span, TransferId
+from segue.layout.spec import PoolSpec
+
+PROTOCOL_VERSION = 1
+
+
+class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a leader says of its replica when a session opens; the payload of `Hello` / `Welcome`.
+
+    `model` is a fingerprint of configuration and weights: KV of another model is never accepted.
+    `ranks` are the pools in rank order, `endpoints` maps a transport's name to one opaque
+    endpoint per rank.
+    """
+
+    protocol: int
+    model: str
+    dp_rank: int
+    dp_size: int
+    ranks: list[PoolSpec]
+    endpoints: dict[str, list[bytes]]
+    max_transfers: int
+
+
+class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """D→P: where to write. `pages` holds tokens `[prefix_tokens // page_tokens * page_tokens,
+    prompt_tokens)` of the prompt in order; the bytes before `prefix_tokens` are already right.
+
+    `epoch` was chosen by decode for this hand-off alone and every write carries it. `plan_hash`
+    is what decode computed from both layouts; prefill must compute the same.
+    """
+
+    transfer: TransferId
+    epoch: int
+    budget_s: float
+    prompt_tokens: int
+    prefix_tokens: int
+    pages: list[int]
+    transport: str
+    plan_hash: int
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """P→D: the sender exists and has the destination."""
+
+    transfer: TransferId
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """P→D: another DP rank of this instance owns the room."""
+
+    transfer: TransferId
+    dp_rank: int
+
+
+class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """P→D: a chunk has landed at the destination, for one (source rank, destination rank) pair.
+
+    `span` is in tokens of the prompt. `final` marks the pair's last chunk. `checksum` is over
+    the chunk's bytes in token order, or None where checksums are off.
+    """
+
+    transfer: TransferId
+    source: int
+    target: int
+    sequence: int
+    span: Span
+    nbytes: int
+    final: bool
+    checksum: int | None = None
+
+
+class Metadata(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """P→D: what decode needs besides KV. `transfer` must be the receiver's own.
+
+    `prefill_cached` and `computed` count prompt tokens. `timeline` holds prefill's durations in
+    seconds (`queue`, `bootstrap`, `prefill`).
+    """
+
+    transfer: TransferId
+    prompt_tokens: int
+    first_token: int
+    first_logprob: TokenLogprob | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prefill_cached: int = 0
+    computed: int = 0
+    chunks: int = 0
+    timeline: dict[str, float] = {}
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """D→P: every byte and the metadata are here; prefill may release."""
+
+    transfer: TransferId
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Both ways: the hand-off has failed. Always sent: failure is never one-way."""
+
+    transfer: TransferId
+    error: ErrorInfo
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """D→P: stop writing and prove it with `Drained`. Follows `Failed` where a proof is needed."""
+
+    transfer: TransferId
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """P→D: no write of this hand-off is in flight and none will start."""
+
+    transfer: TransferId
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """Both ways: this side does not know the transfer (any more). Proves what `Drained` proves."""
+
+    transfer: TransferId
+
+
+HandoffMessage = (
+    Destination | Accepted | Moved | ChunkPosted | Metadata | Committed | Failed | Abort | Drained | Gone
+)

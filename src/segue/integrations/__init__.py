@@ -1,0 +1,1 @@
+"""Side room: other engines and clusters."""

@@ -1,0 +1,1 @@
+"""Floor 5: processes: leader loop, rank workers, supervisor."""

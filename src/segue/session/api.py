@@ -1,0 +1,66 @@
+"""The face of `session`: ordered, authenticated, typed messages between two incarnations.
+
+Everything runs on one asyncio loop (the process's I/O thread). One TCP connection is one session;
+a broken connection is the end of the session, seen by both sides; it never heals silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from segue.core.errors import SegueError
+from segue.core.types import Incarnation, Role
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """Who is at the other end, as proven in the handshake. `hello` is the peer's own payload
+    (msgpack bytes that session does not interpret)."""
+
+    incarnation: Incarnation
+    role: Role
+    dp_rank: int
+    address: str
+    hello: bytes
+
+
+class Session(Protocol):
+    """One open session."""
+
+    peer: PeerInfo
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue `message`; never blocks. After the end it is dropped. A peer that does not read
+        (bounded backlog exceeded) ends the session with PeerLost."""
+        ...
+
+    def close(self, error: SegueError | None = None) -> None:
+        """End the session; `SessionHandler.closed` is called on both sides."""
+        ...
+
+
+class SessionHandler(Protocol):
+    """What the owner of a `SessionNode` does with its sessions. Called on the loop; must not block."""
+
+    def hello(self) -> bytes:
+        """Our payload for the handshake, in both directions."""
+        ...
+
+    def accept(self, peer: PeerInfo) -> None:
+        """Look at the peer before the session opens (both sides). Raise a SegueError to refuse:
+        its record reaches the peer, whose `connect` raises it."""
+        ...
+
+    def opened(self, session: Session) -> None: ...
+
+    def received(self, session: Session, message: object) -> None:
+        """A decoded message. An exception here ends neither the session nor the process: it is
+        logged and counted (the handler is expected to have its own error boundary)."""
+        ...
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        """The session ended (PeerLost, PeerRestarted, Draining, …). Comes exactly once after `opened`."""
+        ...

@@ -1,0 +1,1 @@
+"""Side room: the deterministic simulator."""

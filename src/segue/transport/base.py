@@ -1,0 +1,119 @@
+"""What every transport does, in six methods. A transport knows epochs and bytes, no protocol.
+
+An *epoch* is a non-zero unsigned 64-bit number that the receiving side chose for one hand-off and
+never uses again. All writes of one hand-off carry it. `fence` is the only way to end it.
+
+Threads: the methods may be called from one thread (the owner); they never block longer than a
+queue operation, except `connect` and `close`, which have a deadline. Events are delivered by
+calling `on_event` from any thread of the transport; the owner makes that thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from segue.core.errors import SegueError
+from segue.layout.blocks import CopyBlock
+from segue.transport.memory import Memory
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """How to reach one registered memory; opaque bytes to everybody but its transport."""
+
+    transport: str
+    nbytes: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The write `tag` of `epoch` has landed in the peer's memory, every byte of it.
+
+    `nbytes` moved; `seconds` from the moment the write was given to the transport.
+    """
+
+    peer: str
+    epoch: int
+    tag: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The write `tag` of `epoch` did not land, or only in part. No further event for it."""
+
+    peer: str
+    epoch: int
+    tag: int
+    error: SegueError
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """The answer to `fence`.
+
+    On the writing side: no write of `epoch` is in flight and none will start. On the receiving
+    side: `proven` says whether the transport itself guarantees that no write of `epoch` lands
+    any more; if not, the owner needs the peer's word or the peer's death.
+    """
+
+    peer: str
+    epoch: int
+    proven: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The peer's process is dead or its path is closed for good: nothing of it can land any more.
+
+    `proven` is True when the kernel or the transport proves it (a closed unix socket of a dead
+    process, a closed TCP stream that we ourselves read); False when it is only unreachable.
+    """
+
+    peer: str
+    proven: bool
+    error: SegueError
+
+
+TransportEvent = Written | WriteFailed | Fenced | PeerGone
+EventSink = Callable[[TransportEvent], None]
+
+
+class Transport(Protocol):
+    """Moves bytes between registered memories. `peer` is the caller's name for the other side:
+    the 32 hex digits of its incarnation, followed by `/` and the rank."""
+
+    name: str
+
+    def register(self, memory: Memory) -> Endpoint:
+        """Expose `memory` (once, before any connection) and say how peers reach it."""
+        ...
+
+    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+        """Writing side: open the path to `peer`. Idempotent. Raises TransferFailed, PeerRefused
+        (wrong key, wrong user, version) or BootstrapTimeout."""
+        ...
+
+    def grant(self, peer: str, epoch: int) -> None:
+        """Receiving side: from now on writes of `epoch` by `peer` may land."""
+        ...
+
+    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+        """Writing side: move `blocks` from our memory into the peer's. Exactly one `Written` or
+        `WriteFailed` with `tag` follows, unless `close` comes first. Blocks outside
+        either memory are refused before a byte moves."""
+        ...
+
+    def fence(self, peer: str, epoch: int) -> None:
+        """Either side: end `epoch`. Queued writes fail, running ones are waited for or cut;
+        exactly one `Fenced` follows. Idempotent, also for an unknown epoch or peer."""
+        ...
+
+    def close(self) -> None:
+        """End everything within a bounded time; no event after it returns. Idempotent."""
+        ...

@@ -1,0 +1,43 @@
+"""Memory that peers of the same host can map: an anonymous memfd, never a name in a file system."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+from segue.core.errors import OutOfCapacity
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One region of host memory. `fd` is its memfd; `buffer` maps all of it, writable."""
+
+    buffer: mmap.mmap
+    fd: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.buffer)
+
+    def close(self) -> None:
+        """Unmap and close. Raises BufferError while a tensor or view still uses the mapping."""
+        self.buffer.close()
+        os.close(self.fd)
+
+
+def allocate(nbytes: int, name: str = "segue-kv") -> Memory:
+    """A zeroed region of `nbytes` (rounded up to whole pages), all of it resident.
+
+    Raises OutOfCapacity when the host cannot back it: better now than as SIGBUS in a request.
+    """
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        return Memory(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), fd)
+    except OSError as exc:
+        os.close(fd)
+        raise OutOfCapacity(
+            f"cannot allocate {nbytes / 2**30:.2f} GiB for the KV pool: {exc.strerror}; lower --kv-gib"
+        ) from exc
