@@ -1,0 +1,50 @@
+# The same commands locally and in CI. `make` alone lists them.
+
+# Any Python from 3.11 on will do; `make setup PYTHON=/path/to/python3.12` picks one by hand.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.segue-setup
+
+# Tests use one thread per process and never ask a model hub.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test soak bench fmt clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP) ## build the environment in .venv (skipped while pyproject.toml is unchanged)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "segue needs Python 3.11 or newer; install one or pass PYTHON=…" >&2; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@# torch first and by its exact version: everything else then agrees with it.
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,dev]'
+	@touch $@
+
+serve: setup ## one frontend, one prefill and one decode instance on port 8000 (ARGS="--port 9000 …")
+	@$(BIN)/segue serve $(ARGS)
+
+test: setup ## format, lint, strict types, tests; stops at the first that fails
+	@$(BIN)/ruff format --check --quiet . || { echo "run 'make fmt'" >&2; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(TEST_ENV) $(BIN)/pytest $(ARGS)
+
+soak: setup ## the long tests that 'make test' leaves out
+	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
+
+bench: setup ## serve the default model and measure it (ARGS="--requests 64 …")
+	@$(BIN)/python bench/serve.py $(ARGS)
+
+fmt: setup ## format and sort imports
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+clean: ## remove the environment, caches and build outputs
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
+	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
