@@ -1,0 +1,297 @@
+"""The prefix tree: KV pages of finished or running prompts, found again by their tokens.
+
+A radix tree over whole pages. An edge holds the tokens of one or more pages and those pages; children
+are found by the tuple of their first page's tokens. Lookups compare the tokens themselves (never a hash
+alone, and no hash leaves the process), so a match is always KV of exactly these tokens. Pure Python:
+the simulator drives the same code.
+
+Recency is an order, not a clock: `_recent` lists the nodes from least to most recently used, and every
+touch moves a path to the end, leaf first. So a node always stands behind its descendants, and one pass
+from the front meets leaves before the parents they uncover.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from segue.core.errors import Internal, OutOfCapacity
+from segue.engine.pages import PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What the tree has of a sequence: `pages`, leased to the caller, hold its first `tokens` tokens."""
+
+    pages: list[int]
+    tokens: int
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Counts since the tree was made; tokens in tokens, the rest in calls or pages."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    inserted_pages: int = 0
+    evicted_pages: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    tokens: tuple[int, ...]
+    pages: list[int]
+    parent: _Node | None
+    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+
+
+class PrefixTree:
+    """Caches pages of `pool` by the tokens whose KV they hold; holds one lease of its own on each.
+
+    One thread only. Only whole pages are kept: a tail shorter than `page_tokens` is ignored.
+    """
+
+    def __init__(self, pool: PagePool, page_tokens: int) -> None:
+        if page_tokens != pool.page_tokens:
+            raise ValueError(f"the tree's pages have {page_tokens} tokens, the pool's {pool.page_tokens}")
+        self._pool = pool
+        self._page_tokens = page_tokens
+        self._root = _Node((), [], None)
+        self._recent: OrderedDict[_Node, None] = OrderedDict()
+        self._pages = 0
+        self._evictable = 0
+        self._evictable_at = -1
+        self.stats = PrefixStats()
+
+    @property
+    def pages(self) -> int:
+        """Pages that the tree holds a lease on."""
+        return self._pages
+
+    # --- lookup -------------------------------------------------------------------------------
+
+    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest cached prefix of `tokens` in whole pages.
+
+        The caller gets a lease on each page and releases it through the pool. To leave a token to
+        compute (a forward needs one), pass `tokens[:-1]`.
+        """
+        node, partial, pages = self._walk(tuple(tokens))
+        self._touch(partial or node)
+        self._pool.share(pages)
+        found = len(pages) * self._page_tokens
+        self.stats.lookups += 1
+        self.stats.lookup_tokens += len(tokens)
+        self.stats.hits += bool(pages)
+        self.stats.hit_tokens += found
+        return PrefixMatch(pages, found)
+
+    def peek(self, tokens: Sequence[int]) -> int:
+        """How many tokens `match` would find; takes no lease and leaves recency and stats alone."""
+        return len(self._walk(tuple(tokens))[2]) * self._page_tokens
+
+    def _walk(self, tokens: tuple[int, ...]) -> tuple[_Node, _Node | None, list[int]]:
+        """Follow `tokens`: the deepest node matched whole, the child matched in part, and the pages."""
+        size = self._page_tokens
+        node, at, pages = self._root, 0, list[int]()
+        while at + size <= len(tokens):
+            child = node.children.get(tokens[at : at + size])
+            if child is None:
+                break
+            if tokens[at : at + len(child.tokens)] == child.tokens:
+                pages += child.pages
+                at += len(child.tokens)
+                node = child
+                continue
+            same = self._common_pages(child, tokens, at)
+            pages += child.pages[:same]
+            return node, child, pages
+        return node, None, pages
+
+    def _common_pages(self, node: _Node, tokens: tuple[int, ...], at: int) -> int:
+        size = self._page_tokens
+        same = 1  # the child was found by its first page
+        while (
+            node.tokens[same * size : (same + 1) * size] == tokens[at + same * size : at + (same + 1) * size]
+        ):
+            same += 1
+        return same
+
+    def _touch(self, node: _Node) -> None:
+        """Make `node` and its ancestors the most recently used, leaf first."""
+        while node.parent is not None:
+            self._recent[node] = None
+            self._recent.move_to_end(node)
+            node = node.parent
+
+    # --- insertion ----------------------------------------------------------------------------
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
+        """Remember that `pages` hold the KV of `tokens`, whole pages only.
+
+        The tree takes its own lease on pages whose tokens it does not have yet; where it has them
+        already its own page stays and the caller's is left alone. The caller keeps its leases either
+        way. Returns the number of pages added.
+        """
+        size = self._page_tokens
+        whole = min(len(tokens) // size, len(pages))
+        key = tuple(tokens[: whole * size])
+        node, partial, known = self._walk(key)
+        new = list(pages[len(known) : whole])
+        self._pool.share(new)
+        if partial is not None:
+            same = len(known) - self._depth(node)
+            if new:
+                node = self._split(partial, same)
+            else:
+                node = partial
+        if new:
+            leaf = _Node(key[len(known) * size :], new, node)
+            node.children[leaf.tokens[:size]] = leaf
+            self._pages += len(new)
+            self.stats.inserted_pages += len(new)
+            node = leaf
+        self._touch(node)
+        return len(new)
+
+    def _depth(self, node: _Node) -> int:
+        """Pages from the root to the end of `node`."""
+        depth = 0
+        while node.parent is not None:
+            depth += len(node.pages)
+            node = node.parent
+        return depth
+
+    def _split(self, node: _Node, count: int) -> _Node:
+        """Cut `node` after `count` pages; returns the new upper half. The caller touches it."""
+        assert node.parent is not None
+        size = self._page_tokens
+        upper = _Node(node.tokens[: count * size], node.pages[:count], node.parent)
+        node.parent.children[upper.tokens[:size]] = upper
+        node.tokens, node.pages, node.parent = node.tokens[count * size :], node.pages[count:], upper
+        upper.children[node.tokens[:size]] = node
+        return upper
+
+    # --- eviction -----------------------------------------------------------------------------
+
+    def evict(self, pages_wanted: int) -> int:
+        """Give up to `pages_wanted` pages back to the pool, least recently used first, tails first.
+
+        Only pages that nobody else leases go. Returns how many went.
+        """
+        victims: list[tuple[_Node, int]] = []
+        removed_children: dict[_Node, int] = {}
+        count = 0
+        for node in self._recent:
+            if count >= pages_wanted:
+                break
+            if len(node.children) != removed_children.get(node, 0):
+                continue
+            loose = min(self._loose_tail(node), pages_wanted - count)
+            if not loose:
+                continue
+            victims.append((node, loose))
+            count += loose
+            if loose == len(node.pages) and node.parent is not None:
+                removed_children[node.parent] = removed_children.get(node.parent, 0) + 1
+        for node, loose in victims:
+            self._cut(node, loose)
+        return count
+
+    def _loose_tail(self, node: _Node) -> int:
+        """How many pages at the end of `node` only the tree leases."""
+        references = self._pool.references
+        loose = 0
+        for page in reversed(node.pages):
+            if references(page) != 1:
+                break
+            loose += 1
+        return loose
+
+    def _cut(self, node: _Node, count: int) -> None:
+        """Drop the last `count` pages of the leaf `node`, and the node itself with its last one."""
+        assert node.parent is not None
+        size = self._page_tokens
+        kept = len(node.pages) - count
+        gone = node.pages[kept:]
+        if kept:
+            node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * size]
+        else:
+            del node.parent.children[node.tokens[:size]]
+            del self._recent[node]
+        self._pages -= count
+        self.stats.evicted_pages += count
+        self._pool.release(gone)
+
+    @property
+    def evictable(self) -> int:
+        """Pages that `evict` could give back now. Counted anew only after the pool changed."""
+        if self._evictable_at != self._pool.version:
+            blocked: set[_Node] = set()
+            total = 0
+            for node in self._recent:  # descendants first, see the module's docstring
+                loose = 0 if node in blocked else self._loose_tail(node)
+                total += loose
+                if loose < len(node.pages) and node.parent is not None:
+                    blocked.add(node.parent)
+            self._evictable, self._evictable_at = total, self._pool.version
+        return self._evictable
+
+    def clear(self) -> int:
+        """Forget everything and end all of the tree's leases; returns how many pages it had."""
+        count = self._pages
+        for node in self._recent:
+            self._pool.release(node.pages)
+        self._root.children.clear()
+        self._recent.clear()
+        self._pages = 0
+        return count
+
+    # --- integrity ----------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Verify shape, order and leases; O(pages). Raises Internal on a contradiction."""
+        order = {node: place for place, node in enumerate(self._recent)}
+        seen: set[int] = set()
+        count = nodes = 0
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            for first, child in node.children.items():
+                if child.parent is not node or child.tokens[: self._page_tokens] != first:
+                    raise Internal("a node of the prefix tree hangs under the wrong parent or key")
+                if not child.pages or len(child.tokens) != len(child.pages) * self._page_tokens:
+                    raise Internal(f"a node has {len(child.tokens)} tokens in {len(child.pages)} pages")
+                if child not in order or (node in order and order[node] < order[child]):
+                    raise Internal("a node of the prefix tree is out of its order of use")
+                nodes += 1
+                count += len(child.pages)
+                seen.update(child.pages)
+                stack.append(child)
+        if (nodes, count, count) != (len(order), self._pages, len(seen)):
+            raise Internal(
+                f"the prefix tree counts {self._pages} pages in {len(order)} nodes, has {count} in {nodes}"
+            )
+        if any(self._pool.references(page) < 1 for page in seen):
+            raise Internal("the prefix tree holds a page that is free")
+
+
+def allocate_evicting(
+    pool: PagePool, tree: PrefixTree, n: int, after: int | None = None, room: int = 0
+) -> list[int]:
+    """`pool.allocate`, after giving back as many cached pages as are missing.
+
+    OutOfCapacity if even that is not enough; the cache is then left as it was.
+    """
+    missing = n - pool.free
+    if missing > 0:
+        if tree.evictable < missing:
+            raise OutOfCapacity(
+                f"{n} pages wanted, {pool.free} of {pool.total} free, {tree.evictable} more can be evicted",
+                phase="allocate",
+            )
+        tree.evict(missing)
+    return pool.allocate(n, after, room)
