@@ -1,0 +1,167 @@
+"""The policies and their names.
+
+| name | chooses |
+|---|---|
+| `round_robin` | each replica in turn |
+| `follow_bootstrap_room` | `room % n`, so that whoever knows the room knows the rank |
+| `total_requests` | the fewest requests |
+| `total_tokens` | the fewest tokens |
+| `power_of_two` | the better of two drawn at random (Mitzenmacher 2001): almost as even as asking all |
+| `prefix_aware` | where the longest prefix of this prompt was sent before, unless it is far busier |
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from segue.balance.base import Ask, Candidate, Policy, RandBelow
+from segue.core.errors import ConfigError
+from segue.core.types import Placement
+
+
+class RoundRobin:
+    """Each replica in turn, whatever came and went between."""
+
+    def __init__(self) -> None:
+        self._last: Placement | None = None
+
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+        # Continue after the last choice in the order of placements: a counter modulo the length would
+        # favour some replicas whenever the length changes.
+        ordered = sorted(candidates, key=_order)
+        chosen = ordered[0]
+        if self._last is not None:
+            after = (self._last.incarnation, self._last.dp_rank)
+            chosen = next((c for c in ordered if _order(c) > after), ordered[0])
+        self._last = chosen.placement
+        return chosen
+
+
+class FollowBootstrapRoom:
+    """`room % n`. Over one instance's replicas this is its DP rank `room % dp_size`."""
+
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+        instances = sorted({c.placement.incarnation for c in candidates})
+        instance = instances[(ask.room // _dp_size(candidates)) % len(instances)]
+        ranks = [c for c in candidates if c.placement.incarnation == instance]
+        for candidate in ranks:
+            if candidate.placement.dp_rank == ask.room % candidate.dp_size:
+                return candidate
+        # The rank the room names is not among the candidates (it is leaving or lost).
+        return ranks[ask.room % len(ranks)]
+
+
+class TotalRequests:
+    """The fewest requests; ties go to the fewest tokens, then round."""
+
+    def __init__(self) -> None:
+        self._ties = RoundRobin()
+
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+        best = min((c.requests, c.tokens) for c in candidates)
+        return self._ties.choose([c for c in candidates if (c.requests, c.tokens) == best], ask)
+
+
+class TotalTokens:
+    """The fewest tokens; ties go to the fewest requests, then round."""
+
+    def __init__(self) -> None:
+        self._ties = RoundRobin()
+
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+        best = min((c.tokens, c.requests) for c in candidates)
+        return self._ties.choose([c for c in candidates if (c.tokens, c.requests) == best], ask)
+
+
+class PowerOfTwo:
+    """Two different replicas drawn at random; the one with fewer requests, then tokens."""
+
+    def __init__(self, randbelow: RandBelow) -> None:
+        self._randbelow = randbelow
+
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+        if len(candidates) == 1:
+            return candidates[0]
+        first = self._randbelow(len(candidates))
+        second = self._randbelow(len(candidates) - 1)
+        second += second >= first
+        return min(candidates[first], candidates[second], key=lambda c: (c.requests, c.tokens))
+
+
+class PrefixAware:
+    """The replica that was sent the longest prefix of this prompt, while loads stay balanced.
+
+    Prefixes are remembered per block of `block_tokens` tokens as a chained, explicitly seeded hash (never
+    Python's `hash()`, which differs between processes), at most `max_blocks` of them, the least
+    recently used forgotten first. A replica with more than `slack` requests over twice the least busy one is
+    passed over: a hot prefix must not turn one replica into the queue.
+    """
+
+    def __init__(self, block_tokens: int = 64, max_blocks: int = 65536, slack: int = 4) -> None:
+        self._block_tokens = block_tokens
+        self._max_blocks = max_blocks
+        self._slack = slack
+        self._seen: OrderedDict[int, Placement] = OrderedDict()
+        self._fallback = TotalTokens()
+
+    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+        hashes = self._hashes(ask.prompt)
+        least = min(c.requests for c in candidates)
+        calm = {c.placement: c for c in candidates if c.requests <= 2 * least + self._slack}
+        chosen = None
+        for key in reversed(hashes):
+            placement = self._seen.get(key)
+            if placement is not None and placement in calm:
+                chosen = calm[placement]
+                break
+        if chosen is None:
+            chosen = self._fallback.choose(candidates, ask)
+        for key in hashes:
+            self._seen[key] = chosen.placement
+            self._seen.move_to_end(key)
+        while len(self._seen) > self._max_blocks:
+            self._seen.popitem(last=False)
+        return chosen
+
+    def _hashes(self, prompt: Sequence[int]) -> list[int]:
+        """One chained hash per whole block: equal only if all tokens up to the block's end are."""
+        out: list[int] = []
+        chain = xxhash.xxh3_64(seed=0)
+        for start in range(0, len(prompt) - self._block_tokens + 1, self._block_tokens):
+            chain.update(array("q", prompt[start : start + self._block_tokens]).tobytes())
+            out.append(chain.intdigest())
+        return out
+
+
+def _order(candidate: Candidate) -> tuple[str, int]:
+    return (candidate.placement.incarnation, candidate.placement.dp_rank)
+
+
+def _dp_size(candidates: Sequence[Candidate]) -> int:
+    """Instances of one fleet may differ in size; the largest keeps `//` and `%` independent."""
+    return max(c.dp_size for c in candidates)
+
+
+_MAKERS: dict[str, Callable[[RandBelow], Policy]] = {
+    "round_robin": lambda _: RoundRobin(),
+    "follow_bootstrap_room": lambda _: FollowBootstrapRoom(),
+    "total_requests": lambda _: TotalRequests(),
+    "total_tokens": lambda _: TotalTokens(),
+    "power_of_two": PowerOfTwo,
+    "prefix_aware": lambda _: PrefixAware(),
+}
+
+#: The names `--policy` and `--load-balance` accept.
+POLICY_NAMES = tuple(_MAKERS)
+
+
+def make_policy(name: str, randbelow: RandBelow) -> Policy:
+    """A fresh policy object. Raises ConfigError for an unknown name."""
+    maker = _MAKERS.get(name)
+    if maker is None:
+        raise ConfigError(f"there is no placement policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")
+    return maker(randbelow)

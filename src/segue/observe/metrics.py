@@ -1,0 +1,143 @@
+"""Every metric of segue, defined once. A `Metrics` owns its registry; there are no globals.
+
+Times are seconds. Label values come from closed sets (error codes, roles, replicas of the registry),
+never from a client, so that the number of series is bounded.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from segue.core.control import Load
+from segue.core.errors import ErrorCode
+
+#: What `Output.timeline` names: where the time to the first token went.
+PHASES = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
+
+_FAST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_SLOW_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """The metrics of one process. Methods are cheap and may be called on the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "segue_requests",
+            "HTTP requests by endpoint and outcome ('ok' or the error code)",
+            ["endpoint", "outcome"],
+            registry=self.registry,
+        )
+        self.rejected = Counter(
+            "segue_rejected", "Requests answered 429 because a limit was reached", registry=self.registry
+        )
+        self.aborts = Counter(
+            "segue_aborts", "Generations ended early, by reason", ["reason"], registry=self.registry
+        )
+        self.retries = Counter(
+            "segue_retries",
+            "Generations placed again before their first token, by error code",
+            ["code"],
+            registry=self.registry,
+        )
+        self.running = Gauge(
+            "segue_generations_running", "Generations that have begun to answer", registry=self.registry
+        )
+        self.waiting = Gauge(
+            "segue_generations_waiting",
+            "Generations without their first token yet",
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "segue_prompt_tokens", "Prompt tokens of generations that began to answer", registry=self.registry
+        )
+        self.cached_tokens = Counter(
+            "segue_cached_tokens",
+            "Prompt tokens that were not computed, by the side whose cache had them",
+            ["side"],
+            registry=self.registry,
+        )
+        self.output_tokens = Counter("segue_output_tokens", "Tokens generated", registry=self.registry)
+        self.prompt_length = Histogram(
+            "segue_prompt_length_tokens", "Prompt length", buckets=_TOKENS, registry=self.registry
+        )
+        self.ttft = Histogram(
+            "segue_ttft_seconds",
+            "Request received to first token",
+            buckets=_SLOW_S,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "segue_itl_seconds",
+            "Between two outputs of a generation",
+            buckets=_FAST_S,
+            registry=self.registry,
+        )
+        self.e2e = Histogram(
+            "segue_e2e_seconds",
+            "Request received to last token",
+            buckets=_SLOW_S,
+            registry=self.registry,
+        )
+        self.handoff = Histogram(
+            "segue_handoff_seconds",
+            "Parts of the time to first token, as the leaders measured them",
+            ["phase"],
+            buckets=_FAST_S,
+            registry=self.registry,
+        )
+        self.replicas = Gauge(
+            "segue_replicas", "Replicas with an open session", ["role"], registry=self.registry
+        )
+        self.ready = Gauge("segue_ready", "1 while a request can complete", registry=self.registry)
+        replica = ["role", "replica"]
+        self.replica_running = Gauge(
+            "segue_replica_running", "Requests running, by the last report", replica, registry=self.registry
+        )
+        self.replica_waiting = Gauge(
+            "segue_replica_waiting", "Requests waiting, by the last report", replica, registry=self.registry
+        )
+        self.pages = Gauge(
+            "segue_pages",
+            "KV pages of a replica by state (free, used, quarantined)",
+            [*replica, "state"],
+            registry=self.registry,
+        )
+        self._handoff = {phase: self.handoff.labels(phase) for phase in PHASES}
+
+    def finished(self, endpoint: str, code: ErrorCode | None) -> None:
+        """One HTTP request of `endpoint` ended, well (None) or with `code`."""
+        self.requests.labels(endpoint, "ok" if code is None else code.value).inc()
+        if code is ErrorCode.OUT_OF_CAPACITY:
+            self.rejected.inc()
+
+    def timeline(self, timeline: dict[str, float]) -> None:
+        """Record the parts of one first token; names outside `PHASES` are left out."""
+        for phase, seconds in timeline.items():
+            histogram = self._handoff.get(phase)
+            if histogram is not None:
+                histogram.observe(seconds)
+
+    def load(self, role: str, replica: str, load: Load) -> None:
+        """A replica's report."""
+        self.replica_running.labels(role, replica).set(load.running)
+        self.replica_waiting.labels(role, replica).set(load.waiting)
+        used = load.pages_total - load.pages_free - load.pages_quarantined
+        self.pages.labels(role, replica, "free").set(load.pages_free)
+        self.pages.labels(role, replica, "used").set(used)
+        self.pages.labels(role, replica, "quarantined").set(load.pages_quarantined)
+
+    def forget(self, role: str, replica: str) -> None:
+        """The replica is gone: its series end, so that series are bounded by the live replicas."""
+        for gauge in (self.replica_running, self.replica_waiting):
+            gauge.remove_by_labels({"role": role, "replica": replica})
+        self.pages.remove_by_labels({"role": role, "replica": replica})
+
+    def exposition(self) -> bytes:
+        """The text for `GET /metrics`, of type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)

@@ -1,0 +1,53 @@
+from segue.core.control import Load
+from segue.core.errors import ErrorCode
+from segue.observe.metrics import PHASES, Metrics
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Every series by its name and labels."""
+    out = {}
+    for family in metrics.registry.collect():
+        for s in family.samples:
+            if not s.name.endswith("_created"):
+                out[s.name + "".join(f"/{v}" for v in s.labels.values())] = s.value
+    return out
+
+
+def test_two_metrics_share_nothing() -> None:
+    one, two = Metrics(), Metrics()
+    one.output_tokens.inc(5)
+    assert samples(one)["segue_output_tokens_total"] == 5
+    assert samples(two)["segue_output_tokens_total"] == 0
+
+
+def test_outcomes_and_refusals_are_counted() -> None:
+    metrics = Metrics()
+    metrics.finished("chat", None)
+    metrics.finished("chat", ErrorCode.OUT_OF_CAPACITY)
+    seen = samples(metrics)
+    assert seen["segue_requests_total/chat/ok"] == 1
+    assert seen["segue_requests_total/chat/OUT_OF_CAPACITY"] == 1
+    assert seen["segue_rejected_total"] == 1
+
+
+def test_all_phases_are_recorded_and_unknown_ones_are_not() -> None:
+    metrics = Metrics()
+    metrics.timeline({**dict.fromkeys(PHASES, 0.25), "made-up": 1.0})
+    seen = samples(metrics)
+    assert [seen[f"segue_handoff_seconds_sum/{p}"] for p in PHASES] == [0.25] * 6
+    assert not [s for s in seen if "made-up" in s]
+
+
+def test_pages_add_up_and_end_with_the_replica() -> None:
+    metrics = Metrics()
+    load = Load(dp_rank=0, running=2, waiting=3, tokens=9, pages_free=5, pages_total=16, pages_quarantined=4)
+    metrics.load("decode", "ab12/0", load)
+    seen = samples(metrics)
+    states = {s: seen[f"segue_pages/decode/ab12/0/{s}"] for s in ("free", "used", "quarantined")}
+    assert states == {"free": 5, "used": 7, "quarantined": 4}
+    assert seen["segue_replica_running/decode/ab12/0"] == 2
+    assert seen["segue_replica_waiting/decode/ab12/0"] == 3
+    metrics.forget("decode", "ab12/0")
+    metrics.forget("decode", "never/0")
+    assert not [s for s in samples(metrics) if "ab12" in s]
+    assert b"segue_e2e_seconds_count 0.0" in metrics.exposition()
