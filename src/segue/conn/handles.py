@@ -1,0 +1,119 @@
+"""`KVSender` and `KVReceiver`: one half of one hand-off, as an engine sees it.
+
+A handle turns calls into events for the `Exchange` and mirrors its phase. Calls never block and may
+come from any thread; `post` delivers them in order to the thread that owns the protocol. The
+handle's fields change only in `apply`, which that thread calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from segue.core.clock import Clock
+from segue.core.errors import AbortedByClient, ErrorInfo
+from segue.core.types import KVPoll, Span, TransferId
+from segue.handoff import api
+from segue.handoff.messages import Metadata
+
+Change = api.Phase | api.Release | api.Quarantined
+
+
+class Owner(Protocol):
+    """Where a handle's events go: the `KVManager` in production, the simulator in tests."""
+
+    clock: Clock
+
+    def post(self, *events: api.Event) -> None:
+        """Deliver `events` in this order; does not block."""
+        ...
+
+    def forget(self, transfer: TransferId) -> None:
+        """The engine has dropped its handle."""
+        ...
+
+
+class _Handle:
+    """What both halves share: phase, error, abort, clear."""
+
+    def __init__(self, owner: Owner, transfer: TransferId) -> None:
+        self.transfer = transfer
+        self._owner = owner
+        self._phase = KVPoll.BOOTSTRAPPING
+        self.error: ErrorInfo | None = None
+        self.metadata: Metadata | None = None
+        self.released = False
+        self.wire_s = 0.0
+
+    def poll(self) -> KVPoll:
+        """The last phase the protocol reached; FAILED and SUCCESS are final. Never blocks."""
+        return self._phase
+
+    def abort(self, error: ErrorInfo | None = None) -> None:
+        """End the hand-off on both sides with `error` (default ABORTED_BY_CLIENT). A no-op once it ended."""
+        info = error or AbortedByClient("the request was aborted", room=self.transfer.room).info
+        self._owner.post(api.AbortTransfer(self.transfer, info))
+
+    def clear(self) -> None:
+        """Drop this handle; aborts first if the hand-off has not ended. Idempotent.
+
+        Pages stay leased until `Release` was reported, whether or not the handle still exists.
+        """
+        if not self._phase.terminal:
+            self.abort()
+        self._owner.forget(self.transfer)
+
+    def apply(self, change: Change) -> None:
+        """Mirror what the protocol reported. Called by the owner only."""
+        match change:
+            case api.Phase():
+                self._phase = change.phase
+                self.error = change.error or self.error
+                self.metadata = change.metadata or self.metadata
+                self.wire_s = change.wire_s or self.wire_s
+            case api.Release():
+                self.released = True
+            case api.Quarantined():
+                pass
+
+
+class KVSender(_Handle):
+    """The prefill half. `init` → (WAITING_FOR_INPUT) → `send` … → SUCCESS | FAILED."""
+
+    def init(self, prompt_tokens: int, budget_s: float) -> None:
+        """Begin: wait for the destination that decode publishes, at most `budget_s` seconds."""
+        deadline = self._owner.clock.now() + budget_s
+        self._owner.post(api.OpenSender(self.transfer, prompt_tokens, deadline))
+
+    def send(self, span: Span, pages: Sequence[int], metadata: Metadata | None = None) -> None:
+        """Send the KV of `span`, which lies complete in `pages` (all of the prompt's from token 0).
+
+        Legal from WAITING_FOR_INPUT on. Spans follow each other without gaps from token 0; the
+        last one ends at `prompt_tokens` and carries `metadata`. The pages must not change until
+        `Release`.
+        """
+        chunk = api.SendChunk(self.transfer, span, tuple(pages))
+        if metadata is None:
+            self._owner.post(chunk)
+        else:
+            self._owner.post(chunk, api.SendMetadata(self.transfer, metadata))
+
+
+class KVReceiver(_Handle):
+    """The decode half. `init` → (WAITING_FOR_INPUT) → `send_metadata` → SUCCESS | FAILED."""
+
+    def init(self, prompt_tokens: int, budget_s: float) -> None:
+        """Begin. The phase is WAITING_FOR_INPUT once the session to the transfer's prefill is up."""
+        deadline = self._owner.clock.now() + budget_s
+        self._owner.post(api.OpenReceiver(self.transfer, prompt_tokens, deadline))
+
+    def send_metadata(self, pages: Sequence[int], prefix_tokens: int = 0) -> None:
+        """Publish where prefill shall write: `pages` hold the prompt from the page of token
+        `prefix_tokens` on; the KV before `prefix_tokens` is already in place here.
+
+        Legal in WAITING_FOR_INPUT. From now until SUCCESS or `Release` the pages belong to the peer.
+        """
+        self._owner.post(api.Publish(self.transfer, tuple(pages), prefix_tokens))
+
+
+OnChange = Callable[[Change], None]

@@ -1,0 +1,408 @@
+"""`KVManager`: carries the hand-offs of one leader between engine, peers and transports.
+
+The protocol itself is `handoff.Exchange`, which does no I/O. The manager feeds it (calls of the engine,
+messages of sessions, events of transports, the clock) and carries out its effects, all on one
+I/O thread. It keeps no state per hand-off besides the engine's handles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
+from segue.conn.io import IoThread, MonotonicClock
+from segue.conn.peers import Dialer, Peer, join
+from segue.core.clock import Clock
+from segue.core.control import ControlMessage
+from segue.core.errors import Internal, SegueError, TransferFailed
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role, TransferId, new_incarnation
+from segue.handoff import api
+from segue.handoff.exchange import Exchange
+from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
+from segue.layout.spec import PoolSpec
+from segue.session.api import PeerInfo, Session, SessionHandler
+from segue.session.node import SessionNode
+from segue.transport import base as transport_base
+from segue.transport.memory import Memory
+from segue.transport.registry import create
+
+log = logging.getLogger("segue.conn")
+
+LeaderMessage = HandoffMessage | ControlMessage
+KV_ROLES = (Role.PREFILL, Role.DECODE)
+H = TypeVar("H", KVSender, KVReceiver)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """How one leader meets its peers.
+
+    `model` is the fingerprint that both sides must share, `transports` the names to offer, in
+    order of preference. `host:port` is where sessions listen (port 0: any); transports listen
+    on `host` at `transport_port` (0: any). `secret` is mandatory beyond loopback.
+    """
+
+    role: Role
+    model: str
+    spec: PoolSpec
+    transports: Sequence[str] = ("shm", "tcp")
+    host: str = "127.0.0.1"
+    port: int = 0
+    transport_port: int = 0
+    secret: bytes | None = None
+    dp_rank: int = 0
+    dp_size: int = 1
+    limits: Limits = field(default_factory=Limits)
+    incarnation: Incarnation = field(default_factory=new_incarnation)
+
+
+class KVManager:
+    """One leader's end of all its hand-offs. Public methods may be called from any thread.
+
+    `on_change` is called on the I/O thread for each change of a hand-off (its handle is already
+    up to date) and must not block. `control` receives the sessions of frontends.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        memory: Memory,
+        on_change: OnChange | None = None,
+        *,
+        control: SessionHandler | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.clock: Clock = clock or MonotonicClock()
+        self.io = IoThread(self._loop_error)
+        self.address: tuple[str, int] = (config.host, 0)
+        self._control = control
+        self._on_change = on_change
+        self._handles: dict[TransferId, KVSender | KVReceiver] = {}
+        self._peers: dict[Incarnation, Peer] = {}
+        self._dialers: dict[Incarnation, Dialer] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._transports = {
+            name: create(
+                name,
+                partial(self.io.post, self._transport_event, name),
+                host=config.host,
+                port=config.transport_port if name == "tcp" else 0,
+            )
+            for name in config.transports
+        }
+        self.info = LeaderInfo(
+            protocol=PROTOCOL_VERSION,
+            model=config.model,
+            dp_rank=config.dp_rank,
+            dp_size=config.dp_size,
+            ranks=[config.spec],
+            endpoints={
+                name: [msgspec.msgpack.encode(t.register(memory))] for name, t in self._transports.items()
+            },
+            max_transfers=config.limits.max_transfers,
+        )
+        self._hello = msgspec.msgpack.encode(self.info)
+        self.exchange = Exchange(
+            role=config.role,
+            me=config.incarnation,
+            origin=f"{config.role.value} {config.incarnation[:8]} dp{config.dp_rank}",
+            limits=config.limits,
+            info=self.info,
+        )
+        self._node = SessionNode(
+            incarnation=config.incarnation,
+            role=config.role,
+            dp_rank=config.dp_rank,
+            secret=config.secret,
+            handler=self,
+            message_type=LeaderMessage,
+            limits=config.limits,
+        )
+
+    # ---- life --------------------------------------------------------------------------------
+
+    def start(self) -> tuple[str, int]:
+        """Start the I/O thread and listen for sessions; returns the address peers connect to.
+
+        Raises ConfigError when the port is in use or a secret is missing beyond loopback.
+        """
+        self.io.start()
+        try:
+            listen = self._node.listen(self.config.host, self.config.port)
+            self.address = self.io.call(listen, self.config.limits.connect_s)
+        except BaseException:
+            self.close()
+            raise
+        return self.address
+
+    def close(self) -> None:
+        """End all sessions, transports and the thread. Hand-offs still open fail on the peer's side.
+
+        Idempotent; call it from outside the I/O thread.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.io.call(self._close_sessions(), self.config.limits.connect_s)
+        finally:
+            for transport in self._transports.values():
+                transport.close()
+            self.io.stop()
+
+    async def _close_sessions(self) -> None:
+        for dialer in list(self._dialers.values()):
+            dialer.stop()
+        self._dialers.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._node.close()
+
+    # ---- the engine's side -------------------------------------------------------------------
+
+    def sender(self, transfer: TransferId) -> KVSender:
+        """The handle of the prefill half of `transfer`; nothing starts before its `init`."""
+        return self._remember(transfer, KVSender(self, transfer))
+
+    def receiver(self, transfer: TransferId) -> KVReceiver:
+        """The handle of the decode half of `transfer`; nothing starts before its `init`."""
+        return self._remember(transfer, KVReceiver(self, transfer))
+
+    def _remember(self, transfer: TransferId, handle: H) -> H:
+        if self._handles.setdefault(transfer, handle) is not handle:
+            raise Internal(f"transfer {transfer} exists already", room=transfer.room)
+        return handle
+
+    def post(self, *events: api.Event) -> None:
+        """Deliver events to the protocol in order (see `handles.Owner`)."""
+        self.io.post(self._handle_all, events)
+
+    def forget(self, transfer: TransferId) -> None:
+        """The engine has dropped its handle of `transfer`."""
+        self._handles.pop(transfer, None)
+
+    def add_peer(self, incarnation: Incarnation, host: str, port: int) -> None:
+        """Keep a session to this leader from now on; a lost one is dialled again. Idempotent."""
+        self.io.post(self._add_peer, incarnation, host, port)
+
+    def remove_peer(self, incarnation: Incarnation) -> None:
+        """Do not dial this leader any more (it left the registry). An open session goes on."""
+        self.io.post(self._remove_peer, incarnation)
+
+    def sizes(self) -> dict[str, int]:
+        """The number of entries of every table, for leak checks: all zero at rest but `peers`."""
+        return {**self.exchange.sizes(), "handles": len(self._handles)}
+
+    # ---- the protocol, on the I/O thread -----------------------------------------------------
+
+    def _handle_all(self, events: Sequence[api.Event]) -> None:
+        for event in events:
+            self._handle(event)
+
+    def _handle(self, event: api.Event) -> None:
+        now = self.clock.now()
+        for effect in self.exchange.handle(event, now):
+            self._carry_out(effect)
+        self._arm(now)
+
+    def _carry_out(self, effect: api.Effect) -> None:
+        match effect:
+            case api.Send():
+                peer = self._peers.get(effect.peer)
+                if peer is not None:
+                    peer.session.send(effect.message)
+            case api.PostWrite() | api.Grant() | api.Fence():
+                self._move(effect)
+            case api.Phase() | api.Release() | api.Quarantined():
+                self._report(effect)
+
+    def _report(self, change: Change) -> None:
+        handle = self._handles.get(change.transfer)
+        if handle is not None:
+            handle.apply(change)
+        if self._on_change is not None:
+            self._on_change(change)
+
+    def _move(self, effect: api.PostWrite | api.Grant | api.Fence) -> None:
+        """Hand an effect to the transport of the transfer's peer. Without a peer nothing can be
+        in flight from here, and what the peer could still do only its death or word can prove."""
+        transfer = effect.transfer
+        sending = self.config.role is Role.PREFILL
+        incarnation = transfer.decode if sending else transfer.prefill
+        peer = self._peers.get(incarnation)
+        name = f"{incarnation}/{effect.target if isinstance(effect, api.PostWrite) else 0}"
+        if peer is None:
+            gone = TransferFailed(f"the session to {incarnation[:8]} has ended", room=transfer.room).info
+            if isinstance(effect, api.PostWrite):
+                self.io.loop.call_soon(self._handle, api.WriteBroken(transfer, effect.tag, gone))
+            if isinstance(effect, api.Fence):
+                for transport in self._transports.values():
+                    transport.fence(name, effect.epoch)
+            return
+        transport = self._transports[peer.transport]
+        match effect:
+            case api.PostWrite():
+                transport.write(name, effect.epoch, effect.tag, effect.blocks)
+            case api.Grant():
+                transport.grant(name, effect.epoch)
+            case api.Fence():
+                transport.fence(name, effect.epoch)
+
+    def _arm(self, now: float) -> None:
+        deadline = self.exchange.next_deadline()
+        if self._timer is not None:
+            if deadline is not None and self._timer.when() <= self.io.loop.time() + (deadline - now):
+                return  # fires early enough; it will arm the next one
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer = self.io.loop.call_later(max(0.0, deadline - now), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._handle(api.Tick())
+
+    # ---- transports --------------------------------------------------------------------------
+
+    def _transport_event(self, name: str, event: transport_base.TransportEvent) -> None:
+        incarnation = Incarnation(event.peer.split("/", 1)[0])
+        if isinstance(event, transport_base.PeerGone):
+            self._handle(api.PeerDown(incarnation, event.error.info, dead=event.proven))
+            peer = self._peers.get(incarnation)
+            if peer is not None and peer.transport == name:
+                peer.session.close(event.error)
+            return
+        transfer = self.exchange.transfer_of(incarnation, event.epoch)
+        if transfer is None:
+            return  # ended meanwhile; the exchange needs no proof any more
+        match event:
+            case transport_base.Written():
+                self._handle(api.WriteLanded(transfer, event.tag, event.seconds))
+            case transport_base.WriteFailed():
+                self._handle(api.WriteBroken(transfer, event.tag, event.error.info))
+            case transport_base.Fenced():
+                self._handle(api.FenceDone(transfer, event.proven))
+
+    # ---- sessions (SessionHandler) -----------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """Our `LeaderInfo`."""
+        return self._hello
+
+    def accept(self, peer: PeerInfo) -> None:
+        """Refuse a peer whose KV cannot be joined with ours, before anything is served."""
+        if peer.role in KV_ROLES:
+            join(self.config.role, self.info, peer)
+        elif self._control is not None:
+            self._control.accept(peer)
+
+    def opened(self, session: Session) -> None:
+        """A peer leader: open its transport, then tell the protocol. A frontend: pass on."""
+        if session.peer.role not in KV_ROLES:
+            if self._control is not None:
+                self._control.opened(session)
+            return
+        joined = join(self.config.role, self.info, session.peer)
+        peer = Peer(session, joined.info, joined.transport)
+        self._peers[session.peer.incarnation] = peer
+        log.info(
+            "peer joined role=%s incarnation=%s address=%s transport=%s",
+            session.peer.role.value,
+            session.peer.incarnation[:8],
+            session.peer.address,
+            joined.transport,
+        )
+        if self.config.role is Role.PREFILL:
+            peer.opening = self.io.loop.create_task(self._open_path(peer))
+        else:
+            self._ready(peer)
+
+    async def _open_path(self, peer: Peer) -> None:
+        """Prefill: connect the transport (it may block) before the first message is handled."""
+        incarnation = peer.session.peer.incarnation
+        transport = self._transports[peer.transport]
+        limit_s = self.config.limits.connect_s
+        try:
+            for rank, data in enumerate(peer.info.endpoints[peer.transport]):
+                endpoint = msgspec.msgpack.decode(data, type=transport_base.Endpoint)
+                await self.io.loop.run_in_executor(
+                    None, transport.connect, f"{incarnation}/{rank}", endpoint, limit_s
+                )
+        except (SegueError, msgspec.MsgspecError) as exc:
+            error = exc if isinstance(exc, SegueError) else TransferFailed(f"unreadable endpoint: {exc}")
+            peer.session.close(error)
+            return
+        if self._peers.get(incarnation) is peer:
+            self._ready(peer)
+
+    def _ready(self, peer: Peer) -> None:
+        peer.opening = None
+        self._handle(api.PeerUp(peer.session.peer.incarnation, peer.info))
+        early, peer.early = peer.early, []
+        for message in early:
+            self._handle(api.Received(peer.session.peer.incarnation, message))
+
+    def received(self, session: Session, message: object) -> None:
+        """A message of a peer leader goes to the protocol, one of a frontend to `control`."""
+        if session.peer.role not in KV_ROLES:
+            if self._control is not None:
+                self._control.received(session, message)
+            return
+        peer = self._peers.get(session.peer.incarnation)
+        if peer is None or peer.session is not session:
+            return
+        if not isinstance(message, HandoffMessage):
+            session.close(TransferFailed(f"{type(message).__name__} is no message between leaders"))
+        elif peer.opening is not None:
+            if len(peer.early) >= self.config.limits.max_early_destinations:
+                session.close(TransferFailed("too many messages before the path is open"))
+            peer.early.append(message)
+        else:
+            self._handle(api.Received(session.peer.incarnation, message))
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        """The session ended: exactly its transfers fail."""
+        incarnation = session.peer.incarnation
+        if session.peer.role not in KV_ROLES:
+            if self._control is not None:
+                self._control.closed(session, error)
+            return
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.session is not session:
+            return
+        del self._peers[incarnation]
+        if peer.opening is not None:
+            peer.opening.cancel()
+        log.warning("peer left incarnation=%s reason=%s", incarnation[:8], error)
+        self._handle(api.PeerDown(incarnation, error.info))
+        if (dialer := self._dialers.get(incarnation)) is not None:
+            dialer.lost()
+
+    def _add_peer(self, incarnation: Incarnation, host: str, port: int) -> None:
+        if incarnation in self._dialers or self._closed:
+            return
+
+        async def connect() -> object:
+            limit_s = self.config.limits.connect_s
+            return await self._node.connect(host, port, expect=incarnation, timeout_s=limit_s)
+
+        dialer = Dialer(connect, f"{host}:{port}")
+        self._dialers[incarnation] = dialer
+        dialer.start(self.io.loop)
+
+    def _remove_peer(self, incarnation: Incarnation) -> None:
+        if (dialer := self._dialers.pop(incarnation, None)) is not None:
+            dialer.stop()
+
+    def _loop_error(self, context: dict[str, object]) -> None:
+        log.error("error in the I/O loop: %s", context.get("message"), exc_info=context.get("exception"))  # type: ignore[arg-type]

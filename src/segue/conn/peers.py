@@ -1,0 +1,128 @@
+"""The peers of a leader: joining two replicas, and keeping a session to a prefill leader open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from segue.core.errors import LayoutMismatch, PeerRefused, SegueError
+from segue.core.types import Role
+from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
+from segue.layout.planner import plan_pair
+from segue.session.api import PeerInfo, Session
+from segue.transport.base import Endpoint
+from segue.transport.registry import choose
+
+log = logging.getLogger("segue.conn")
+
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 5.0
+
+
+@dataclass(slots=True)
+class Peer:
+    """One live session to a peer leader. While `opening`, messages wait in `early`."""
+
+    session: Session
+    info: LeaderInfo
+    transport: str
+    opening: asyncio.Task[None] | None = None
+    early: list[HandoffMessage] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A legal pair: what the peer said of itself and the transport that both will use."""
+
+    info: LeaderInfo
+    transport: str
+
+
+def join(role: Role, mine: LeaderInfo, peer: PeerInfo) -> Joined:
+    """Check that the two replicas can hand KV over, and how. Pure.
+
+    Raises PeerRefused (role, protocol, model, no common transport) or LayoutMismatch, each with
+    both sides' values.
+    """
+    try:
+        theirs = msgspec.msgpack.decode(peer.hello, type=LeaderInfo)
+    except msgspec.MsgspecError as exc:
+        raise PeerRefused(f"{peer.address} sent an unreadable description of itself: {exc}") from exc
+    if peer.role is role:
+        raise PeerRefused(f"both sides are {role.value} instances; a hand-off needs prefill and decode")
+    if theirs.protocol != PROTOCOL_VERSION:
+        raise PeerRefused(
+            f"{peer.address} speaks hand-off protocol {theirs.protocol}, this side {PROTOCOL_VERSION}; "
+            "run the same segue version on both"
+        )
+    if theirs.model != mine.model:
+        raise PeerRefused(
+            f"{peer.address} serves another model or dtype (fingerprint {theirs.model[:16]}, here "
+            f"{mine.model[:16]}); start both sides with the same --model and --dtype"
+        )
+    prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
+    plan_pair(prefill.ranks, decode.ranks)
+    endpoints = [{name: _endpoint(data[0]) for name, data in i.endpoints.items()} for i in (prefill, decode)]
+    name = choose(endpoints[0], endpoints[1])
+    if name is None:
+        raise PeerRefused(
+            f"no common transport: prefill offers {sorted(prefill.endpoints)}, "
+            f"decode {sorted(decode.endpoints)}"
+        )
+    return Joined(theirs, name)
+
+
+def _endpoint(data: bytes) -> Endpoint:
+    try:
+        return msgspec.msgpack.decode(data, type=Endpoint)
+    except msgspec.MsgspecError as exc:
+        raise LayoutMismatch(f"unreadable transport endpoint: {exc}") from exc
+
+
+class Dialer:
+    """Keeps one session open: connects, and after a loss connects again with growing pauses.
+
+    The pauses are timers of the loop and end at `stop`. Two failures in a row for the same reason
+    are logged once.
+    """
+
+    def __init__(self, connect: Callable[[], Awaitable[object]], address: str) -> None:
+        self._connect = connect
+        self._address = address
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin on `loop` (call it there)."""
+        self._task = loop.create_task(self._run())
+
+    def stop(self) -> None:
+        """End for good; an open session is left alone. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def lost(self) -> None:
+        """The session ended."""
+        self._lost.set()
+
+    async def _run(self) -> None:
+        pause_s, said = FIRST_RETRY_S, ""
+        while True:
+            self._lost.clear()
+            try:
+                await self._connect()
+            except SegueError as error:
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("cannot join %s: %s", self._address, said)
+                await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+                pause_s = min(MAX_RETRY_S, 2 * pause_s)
+                continue
+            pause_s, said = FIRST_RETRY_S, ""
+            await self._lost.wait()
+            await asyncio.sleep(FIRST_RETRY_S)

@@ -1,0 +1,241 @@
+"""What the three roles share: admission at the door, the outbox, the deadline, the one end of a job.
+
+A role is a pure object that the leader's loop drives: `submit`, `cancel`, `on_change`, `advance`,
+`plan`, `complete`. Between `plan` and `complete` the engine runs and nothing else is called.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Protocol
+
+from segue.conn.handles import Change
+from segue.core.control import Load, Submit
+from segue.core.errors import (
+    DeadlineExceeded,
+    Draining,
+    ErrorInfo,
+    Internal,
+    InvalidRequest,
+    OutOfCapacity,
+    SegueError,
+)
+from segue.core.limits import Limits
+from segue.core.request import Output
+from segue.core.types import Incarnation
+from segue.engine.api import Engine, SequenceResult, SequenceStep
+from segue.engine.pages import PagePool
+from segue.engine.prefix import PrefixTree, allocate_evicting
+from segue.roles.job import Job, JobKey
+
+
+class Role(Protocol):
+    """The face a leader drives; see the module's text."""
+
+    outbox: list[tuple[Incarnation, Output]]
+
+    def submit(self, origin: Incarnation, submit: Submit, now: float) -> None: ...
+    def cancel(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None: ...
+    def frontend_gone(self, origin: Incarnation, error: ErrorInfo, now: float) -> None: ...
+    def on_change(self, change: Change, now: float) -> None: ...
+    def advance(self, now: float) -> None: ...
+    def plan(self, now: float) -> list[SequenceStep]: ...
+    def complete(self, results: Sequence[SequenceResult], now: float) -> None: ...
+    def step_failed(self, steps: Sequence[SequenceStep], error: ErrorInfo, now: float) -> None: ...
+    def next_deadline(self) -> float | None: ...
+    def load(self) -> Load: ...
+    def drain(self) -> None: ...
+    @property
+    def idle(self) -> bool: ...
+    def sizes(self) -> dict[str, int]: ...
+    def check_integrity(self) -> None: ...
+
+
+class Desk:
+    """The jobs of one instance, from the door to their one end.
+
+    Subclasses release what a job holds in `_drop` and say in `_admit` where a new job goes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: PagePool,
+        *,
+        me: Incarnation,
+        name: str,
+        limits: Limits,
+        chunk_tokens: int = 512,
+        dp_rank: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.pool = pool
+        self.tree = PrefixTree(pool, pool.page_tokens)
+        self.me = me
+        self.name = name
+        self.limits = limits
+        self.chunk_tokens = chunk_tokens
+        self.dp_rank = dp_rank
+        self.outbox: list[tuple[Incarnation, Output]] = []
+        self.jobs: dict[JobKey, Job] = {}
+        self.by_seq: dict[int, Job] = {}
+        self.draining = False
+        self._deadlines: list[tuple[float, int]] = []
+        self._next_seq = 1
+
+    # ---- the door ----------------------------------------------------------------------------
+
+    def submit(self, origin: Incarnation, submit: Submit, now: float) -> None:
+        """Admit a request or answer it with one typed error; nothing else is touched by its failure."""
+        try:
+            job = self._open(origin, submit, now)
+        except SegueError as error:
+            self._answer(origin, submit.request.request_id, self._located(error.info, submit.ticket.room))
+            return
+        try:
+            self._admit(job, now)
+        except SegueError as error:
+            self.fail(job, error.info, now)
+
+    def _open(self, origin: Incarnation, submit: Submit, now: float) -> Job:
+        request, ticket = submit.request, submit.ticket
+        if self.draining:
+            raise Draining(f"{self.name} is leaving and takes no new requests")
+        if len(self.jobs) >= self.limits.max_queue:
+            raise OutOfCapacity(f"{self.name} already holds {len(self.jobs)} requests; try again later")
+        if (origin, request.request_id) in self.jobs:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        if not request.prompt:
+            raise InvalidRequest("the prompt is empty; send at least one token")
+        if ticket.budget_s <= 0:
+            raise DeadlineExceeded("the request arrived after its deadline")
+        info, prompt_tokens = self.engine.info, len(request.prompt)
+        if not all(0 <= token < info.vocab_size for token in request.prompt):
+            raise InvalidRequest(f"a prompt token is outside the vocabulary of {info.vocab_size}")
+        room_tokens = min(info.context_tokens, self.pool.total * self.pool.page_tokens)
+        if prompt_tokens + 1 > room_tokens:
+            raise InvalidRequest(
+                f"the prompt has {prompt_tokens} tokens; {self.name} holds at most {room_tokens - 1} "
+                f"(context {info.context_tokens}, KV pool {self.pool.total * self.pool.page_tokens}); "
+                "shorten it or raise --kv-gib"
+            )
+        job = Job(
+            origin=origin,
+            request=request,
+            ticket=ticket,
+            seq_id=self._next_seq,
+            entered=now,
+            deadline=now + min(ticket.budget_s, self.limits.request_budget_s),
+            max_tokens=min(request.sampling.max_tokens, room_tokens - prompt_tokens),
+        )
+        self.engine.open(job.seq_id, request.prompt, request.sampling)
+        self._next_seq += 1
+        self.jobs[job.key] = job
+        self.by_seq[job.seq_id] = job
+        heapq.heappush(self._deadlines, (job.deadline, job.seq_id))
+        return job
+
+    def _admit(self, job: Job, now: float) -> None:
+        raise Internal("a role says where a job goes")
+
+    def _drop(self, job: Job, error: ErrorInfo | None, now: float) -> None:
+        raise Internal("a role says how a job lets go")
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def cancel(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None:
+        """End a request for the frontend's reason, without an answer: it knows. Unknown ids are ignored."""
+        job = self.jobs.get((origin, request_id))
+        if job is not None:
+            self.end(job, error, now)
+
+    def frontend_gone(self, origin: Incarnation, error: ErrorInfo, now: float) -> None:
+        """End everything that `origin` asked for; nobody is left to read it."""
+        for job in [j for j in self.jobs.values() if j.origin == origin]:
+            self.end(job, error, now)
+        self.outbox = [item for item in self.outbox if item[0] != origin]
+
+    def fail(self, job: Job, error: ErrorInfo, now: float) -> None:
+        """End `job` and answer its frontend with `error`, at most once."""
+        if not job.ended:
+            located = self._located(error, job.ticket.room, job, now)
+            self._answer(job.origin, job.request.request_id, located)
+            self.end(job, located, now)
+
+    def end(self, job: Job, error: ErrorInfo | None, now: float) -> None:
+        """The one end of a job: it leaves every table and lets go of what it holds. Idempotent."""
+        if job.ended:
+            return
+        job.ended = True
+        del self.jobs[job.key]
+        del self.by_seq[job.seq_id]
+        self.engine.close(job.seq_id)
+        self._drop(job, error, now)
+
+    def _answer(self, origin: Incarnation, request_id: str, error: ErrorInfo) -> None:
+        self.outbox.append((origin, Output(request_id=request_id, error=error)))
+
+    def _located(self, error: ErrorInfo, room: int, job: Job | None = None, now: float = 0.0) -> ErrorInfo:
+        raised = error.exception().at(origin=f"{self.name} dp{self.dp_rank}", room=room)
+        if job is not None:
+            raised.at(phase=job.phase, elapsed_s=now - job.entered)
+        return raised.info
+
+    # ---- time --------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `advance` must be called at the latest, or None."""
+        while self._deadlines and self._deadlines[0][1] not in self.by_seq:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> None:
+        """Fail every job whose deadline has passed, whatever it waits for."""
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            job = self.by_seq[heapq.heappop(self._deadlines)[1]]
+            budget_s = job.deadline - job.entered
+            late = DeadlineExceeded(f"not finished within {budget_s:.1f} s; it was in phase {job.phase!r}")
+            self.fail(job, late.info, now)
+
+    def step_failed(self, steps: Sequence[SequenceStep], error: ErrorInfo, now: float) -> None:
+        """The engine could not run `steps`: fail exactly their jobs."""
+        for step in steps:
+            if (job := self.by_seq.get(step.seq_id)) is not None:
+                self.fail(job, error, now)
+
+    # ---- pages -------------------------------------------------------------------------------
+
+    def take_pages(self, count: int, *, after: int | None = None, room: int = 0) -> list[int] | None:
+        """`count` pages, emptying unused parts of the prefix tree if need be; None if there are too few."""
+        if not self.has_pages(count):
+            return None
+        return allocate_evicting(self.pool, self.tree, count, after, room)
+
+    def has_pages(self, count: int) -> bool:
+        """Whether `take_pages(count)` would succeed now."""
+        return count <= self.pool.free or count <= self.pool.free + self.tree.evictable
+
+    def remember(self, job: Job, tokens: int) -> None:
+        """Offer the whole pages of the job's first `tokens` tokens to the prefix tree."""
+        whole = tokens // self.pool.page_tokens
+        sequence = (job.prompt + job.output)[: whole * self.pool.page_tokens]
+        self.tree.insert(sequence, job.pages[:whole])
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.draining = True
+
+    def _counts(self) -> dict[str, int]:
+        """Tables whose entries belong to requests; all zero at rest."""
+        return {"jobs": len(self.jobs), "by_seq": len(self.by_seq)}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError with what is wrong, if anything is."""
+        self.pool.check_integrity()
+        self.tree.check_integrity()
+        assert {j.seq_id for j in self.jobs.values()} == set(self.by_seq), "tables of jobs differ"
+        if not any(self._counts().values()):
+            held = self.tree.pages
+            assert self.pool.used == held, f"{self.pool.used} pages used at rest, {held} of them by the tree"
+            assert self.pool.quarantined == 0, f"{self.pool.quarantined} pages quarantined at rest"

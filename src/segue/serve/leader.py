@@ -1,0 +1,178 @@
+"""The leader: one loop per replica that decides everything, and never blocks on I/O.
+
+Drain the inbox, let the role decide, run one forward, hand the results back, send what came out.
+Sockets belong to the I/O thread (`conn.io`); it puts what arrives into the inbox, which wakes the
+loop at once. So a replica's decisions are made in one place, in one order.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from segue.conn.handles import Change
+from segue.core.clock import Clock
+from segue.core.control import Cancel, Load, Submit
+from segue.core.errors import ErrorInfo, Internal, SegueError
+from segue.core.limits import Limits
+from segue.core.request import Output
+from segue.core.types import Incarnation
+from segue.engine.api import Engine, SequenceStep
+from segue.handoff import api
+from segue.roles.base import Role
+
+log = logging.getLogger("segue.leader")
+
+LOAD_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class FromFrontend:
+    """A control message of the frontend `origin`."""
+
+    origin: Incarnation
+    message: Submit | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendGone:
+    """The session of the frontend `origin` has ended."""
+
+    origin: Incarnation
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Finish what is there, take nothing new, then leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Run `question` on the leader's thread (health, integrity, tests)."""
+
+    question: Callable[[Role], None]
+
+
+Item = FromFrontend | FrontendGone | Change | Drain | Ask
+
+
+class Leader:
+    """See the module's text. `send` delivers outputs to a frontend, `report` the load to all;
+    both only pass on to the I/O thread and never block."""
+
+    def __init__(
+        self,
+        role: Role,
+        engine: Engine,
+        *,
+        limits: Limits,
+        clock: Clock,
+        send: Callable[[Incarnation, list[Output]], None],
+        report: Callable[[Load], None],
+    ) -> None:
+        self.role = role
+        self.engine = engine
+        self.limits = limits
+        self.clock = clock
+        self.inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.steps = 0
+        self._send = send
+        self._report = report
+        self._reported: Load | None = None
+        self._report_at = clock.now()
+        self._unreported = True
+        self._drain_until: float | None = None
+
+    # ---- the loop ----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until a `Drain` has been carried out."""
+        busy = False
+        while not self._drained():
+            self._take(block=not busy)
+            now = self.clock.now()
+            self.role.advance(now)
+            steps = self.role.plan(now)
+            busy = bool(steps)
+            if busy:
+                self._step(steps)
+            self._flush()
+
+    def _step(self, steps: Sequence[SequenceStep]) -> None:
+        self.steps += 1
+        try:
+            self.role.complete(self.engine.step(steps), self.clock.now())
+        except Exception as exc:  # the boundary: one bad step must not end the replica
+            log.exception("a step failed sequences=%d", len(steps))
+            error = exc.info if isinstance(exc, SegueError) else Internal(f"the step failed: {exc!r}").info
+            self.role.step_failed(steps, error, self.clock.now())
+
+    def _take(self, *, block: bool) -> None:
+        """Handle everything in the inbox; with `block`, wait for the first item or the next deadline."""
+        try:
+            if block:
+                self._handle(self.inbox.get(timeout=self._patience_s()))
+            while True:
+                self._handle(self.inbox.get_nowait())
+        except queue.Empty:
+            return
+
+    def _patience_s(self) -> float | None:
+        """How long the loop may sleep: until the next deadline, or for ever if there is none."""
+        deadlines = [d for d in (self.role.next_deadline(), self._drain_until) if d is not None]
+        if self._unreported:
+            deadlines.append(self._report_at)
+        return max(0.0, min(deadlines) - self.clock.now()) if deadlines else None
+
+    def _handle(self, item: Item) -> None:
+        """One item, inside its own error boundary."""
+        now = self.clock.now()
+        try:
+            match item:
+                case FromFrontend(origin, Submit() as submit):
+                    self.role.submit(origin, submit, now)
+                case FromFrontend(origin, Cancel() as cancel):
+                    self.role.cancel(origin, cancel.request_id, cancel.reason, now)
+                case FrontendGone(origin, error):
+                    self.role.frontend_gone(origin, error, now)
+                case Drain():
+                    self.role.drain()
+                    if self._drain_until is None:
+                        self._drain_until = now + self.limits.drain_s
+                case Ask(question):
+                    question(self.role)
+                case api.Phase() | api.Release() | api.Quarantined():
+                    self.role.on_change(item, now)
+        except Exception:  # the boundary: one request's failure never changes another's outcome
+            log.exception("an item was not handled kind=%s", type(item).__name__)
+
+    def _drained(self) -> bool:
+        if self._drain_until is None:
+            return False
+        if self.role.idle:
+            return True
+        if self.clock.now() >= self._drain_until:
+            log.warning("leaving with unfinished requests: %s", self.role.sizes())
+            return True
+        return False
+
+    # ---- what goes out -----------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        outbox, self.role.outbox = self.role.outbox, []
+        by_frontend: dict[Incarnation, list[Output]] = {}
+        for origin, output in outbox:
+            by_frontend.setdefault(origin, []).append(output)
+        for origin, outputs in by_frontend.items():
+            self._send(origin, outputs)
+        self._unreported = True
+        now = self.clock.now()
+        if now >= self._report_at:
+            self._report_at, self._unreported = now + LOAD_INTERVAL_S, False
+            load = self.role.load()
+            if load != self._reported:
+                self._reported = load
+                self._report(load)
