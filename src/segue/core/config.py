@@ -1,0 +1,385 @@
+"""What each command can be told, as frozen trees that are legal as a whole once they exist.
+
+`ServeConfig`, `InstanceConfig` (its role is given by the command) and `FrontendConfig` share their
+branches. Relations between settings are checked in each tree's `__post_init__`, and only there.
+Built by `settings.build` from flags, then `SEGUE_*`, then a TOML file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from segue.core.errors import ConfigError
+from segue.core.limits import Limits
+from segue.core.settings import integer, number, required, switch, text
+from segue.core.types import Role
+
+DEFAULT_MODEL = "smollm2"
+BALANCE_METHODS = (
+    "round_robin",
+    "follow_bootstrap_room",
+    "total_requests",
+    "total_tokens",
+    "power_of_two",
+    "prefix_aware",
+)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DTYPES = ("bfloat16", "float16", "float32")
+
+#: Pools are resident from the start, so without a word from the user they stay modest.
+AUTO_KV_MAX_BYTES = 2 * 2**30
+#: Share of the host's free memory that all pools together may take by default.
+AUTO_KV_SHARE = 0.4
+#: Default batch that the automatic pool has room for, in sequences of the model's full context.
+AUTO_KV_SEQUENCES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What this host offers: cores this process may use, and memory that is free, in bytes."""
+
+    cores: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a model needs: its weights and the KV of one token over all layers, in bytes, and the
+    longest sequence in tokens."""
+
+    weight_bytes: int
+    token_bytes: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The model and how it is held in memory."""
+
+    dtype: str = text("numbers that weights and KV are held in", "bfloat16", choices=DTYPES, metavar="TYPE")
+    served_model_name: str | None = text(
+        "name that clients ask for (default: smollm2, or the model's own name)", metavar="NAME"
+    )
+    page_tokens: int = integer("tokens in one page of KV", 16, low=1, high=1024)
+    chunk_tokens: int = integer("most prompt tokens in one prefill step", 512, low=1, high=2**20)
+    kv_gib: float | None = number(
+        "memory for the KV pool of one instance, in GiB (default: a bounded share of what is free)",
+        low=0.001,
+        high=2**20,
+        metavar="G",
+    )
+    threads_per_worker: int | None = integer(
+        "threads of one worker (default: cores / workers)", low=1, high=4096
+    )
+    cache: str | None = text("folder for fetched and converted models", metavar="DIR")
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens % self.page_tokens:
+            raise ConfigError(
+                f"--chunk-tokens {self.chunk_tokens} must be a multiple of --page-tokens "
+                f"{self.page_tokens}: a chunk is sent in whole pages"
+            )
+
+    def threads(self, host: Host, workers: int) -> int:
+        """Threads of each of `workers` workers that share `host`; at least one."""
+        return self.threads_per_worker or max(1, host.cores // max(1, workers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """Bounds and deadlines; `core.limits` is the form in which the process uses them."""
+
+    request_budget_s: float = number("time a request may take in all", 600.0, low=0.1, metavar="S")
+    drain_s: float = number("time that requests in flight get at shutdown", 30.0, low=0.1, metavar="S")
+    max_queue: int = integer("requests that may wait in one instance", 1024, low=1)
+    max_batch: int = integer("sequences in one decode step", 64, low=1, high=65536)
+    max_body_bytes: int = integer("largest HTTP body", 8 * 2**20, low=1024)
+    keepalive_s: float = number("silence after which a peer is asked for a sign", 2.0, low=0.05, metavar="S")
+    peer_silence_s: float = number("silence after which a peer counts as lost", 10.0, low=0.1, metavar="S")
+
+    def __post_init__(self) -> None:
+        if self.keepalive_s * 2 > self.peer_silence_s:
+            raise ConfigError(
+                f"--peer-silence-s {self.peer_silence_s:g} must be at least twice --keepalive-s "
+                f"{self.keepalive_s:g}, or a healthy peer is lost with its first late sign"
+            )
+
+    def limits(self) -> Limits:
+        """These bounds with those that are not settings."""
+        return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is written to standard error."""
+
+    log_level: str = text("least severe events to log", "info", choices=LOG_LEVELS, metavar="L")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """`segue serve`: a whole deployment on one host."""
+
+    model: str = text("folder, GGUF file or known name", DEFAULT_MODEL, metavar="PATH|NAME")
+    host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
+    port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
+    prefill: int = integer("prefill instances", 1, low=1, high=64)
+    decode: int = integer("decode instances", 1, low=1, high=64)
+    unified: bool = switch("one instance that does both, without a hand-off")
+    transport: str = text(
+        "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
+    )
+    policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
+    engine: ModelConfig = field(default_factory=ModelConfig)
+    limit: LimitsConfig = field(default_factory=LimitsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.unified and (self.prefill, self.decode) != (1, 1):
+            raise ConfigError(
+                "--unified runs one instance for both; drop --prefill and --decode, or --unified"
+            )
+
+    @property
+    def workers(self) -> int:
+        """Instances that compute."""
+        return 1 if self.unified else self.prefill + self.decode
+
+    def derived(self, host: Host, size: ModelSize | None = None) -> dict[str, object]:
+        """What follows from the settings and the host; logged once at start."""
+        return {
+            "served_model": served_name(self.model, self.engine.served_model_name),
+            "workers": self.workers,
+            "threads_per_worker": self.engine.threads(host, self.workers),
+            "kv_gib": round(self.kv_bytes(host, size) / 2**30, 3),
+        }
+
+    def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
+        """Bytes of each instance's pool."""
+        return kv_pool_bytes(self.engine.kv_gib, host, self.workers, size)
+
+    def instance(
+        self, role: Role, name: str, host: Host, registry: str, size: ModelSize | None = None
+    ) -> InstanceConfig:
+        """The configuration of one of this deployment's instances."""
+        return InstanceConfig(
+            model=self.model,
+            name=name,
+            role=role,
+            registry=registry,
+            transport=self.transport,
+            engine=dataclasses.replace(
+                self.engine,
+                served_model_name=served_name(self.model, self.engine.served_model_name),
+                kv_gib=self.kv_bytes(host, size) / 2**30,
+                threads_per_worker=self.engine.threads(host, self.workers),
+            ),
+            limit=self.limit,
+            log=self.log,
+        )
+
+    def frontend(self, registry: str) -> FrontendConfig:
+        """The configuration of this deployment's frontend."""
+        return FrontendConfig(
+            registry=registry,
+            host=self.host,
+            port=self.port,
+            model=self.model,
+            served_model_name=served_name(self.model, self.engine.served_model_name),
+            policy=self.policy,
+            limit=self.limit,
+            log=self.log,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceConfig:
+    """`segue prefill`, `segue decode`, `segue unified`: one instance. `secret` is the content of
+    `secret_file`, put there by whoever reads files; it is never printed."""
+
+    model: str = required("folder, GGUF file or known name", metavar="PATH|NAME")
+    role: Role = field(default=Role.PREFILL)
+    name: str | None = text("name in logs and metrics (default: the role)", metavar="NAME")
+    registry: str | None = text("registry, http://HOST:PORT", metavar="URL")
+    bootstrap_port: int = integer(
+        "port of the registry that prefill runs if --registry is absent", 8998, high=65535
+    )
+    host: str = text("address that peers connect to", "127.0.0.1", metavar="H")
+    advertise_host: str | None = text("address that peers are told (default: --host)", metavar="H")
+    port: int = integer("port of the control channel; 0 takes a free one", 0, high=65535)
+    data_port: int = integer("port of the tcp transport; 0 takes a free one", 0, high=65535)
+    http_port: int | None = integer("open an HTTP door for other people's routers", high=65535)
+    dp: int = integer("data-parallel ranks", 1, low=1, high=4096)
+    tp: int = integer("tensor-parallel ranks", 1, low=1, high=4096)
+    pp: int = integer("pipeline-parallel ranks", 1, low=1, high=4096)
+    cp: int = integer("context-parallel ranks", 1, low=1, high=4096)
+    load_balance: str = text(
+        "which data-parallel rank gets a request", "round_robin", choices=BALANCE_METHODS, metavar="METHOD"
+    )
+    dp_rank_conflict: str = text(
+        "a request that pins another rank than room % dp is",
+        "redirect",
+        choices=("redirect", "fail"),
+        metavar="POLICY",
+    )
+    force_query_prefill_dp_rank: bool = switch("always ask the registry which prefill rank has a room")
+    secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
+    transport: str = text(
+        "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
+    )
+    engine: ModelConfig = field(default_factory=ModelConfig)
+    limit: LimitsConfig = field(default_factory=LimitsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    secret: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        if self.registry is None and self.role is not Role.PREFILL:
+            raise ConfigError(
+                f"segue {self.role} needs --registry http://HOST:PORT, or SEGUE_REGISTRY; "
+                "a prefill instance without one runs it on its --bootstrap-port"
+            )
+        if self.registry is not None:
+            check_url(self.registry)
+        check_hosts(self.host, self.advertise_host, self.secret_file is not None)
+        if self.dp * self.tp * self.pp * self.cp > 1:
+            raise ConfigError(
+                f"this version runs one rank per instance, not dp={self.dp} tp={self.tp} pp={self.pp} "
+                f"cp={self.cp}; set them to 1 and start more instances"
+            )
+
+    @property
+    def label(self) -> str:
+        """The instance's name in logs."""
+        return self.name or str(self.role)
+
+    @property
+    def peer_host(self) -> str:
+        """The address that peers are told."""
+        return self.advertise_host or self.host
+
+    @property
+    def served_model(self) -> str:
+        """The name that clients ask for."""
+        return served_name(self.model, self.engine.served_model_name)
+
+    def derived(self, host: Host, size: ModelSize | None = None) -> dict[str, object]:
+        """What follows from the settings and the host; logged once at start."""
+        return {
+            "served_model": self.served_model,
+            "threads_per_worker": self.engine.threads(host, 1),
+            "kv_gib": round(self.kv_bytes(host, size) / 2**30, 3),
+            "registry": self.registry or f"http://{_bracket(self.peer_host)}:{self.bootstrap_port}",
+        }
+
+    def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
+        """Bytes of this instance's pool."""
+        return kv_pool_bytes(self.engine.kv_gib, host, 1, size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig:
+    """`segue frontend`: the HTTP door of a deployment. `secret` as in `InstanceConfig`."""
+
+    registry: str = required("registry, http://HOST:PORT", metavar="URL")
+    host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
+    port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
+    model: str | None = text(
+        "folder with the tokenizer (default: what the registry names)", metavar="PATH|NAME"
+    )
+    served_model_name: str | None = text(
+        "name that clients ask for (default: what the registry names)", metavar="NAME"
+    )
+    name: str | None = text("name in logs and metrics (default: frontend)", metavar="NAME")
+    policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
+    secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
+    cache: str | None = text("folder for fetched and converted models", metavar="DIR")
+    limit: LimitsConfig = field(default_factory=LimitsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    secret: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        check_url(self.registry)
+
+    @property
+    def label(self) -> str:
+        """The frontend's name in logs."""
+        return self.name or "frontend"
+
+    def derived(self) -> dict[str, object]:
+        """What follows from the settings; logged once at start."""
+        return {"registry": self.registry, "policy": self.policy, "authenticated": bool(self.secret)}
+
+
+#: Configuration class of each command that has one.
+COMMANDS: dict[str, type] = {
+    "serve": ServeConfig,
+    "prefill": InstanceConfig,
+    "decode": InstanceConfig,
+    "unified": InstanceConfig,
+    "frontend": FrontendConfig,
+}
+
+
+def served_name(model: str, name: str | None) -> str:
+    """The name that clients ask for: the given one, or the last part of the model's path without `.gguf`."""
+    if name:
+        return name
+    last = model.rstrip("/").rsplit("/", 1)[-1]
+    return last.removesuffix(".gguf") or model
+
+
+def kv_pool_bytes(kv_gib: float | None, host: Host, pools: int, size: ModelSize | None) -> int:
+    """Bytes of each of `pools` pools on `host`.
+
+    Without `kv_gib`: an equal part of a share of the memory that is left after the weights, at
+    most what a few sequences of full context need, and never more than a modest bound. A pool
+    that could not hold one sequence of full context is still made (shorter prompts fit), but one
+    that could not hold 64 tokens is a ConfigError.
+    """
+    if kv_gib is not None:
+        return int(kv_gib * 2**30)
+    weights = size.weight_bytes * pools if size else 0
+    share = int(AUTO_KV_SHARE * max(0, host.free_bytes - weights) / max(1, pools))
+    share = min(share, AUTO_KV_MAX_BYTES)
+    least = 2**20
+    if size:
+        sequence = size.token_bytes * size.context_tokens
+        share = min(share, max(sequence * AUTO_KV_SEQUENCES, 64 * 2**20))
+        least = 64 * size.token_bytes
+    if share < least:
+        raise ConfigError(
+            f"{host.free_bytes / 2**30:.2f} GiB of free memory are too little for {pools} KV pools beside "
+            "the weights; start fewer instances, or set --kv-gib"
+        )
+    return share
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that no other host can reach."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:
+    """Refuse an address that peers cannot use, and one that strangers can use without a secret."""
+    if host in ("0.0.0.0", "::") and advertise_host is None:
+        raise ConfigError(f"--host {host} needs --advertise-host, the address that peers reach this host by")
+    if not is_loopback(host) and not secret:
+        raise ConfigError(
+            f"--host {host} can be reached from other hosts; give --secret-file with the deployment's secret"
+        )
+
+
+def check_url(url: str) -> None:
+    """Refuse a registry that is not `http://HOST:PORT`."""
+    scheme, separator, rest = url.partition("://")
+    host, colon, port = rest.rstrip("/").rpartition(":")
+    legal = (
+        scheme in ("http", "https") and separator and host and colon and port.isdigit() and int(port) < 65536
+    )
+    if not legal or "/" in host:
+        raise ConfigError(f"--registry must look like http://HOST:PORT, not {url!r}")
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,198 @@
+"""Settings come from flags, then variables, then a file; a wrong one is one sentence that helps."""
+
+from typing import Any
+
+import pytest
+
+from segue.core import config as c
+from segue.core.config import COMMANDS, FrontendConfig, Host, InstanceConfig, ModelSize, ServeConfig
+from segue.core.errors import ConfigError
+from segue.core.limits import Limits
+from segue.core.settings import Layers, argv, build, flatten, parse_toml, settings
+from segue.core.types import Role
+
+KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
+HOST = Host(cores=8, free_bytes=16 * 2**30)
+SMOLLM2 = ModelSize(weight_bytes=270 * 2**20, token_bytes=23040, context_tokens=8192)
+
+
+def serve(toml: str = "", environ: dict[str, str] | None = None, **flags: object) -> ServeConfig:
+    layers = Layers(flags, environ or {}, parse_toml(toml, "segue.toml"), "segue.toml")
+    return build(ServeConfig, layers, command="serve", known=KNOWN, also=["SEGUE_CONFIG"])
+
+
+def instance(role: Role = Role.DECODE, toml: str = "", **flags: object) -> InstanceConfig:
+    flags = {"model": "m", "registry": "http://127.0.0.1:8998"} | flags
+    layers = Layers(flags, {}, parse_toml(toml, "segue.toml"), "segue.toml")
+    return build(InstanceConfig, layers, command=str(role), known=KNOWN, fixed={"role": role})
+
+
+def refused(*fragments: str, make: Any = serve, **arguments: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**arguments)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert [f for f in fragments if f not in text] == [], text
+
+
+def test_defaults_are_a_legal_deployment() -> None:
+    config = serve()
+    assert (config.model, config.port, config.prefill, config.decode) == ("smollm2", 8000, 1, 1)
+    assert (config.engine.page_tokens, config.engine.chunk_tokens) == (16, 512)
+
+
+def test_flag_beats_variable_beats_own_table_beats_shared_entry() -> None:
+    toml = "port = 1\npage_tokens = 32\ntransport = 'tcp'\nhost = '127.0.0.2'\n"
+    toml += "[serve]\nport = 2\nhost = '127.0.0.3'\ntransport = 'shm'"
+    config = serve(toml, {"SEGUE_PORT": "3", "SEGUE_TRANSPORT": "fake"}, port="4")
+    assert (config.port, config.transport, config.host) == (4, "fake", "127.0.0.3")
+    assert config.engine.page_tokens == 32
+
+
+def test_values_have_their_types_from_every_source() -> None:
+    config = serve("kv-gib = 2\nunified = true", {"SEGUE_THREADS_PER_WORKER": "3"}, drain_s="1.5")
+    assert (config.engine.kv_gib, config.unified) == (2.0, True)
+    assert (config.engine.threads_per_worker, config.limit.drain_s) == (3, 1.5)
+    assert serve(environ={"SEGUE_UNIFIED": "no"}).unified is False
+
+
+@pytest.mark.parametrize(
+    ("fragments", "arguments"),
+    [
+        (("--port", "whole number", "'http'"), {"port": "http"}),
+        (("--port", "between 0 and 65535", "70000"), {"port": "70000"}),
+        (("--kv-gib", "nan"), {"kv_gib": "nan"}),
+        (("--prefill", "between 1 and 64"), {"prefill": "0"}),
+        (("--dtype", "bfloat16", "did you mean float16"), {"dtype": "flaot16"}),
+        (("--model", "not empty"), {"model": " "}),
+        (("SEGUE_PORT", "whole number"), {"environ": {"SEGUE_PORT": "1.5"}}),
+        (("SEGUE_UNIFIED", "true or false"), {"environ": {"SEGUE_UNIFIED": "maybe"}}),
+        (("SEGUE_PAGE_TOKEN ", "did you mean SEGUE_PAGE_TOKENS"), {"environ": {"SEGUE_PAGE_TOKEN": "1"}}),
+        (("chunk_token ", "segue.toml", "did you mean chunk_tokens"), {"toml": "chunk_token = 1"}),
+        (("[serv]", "did you mean serve"), {"toml": "[serv]\nport = 1"}),
+        (("registry", "[serve]"), {"toml": "[serve]\nregistry = 'http://h:1'"}),
+        (("port in [serve] of segue.toml", "whole number"), {"toml": "[serve]\nport = [8000]"}),
+        (("segue.toml", "not valid TOML"), {"toml": "port = = 1"}),
+        (("--unified", "--prefill"), {"unified": True, "prefill": "2"}),
+        (("--chunk-tokens 100", "multiple", "--page-tokens 16"), {"chunk_tokens": "100"}),
+        (("--peer-silence-s 2", "--keepalive-s 2"), {"peer_silence_s": "2"}),
+    ],
+)
+def test_wrong_value_is_one_sentence_that_helps(
+    fragments: tuple[str, ...], arguments: dict[str, Any]
+) -> None:
+    refused(*fragments, **arguments)
+
+
+def test_a_wrong_lower_layer_is_refused_even_when_a_flag_would_win() -> None:
+    refused("SEGUE_PORT", environ={"SEGUE_PORT": "x"}, port="1")
+
+
+def test_one_file_serves_several_commands() -> None:
+    toml = "model = 'm'\npage_tokens = 32\n[prefill]\nbootstrap_port = 9000\n[decode]\nport = 7001"
+    assert instance(Role.PREFILL, toml, registry=None).bootstrap_port == 9000
+    assert instance(Role.DECODE, toml).port == 7001
+    assert serve(toml).engine.page_tokens == 32
+
+
+def test_other_variables_are_left_alone() -> None:
+    assert serve(environ={"PATH": "/bin", "SEGUE_CONFIG": "x.toml"}) == serve()
+
+
+def test_required_settings_are_named() -> None:
+    refused("segue decode", "--model", "SEGUE_MODEL", make=instance, model=None)
+    refused("segue decode", "--registry", "SEGUE_REGISTRY", make=instance, registry=None)
+    assert instance(Role.PREFILL, registry=None).registry is None
+
+
+@pytest.mark.parametrize(
+    "url", ["10.0.0.1:8998", "http://host", "http://host:x", "http://:1", "ftp://h:1", "http://h:1/v1"]
+)
+def test_registry_url_is_checked(url: str) -> None:
+    refused("--registry", "http://HOST:PORT", url, make=instance, registry=url)
+
+
+def test_strangers_need_a_secret_and_a_wildcard_needs_a_name() -> None:
+    refused("--host 10.0.0.5", "--secret-file", make=instance, host="10.0.0.5")
+    refused("--host 0.0.0.0", "--advertise-host", make=instance, host="0.0.0.0", secret_file="s")
+    config = instance(host="0.0.0.0", advertise_host="10.0.0.5", secret_file="s")
+    assert config.peer_host == "10.0.0.5"
+
+
+def test_more_than_one_rank_is_refused_with_what_to_do() -> None:
+    refused("tp=2", "one rank per instance", make=instance, tp="2")
+
+
+def test_the_secret_is_never_printed() -> None:
+    config = build(
+        FrontendConfig,
+        Layers({"registry": "http://h:1"}),
+        command="frontend",
+        known=KNOWN,
+        fixed={"secret": b"hunter2"},
+    )
+    assert config.secret == b"hunter2"
+    assert "hunter2" not in repr(config)
+    assert "hunter2" not in repr([config.derived(), flatten(config), argv(config)])
+
+
+def test_argv_builds_the_same_configuration_again() -> None:
+    given = {
+        "name": "-odd name",
+        "page_tokens": "32",
+        "chunk_tokens": "64",
+        "kv_gib": "0.5",
+        "max_batch": "7",
+    }
+    config = instance(Role.PREFILL, force_query_prefill_dp_rank=True, **given)
+    flags = {}
+    for word in argv(config):
+        flag, equals, value = word.removeprefix("--").partition("=")
+        flags[flag.replace("-", "_")] = value if equals else True
+    again = build(InstanceConfig, Layers(flags), command="prefill", known=KNOWN, fixed={"role": Role.PREFILL})
+    assert again == config
+
+
+def test_every_limit_that_can_be_set_has_the_default_of_core() -> None:
+    assert serve().limit.limits() == Limits()
+
+
+def test_children_inherit_what_was_decided_once() -> None:
+    config = serve(prefill="2", decode="2", page_tokens="32", chunk_tokens="64", transport="shm")
+    child = config.instance(Role.DECODE, "decode-1", HOST, "http://127.0.0.1:9", SMOLLM2)
+    assert (child.engine.threads_per_worker, child.engine.page_tokens) == (2, 32)
+    assert (child.label, child.served_model, child.transport) == ("decode-1", "smollm2", "shm")
+    assert child.kv_bytes(HOST) == config.kv_bytes(HOST, SMOLLM2)
+    assert config.frontend("http://127.0.0.1:9").served_model_name == "smollm2"
+
+
+@pytest.mark.parametrize(("cores", "prefill", "expected"), [(2, 1, 1), (1, 1, 1), (9, 1, 4), (8, 3, 2)])
+def test_threads_are_shared_out_and_never_zero(cores: int, prefill: int, expected: int) -> None:
+    config = serve(prefill=str(prefill))
+    assert config.derived(Host(cores, 2**34))["threads_per_worker"] == expected
+
+
+@pytest.mark.parametrize("free_gib", [1, 4, 16, 256])
+@pytest.mark.parametrize("pools", [1, 2, 8])
+def test_automatic_pools_leave_room(free_gib: int, pools: int) -> None:
+    host = Host(4, free_gib * 2**30)
+    try:
+        each = c.kv_pool_bytes(None, host, pools, SMOLLM2)
+    except ConfigError:
+        assert free_gib <= pools  # too little memory for that many copies of the weights
+        return
+    assert each <= c.AUTO_KV_MAX_BYTES
+    assert each * pools <= c.AUTO_KV_SHARE * (host.free_bytes - pools * SMOLLM2.weight_bytes)
+
+
+def test_too_little_memory_is_said_before_anything_starts() -> None:
+    refused("KV pools", "--kv-gib", make=lambda: c.kv_pool_bytes(None, Host(2, 2**28), 2, SMOLLM2))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("smollm2", "smollm2"), ("/models/Qwen3-0.6B/", "Qwen3-0.6B"), ("a/b.gguf", "b")],
+)
+def test_served_name(model: str, name: str) -> None:
+    assert c.served_name(model, None) == name
+    assert c.served_name(model, "mine") == "mine"
