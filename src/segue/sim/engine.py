@@ -1,0 +1,195 @@
+"""An engine without a model whose KV proves its own origin.
+
+The KV of a token is a 64-bit hash of the whole sequence up to and including that token (its
+*lineage*). A step first checks every earlier position of the sequence in the pool: a page of
+somebody else, a stale byte or a missing write is seen at once, by whoever would have used it.
+The next token is a function of the lineage, so the right answer is known without a model.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from segue.core.request import SamplingParams
+from segue.engine.api import HostPages, ModelInfo, SequenceResult, SequenceStep
+from segue.layout.spec import KVShape, PoolSpec
+
+MASK = 2**64 - 1
+SEED = 0x9E3779B97F4A7C15
+VALUE_MARK = 0x5555555555555555
+_WORD = struct.Struct("<Q")
+
+
+class WrongKV(AssertionError):
+    """A sequence would have been computed from KV that is not its own."""
+
+
+def lineage(tokens: Sequence[int], start: int = SEED) -> int:
+    """The hash of a sequence of tokens, continued from `start`."""
+    for token in tokens:
+        start = ((start ^ token) * 0x100000001B3 + 0x9E3779B97F4A7C15) & MASK
+        start ^= start >> 29
+    return start
+
+
+def next_token(state: int, sampling: SamplingParams, vocab_size: int) -> int:
+    """The token that follows a sequence with this lineage; depends on the seed unless greedy."""
+    seed = sampling.seed if sampling.temperature > 0 else 0
+    return lineage([seed & MASK], state) % vocab_size
+
+
+def reference(prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, count: int) -> list[int]:
+    """The first `count` tokens that a fault-free run generates (no end of sequence considered)."""
+    state, output = lineage(prompt), []
+    for _ in range(count):
+        token = next_token(state, sampling, vocab_size)
+        output.append(token)
+        state = lineage([token], state)
+    return output
+
+
+def lineage_spec(pages: int, page_tokens: int = 4, layers: int = 2) -> PoolSpec:
+    """A pool whose K and V items are 8-byte lineages."""
+    shape = KVShape(layers=layers, kv_heads=1, k_dim=1, v_dim=1, dtype="lineage", item_bytes=8)
+    return PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, layer_count=layers, head_count=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Host copy of pages."""
+
+    pages: tuple[bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.pages))
+
+
+@dataclass(slots=True)
+class _Open:
+    tokens: list[int]
+    sampling: SamplingParams
+
+
+class LineageEngine:
+    """Implements `engine.api.Engine`. `memory` is the pool; transports may copy into it.
+
+    Raises WrongKV from `step` when a position does not hold the sequence's own KV.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        memory: bytearray | memoryview | None = None,
+        *,
+        vocab_size: int = 1000,
+        context_tokens: int = 4096,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.spec = spec
+        self.memory: bytearray | memoryview = bytearray(spec.nbytes) if memory is None else memory
+        self.info = ModelInfo(
+            name="lineage",
+            fingerprint="lineage-1",
+            vocab_size=vocab_size,
+            context_tokens=context_tokens,
+            eos_token_ids=eos_token_ids,
+            dtype="lineage",
+        )
+        self.computed_tokens = 0
+        self._open: dict[int, _Open] = {}
+
+    # ---- sequences ---------------------------------------------------------------------------
+
+    def open(
+        self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
+    ) -> None:
+        """Begin a sequence."""
+        self._open[seq_id] = _Open([*prompt, *output], sampling)
+
+    def append(self, seq_id: int, token: int) -> None:
+        """A token drawn elsewhere."""
+        self._open[seq_id].tokens.append(token)
+
+    def close(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        self._open.pop(seq_id, None)
+
+    def sizes(self) -> dict[str, int]:
+        """Open sequences, for leak checks."""
+        return {"sequences": len(self._open)}
+
+    # ---- the forward -------------------------------------------------------------------------
+
+    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """Check what is there, write what is new, give the next token where asked."""
+        return [r for step in steps if (r := self._one(step)) is not None]
+
+    def _one(self, step: SequenceStep) -> SequenceResult | None:
+        opened = self._open[step.seq_id]
+        end = step.start + len(step.tokens)
+        if list(step.tokens) != opened.tokens[step.start : end]:
+            raise WrongKV(f"sequence {step.seq_id} was given other tokens than its own")
+        state = SEED
+        for position in range(end):
+            state = lineage(opened.tokens[position : position + 1], state)
+            slot = self._slot(step.pages, position)
+            if position >= step.start:
+                self._write(slot, state)
+            else:
+                self._check(step.seq_id, position, slot, state)
+        self.computed_tokens += len(step.tokens)
+        if not step.sample:
+            return None
+        token = next_token(state, opened.sampling, self.info.vocab_size)
+        opened.tokens.append(token)
+        return SequenceResult(step.seq_id, token)
+
+    def _slot(self, pages: Sequence[int], position: int) -> int:
+        page, inside = divmod(position, self.spec.page_tokens)
+        return pages[page] * self.spec.page_tokens + inside
+
+    def _write(self, slot: int, state: int) -> None:
+        for layer in range(self.spec.layer_count):
+            _WORD.pack_into(self.memory, self.spec.offset(layer, False, slot), state ^ layer)
+            _WORD.pack_into(self.memory, self.spec.offset(layer, True, slot), state ^ layer ^ VALUE_MARK)
+
+    def _check(self, seq_id: int, position: int, slot: int, state: int) -> None:
+        for layer in range(self.spec.layer_count):
+            for value, mark in ((False, 0), (True, VALUE_MARK)):
+                found = _WORD.unpack_from(self.memory, self.spec.offset(layer, value, slot))[0]
+                if found != state ^ layer ^ mark:
+                    raise WrongKV(
+                        f"sequence {seq_id}, token {position}, layer {layer}, {'V' if value else 'K'}: "
+                        f"page {slot // self.spec.page_tokens} holds somebody else's KV"
+                    )
+
+    # ---- retraction --------------------------------------------------------------------------
+
+    def _ranges(self, page: int) -> list[tuple[int, int]]:
+        spec, first = self.spec, page * self.spec.page_tokens
+        return [
+            (spec.offset(layer, value, first), spec.page_tokens * width)
+            for layer in range(spec.layer_count)
+            for value, width in ((False, spec.k_token_bytes), (True, spec.v_token_bytes))
+        ]
+
+    def copy_out(self, pages: Sequence[int]) -> HostPages:
+        """Copy pages out of the pool."""
+        return Copied(
+            tuple(
+                b"".join(bytes(self.memory[at : at + size]) for at, size in self._ranges(page))
+                for page in pages
+            )
+        )
+
+    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
+        """Copy pages back."""
+        assert isinstance(host, Copied)
+        for page, data in zip(pages, host.pages, strict=True):
+            offset = 0
+            for at, size in self._ranges(page):
+                self.memory[at : at + size] = data[offset : offset + size]
+                offset += size

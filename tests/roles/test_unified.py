@@ -1,0 +1,159 @@
+"""The unified role over the lineage engine: right tokens under batching, pressure, cancels, deadlines."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from segue.core.control import Submit
+from segue.core.errors import AbortedByClient, ErrorCode
+from segue.core.limits import Limits
+from segue.core.request import Output, Request, SamplingParams, Ticket
+from segue.core.types import FinishReason, Incarnation, Placement
+from segue.engine.pages import PagePool
+from segue.roles.unified import UnifiedRole
+from segue.sim.engine import LineageEngine, lineage_spec, reference
+
+ME = Incarnation("a" * 32)
+FRONT = Incarnation("f" * 32)
+VOCAB = 1000
+
+
+def make(pages: int = 64, **options: object) -> UnifiedRole:
+    engine = LineageEngine(lineage_spec(pages), vocab_size=VOCAB)
+    limits = Limits(max_batch=8, max_queue=64)
+    return UnifiedRole(
+        engine, PagePool(pages, 4), me=ME, name="unified", limits=limits, **{"chunk_tokens": 16, **options}
+    )
+
+
+def submit(
+    role: UnifiedRole, name: str, prompt: list[int], max_tokens: int, budget_s: float = 100, now: float = 0
+) -> SamplingParams:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=len(prompt))
+    here = Placement(ME)
+    ticket = Ticket(room=1, attempt=0, prefill=here, decode=here, budget_s=budget_s)
+    role.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), now)
+    return sampling
+
+
+def run(role: UnifiedRole, now: float = 0.0, steps: int = 10_000) -> dict[str, list[Output]]:
+    """Drive the role until nothing is left to do; outputs by request."""
+    outputs: dict[str, list[Output]] = {}
+    for _ in range(steps):
+        role.advance(now)
+        plan = role.plan(now)
+        if plan:
+            role.complete(role.engine.step(plan), now)
+        for _origin, output in role.outbox:
+            outputs.setdefault(output.request_id, []).append(output)
+        role.outbox.clear()
+        if not plan:
+            break
+    return outputs
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    """All tokens in order; positions must have no gap."""
+    result: list[int] = []
+    for output in outputs:
+        assert output.position == len(result) or not output.token_ids
+        result += output.token_ids
+    return result
+
+
+def test_tokens_equal_the_reference_for_mixed_lengths() -> None:
+    role, rng = make(), random.Random(1)
+    wanted = {}
+    for i in range(20):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 70))]
+        count = rng.randint(1, 20)
+        wanted[f"r{i}"] = reference(prompt, submit(role, f"r{i}", prompt, count), VOCAB, count)
+    outputs = run(role)
+    assert {name: tokens(out) for name, out in outputs.items()} == wanted
+    assert all(out[-1].finish is FinishReason.LENGTH for out in outputs.values())
+    role.check_integrity()
+    assert not any(role.sizes().values())
+
+
+def test_retraction_keeps_the_tokens_right() -> None:
+    role = make(pages=12)
+    wanted = {}
+    for i in range(4):
+        prompt = [i * 10 + k for k in range(7)]
+        wanted[f"r{i}"] = reference(prompt, submit(role, f"r{i}", prompt, 30), VOCAB, 30)
+    outputs = run(role)
+    assert role.generation.retractions > 0, "the pool was chosen too large to need a retraction"
+    assert {name: tokens(out) for name, out in outputs.items()} == wanted
+    role.check_integrity()
+
+
+def test_a_prefix_is_computed_once() -> None:
+    role = make()
+    prompt = list(range(40))
+    submit(role, "first", prompt, 2)
+    run(role)
+    before = role.engine.computed_tokens
+    submit(role, "second", [*prompt, 7], 2)
+    outputs = run(role)
+    usage = outputs["second"][-1].usage
+    assert usage is not None
+    assert usage.prefill_cached == 40
+    assert usage.prompt_tokens == usage.decode_cached + usage.prefill_cached + usage.computed
+    assert role.engine.computed_tokens - before == 1 + 1
+
+
+def test_cancel_and_deadline_give_everything_back() -> None:
+    role = make()
+    submit(role, "cancelled", [1, 2, 3], 50)
+    submit(role, "late", [4, 5, 6], 50, budget_s=5)
+    for _ in range(3):
+        role.complete(role.engine.step(role.plan(1.0)), 1.0)
+    role.cancel(FRONT, "cancelled", AbortedByClient("left").info, 1.0)
+    role.outbox.clear()
+    assert role.next_deadline() == 5
+    role.advance(5.0)
+    assert [(o.request_id, o.error.code) for _, o in role.outbox if o.error] == [
+        ("late", ErrorCode.DEADLINE_EXCEEDED)
+    ]
+    assert not any(role.sizes().values())
+    role.check_integrity()
+
+
+def test_frontend_gone_ends_its_requests_only() -> None:
+    role = make()
+    submit(role, "orphan", [1, 2, 3], 5)
+    role.frontend_gone(FRONT, AbortedByClient("left").info, 0.0)
+    assert not any(role.sizes().values())
+    assert role.outbox == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [([], "empty"), ([VOCAB], "vocabulary"), (list(range(300)), "shorten it")],
+)
+def test_bad_prompts_get_one_typed_error(prompt: list[int], text: str) -> None:
+    role = make()
+    submit(role, "bad", prompt, 5)
+    [(_, output)] = role.outbox
+    assert output.error is not None
+    assert output.error.code is ErrorCode.INVALID_REQUEST
+    assert text in output.error.text
+    assert not any(role.sizes().values())
+
+
+def test_a_full_queue_is_said_at_once() -> None:
+    role = make()
+    for i in range(65):
+        submit(role, f"r{i}", [1], 1)
+    assert [o.error.code for _, o in role.outbox if o.error] == [ErrorCode.OUT_OF_CAPACITY]
+
+
+def test_one_request_that_fills_the_pool_ends_by_length() -> None:
+    role = make(pages=4)
+    prompt = [1, 2, 3]
+    wanted = reference(prompt, submit(role, "long", prompt, 1000), VOCAB, 13)
+    outputs = run(role)
+    assert tokens(outputs["long"]) == wanted
+    assert outputs["long"][-1].finish is FinishReason.LENGTH
