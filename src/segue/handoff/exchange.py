@@ -1,0 +1,498 @@
+"""Every hand-off of one leader: routes events to machines, keeps time, remembers what is over.
+
+No I/O, no clock: `handle(event, now)` returns the effects that the caller carries out in order. What a
+hand-off holds lives in its machine. Here is one table of machines, one of early destinations and one
+of tombstones; a transfer is in at most one of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from segue.core.errors import (
+    ErrorInfo,
+    Internal,
+    InvalidRequest,
+    LayoutMismatch,
+    OutOfCapacity,
+    PeerRefused,
+    SegueError,
+    TransferFailed,
+)
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.handoff.api import (
+    AbortTransfer,
+    Effect,
+    Event,
+    FenceDone,
+    OpenReceiver,
+    OpenSender,
+    PeerDown,
+    PeerUp,
+    Phase,
+    Publish,
+    Received,
+    Release,
+    Send,
+    SendChunk,
+    SendMetadata,
+    Tick,
+    WriteBroken,
+    WriteLanded,
+)
+from segue.handoff.machine import IllegalEvent, Link, Local, Machine, Timer
+from segue.handoff.memory import Deadlines, Early, Ended
+from segue.handoff.messages import (
+    Abort,
+    Accepted,
+    ChunkPosted,
+    Committed,
+    Destination,
+    Drained,
+    Failed,
+    Gone,
+    LeaderInfo,
+    Metadata,
+    Moved,
+)
+from segue.handoff.receiver import ReceiverMachine
+from segue.handoff.sender import SenderMachine
+from segue.layout.planner import plan_pair
+
+_M = TypeVar("_M", bound=Machine)
+
+_TO_PREFILL = frozenset({Destination, Committed, Failed, Abort, Gone})
+_TO_DECODE = frozenset({Accepted, Moved, ChunkPosted, Metadata, Failed, Drained, Gone})
+#: Messages about something unknown that get no answer, so that two sides never ping-pong.
+_UNANSWERED = frozenset({Gone, Drained, Committed})
+
+
+class Exchange:
+    """All hand-offs of one leader in one incarnation.
+
+    `origin` is how errors that begin here name this side (`prefill 3fa94c01 dp0`). `handle` raises a
+    `SegueError` for an illegal local event, and then nothing has changed; everything that a peer
+    or the transport does wrong becomes the failure of one hand-off, or a count in `counters`.
+    """
+
+    def __init__(
+        self, role: Role, me: Incarnation, origin: str, limits: Limits, info: LeaderInfo, transport: str
+    ) -> None:
+        if role not in (Role.PREFILL, Role.DECODE):
+            raise IllegalEvent(f"a {role} has no hand-offs")
+        self._local = Local(role, me, origin, limits, info, transport)
+        self._machines: dict[TransferId, Machine] = {}
+        self._early: dict[TransferId, Early] = {}
+        self._ended: dict[TransferId, Ended] = {}
+        self._links: dict[Incarnation, Link] = {}
+        self._deadlines = Deadlines()
+        # Epochs of two incarnations at one address differ as well, whatever the transport checks.
+        high = int.from_bytes(hashlib.blake2b(me.encode(), digest_size=4).digest(), "big")
+        self._last_epoch = high << 32
+        #: Things that were dropped or answered without a machine; each is harmless, many are a sign.
+        self.counters: dict[str, int] = dict.fromkeys(
+            ("stray_messages", "late_events", "repeats", "gone_answers", "early_refused", "internal_errors"),
+            0,
+        )
+        self._handlers: dict[type[Any], Callable[[Any, float, list[Effect]], None]] = {
+            OpenSender: self._open_sender,
+            OpenReceiver: self._open_receiver,
+            Publish: self._publish,
+            SendChunk: self._send_chunk,
+            SendMetadata: self._send_metadata,
+            AbortTransfer: self._abort,
+            PeerUp: self._peer_up,
+            PeerDown: self._peer_down,
+            Received: self._received,
+            WriteLanded: self._write_landed,
+            WriteBroken: self._write_broken,
+            FenceDone: self._fence_done,
+            Tick: self._tick,
+        }
+
+    # ---- the face ------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """One event in, its effects out, in order. `now` never decreases between calls."""
+        out: list[Effect] = []
+        self._handlers[type(event)](event, now, out)
+        return out
+
+    def next_deadline(self) -> float | None:
+        """When to deliver the next `Tick`; None when there is nothing to wait for."""
+        return self._deadlines.next()
+
+    def phase(self, transfer: TransferId) -> KVPoll | None:
+        """The phase of a transfer, also of one that ended recently; None for an unknown one."""
+        machine = self._machines.get(transfer)
+        if machine is not None:
+            return machine.phase
+        ended = self._ended.get(transfer)
+        return ended.phase if ended is not None and ended.opened else None
+
+    def sizes(self) -> dict[str, int]:
+        """How much is in every table; all zero at rest without peers."""
+        self._deadlines.next()
+        return {
+            "transfers": len(self._machines),
+            "early": len(self._early),
+            "ended": len(self._ended),
+            "peers": len(self._links),
+            "deadlines": len(self._deadlines),
+        }
+
+    def quarantined_pages(self) -> int:
+        """Pages of failed hand-offs that wait for a fence (a gauge; looks at every machine)."""
+        return sum(m.lease.pages for m in self._machines.values() if m.phase is KVPoll.FAILED)
+
+    def check_integrity(self) -> None:
+        """Look at everything; raises Internal with what is wrong."""
+        problems = [m.broken_rule() for m in self._machines.values()]
+        problems += [f"{t} has ended but is kept" for t, m in self._machines.items() if m.ended]
+        for name, table in (("early", self._early), ("ended", self._ended)):
+            problems += [f"{t} is live and {name}" for t in table if t in self._machines]
+        problems += [f"{t} is early and ended" for t in self._early if t in self._ended]
+        problems += [
+            f"{t} has no deadline"
+            for t, m in self._machines.items()
+            if not m.phase.terminal and not m.timer.live
+        ]
+        limits = self._local.limits
+        if len(self._machines) > limits.max_transfers or len(self._ended) > limits.max_transfers:
+            problems.append("more transfers than limits.max_transfers")
+        if len(self._early) > limits.max_early_destinations:
+            problems.append("more early destinations than limits.max_early_destinations")
+        timers = [m.timer for m in self._machines.values()]
+        timers += [e.timer for e in self._early.values()] + [e.timer for e in self._ended.values()]
+        if sum(timer.live for timer in timers) != self._deadlines.live:
+            problems.append("the deadline heap and the tables disagree")
+        found = [p for p in problems if p]
+        if found:
+            raise Internal("; ".join(found))
+
+    # ---- the engine ----------------------------------------------------------------------------
+
+    def _open_sender(self, event: OpenSender, now: float, out: list[Effect]) -> None:
+        self._check_open(event.transfer, event.prompt_tokens, Role.PREFILL)
+        if self._over_before_it_began(event.transfer, now, out):
+            return
+        machine = SenderMachine(*self._birth(event, event.transfer.decode), now)
+        self._add(machine, out)
+        early = self._early.pop(event.transfer, None)
+        if early is None:
+            return
+        self._deadlines.cancel(early.timer)
+        link = self._links.get(early.peer)
+        if link is None:
+            raise Internal("an early destination outlived its session")
+        self._run(machine, now, out, machine.destination, early.destination, early.timer.at, link)
+
+    def _open_receiver(self, event: OpenReceiver, now: float, out: list[Effect]) -> None:
+        self._check_open(event.transfer, event.prompt_tokens, Role.DECODE)
+        if self._over_before_it_began(event.transfer, now, out):
+            return
+        machine = ReceiverMachine(*self._birth(event, event.transfer.prefill), now)
+        self._add(machine, out)
+        link = self._links.get(machine.peer)
+        if link is not None:
+            self._run(machine, now, out, machine.peer_up, link)
+
+    def _birth(
+        self, event: OpenSender | OpenReceiver, peer: Incarnation
+    ) -> tuple[Local, TransferId, Incarnation, str, int, float]:
+        link = self._links.get(peer)
+        name = link.name if link is not None else self._peer_name(peer)
+        return (self._local, event.transfer, peer, name, event.prompt_tokens, event.deadline)
+
+    def _check_open(self, transfer: TransferId, prompt_tokens: int, role: Role) -> None:
+        mine = transfer.prefill if self._local.role is Role.PREFILL else transfer.decode
+        if self._local.role is not role or mine != self._local.me:
+            raise IllegalEvent(f"{transfer} is not a hand-off of {self._local.origin}", room=transfer.room)
+        if prompt_tokens < 1:
+            raise IllegalEvent("a hand-off needs at least one prompt token", room=transfer.room)
+        ended = self._ended.get(transfer)
+        if transfer in self._machines or (ended is not None and ended.opened):
+            raise InvalidRequest(
+                f"room {transfer.room}, attempt {transfer.attempt} was used already; "
+                "each request needs a room of its own",
+                origin=self._local.origin,
+                room=transfer.room,
+            )
+        if len(self._machines) >= self._local.limits.max_transfers:
+            raise OutOfCapacity(
+                f"{len(self._machines)} hand-offs are open, as many as limits.max_transfers allows",
+                origin=self._local.origin,
+                room=transfer.room,
+            )
+
+    def _over_before_it_began(self, transfer: TransferId, now: float, out: list[Effect]) -> bool:
+        """True if the peer ended this hand-off before we opened it: it fails at once."""
+        ended = self._ended.get(transfer)
+        if ended is None:
+            return False
+        ended.opened = True
+        out.append(Phase(transfer, KVPoll.BOOTSTRAPPING))
+        out.append(Phase(transfer, KVPoll.FAILED, error=ended.error))
+        out.append(Release(transfer))
+        return True
+
+    def _add(self, machine: Machine, out: list[Effect]) -> None:
+        self._machines[machine.transfer] = machine
+        self._deadlines.add(machine.timer)
+        out.append(Phase(machine.transfer, machine.phase))
+
+    def _publish(self, event: Publish, now: float, out: list[Effect]) -> None:
+        machine = self._mine(event.transfer, ReceiverMachine)
+        if machine is None:
+            return
+        epoch = self._last_epoch + 1
+        self._run(machine, now, out, machine.publish, event, epoch, local=True)
+        if machine.epoch == epoch:
+            self._last_epoch = epoch
+
+    def _send_chunk(self, event: SendChunk, now: float, out: list[Effect]) -> None:
+        machine = self._mine(event.transfer, SenderMachine)
+        if machine is not None:
+            self._run(machine, now, out, machine.chunk, event, local=True)
+
+    def _send_metadata(self, event: SendMetadata, now: float, out: list[Effect]) -> None:
+        machine = self._mine(event.transfer, SenderMachine)
+        if machine is not None:
+            self._run(machine, now, out, machine.metadata, event, local=True)
+
+    def _abort(self, event: AbortTransfer, now: float, out: list[Effect]) -> None:
+        machine = self._machines.get(event.transfer)
+        if machine is not None:
+            self._run(machine, now, out, machine.fail, machine.fill(event.error, now))
+
+    def _mine(self, transfer: TransferId, kind: type[_M]) -> _M | None:
+        """The live machine that an engine's event is for. None if the hand-off is over: the engine
+        could not know yet. Raises IllegalEvent for one that never was, or is of the other half."""
+        machine = self._machines.get(transfer)
+        if isinstance(machine, kind):
+            if not machine.phase.terminal:
+                return machine
+        elif machine is not None or transfer not in self._ended:
+            raise IllegalEvent(f"{transfer} is not open here", room=transfer.room)
+        self.counters["late_events"] += 1
+        return None
+
+    # ---- the transport -------------------------------------------------------------------------
+
+    def _write_landed(self, event: WriteLanded, now: float, out: list[Effect]) -> None:
+        machine = self._machines.get(event.transfer)
+        if not isinstance(machine, SenderMachine) or not self._run(machine, now, out, machine.landed, event):
+            self.counters["late_events"] += 1
+
+    def _write_broken(self, event: WriteBroken, now: float, out: list[Effect]) -> None:
+        machine = self._machines.get(event.transfer)
+        if not isinstance(machine, SenderMachine) or not self._run(machine, now, out, machine.broken, event):
+            self.counters["late_events"] += 1
+
+    def _fence_done(self, event: FenceDone, now: float, out: list[Effect]) -> None:
+        machine = self._machines.get(event.transfer)
+        if machine is None or not self._run(machine, now, out, machine.fence_done, event.proven):
+            self.counters["late_events"] += 1
+
+    # ---- the session ---------------------------------------------------------------------------
+
+    def _peer_up(self, event: PeerUp, now: float, out: list[Effect]) -> None:
+        old = self._links.get(event.peer)
+        if old is not None and old.info.dp_rank != event.info.dp_rank:
+            raise IllegalEvent(
+                f"DP ranks {old.info.dp_rank} and {event.info.dp_rank} came as one peer {event.peer[:8]}; "
+                "each leader needs an incarnation of its own"
+            )
+        link = self._link(event.peer, event.info)
+        self._links[event.peer] = link
+        for machine in self._bound_to(event.peer):
+            self._run(machine, now, out, machine.peer_up, link)
+
+    def _link(self, peer: Incarnation, info: LeaderInfo) -> Link:
+        """What we can do with this peer; a mismatch fails its hand-offs, and nothing else."""
+        local = self._local
+        name = f"{self._peer_name(peer)} dp{info.dp_rank}"
+        prefill, decode = (local.info, info) if local.role is Role.PREFILL else (info, local.info)
+        try:
+            if prefill.protocol != decode.protocol:
+                raise PeerRefused(
+                    f"prefill speaks protocol {prefill.protocol}, decode {decode.protocol}; "
+                    "start both with the same version of segue"
+                )
+            if prefill.model != decode.model:
+                raise LayoutMismatch(
+                    f"prefill serves model {prefill.model}, decode {decode.model}; "
+                    "start both with the same --model"
+                )
+            return Link(peer, info, name, plan_pair(prefill.ranks, decode.ranks), None)
+        except SegueError as error:
+            return Link(peer, info, name, None, error.at(origin=local.origin, peer=name).info)
+
+    def _peer_name(self, peer: Incarnation) -> str:
+        other = Role.DECODE if self._local.role is Role.PREFILL else Role.PREFILL
+        return f"{other} {peer[:8]}"
+
+    def _peer_down(self, event: PeerDown, now: float, out: list[Effect]) -> None:
+        link = self._links.pop(event.peer, None)
+        name = link.name if link is not None else self._peer_name(event.peer)
+        for transfer in [t for t, early in self._early.items() if early.peer == event.peer]:
+            self._end_early(transfer, self._record(event.error, transfer, name), now)
+        for machine in self._bound_to(event.peer):
+            self._run(machine, now, out, machine.peer_down, event.error, event.dead)
+
+    def _bound_to(self, peer: Incarnation) -> list[Machine]:
+        return [m for m in self._machines.values() if m.peer == peer]
+
+    def _received(self, event: Received, now: float, out: list[Effect]) -> None:
+        message = event.message
+        transfer = message.transfer
+        if self._local.role is Role.PREFILL:
+            legal, mine, theirs = _TO_PREFILL, transfer.prefill, transfer.decode
+        else:
+            legal, mine, theirs = _TO_DECODE, transfer.decode, transfer.prefill
+        link = self._links.get(event.peer)
+        kind = type(message)
+        # Not even `Gone` is said for another incarnation: we can prove nothing about its writes.
+        if link is None or kind not in legal or mine != self._local.me or theirs != event.peer:
+            self.counters["stray_messages"] += 1
+            return
+        machine = self._machines.get(transfer)
+        if machine is not None:
+            self._run(machine, now, out, machine.receive, message, link)
+        elif transfer in self._early:
+            self._received_early(transfer, event, now, out)
+        elif isinstance(message, Destination) and transfer not in self._ended:
+            self._park(message, link, now, out)
+        else:
+            self._received_unknown(transfer, event, now, out)
+
+    def _received_unknown(self, transfer: TransferId, event: Received, now: float, out: list[Effect]) -> None:
+        """A message for a hand-off that is over, or that is not open yet."""
+        message = event.message
+        if isinstance(message, (Failed, Abort)) and transfer not in self._ended:
+            # If our half is still to come, it must not wait for a peer that has given up.
+            error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
+            until = now + self._local.limits.request_budget_s
+            self._bury(transfer, KVPoll.FAILED, error, None, until, False, now)
+        if type(message) in _UNANSWERED:
+            return
+        ended = self._ended.get(transfer)
+        if isinstance(message, Destination) and ended is not None and ended.error is not None:
+            out.append(Send(event.peer, Failed(transfer, ended.error)))
+        self.counters["gone_answers"] += 1
+        out.append(Send(event.peer, Gone(transfer)))
+
+    # ---- early destinations --------------------------------------------------------------------
+
+    def _park(self, message: Destination, link: Link, now: float, out: list[Effect]) -> None:
+        limits = self._local.limits
+        if len(self._early) >= limits.max_early_destinations:
+            self.counters["early_refused"] += 1
+            text = (
+                f"{len(self._early)} destinations wait for requests that prefill has not seen, as many as "
+                "limits.max_early_destinations allows"
+            )
+            error = self._record(OutOfCapacity(text).info, message.transfer, link.name)
+            out.append(Send(link.peer, Failed(message.transfer, error)))
+            return
+        # A NaN from the wire must not get into the heap: it compares as false with everything.
+        budget_s = message.budget_s if message.budget_s > 0 else 0.0
+        timer = Timer(message.transfer, now + min(budget_s, limits.request_budget_s))
+        self._early[message.transfer] = Early(link.peer, message, timer)
+        self._deadlines.add(timer)
+
+    def _received_early(self, transfer: TransferId, event: Received, now: float, out: list[Effect]) -> None:
+        message = event.message
+        if isinstance(message, (Failed, Abort)):
+            error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
+            self._end_early(transfer, error, now)
+            out.append(Send(event.peer, Drained(transfer)))
+        elif isinstance(message, Gone):
+            self._end_early(transfer, self._aborted(transfer, event.peer), now)
+        else:
+            self.counters["repeats"] += 1
+
+    def _end_early(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
+        early = self._early.pop(transfer)
+        self._deadlines.cancel(early.timer)
+        self._bury(transfer, KVPoll.FAILED, error, None, early.timer.at, False, now)
+
+    def _aborted(self, transfer: TransferId, peer: Incarnation) -> ErrorInfo:
+        text = "the peer ended this hand-off before it began here"
+        return self._record(TransferFailed(text).info, transfer, self._peer_name(peer))
+
+    def _record(self, error: ErrorInfo, transfer: TransferId, peer: str) -> ErrorInfo:
+        where = {"phase": KVPoll.BOOTSTRAPPING.name, "origin": self._local.origin, "peer": peer}
+        return error.exception().at(room=transfer.room, **where).info
+
+    # ---- time and the end ----------------------------------------------------------------------
+
+    def _tick(self, event: Tick, now: float, out: list[Effect]) -> None:
+        while (timer := self._deadlines.pop_due(now)) is not None:
+            transfer = timer.transfer
+            machine = self._machines.get(transfer)
+            if machine is not None and machine.timer is timer:
+                self._run(machine, now, out, machine.expire)
+            elif transfer in self._early and self._early[transfer].timer is timer:
+                del self._early[transfer]
+            elif transfer in self._ended and self._ended[transfer].timer is timer:
+                del self._ended[transfer]
+
+    def _run(
+        self,
+        machine: Machine,
+        now: float,
+        out: list[Effect],
+        step: Callable[..., bool | None],
+        *args: object,
+        local: bool = False,
+    ) -> bool | None:
+        """Run one step of one machine inside its own error boundary, then tidy up after it."""
+        result: bool | None = True
+        try:
+            result = step(*args, now, out)
+        except SegueError as error:
+            if local and isinstance(error, IllegalEvent):
+                raise
+            machine.fail(machine.fill(error.info, now), now, out)
+        except Exception as error:  # the boundary of invariant 12: one hand-off fails, no other
+            self.counters["internal_errors"] += 1
+            text = f"{type(error).__name__} in the hand-off's handler: {error}"
+            machine.fail(machine.problem(Internal, text, now), now, out)
+        if machine.ended:
+            self._forget(machine, now)
+        elif machine.deadline < machine.timer.at and not machine.phase.terminal:
+            self._deadlines.cancel(machine.timer)
+            machine.timer = Timer(machine.transfer, machine.deadline)
+            self._deadlines.add(machine.timer)
+        return result
+
+    def _forget(self, machine: Machine, now: float) -> None:
+        del self._machines[machine.transfer]
+        self._bury(machine.transfer, machine.phase, machine.error, machine.timer, machine.deadline, True, now)
+
+    def _bury(
+        self,
+        transfer: TransferId,
+        phase: KVPoll,
+        error: ErrorInfo | None,
+        timer: Timer | None,
+        until: float,
+        opened: bool,
+        now: float,
+    ) -> None:
+        """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
+        meets it; the oldest goes when there are too many."""
+        until = max(until, now + self._local.limits.peer_silence_s)
+        if timer is None or not timer.live or timer.at < until:
+            if timer is not None:
+                self._deadlines.cancel(timer)
+            timer = Timer(transfer, until)
+            self._deadlines.add(timer)
+        self._ended[transfer] = Ended(phase, error, timer, opened)
+        if len(self._ended) > self._local.limits.max_transfers:
+            oldest = next(iter(self._ended))
+            self._deadlines.cancel(self._ended.pop(oldest).timer)

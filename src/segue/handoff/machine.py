@@ -1,0 +1,197 @@
+"""What the sender and the receiver machine have in common.
+
+A machine is a transition table, the things one hand-off holds, and one way to fail. It appends
+effects to the list it is given; it never raises after it changed state, with one exception: a
+`SegueError` out of a message handler, upon which the `Exchange` fails the machine with that error.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+
+from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.handoff.api import Effect
+from segue.handoff.lease import Lease, LeaseState
+from segue.handoff.messages import HandoffMessage, LeaderInfo
+from segue.layout.planner import PairPlan
+
+
+class IllegalEvent(Internal):
+    """The caller did something that the table does not allow here. Nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """This side, as all its machines know it."""
+
+    role: Role
+    me: Incarnation
+    origin: str
+    limits: Limits
+    info: LeaderInfo
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A peer whose session is up. Exactly one of `plan` and `error` is set."""
+
+    peer: Incarnation
+    info: LeaderInfo
+    name: str
+    plan: PairPlan | None
+    error: ErrorInfo | None
+
+    def usable_plan(self) -> PairPlan:
+        """The plan, or the reason why there is none, raised."""
+        if self.plan is None:
+            raise self.error.exception() if self.error else Internal("a link without plan or reason")
+        return self.plan
+
+
+class Timer:
+    """One entry of the exchange's deadline heap. It outlives the machine as its tombstone's timer."""
+
+    __slots__ = ("at", "live", "transfer")
+
+    def __init__(self, transfer: TransferId, at: float) -> None:
+        self.transfer = transfer
+        self.at = at
+        self.live = True
+
+
+class Machine:
+    """One half of one hand-off and everything it holds."""
+
+    TABLE: ClassVar[Mapping[Any, Mapping[Any, Any]]]
+    PHASES: ClassVar[Mapping[Any, KVPoll]]
+    ENDS: ClassVar[frozenset[Any]]
+
+    __slots__ = (
+        "deadline",
+        "epoch",
+        "error",
+        "lease",
+        "local",
+        "opened_at",
+        "peer",
+        "peer_name",
+        "plan",
+        "prefix_tokens",
+        "prompt_tokens",
+        "state",
+        "timer",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        local: Local,
+        transfer: TransferId,
+        peer: Incarnation,
+        peer_name: str,
+        prompt_tokens: int,
+        deadline: float,
+        now: float,
+    ) -> None:
+        self.local = local
+        self.transfer = transfer
+        self.peer = peer
+        self.peer_name = peer_name
+        self.prompt_tokens = prompt_tokens
+        self.deadline = deadline
+        self.opened_at = now
+        self.timer = Timer(transfer, deadline)
+        self.state: enum.StrEnum = next(iter(self.TABLE))
+        self.lease = Lease()
+        self.error: ErrorInfo | None = None
+        self.plan: PairPlan | None = None
+        self.prefix_tokens = 0
+        self.epoch = 0
+
+    @property
+    def phase(self) -> KVPoll:
+        """What `poll` answers."""
+        return self.PHASES[self.state]
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is held any more; the exchange forgets the machine."""
+        return self.state in self.ENDS
+
+    def expect(self, step: enum.StrEnum) -> None:
+        """Raise IllegalEvent unless `step` is legal now."""
+        if step not in self.TABLE[self.state]:
+            raise IllegalEvent(
+                f"'{step}' is not legal in {self.state}", phase=self.phase.name, room=self.transfer.room
+            )
+
+    def go(self, step: enum.StrEnum) -> None:
+        """Take one transition, or raise IllegalEvent and stay."""
+        self.expect(step)
+        self.state = self.TABLE[self.state][step]
+
+    def problem(self, kind: type[SegueError], text: str, now: float) -> ErrorInfo:
+        """A record of an error that begins here and now."""
+        return self.fill(kind(text).info, now)
+
+    def fill(self, error: ErrorInfo, now: float) -> ErrorInfo:
+        """`error` with its empty fields filled in: it began at this side."""
+        return msgspec.structs.replace(
+            error,
+            phase=error.phase or self.phase.name,
+            origin=error.origin or self.local.origin,
+            peer=error.peer or self.peer_name,
+            room=error.room or self.transfer.room,
+            elapsed_s=error.elapsed_s or now - self.opened_at,
+        )
+
+    def expire(self, now: float, out: list[Effect]) -> None:
+        """The deadline has passed."""
+        if not self.phase.terminal:
+            self.fail(self.deadline_error(now), now, out)
+
+    def deadline_error(self, now: float) -> ErrorInfo:
+        """What a passed deadline means in this phase."""
+        text = f"the deadline passed in {self.phase.name} after {now - self.opened_at:.3f} s"
+        return self.problem(DeadlineExceeded, text, now)
+
+    def broken_rule(self) -> str:
+        """The first invariant of this object that does not hold, or an empty string."""
+        if self.lease.state is LeaseState.RELEASED and not self.ended:
+            return f"{self.transfer} is {self.state} but its lease has ended"
+        if self.phase is KVPoll.FAILED and self.error is None:
+            return f"{self.transfer} has failed without an error"
+        return ""
+
+    # What each half does in its own way.
+
+    def fail(
+        self, error: ErrorInfo, now: float, out: list[Effect], *, told: bool = False, lost: bool = False
+    ) -> None:
+        """End with `error`; a no-op in a terminal phase. `told`: the peer knows already;
+        `lost`: there is no session to tell it over."""
+        raise Internal(f"{type(self).__name__} cannot fail")
+
+    def receive(self, message: HandoffMessage, link: Link, now: float, out: list[Effect]) -> None:
+        """A message of this hand-off's peer."""
+        raise Internal(f"{type(self).__name__} cannot receive")
+
+    def peer_up(self, link: Link, now: float, out: list[Effect]) -> None:
+        """A session to this hand-off's peer has opened."""
+        raise Internal(f"{type(self).__name__} cannot see a peer")
+
+    def peer_down(self, error: ErrorInfo, dead: bool, now: float, out: list[Effect]) -> None:
+        """The session to this hand-off's peer has ended."""
+        raise Internal(f"{type(self).__name__} cannot lose a peer")
+
+    def fence_done(self, proven: bool, now: float, out: list[Effect]) -> bool:
+        """The transport's answer to our fence; False when nobody asked (any more)."""
+        raise Internal(f"{type(self).__name__} cannot fence")

@@ -1,0 +1,83 @@
+"""What an exchange remembers of transfers it has no machine for: bounded, and only until a deadline.
+
+`Early` is a destination that came before its sender was opened. `Ended` is the tombstone of a transfer
+that is over, so that repeats are answered and never obeyed. Neither holds pages.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from segue.core.errors import ErrorInfo
+from segue.core.types import Incarnation, KVPoll
+from segue.handoff.machine import Timer
+from segue.handoff.messages import Destination
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A parked destination; `timer.at` is its own deadline."""
+
+    peer: Incarnation
+    destination: Destination
+    timer: Timer
+
+
+@dataclass(slots=True)
+class Ended:
+    """A tombstone. `opened` says whether this side ever had a machine for it."""
+
+    phase: KVPoll
+    error: ErrorInfo | None
+    timer: Timer
+    opened: bool
+
+
+class Deadlines:
+    """A heap of timers with lazy deletion: adding and looking cost O(log n), cancelling O(1).
+
+    The heap is rebuilt when more than half of it is cancelled, so its size is bounded by the
+    number of live timers plus a constant.
+    """
+
+    _SLACK = 64
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._sequence = 0
+        self.live = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, timer: Timer) -> None:
+        """Watch a live timer."""
+        self._sequence += 1
+        self.live += 1
+        heapq.heappush(self._heap, (timer.at, self._sequence, timer))
+        if len(self._heap) > self._SLACK + 2 * self.live:
+            self._heap = [entry for entry in self._heap if entry[2].live]
+            heapq.heapify(self._heap)
+
+    def cancel(self, timer: Timer) -> None:
+        """Forget a timer. Idempotent."""
+        if timer.live:
+            timer.live = False
+            self.live -= 1
+
+    def next(self) -> float | None:
+        """When the earliest live timer is due; None without one."""
+        heap = self._heap
+        while heap and not heap[0][2].live:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
+
+    def pop_due(self, now: float) -> Timer | None:
+        """Take the earliest live timer that is due, cancelled from here on."""
+        due = self.next()
+        if due is None or due > now:
+            return None
+        timer = heapq.heappop(self._heap)[2]
+        self.cancel(timer)
+        return timer

@@ -1,0 +1,251 @@
+"""The decode half of one hand-off (`KVReceiver`)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import ClassVar
+
+from segue.core.errors import DeadlineExceeded, DpRankConflict, ErrorInfo, TransferFailed
+from segue.core.types import Incarnation, KVPoll, TransferId
+from segue.handoff.api import Effect, Fence, Grant, Phase, Publish, Quarantined, Release, Send
+from segue.handoff.lease import LeaseState, LeaseStep
+from segue.handoff.machine import IllegalEvent, Link, Local, Machine
+from segue.handoff.messages import (
+    Abort,
+    ChunkPosted,
+    Committed,
+    Destination,
+    Drained,
+    Failed,
+    Gone,
+    HandoffMessage,
+    Metadata,
+    Moved,
+)
+from segue.handoff.tally import Tally, page_problem
+
+
+class ReceiverState(enum.StrEnum):
+    """`PUBLISHED` is WAITING_FOR_INPUT with pages that a peer may write into; `QUARANTINED` is FAILED
+    with such pages; the last two hold nothing."""
+
+    BOOTSTRAPPING = "BOOTSTRAPPING"
+    WAITING_FOR_INPUT = "WAITING_FOR_INPUT"
+    PUBLISHED = "PUBLISHED"
+    TRANSFERRING = "TRANSFERRING"
+    QUARANTINED = "QUARANTINED"
+    SUCCESS = "SUCCESS"
+    FAILED = "FAILED"
+
+
+class ReceiverStep(enum.StrEnum):
+    """What moves a receiver."""
+
+    PEER_UP = "PeerUp"
+    PUBLISH = "Publish"
+    CHUNK = "ChunkPosted received"
+    METADATA = "Metadata received"
+    COMPLETE = "tally complete"
+    FAIL = "fails"
+    PROOF = "fence proven"
+
+
+_S, _E = ReceiverState, ReceiverStep
+
+RECEIVER_TABLE: Mapping[ReceiverState, Mapping[ReceiverStep, ReceiverState]] = {
+    _S.BOOTSTRAPPING: {_E.PEER_UP: _S.WAITING_FOR_INPUT, _E.FAIL: _S.FAILED},
+    _S.WAITING_FOR_INPUT: {_E.PUBLISH: _S.PUBLISHED, _E.FAIL: _S.FAILED},
+    _S.PUBLISHED: {
+        _E.METADATA: _S.PUBLISHED,
+        _E.CHUNK: _S.TRANSFERRING,
+        _E.FAIL: _S.QUARANTINED,
+    },
+    _S.TRANSFERRING: {
+        _E.CHUNK: _S.TRANSFERRING,
+        _E.METADATA: _S.TRANSFERRING,
+        _E.COMPLETE: _S.SUCCESS,
+        _E.FAIL: _S.QUARANTINED,
+    },
+    _S.QUARANTINED: {_E.PROOF: _S.FAILED},
+    _S.SUCCESS: {},
+    _S.FAILED: {},
+}
+
+
+class ReceiverMachine(Machine):
+    """Publishes pages, tallies what lands in them, commits; or fails and waits for a fence."""
+
+    TABLE = RECEIVER_TABLE
+    PHASES: ClassVar[Mapping[ReceiverState, KVPoll]] = {
+        _S.BOOTSTRAPPING: KVPoll.BOOTSTRAPPING,
+        _S.WAITING_FOR_INPUT: KVPoll.WAITING_FOR_INPUT,
+        _S.PUBLISHED: KVPoll.WAITING_FOR_INPUT,
+        _S.TRANSFERRING: KVPoll.TRANSFERRING,
+        _S.QUARANTINED: KVPoll.FAILED,
+        _S.SUCCESS: KVPoll.SUCCESS,
+        _S.FAILED: KVPoll.FAILED,
+    }
+    ENDS: ClassVar[frozenset[ReceiverState]] = frozenset({_S.SUCCESS, _S.FAILED})
+
+    __slots__ = ("tally",)
+
+    def __init__(
+        self,
+        local: Local,
+        transfer: TransferId,
+        peer: Incarnation,
+        peer_name: str,
+        prompt_tokens: int,
+        deadline: float,
+        now: float,
+    ) -> None:
+        super().__init__(local, transfer, peer, peer_name, prompt_tokens, deadline, now)
+        self.tally: Tally | None = None
+
+    # ---- the engine ----------------------------------------------------------------------------
+
+    def publish(self, event: Publish, epoch: int, now: float, out: list[Effect]) -> None:
+        """Let the peer write into `event.pages`. Raises IllegalEvent, unchanged, for wrong pages."""
+        self.expect(ReceiverStep.PUBLISH)
+        plan = self.plan
+        if plan is None:
+            raise IllegalEvent("no layout of the peer yet", room=self.transfer.room)
+        problem = page_problem(event.pages, self.prompt_tokens, event.prefix_tokens, plan)
+        if problem:
+            raise IllegalEvent(f"cannot publish {problem}", room=self.transfer.room)
+        self.go(ReceiverStep.PUBLISH)
+        self.lease.publish(len(event.pages))
+        self.epoch = epoch
+        self.prefix_tokens = event.prefix_tokens
+        self.tally = Tally(self.transfer, plan, event.prefix_tokens, self.prompt_tokens)
+        message = Destination(
+            transfer=self.transfer,
+            epoch=epoch,
+            budget_s=self.deadline - now,
+            prompt_tokens=self.prompt_tokens,
+            prefix_tokens=event.prefix_tokens,
+            pages=list(event.pages),
+            transport=self.local.transport,
+            plan_hash=plan.hash(self.prompt_tokens, event.prefix_tokens, len(event.pages)),
+        )
+        # The grant comes first: a write may arrive as soon as the peer has read the message.
+        out.append(Grant(self.transfer, epoch))
+        out.append(Send(self.peer, message))
+
+    # ---- the peer ------------------------------------------------------------------------------
+
+    def peer_up(self, link: Link, now: float, out: list[Effect]) -> None:
+        self.peer_name = link.name
+        if self.state is ReceiverState.BOOTSTRAPPING:
+            self.plan = link.usable_plan()
+            self.go(ReceiverStep.PEER_UP)
+            out.append(Phase(self.transfer, KVPoll.WAITING_FOR_INPUT))
+        elif self.state is ReceiverState.QUARANTINED:
+            # The same incarnation is back: its word is proof, so ask for it again.
+            out.append(Send(self.peer, Abort(self.transfer)))
+
+    def peer_down(self, error: ErrorInfo, dead: bool, now: float, out: list[Effect]) -> None:
+        self.fail(self.fill(error, now), now, out, lost=True)
+        if dead:
+            self._prove(out)
+
+    def receive(self, message: HandoffMessage, link: Link, now: float, out: list[Effect]) -> None:
+        if isinstance(message, ChunkPosted):
+            self._chunk(message, out)
+        elif isinstance(message, Metadata):
+            self._metadata(message, out)
+        elif isinstance(message, Failed):
+            self.fail(message.error, now, out, told=True)
+        elif isinstance(message, Moved):
+            text = f"the room belongs to DP rank {message.dp_rank} of this prefill instance"
+            self.fail(self.problem(DpRankConflict, text, now), now, out)
+        elif isinstance(message, (Drained, Gone)):
+            text = "prefill does not know this hand-off (any more)"
+            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)
+            self._prove(out)
+
+    def _open_tally(self, what: str) -> Tally:
+        if self.tally is None:
+            raise TransferFailed(f"{what} came before any page was published")
+        return self.tally
+
+    def _chunk(self, message: ChunkPosted, out: list[Effect]) -> None:
+        if self.phase.terminal or not self._open_tally("a chunk").chunk(message):
+            return
+        first = self.state is ReceiverState.PUBLISHED
+        self.go(ReceiverStep.CHUNK)
+        if first:
+            out.append(Phase(self.transfer, KVPoll.TRANSFERRING))
+        self._commit_if_complete(out)
+
+    def _metadata(self, message: Metadata, out: list[Effect]) -> None:
+        if self.phase.terminal or not self._open_tally("metadata").note_metadata(message):
+            return
+        self.go(ReceiverStep.METADATA)
+        self._commit_if_complete(out)
+
+    def _commit_if_complete(self, out: list[Effect]) -> None:
+        tally = self.tally
+        if tally is None or not tally.complete:
+            return
+        self.go(ReceiverStep.COMPLETE)
+        self.lease.end(LeaseStep.COMPLETE)
+        out.append(Phase(self.transfer, KVPoll.SUCCESS, metadata=tally.metadata))
+        out.append(Send(self.peer, Committed(self.transfer)))
+        out.append(Fence(self.transfer, self.epoch))
+        out.append(Release(self.transfer))
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def fence_done(self, proven: bool, now: float, out: list[Effect]) -> bool:
+        return self._prove(out) if proven else self.state is ReceiverState.QUARANTINED
+
+    def _prove(self, out: list[Effect]) -> bool:
+        """No write can land any more: the pages leave quarantine. False if there was none."""
+        if self.state is not ReceiverState.QUARANTINED:
+            return False
+        self.go(ReceiverStep.PROOF)
+        self.lease.end(LeaseStep.PROOF)
+        out.append(Release(self.transfer))
+        return True
+
+    def deadline_error(self, now: float) -> ErrorInfo:
+        if self.tally is None:
+            return super().deadline_error(now)
+        text = (
+            f"the deadline passed in {self.phase.name} after {now - self.opened_at:.3f} s "
+            f"without {self.tally.missing()}"
+        )
+        return self.problem(DeadlineExceeded, text, now)
+
+    def fail(
+        self, error: ErrorInfo, now: float, out: list[Effect], *, told: bool = False, lost: bool = False
+    ) -> None:
+        if self.phase.terminal:
+            return
+        self.error = error
+        published = self.lease.state is LeaseState.PUBLISHED
+        if published:
+            self.go(ReceiverStep.FAIL)
+            self.lease.end(LeaseStep.FAIL)
+            out.append(Fence(self.transfer, self.epoch))
+        else:
+            self.go(ReceiverStep.FAIL)
+            self.lease.end(LeaseStep.UNUSED)
+        out.append(Phase(self.transfer, KVPoll.FAILED, error=error))
+        if not told and not lost:
+            out.append(Send(self.peer, Failed(self.transfer, error)))
+        if not published:
+            out.append(Release(self.transfer))
+            return
+        if not lost:
+            out.append(Send(self.peer, Abort(self.transfer)))
+        out.append(Quarantined(self.transfer, self.lease.pages))
+
+    def broken_rule(self) -> str:
+        """See `Machine.broken_rule`."""
+        quarantined = self.state is ReceiverState.QUARANTINED
+        if quarantined != (self.lease.state is LeaseState.QUARANTINED):
+            return f"{self.transfer} is {self.state} with a lease that is {self.lease.state}"
+        return super().broken_rule()

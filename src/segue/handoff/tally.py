@@ -1,0 +1,116 @@
+"""The receiver's proof that everything planned has arrived: a set of pairs, never a count.
+
+Each planned (source, target) pair must report chunks that cover `[prefix, prompt)` without a gap or an
+overlap and end with its final marker; and the metadata of this very transfer must be here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from segue.core.errors import MetadataMismatch, TransferFailed
+from segue.core.types import TransferId
+from segue.handoff.messages import ChunkPosted, Metadata
+from segue.layout.planner import PairPlan
+
+
+class Tally:
+    """What of one hand-off has arrived. `pending` holds the pairs that are not complete yet."""
+
+    __slots__ = ("_chunks", "_end", "_plan", "_start", "_transfer", "metadata", "pending")
+
+    def __init__(self, transfer: TransferId, plan: PairPlan, prefix_tokens: int, prompt_tokens: int) -> None:
+        self._transfer = transfer
+        self._plan = plan
+        self._start = prefix_tokens
+        self._end = prompt_tokens
+        self._chunks: dict[tuple[int, int], list[ChunkPosted]] = {pair: [] for pair in plan.pairs}
+        self.pending = set(plan.pairs)
+        self.metadata: Metadata | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Every planned pair has covered every token, and the metadata is here."""
+        return not self.pending and self.metadata is not None
+
+    def chunk(self, message: ChunkPosted) -> bool:
+        """Note a landed chunk; False if it is an exact repeat. Raises TransferFailed when it is not
+        the next chunk of a planned pair."""
+        pair = (message.source, message.target)
+        seen = self._chunks.get(pair)
+        if seen is None:
+            raise TransferFailed(f"chunk from rank {pair[0]} to rank {pair[1]}, which the plan does not have")
+        if 0 <= message.sequence < len(seen) and seen[message.sequence] == message:
+            return False
+        token = seen[-1].span.end if seen else self._start
+        problem = self._problem(message, pair, len(seen), token)
+        if problem:
+            raise TransferFailed(f"ranks {pair[0]} to {pair[1]}: {problem}")
+        seen.append(message)
+        if message.final:
+            self.pending.discard(pair)
+        return True
+
+    def _problem(self, message: ChunkPosted, pair: tuple[int, int], sequence: int, token: int) -> str:
+        """Why `message` is not chunk number `sequence`, beginning at `token`; empty if it is."""
+        span = message.span
+        if pair not in self.pending:
+            return f"chunk {message.sequence} came after the final one"
+        if message.sequence != sequence:
+            return f"chunk {message.sequence} came where chunk {sequence} was due"
+        if span.start != token:
+            return f"chunk covers tokens from {span.start} where {token} was due"
+        if span.end > self._end:
+            return f"chunk ends at token {span.end}, after the prompt's end {self._end}"
+        if message.final != (span.end == self._end):
+            return f"chunk ends at token {span.end} of {self._end} with final={message.final}"
+        if len(span) == 0 and not message.final:
+            return f"chunk {sequence} is empty"
+        nbytes = len(span) * self._plan.pair_token_bytes(*pair)
+        if message.nbytes != nbytes:
+            return f"chunk of {len(span)} tokens moved {message.nbytes} bytes where {nbytes} were planned"
+        return ""
+
+    def note_metadata(self, metadata: Metadata) -> bool:
+        """Note the metadata; False if it is an exact repeat. Raises MetadataMismatch when it belongs
+        to another transfer, another prompt, or differs from what came before."""
+        if metadata.transfer != self._transfer:
+            raise MetadataMismatch(f"metadata of {metadata.transfer} came for {self._transfer}")
+        if metadata.prompt_tokens != self._end:
+            raise MetadataMismatch(
+                f"metadata is for a prompt of {metadata.prompt_tokens} tokens, ours has {self._end}"
+            )
+        if self.metadata is None:
+            self.metadata = metadata
+            return True
+        if self.metadata != metadata:
+            raise MetadataMismatch("a second metadata message differs from the first")
+        return False
+
+    def missing(self) -> str:
+        """What has not arrived, for an error's text."""
+        parts = [f"ranks {s} to {t}" for s, t in sorted(self.pending)]
+        if self.metadata is None:
+            parts.append("the metadata")
+        return ", ".join(parts)
+
+
+def expected_pages(prompt_tokens: int, prefix_tokens: int, page_tokens: int) -> int:
+    """How many pages hold tokens `[prefix // page * page, prompt)`."""
+    return -(-prompt_tokens // page_tokens) - prefix_tokens // page_tokens
+
+
+def page_problem(pages: Sequence[int], prompt_tokens: int, prefix_tokens: int, plan: PairPlan) -> str:
+    """Why `pages` cannot be the destination of this hand-off; an empty string if they can."""
+    if not 0 <= prefix_tokens <= prompt_tokens:
+        return f"prefix of {prefix_tokens} tokens for a prompt of {prompt_tokens}"
+    due = expected_pages(prompt_tokens, prefix_tokens, plan.target_page_tokens)
+    if len(pages) != due:
+        return f"{len(pages)} pages where {due} are needed"
+    if not pages:
+        return ""
+    if min(pages) < 0 or max(pages) >= plan.target_pages:
+        return f"page ids from {min(pages)} to {max(pages)} in a pool of {plan.target_pages}"
+    if len(set(pages)) != len(pages):
+        return "a page occurs twice"
+    return ""

@@ -1,0 +1,300 @@
+"""From two layouts to the byte ranges that move KV from one into the other, or a typed refusal.
+
+`plan_pair` runs once per session and decides which source rank writes to which target rank;
+`PairPlan.blocks` runs once per chunk and pair and does only integer arithmetic. A later version that
+joins unequal parallel sizes changes `plan_pair` (more pairs, each with its part of the layers and
+heads) and nothing above it: callers already loop over `pairs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from segue.core.errors import LayoutMismatch
+from segue.core.types import Span
+from segue.layout.blocks import CopyBlock
+from segue.layout.spec import KVShape, PoolSpec
+
+#: Changes whenever the meaning of a plan changes, so that two versions never agree by accident.
+PLAN_VERSION = 1
+
+_HASH_KEY = b"segue plan"
+_SHARE = struct.Struct("<QQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """How one replica's pools are copied into another's.
+
+    `pairs` is the exact set of (source rank, target rank) indices that must report; `digest` is a
+    hash over both layouts. Page ids mean the same in every rank's pool of a side.
+    """
+
+    sources: tuple[PoolSpec, ...]
+    targets: tuple[PoolSpec, ...]
+    pairs: tuple[tuple[int, int], ...]
+    digest: bytes
+
+    @property
+    def source_page_tokens(self) -> int:
+        """Tokens of a page on the source side."""
+        return self.sources[0].page_tokens
+
+    @property
+    def target_page_tokens(self) -> int:
+        """Tokens of a page on the target side."""
+        return self.targets[0].page_tokens
+
+    @property
+    def source_pages(self) -> int:
+        """Page ids below this one exist in every source rank's pool."""
+        return min(spec.pages for spec in self.sources)
+
+    @property
+    def target_pages(self) -> int:
+        """Page ids below this one exist in every target rank's pool."""
+        return min(spec.pages for spec in self.targets)
+
+    def pair_token_bytes(self, source: int, target: int) -> int:
+        """Bytes that one token moves between these two ranks."""
+        part = self._part(source, target)
+        spec = self.sources[source]
+        return part.layers * (spec.k_token_bytes + spec.v_token_bytes)
+
+    def hash(self, prompt_tokens: int, prefix_tokens: int, pages: int) -> int:
+        """`plan_hash` of these layouts, without hashing them again."""
+        return _share_hash(self.digest, prompt_tokens, prefix_tokens, pages)
+
+    def blocks(
+        self,
+        source: int,
+        target: int,
+        span: Span,
+        src_pages: Sequence[int],
+        dst_pages: Sequence[int],
+        dst_first_token: int,
+    ) -> list[CopyBlock]:
+        """The byte ranges that move the KV of `span` from rank `source` to rank `target`.
+
+        `src_pages` hold the prompt from token 0 on, `dst_pages` from `dst_first_token` on (the
+        first token of a page). As few blocks as the page ids allow: one per run of pages that is
+        contiguous on both sides (two if K and V of a token differ in size). Raises LayoutMismatch
+        for a pair outside the plan, pages that do not hold `span`, or ids outside a pool.
+        """
+        part = self._part(source, target)
+        if len(span) == 0:
+            return []
+        src, dst = self.sources[source], self.targets[target]
+        src_runs = _page_runs(src_pages, src, 0, span, "source")
+        dst_runs = _page_runs(dst_pages, dst, dst_first_token, span, "destination")
+        src_base = (part.layer_start - src.layer_start) * src.layer_bytes
+        dst_base = (part.layer_start - dst.layer_start) * dst.layer_bytes
+        out: list[CopyBlock] = []
+        i = j = 0
+        token, end = span.start, span.end
+        while token < end:
+            src_token, src_slot, src_tokens = src_runs[i]
+            dst_token, dst_slot, dst_tokens = dst_runs[j]
+            src_end, dst_end = src_token + src_tokens, dst_token + dst_tokens
+            stop = min(src_end, dst_end, end)
+            _emit(
+                out,
+                _Side(src, src_base, src_slot + token - src_token),
+                _Side(dst, dst_base, dst_slot + token - dst_token),
+                part.layers,
+                stop - token,
+            )
+            i += stop == src_end
+            j += stop == dst_end
+            token = stop
+        return out
+
+    def _part(self, source: int, target: int) -> _Part:
+        """The layers that both ranks hold."""
+        if (source, target) not in self.pairs:
+            raise LayoutMismatch(
+                f"source rank {source} and target rank {target} are not a pair of the plan: {self.pairs}"
+            )
+        src, dst = self.sources[source], self.targets[target]
+        start = max(src.layer_start, dst.layer_start)
+        end = min(src.layer_start + src.layer_count, dst.layer_start + dst.layer_count)
+        return _Part(start, end - start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    layer_start: int
+    layers: int
+
+
+@dataclass(slots=True)
+class _Side:
+    spec: PoolSpec
+    base: int
+    slot: int
+
+
+def _page_runs(
+    pages: Sequence[int], spec: PoolSpec, first_token: int, span: Span, side: str
+) -> list[tuple[int, int, int]]:
+    """Runs of neighbouring pages around `span`, each as (first token, first token slot, tokens)."""
+    size = spec.page_tokens
+    if first_token % size or span.start < first_token:
+        raise LayoutMismatch(
+            f"the {side} pages begin at token {first_token}, which must be a multiple of {size} "
+            f"and not after the chunk's first token {span.start}"
+        )
+    first = (span.start - first_token) // size
+    last = -(-(span.end - first_token) // size)
+    used = pages[first:last]
+    if len(used) < last - first:
+        raise LayoutMismatch(
+            f"{len(pages)} {side} pages of {size} tokens do not hold tokens {first_token} to {span.end}"
+        )
+    if min(used) < 0 or max(used) >= spec.pages:
+        raise LayoutMismatch(f"a {side} page id is outside its pool of {spec.pages} pages: {list(used)}")
+    runs: list[tuple[int, int, int]] = []
+    count = len(used)
+    i = 0
+    while i < count:
+        page = used[i]
+        j = i + 1
+        while j < count and used[j] - page == j - i:
+            j += 1
+        runs.append((first_token + (first + i) * size, page * size, (j - i) * size))
+        i = j
+    return runs
+
+
+def _emit(out: list[CopyBlock], src: _Side, dst: _Side, layers: int, tokens: int) -> None:
+    """Append the blocks of one run of `tokens` in `layers`: a row per (layer, K or V)."""
+    k_bytes, v_bytes = src.spec.k_token_bytes, src.spec.v_token_bytes
+    src_k = src.base + src.slot * k_bytes
+    dst_k = dst.base + dst.slot * k_bytes
+    if k_bytes == v_bytes:
+        # K and V areas have the same size, so K0 V0 K1 V1 … are equally spaced.
+        stride = (src.spec.layer_bytes // 2, dst.spec.layer_bytes // 2)
+        out.append(_block(src_k, dst_k, 2 * layers, tokens * k_bytes, *stride))
+        return
+    stride = (src.spec.layer_bytes, dst.spec.layer_bytes)
+    out.append(_block(src_k, dst_k, layers, tokens * k_bytes, *stride))
+    if v_bytes:
+        src_v = src.base + src.spec.pages * src.spec.page_tokens * k_bytes + src.slot * v_bytes
+        dst_v = dst.base + dst.spec.pages * dst.spec.page_tokens * k_bytes + dst.slot * v_bytes
+        out.append(_block(src_v, dst_v, layers, tokens * v_bytes, *stride))
+
+
+def _block(src: int, dst: int, rows: int, row_bytes: int, src_stride: int, dst_stride: int) -> CopyBlock:
+    if rows == 1 or src_stride == dst_stride == row_bytes:
+        return CopyBlock(src, dst, 1, rows * row_bytes)
+    return CopyBlock(src, dst, rows, row_bytes, src_stride, dst_stride)
+
+
+def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairPlan:
+    """Which rank of `sources` writes to which rank of `targets`.
+
+    Raises LayoutMismatch with a sentence that says what differs and what to change. Today both
+    sides need the same model, dtype and parallel split; page sizes and page counts may differ.
+    """
+    _check_side("prefill", sources)
+    _check_side("decode", targets)
+    _check_shapes(sources[0].shape, targets[0].shape)
+    if len(sources) != len(targets):
+        raise LayoutMismatch(
+            f"prefill has {len(sources)} ranks per replica ({_split(sources)}) and decode {len(targets)} "
+            f"({_split(targets)}); this version needs equal --tp and --pp on both sides"
+        )
+    for rank, (src, dst) in enumerate(zip(sources, targets, strict=True)):
+        if _place(src) != _place(dst):
+            raise LayoutMismatch(
+                f"rank {rank} of prefill holds {_part_text(src)}, "
+                f"rank {rank} of decode {_part_text(dst)}; "
+                "this version needs equal --tp and --pp on both sides"
+            )
+    pairs = tuple((rank, rank) for rank in range(len(sources)))
+    return PairPlan(tuple(sources), tuple(targets), pairs, _layout_digest(sources, targets))
+
+
+def plan_hash(
+    sources: Sequence[PoolSpec],
+    targets: Sequence[PoolSpec],
+    prompt_tokens: int,
+    prefix_tokens: int,
+    pages: int,
+) -> int:
+    """An unsigned 64-bit hash of everything both sides must agree on before a byte moves.
+
+    Keyed BLAKE2b over a canonical encoding: equal in every process, on every host and run.
+    """
+    return _share_hash(_layout_digest(sources, targets), prompt_tokens, prefix_tokens, pages)
+
+
+def _layout_digest(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> bytes:
+    data = msgspec.msgpack.encode((PLAN_VERSION, list(sources), list(targets)))
+    return hashlib.blake2b(data, digest_size=16, key=_HASH_KEY).digest()
+
+
+def _share_hash(digest: bytes, prompt_tokens: int, prefix_tokens: int, pages: int) -> int:
+    data = digest + _SHARE.pack(prompt_tokens, prefix_tokens, pages)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=_HASH_KEY).digest(), "little")
+
+
+def _check_shapes(prefill: KVShape, decode: KVShape) -> None:
+    if prefill == decode:
+        return
+    names = [n for n in KVShape.__struct_fields__ if getattr(prefill, n) != getattr(decode, n)]
+    what = ", ".join(f"{n} ({getattr(prefill, n)} on prefill, {getattr(decode, n)} on decode)" for n in names)
+    flags = "--dtype" if set(names) <= {"dtype", "item_bytes"} else "--model and --dtype"
+    raise LayoutMismatch(f"the KV of the two sides differs in {what}; start both with the same {flags}")
+
+
+def _check_side(name: str, ranks: Sequence[PoolSpec]) -> None:
+    """All ranks of one side describe one model, and together they hold all of it."""
+    if not ranks:
+        raise LayoutMismatch(f"{name} declares no ranks; each leader must declare one pool per rank")
+    first = ranks[0]
+    for rank, spec in enumerate(ranks):
+        if spec.shape != first.shape:
+            raise LayoutMismatch(f"rank {rank} of {name} has another KV shape than its rank 0: {spec.shape}")
+        if spec.page_tokens != first.page_tokens:
+            raise LayoutMismatch(
+                f"rank {rank} of {name} has pages of {spec.page_tokens} tokens, its rank 0 of "
+                f"{first.page_tokens}; start all ranks with one --page-tokens"
+            )
+        if spec.coord.cp:
+            raise LayoutMismatch(f"{name} uses context parallelism; this version needs --cp 1 on both sides")
+    held = {
+        (layer, head)
+        for spec in ranks
+        for layer in range(spec.layer_start, spec.layer_start + spec.layer_count)
+        for head in range(spec.head_start, spec.head_start + spec.head_count)
+    }
+    missing = first.shape.layers * first.shape.kv_heads - len(held)
+    if missing:
+        raise LayoutMismatch(
+            f"the {len(ranks)} ranks of {name} leave {missing} of the model's (layer, KV head) pairs out; "
+            "declare every rank of the replica"
+        )
+
+
+def _place(spec: PoolSpec) -> tuple[int, ...]:
+    coord = spec.coord
+    part = (spec.layer_start, spec.layer_count, spec.head_start, spec.head_count)
+    return (coord.pp, coord.cp, coord.tp, *part)
+
+
+def _split(ranks: Sequence[PoolSpec]) -> str:
+    tp = 1 + max(spec.coord.tp for spec in ranks)
+    pp = 1 + max(spec.coord.pp for spec in ranks)
+    return f"tp {tp}, pp {pp}"
+
+
+def _part_text(spec: PoolSpec) -> str:
+    layers = f"layers {spec.layer_start} to {spec.layer_start + spec.layer_count - 1}"
+    heads = f"KV heads {spec.head_start} to {spec.head_start + spec.head_count - 1}"
+    return f"{layers} and {heads} (pp {spec.coord.pp}, tp {spec.coord.tp})"
