@@ -1,0 +1,204 @@
+"""One child process as the supervisor sees it: its report, its log lines, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+import msgspec
+
+from segue.core.types import Role
+from segue.serve.lifeline import MAX_REPORT_BYTES, Report, decode_report
+
+MAX_LINE_BYTES = 64 * 1024
+LAST_LINES = 20
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A child to start: its name in logs, its role, its command and its environment."""
+
+    name: str
+    role: Role
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+    pass_fds: tuple[int, ...] = ()
+
+
+class Console:
+    """Writes log lines to a terminal or file from its own thread, so that a reader that stopped
+    (Ctrl-S, a full pipe) never stops the supervisor. Beyond `limit` waiting lines, lines are
+    dropped and counted."""
+
+    def __init__(self, out: TextIO | None = None, limit: int = 10_000) -> None:
+        self._out = sys.stderr if out is None else out
+        self._colour = self._out.isatty()
+        self._queue: queue.Queue[str | None] = queue.Queue(limit)
+        self._colours: dict[str, int] = {}
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._write, name="console", daemon=True)
+        self._thread.start()
+
+    def line(self, name: str, text: str) -> None:
+        """Queue one line of the child `name`."""
+        prefix = f"{name:<10} | "
+        if self._colour:
+            colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+            prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
+        try:
+            self._queue.put_nowait(f"{prefix}{text}\n")
+        except queue.Full:
+            self.dropped += 1
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is queued, within `timeout_s`."""
+        if self.dropped:
+            self.line("serve", f"event=log_lines_dropped count={self.dropped}")
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
+
+    def _write(self) -> None:
+        while (text := self._queue.get()) is not None:
+            try:
+                self._out.write(text)
+                self._out.flush()
+            except OSError:
+                return  # nobody reads any more; lines are dropped from here on
+
+
+class Child:
+    """A running child. `report` and `exited` are tasks that end with what their names say."""
+
+    def __init__(
+        self, plan: Plan, process: asyncio.subprocess.Process, report_fd: int, console: Console
+    ) -> None:
+        self.plan = plan
+        self.process = process
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._console = console
+        self.report: asyncio.Task[Report | None] = asyncio.create_task(_read_report(report_fd))
+        self.exited: asyncio.Task[int] = asyncio.create_task(self._until_exit())
+
+    @classmethod
+    async def start(cls, plan: Plan, console: Console, lifeline_fd: int) -> Child:
+        """Start `plan` in a session of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
+        report_read, report_write = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *plan.argv,
+                f"--lifeline-fd={lifeline_fd}",
+                f"--report-fd={report_write}",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(plan.environ),
+                pass_fds=(lifeline_fd, report_write, *plan.pass_fds),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(report_read)
+            raise
+        finally:
+            os.close(report_write)
+        return cls(plan, process, report_read, console)
+
+    @property
+    def name(self) -> str:
+        """The child's name in logs."""
+        return self.plan.name
+
+    @property
+    def alive(self) -> bool:
+        """Not yet reaped."""
+        return not self.exited.done()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the child; SIGKILL also goes to everything it started."""
+        if self.process.returncode is not None:
+            return
+        try:
+            if number is signal.SIGKILL:
+                os.killpg(self.process.pid, number)
+            else:
+                self.process.send_signal(number)
+        except ProcessLookupError:
+            pass  # it ended between the look and the signal
+
+    def epitaph(self) -> str:
+        """How it ended, in words."""
+        status = self.exited.result()
+        if status >= 0:
+            return f"exit status {status}"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = "unknown"
+        return f"signal {-status} ({name})"
+
+    async def _until_exit(self) -> int:
+        await self._forward_lines()
+        return await self.process.wait()
+
+    async def _forward_lines(self) -> None:
+        """Forward lines until the child's output ends or the child does: a grandchild that keeps
+        the pipe open must not hide the child's end."""
+        output = self.process.stdout
+        assert output is not None
+        ended = asyncio.create_task(self.process.wait())
+        pending = b""
+        while True:
+            chunk_task = asyncio.create_task(output.read(MAX_LINE_BYTES))
+            await asyncio.wait({chunk_task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not chunk_task.done():
+                # What was written before the end is in the pipe already; nothing else is waited for.
+                await asyncio.wait({chunk_task}, timeout=0.2)
+            if not chunk_task.done():
+                chunk_task.cancel()
+                break
+            chunk = chunk_task.result()
+            if not chunk:
+                break
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                self._line(line)
+            if len(pending) >= MAX_LINE_BYTES:
+                self._line(pending)
+                pending = b""
+        if pending:
+            self._line(pending)
+        await ended
+
+    def _line(self, raw: bytes) -> None:
+        text = raw.decode("utf-8", "replace").rstrip("\r")
+        self.last_lines.append(text)
+        self._console.line(self.name, text)
+
+
+async def _read_report(fd: int) -> Report | None:
+    """The child's report, or None if the pipe ended without a legal one."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=MAX_REPORT_BYTES)
+    pipe = os.fdopen(fd, "rb", buffering=0)
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        data = await reader.read(MAX_REPORT_BYTES)
+        while data and (more := await reader.read(MAX_REPORT_BYTES)) and len(data) < MAX_REPORT_BYTES:
+            data += more
+    finally:
+        transport.close()
+    try:
+        return decode_report(data)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,61 @@
+"""A child without a model: `fake_child.py JOURNAL NAME BEHAVIOUR --lifeline-fd=N --report-fd=N`.
+
+It writes what happens to it into JOURNAL, one `NAME EVENT` a line.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from segue.core.errors import ConfigError, PeerRefused
+from segue.serve.lifeline import CannotStart, Lifeline, Ready
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    journal, name, behaviour, *flags = sys.argv[1:]
+    fds = {k: int(v) for k, v in (flag.removeprefix("--").split("=") for flag in flags)}
+
+    def note(event: str) -> None:
+        with open(journal, "a", encoding="utf-8") as out:
+            out.write(f"{name} {event}\n")
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    lifeline = Lifeline(fds["lifeline-fd"], fds["report-fd"])
+    lifeline.watch(grace_s=5.0)
+    note(f"pid={os.getpid()} threads={os.environ['OMP_NUM_THREADS']} port={os.environ.get('SEGUE_PORT')}")
+    say(f"hello of {name}")
+    if behaviour == "crash":
+        say("the last word")
+        return 3
+    if behaviour == "refuse":
+        lifeline.report(CannotStart(ConfigError("the model is broken").info, 2))
+        return 2
+    if behaviour == "refuse-peer":
+        lifeline.report(CannotStart(PeerRefused("no").info, 1))
+        return 1
+    if behaviour == "silent":
+        signal.sigwait({signal.SIGTERM})
+        note("left")
+        return 0
+    lifeline.report(Ready("http://127.0.0.1:1" if name == "frontend" else ""))
+    if behaviour == "late-crash":
+        signal.sigwait({signal.SIGUSR1})
+        say("out of luck")
+        return 7
+    signal.sigwait({signal.SIGTERM})
+    note("asked")
+    if behaviour == "stubborn":
+        while True:
+            time.sleep(60)
+    note("left")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

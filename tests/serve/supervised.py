@@ -1,0 +1,62 @@
+"""Runs a supervisor over fake children, for the tests beside it and as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+
+from segue.core.config import FrontendConfig, Host, InstanceConfig, ServeConfig
+from segue.core.types import Role
+from segue.serve.children import Console
+from segue.serve.supervisor import Outcome, Supervisor
+
+FAKE = Path(__file__).with_name("fake_child.py")
+
+
+@contextlib.asynccontextmanager
+async def no_registry(secret: bytes) -> AsyncIterator[str]:
+    assert len(secret) == 64
+    yield "http://127.0.0.1:9"
+
+
+def make(
+    journal: Path,
+    announce: Callable[[Supervisor, str], None],
+    *,
+    behaviours: Mapping[str, str] | None = None,
+    console: io.StringIO | None = None,
+    startup_s: float = 60.0,
+    **settings: object,
+) -> Supervisor:
+    def command(role: Role, config: InstanceConfig | FrontendConfig) -> list[str]:
+        name = config.label
+        return [sys.executable, str(FAKE), str(journal), name, (behaviours or {}).get(name, "ok")]
+
+    supervisor = Supervisor(
+        ServeConfig(port=0, **settings),  # type: ignore[arg-type]
+        host=Host(cores=4, free_bytes=2**34),
+        command=command,
+        registry=no_registry,
+        announce=lambda url: announce(supervisor, url),
+        console=Console(io.StringIO() if console is None else console),
+        startup_s=startup_s,
+    )
+    return supervisor
+
+
+async def run(supervisor_of: Callable[[], Supervisor]) -> Outcome:
+    return await supervisor_of().run()
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    outcome = asyncio.run(run(lambda: make(Path(sys.argv[1]), lambda _, url: say(f"ready {url}"))))
+    sys.exit(outcome.status)

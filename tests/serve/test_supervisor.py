@@ -1,0 +1,225 @@
+"""The supervisor over real processes that hold no model: order, signals, deaths, nothing left behind."""
+
+import asyncio
+import io
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import supervised
+
+from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.core.errors import ConfigError
+from segue.serve.supervisor import Outcome, Supervisor, check_port
+
+FAST = LimitsConfig(drain_s=0.1)
+Announce = Callable[[Supervisor, str], None]
+
+
+def stop_at_once(supervisor: Supervisor, url: str) -> None:
+    supervisor.stop()
+
+
+def run(journal: Path, announce: Announce = stop_at_once, **settings: Any) -> Outcome:
+    made: list[Supervisor] = []
+
+    def make() -> Supervisor:
+        made.append(supervised.make(journal, announce, **settings))
+        return made[0]
+
+    before = set(os.listdir("/proc/self/fd"))
+    outcome = asyncio.run(supervised.run(make))
+    assert [c.name for c in made[0].children if c.process.returncode is None] == []
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    return outcome
+
+
+def events(journal: Path, event: str) -> list[str]:
+    """Names of the children to which `event` happened, in order."""
+    return [line.split()[0] for line in journal.read_text().splitlines() if line.split()[1] == event]
+
+
+def test_drain_takes_the_door_first_and_leaves_nobody(tmp_path: Path) -> None:
+    urls: list[str] = []
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        urls.append(url)
+        supervisor.stop()
+
+    assert run(tmp_path / "j", announce, prefill=2) == Outcome(0)
+    assert urls == ["http://127.0.0.1:1"]
+    left = events(tmp_path / "j", "left")
+    assert left[0] == "frontend"
+    assert sorted(left) == ["decode-0", "frontend", "prefill-0", "prefill-1"]
+    # Nobody who computes was asked to leave before the door had closed.
+    journal = (tmp_path / "j").read_text().splitlines()
+    assert journal.index("frontend left") < min(i for i, x in enumerate(journal) if x.endswith("-0 asked"))
+
+
+def test_unified_is_one_instance(tmp_path: Path) -> None:
+    assert run(tmp_path / "j", unified=True) == Outcome(0)
+    assert sorted(events(tmp_path / "j", "left")) == ["frontend", "unified-0"]
+
+
+def test_children_get_their_share_of_threads_and_no_variables_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEGUE_PORT", "9000")
+    run(tmp_path / "j")
+    text = (tmp_path / "j").read_text()
+    assert dict(re.findall(r"(\S+) pid=\d+ threads=(\d+)", text)) == {
+        "prefill-0": "2",
+        "decode-0": "2",
+        "frontend": "1",
+    }
+    assert set(re.findall(r"port=(\S+)", text)) == {"None"}
+
+
+def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> None:
+    supervisor: Supervisor | None = None
+
+    async def plans() -> list[Any]:
+        nonlocal supervisor
+        supervisor = supervised.make(tmp_path / "j", stop_at_once)
+        seen: list[InstanceConfig | FrontendConfig] = []
+        supervisor._command = lambda role, config: seen.append(config) or ["x"]
+        planned = supervisor.plans("http://127.0.0.1:9", 77)
+        return [*zip(planned, seen, strict=True)]
+
+    for plan, config in asyncio.run(plans()):
+        assert plan.pass_fds == (77,)
+        assert config.secret_file == "/proc/self/fd/77"
+        assert config.secret == b""
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status", "reason"),
+    [
+        ("refuse", 2, "decode-0: the model is broken"),
+        ("refuse-peer", 1, "decode-0: no"),
+        ("crash", 1, "decode-0 ended during the start with exit status 3: the last word"),
+    ],
+)
+def test_a_child_that_cannot_start_ends_everything_with_its_reason(
+    tmp_path: Path, behaviour: str, status: int, reason: str
+) -> None:
+    def never(supervisor: Supervisor, url: str) -> None:
+        raise AssertionError("announced without decode")
+
+    outcome = run(tmp_path / "j", never, behaviours={"decode-0": behaviour})
+    assert outcome == Outcome(status, reason)
+
+
+def test_a_child_that_never_reports_is_named_after_the_deadline(tmp_path: Path) -> None:
+    outcome = run(tmp_path / "j", behaviours={"frontend": "silent"}, startup_s=1.5)
+    assert outcome == Outcome(1, "frontend did not start within 1.5 s")
+
+
+def test_a_death_is_loud_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def announce(supervisor: Supervisor, url: str) -> None:
+        victim = next(c for c in supervisor.children if c.name == "prefill-1")
+        victim.signal(signal.SIGUSR1)
+        # The service is told to stop only once the death has been seen: so it did go on.
+        victim.exited.add_done_callback(lambda _: asyncio.get_running_loop().call_soon(supervisor.stop))
+
+    assert run(tmp_path / "j", announce, prefill=2, behaviours={"prefill-1": "late-crash"}) == Outcome(0)
+    assert "child=prefill-1 how='exit status 7'" in caplog.text
+    assert "line='out of luck'" in caplog.text
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "frontend"])
+def test_without_a_pair_the_service_ends_with_status_1(
+    tmp_path: Path, victim: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def announce(supervisor: Supervisor, url: str) -> None:
+        next(c for c in supervisor.children if c.name == victim).signal(signal.SIGKILL)
+
+    outcome = run(tmp_path / "j", announce)
+    role = victim.removesuffix("-0")
+    assert outcome == Outcome(1, f"nothing can serve any more: no {role} is left")
+    assert f"child={victim} how='signal 9 (SIGKILL)'" in caplog.text
+    assert sorted(events(tmp_path / "j", "left")) == sorted({"prefill-0", "decode-0", "frontend"} - {victim})
+
+
+def test_who_does_not_leave_in_time_is_killed_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("segue.serve.supervisor.MARGIN_S", 0.2)
+    outcome = run(tmp_path / "j", behaviours={"decode-0": "stubborn"}, limit=FAST)
+    assert outcome.status == 1
+    assert "by force" in outcome.reason
+    assert sorted(events(tmp_path / "j", "left")) == ["frontend", "prefill-0"]
+
+
+def test_a_second_signal_ends_a_drain_at_once(tmp_path: Path) -> None:
+    def announce(supervisor: Supervisor, url: str) -> None:
+        supervisor.stop()
+        asyncio.get_running_loop().call_later(0.05, supervisor.stop)
+
+    # The default drain time is longer than this test may take.
+    assert run(tmp_path / "j", announce, behaviours={"frontend": "stubborn"}).status == 1
+
+
+def test_stop_while_starting_leaves_nobody(tmp_path: Path) -> None:
+    made: list[Supervisor] = []
+
+    def make() -> Supervisor:
+        made.append(supervised.make(tmp_path / "j", stop_at_once, behaviours={"frontend": "silent"}))
+        asyncio.get_running_loop().call_later(0.5, made[0].stop)
+        return made[0]
+
+    assert asyncio.run(supervised.run(make)) == Outcome(0)
+    assert not any(c.alive for c in made[0].children)
+
+
+def test_logs_are_forwarded_with_their_origin(tmp_path: Path) -> None:
+    console = io.StringIO()
+    run(tmp_path / "j", console=console)
+    lines = console.getvalue().splitlines()
+    assert "prefill-0  | hello of prefill-0" in lines
+    assert "frontend   | hello of frontend" in lines
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}.*--port"):
+            check_port("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="--host"):
+        check_port("not-a-host.invalid", 8000)
+    check_port("127.0.0.1", port)
+
+
+def test_children_leave_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    journal = tmp_path / "j"
+    command = [sys.executable, supervised.__file__, str(journal)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready http://127.0.0.1:1\n"
+        pids = [int(pid) for pid in re.findall(r"pid=(\d+)", journal.read_text())]
+        assert len(pids) == 3
+        fds = [os.pidfd_open(pid) for pid in pids]
+        process.kill()
+    for fd in fds:  # a pidfd is readable once its process has ended
+        assert select.select([fd], [], [], 30)[0], "a child outlived its supervisor"
+        os.close(fd)
+    assert sorted(events(journal, "left")) == ["decode-0", "frontend", "prefill-0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains_and_the_status_is_0(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, supervised.__file__, str(tmp_path / "j")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(number)
+        assert process.wait(30) == 0
+    assert sorted(events(tmp_path / "j", "left")) == ["decode-0", "frontend", "prefill-0"]
