@@ -1,0 +1,160 @@
+"""The model families that the engine runs, and how one is loaded from a safetensors folder.
+
+A family is on the list when a test compares its tokens with `transformers` generate. Anything else,
+and any option of a family that the paged attention would not honour, is refused at start.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from segue.core.errors import ConfigError
+from segue.engine.attention import ATTENTION_NAME, paged_attention
+from segue.engine.kvpool import DTYPES
+from segue.layout.spec import KVShape
+
+#: model_type in config.json, by which a family is known.
+FAMILIES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run. `windows` has the sliding window in tokens of each layer, or None."""
+
+    model: Any
+    config: Any
+    shape: KVShape
+    windows: tuple[int | None, ...]
+    context_tokens: int
+    eos_token_ids: frozenset[int]
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers configuration in `folder`. Raises ConfigError for a folder that is no model
+    or a family that is not supported; reads no weights."""
+    path = folder / "config.json"
+    try:
+        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"{folder} is not a model folder: config.json cannot be read ({exc})") from exc
+    if model_type not in FAMILIES:
+        hint = " (its text model alone is gemma3_text)" if model_type == "gemma3" else ""
+        raise ConfigError(
+            f"models of type {model_type!r} are not supported{hint}; supported are {', '.join(FAMILIES)}"
+        )
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    _refuse_options(config)
+    return config
+
+
+def _refuse_options(config: Any) -> None:
+    """Refuse every option of a supported family that would change results without being honoured."""
+    values = config.to_dict()
+    for name in ("attn_logit_softcapping", "use_bidirectional_attention", "quantization_config"):
+        if values.get(name):
+            raise ConfigError(f"the model sets {name} = {values[name]}, which is not supported")
+    rope = values.get("rope_parameters") or {}
+    for params in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = params.get("rope_type", "default")
+        if kind not in _ROPE_TYPES:
+            raise ConfigError(
+                f"the model's rope_type {kind!r} is not supported: it makes a token's KV depend on "
+                f"the length of its batch; supported are {', '.join(sorted(_ROPE_TYPES))}"
+            )
+    other = set(values.get("layer_types") or ()) - _LAYER_TYPES
+    if other:
+        raise ConfigError(f"the model has layers of type {sorted(other)}, which are not supported")
+
+
+def load_model(folder: Path, dtype: str) -> LoadedModel:
+    """Load the model in `folder` in `dtype`, its attention bound to the paged pool.
+
+    Raises ConfigError with what to change when the folder, family or dtype is not supported.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
+    config = read_config(folder)
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError) as exc:
+        raise ConfigError(f"the model in {folder} cannot be loaded: {exc}") from exc
+    model.eval().requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        config=config,
+        shape=_kv_shape(model, config, dtype),
+        windows=_windows(model, config),
+        context_tokens=int(config.max_position_embeddings),
+        eos_token_ids=_eos_token_ids(folder, config),
+    )
+
+
+def _attentions(model: Any) -> list[Any]:
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def _kv_shape(model: Any, config: Any, dtype: str) -> KVShape:
+    """The KV of each layer, read off the modules; equal in all layers or refused."""
+    kinds = {
+        (attn.k_proj.out_features, attn.v_proj.out_features, attn.head_dim) for attn in _attentions(model)
+    }
+    if len(kinds) != 1:
+        raise ConfigError(f"the model's layers have KV of different sizes ({sorted(kinds)}): not supported")
+    ((k_items, v_items, head_dim),) = kinds
+    if k_items != v_items or k_items % head_dim:
+        raise ConfigError(f"K of {k_items} and V of {v_items} items per token are not supported")
+    return KVShape(
+        layers=len(_attentions(model)),
+        kv_heads=k_items // head_dim,
+        k_dim=head_dim,
+        v_dim=head_dim,
+        dtype=dtype,
+        item_bytes=torch.empty((), dtype=DTYPES[dtype]).element_size(),
+    )
+
+
+def _windows(model: Any, config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer, as its attention will pass it on."""
+    windows: list[int | None]
+    if config.model_type in ("mistral", "mixtral"):
+        windows = [config.sliding_window] * config.num_hidden_layers
+    elif config.model_type == "llama":
+        windows = [None] * config.num_hidden_layers
+    else:
+        windows = [attn.sliding_window for attn in _attentions(model)]
+    return tuple(windows)
+
+
+def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    found: set[int] = set()
+    path = folder / "generation_config.json"
+    generation: dict[str, Any] = {}
+    if path.exists():
+        try:
+            generation = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{path} cannot be read: {exc}") from exc
+    for ids in (generation.get("eos_token_id"), config.eos_token_id):
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)

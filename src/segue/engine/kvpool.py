@@ -1,0 +1,98 @@
+"""The KV pool of one rank as tensors over shared memory, laid out exactly as `PoolSpec.offset` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from segue.core.errors import ConfigError, InvalidRequest
+from segue.layout.spec import KVShape, PoolSpec
+from segue.transport.memory import Memory, allocate
+
+DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HostKV:
+    """KV of a retracted sequence outside the pool: `[layers, 2, pages, items of a page]`."""
+
+    data: torch.Tensor
+
+    @property
+    def pages(self) -> int:
+        return self.data.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+class KVPool:
+    """Views of the pool that attention reads and writes.
+
+    `kv` is `[layers, 2, slots, kv_heads, head_dim]`: index 0 of the second dimension is K, 1 is V,
+    and a slot is `page * page_tokens + token in page`. `by_page` is the same memory as
+    `[layers, 2, pages, items of a page]`.
+    """
+
+    def __init__(self, spec: PoolSpec, memory: Memory) -> None:
+        shape = spec.shape
+        if shape.kind != "mha" or shape.k_dim != shape.v_dim:
+            raise ConfigError("the engine's pool holds K and V of equal sizes only")
+        if memory.nbytes < spec.nbytes:
+            raise ConfigError(f"the pool needs {spec.nbytes} bytes, the memory given has {memory.nbytes}")
+        self.spec = spec
+        self.memory = memory
+        items = spec.nbytes // shape.item_bytes
+        flat = torch.frombuffer(memory.buffer, dtype=DTYPES[shape.dtype], count=items)
+        slots = spec.pages * spec.page_tokens
+        self.kv = flat.view(spec.layer_count, 2, slots, spec.head_count, shape.k_dim)
+        self.by_page = flat.view(spec.layer_count, 2, spec.pages, -1)
+        self.layer_k = self.kv[:, 0].unbind(0)
+        self.layer_v = self.kv[:, 1].unbind(0)
+        self.layer_pages = self.by_page.unbind(0)
+
+    def copy_out(self, pages: Sequence[int]) -> HostKV:
+        """Copy `pages` of all layers to memory of their own."""
+        return HostKV(self.by_page.index_select(2, self._index(pages)))
+
+    def copy_in(self, host: HostKV, pages: Sequence[int]) -> None:
+        """Copy what `copy_out` returned into `pages`, which must be as many."""
+        if len(pages) != host.pages:
+            raise InvalidRequest(f"{host.pages} pages cannot be copied into {len(pages)}")
+        self.by_page.index_copy_(2, self._index(pages), host.data)
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        wrong = [page for page in pages if not 0 <= page < self.spec.pages]
+        if wrong or len(set(pages)) != len(pages):
+            raise InvalidRequest(f"not distinct pages of a pool of {self.spec.pages}: {list(pages)[:8]} …")
+        return torch.tensor(pages, dtype=torch.int64)
+
+
+def make_pool(shape: KVShape, pool_bytes: int, page_tokens: int, memory: Memory | None) -> KVPool:
+    """A pool of as many whole pages as fit into `pool_bytes` (or into `memory`, if given).
+
+    Raises ConfigError when not even one page fits, OutOfCapacity when the host lacks the memory.
+    """
+    if page_tokens < 1:
+        raise ConfigError(f"--page-tokens must be at least 1, not {page_tokens}")
+    if memory is not None:
+        pool_bytes = min(pool_bytes, memory.nbytes)
+    page_bytes = page_tokens * shape.token_bytes
+    pages = pool_bytes // page_bytes
+    if pages < 1:
+        raise ConfigError(f"a KV pool of {pool_bytes} bytes holds no page of {page_bytes}; raise --kv-gib")
+    spec = PoolSpec(
+        shape=shape,
+        page_tokens=page_tokens,
+        pages=pages,
+        layer_count=shape.layers,
+        head_count=shape.kv_heads,
+    )
+    return KVPool(spec, memory if memory is not None else allocate(spec.nbytes))

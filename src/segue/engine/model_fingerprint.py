@@ -1,0 +1,67 @@
+"""A model's identity: equal on both sides, or no hand-off takes place.
+
+Hashes the configuration, each tensor's name, type and shape, and samples of each tensor's bytes, so
+that it costs a fraction of a second whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from segue.core.errors import ConfigError
+
+SAMPLE_BYTES = 4096
+_MAX_HEADER_BYTES = 100 * 2**20
+#: Says which file or library wrote the model, nothing about the model.
+_NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"})
+
+
+def fingerprint(folder: Path) -> str:
+    """32 hex digits over the model in `folder`, however its tensors are spread over files.
+
+    Raises ConfigError when the folder has no readable configuration or safetensors files.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no safetensors files")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kept = {key: config[key] for key in config if key not in _NOT_THE_MODEL}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+        tensors: list[tuple[str, bytes]] = []
+        for path in files:
+            with path.open("rb") as file:
+                tensors.extend(_tensors(file))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise ConfigError(f"the model in {folder} cannot be read: {exc}") from exc
+    for name, content in sorted(tensors):
+        digest.update(len(name).to_bytes(4, "little") + name.encode() + content)
+    return digest.hexdigest()
+
+
+def _tensors(file: BinaryIO) -> list[tuple[str, bytes]]:
+    """Each tensor of one file: its name, and a hash of its type, shape and sampled bytes."""
+    size = os.fstat(file.fileno()).st_size
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
+        raise ValueError(f"{file.name} is not a safetensors file")
+    header: dict[str, Any] = json.loads(file.read(header_bytes))
+    found = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= size - 8 - header_bytes:
+            raise ValueError(f"{file.name} is cut short: tensor {name} ends at byte {end}")
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(json.dumps([entry["dtype"], entry["shape"]]).encode())
+        last = max(begin, end - SAMPLE_BYTES)
+        for at in (begin, begin + (last - begin) // 2, last):
+            digest.update(os.pread(file.fileno(), min(SAMPLE_BYTES, end - at), 8 + header_bytes + at))
+        found.append((name, digest.digest()))
+    return found

@@ -1,0 +1,229 @@
+"""The engine of one rank: a transformers model, its paged pool and the sampler behind `Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from segue.core.errors import ConfigError, Internal, InvalidRequest, SegueError
+from segue.core.request import SamplingParams, TokenLogprob
+from segue.engine.api import HostPages, ModelInfo, SequenceResult, SequenceStep
+from segue.engine.attention import StepContext
+from segue.engine.families import LoadedModel, load_model
+from segue.engine.kvpool import HostKV, KVPool, make_pool
+from segue.engine.model_fingerprint import fingerprint
+from segue.engine.packing import Limits, Packed, Segment, check, pack
+from segue.layout.spec import PoolSpec
+from segue.transport.memory import Memory
+
+#: Rows of logits held at once while prompt log-probabilities are computed.
+LOGPROB_ROWS = 128
+
+
+class TokenSampler(Protocol):
+    """What the runner asks of `segue.engine.sampler.Sampler`."""
+
+    def open(
+        self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
+    ) -> None: ...
+
+    def append(self, seq_id: int, token: int) -> None: ...
+
+    def close(self, seq_id: int) -> None: ...
+
+    def sample(self, seq_ids: list[int], logits: torch.Tensor) -> list[SequenceResult]: ...
+
+    def prompt_logprobs(
+        self, seq_id: int, logits: torch.Tensor, next_tokens: Sequence[int]
+    ) -> list[TokenLogprob]: ...
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the runner itself keeps of an open sequence.
+
+    `last_hidden` is the final hidden state of the last prompt token computed so far, of which
+    the next chunk's first token takes its log-probability; kept only if those were asked for.
+    """
+
+    prompt_tokens: int
+    wants_prompt: bool
+    computed: int = 0
+    last_hidden: torch.Tensor | None = None
+
+
+class TorchEngine:
+    """`Engine` over torch on the CPU. Called by one thread; `step` blocks for one forward."""
+
+    def __init__(self, info: ModelInfo, loaded: LoadedModel, pool: KVPool, sampler: TokenSampler) -> None:
+        self.info = info
+        self.spec: PoolSpec = pool.spec
+        self.memory: Memory = pool.memory
+        self._pool = pool
+        self._sampler = sampler
+        self._model = loaded.model
+        self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
+        self._windows = tuple(dict.fromkeys(loaded.windows))
+        self._limits = Limits(
+            vocab_size=info.vocab_size,
+            context_tokens=info.context_tokens,
+            pages=pool.spec.pages,
+            page_tokens=pool.spec.page_tokens,
+        )
+        self._sequences: dict[int, _Sequence] = {}
+
+    def open(
+        self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
+    ) -> None:
+        """Begin a sequence. Raises InvalidRequest if it is open already or cannot be sampled."""
+        if seq_id in self._sequences:
+            raise InvalidRequest(f"sequence {seq_id} is open already")
+        self._sampler.open(seq_id, prompt, sampling, output)
+        self._sequences[seq_id] = _Sequence(len(prompt), sampling.prompt_logprobs is not None)
+
+    def append(self, seq_id: int, token: int) -> None:
+        """Tell the sampler a token that was drawn elsewhere."""
+        self._sampler.append(seq_id, token)
+
+    def close(self, seq_id: int) -> None:
+        """Forget a sequence. Unknown ids are ignored."""
+        if self._sequences.pop(seq_id, None) is not None:
+            self._sampler.close(seq_id)
+
+    def copy_out(self, pages: Sequence[int]) -> HostKV:
+        """Copy pages to memory outside the pool (retraction)."""
+        return self._pool.copy_out(pages)
+
+    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
+        """Copy what `copy_out` of this engine returned into `pages` (as many)."""
+        if not isinstance(host, HostKV):
+            raise Internal(f"not pages of this engine: {type(host).__name__}")
+        self._pool.copy_in(host, pages)
+
+    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """Run one forward over `steps`; results for sequences that sample, want prompt
+        log-probabilities or failed. A sequence that fails a check leaves the others alone."""
+        errors = check(steps, self._sequences, self._limits)
+        results = [SequenceResult(steps[index].seq_id, error=text) for index, text in errors.items()]
+        if len(errors) == len(steps):
+            return results
+        with torch.inference_mode():
+            packed = pack(steps, errors, self._pool, self._windows)
+            hidden = self._forward(packed)
+            prompt = self._prompt_results(packed, hidden)
+            results.extend(self._sample(packed, hidden, prompt))
+        return results
+
+    def _forward(self, packed: Packed) -> torch.Tensor:
+        """The final hidden state of each row, `[rows, hidden]`, after the model's last norm."""
+        output = self._model.model(
+            input_ids=packed.tokens,
+            position_ids=packed.positions,
+            use_cache=False,
+            segue_step=StepContext(packed, self._pool),
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden[0]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model.lm_head(hidden)
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def _sample(
+        self, packed: Packed, hidden: torch.Tensor, prompt: dict[int, SequenceResult]
+    ) -> list[SequenceResult]:
+        wanted = [
+            segment
+            for segment in packed.segments
+            if segment.step.sample
+            and (segment.step.seq_id not in prompt or prompt[segment.step.seq_id].error is None)
+        ]
+        results = dict(prompt)
+        if wanted:
+            rows = [segment.row + segment.rows - 1 for segment in wanted]
+            chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
+            for result in self._sampler.sample([s.step.seq_id for s in wanted], self._logits(chosen)):
+                before = prompt.get(result.seq_id)
+                if before is not None:
+                    result = replace(result, prompt_logprobs=before.prompt_logprobs)
+                results[result.seq_id] = result
+        return list(results.values())
+
+    def _prompt_results(self, packed: Packed, hidden: torch.Tensor) -> dict[int, SequenceResult]:
+        results: dict[int, SequenceResult] = {}
+        for segment in packed.segments:
+            seq_id = segment.step.seq_id
+            state = self._sequences[seq_id]
+            if state.wants_prompt and segment.start < state.prompt_tokens:
+                try:
+                    results[seq_id] = self._prompt_logprobs(segment, hidden)
+                except SegueError as error:  # this sequence's alone, the others go on
+                    results[seq_id] = SequenceResult(seq_id, error=str(error))
+        return results
+
+    def _prompt_logprobs(self, segment: Segment, hidden: torch.Tensor) -> SequenceResult:
+        """Log-probabilities of the step's prompt tokens: each from the row before it."""
+        step, state = segment.step, self._sequences[segment.step.seq_id]
+        tokens = list(step.tokens[: state.prompt_tokens - step.start])
+        if step.start != state.computed:
+            text = "log-probabilities of a prompt need all of it computed, in order, without a prefix hit"
+            return SequenceResult(step.seq_id, error=text)
+        rows = hidden[segment.row : segment.row + len(tokens)]
+        entries: list[TokenLogprob | None] = []
+        before, targets = rows[:-1], tokens[1:]
+        if state.last_hidden is None:
+            entries.append(None)
+        else:
+            before, targets = torch.cat([state.last_hidden, before]), tokens
+        for at in range(0, len(targets), LOGPROB_ROWS):
+            part = slice(at, at + LOGPROB_ROWS)
+            entries.extend(
+                self._sampler.prompt_logprobs(step.seq_id, self._logits(before[part]), targets[part])
+            )
+        state.computed = step.start + len(tokens)
+        state.last_hidden = rows[-1:].clone() if state.computed < state.prompt_tokens else None
+        return SequenceResult(step.seq_id, prompt_logprobs=entries)
+
+
+def load_engine(
+    folder: Path,
+    *,
+    dtype: str,
+    pool_bytes: int,
+    page_tokens: int = 16,
+    threads: int = 1,
+    memory: Memory | None = None,
+    sampler: TokenSampler | None = None,
+) -> TorchEngine:
+    """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
+
+    The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
+    the number of cores torch uses in this process. `sampler` replaces segue's own (tests and
+    benchmarks of the forward alone). Raises ConfigError with what to change.
+    """
+    if threads < 1:
+        raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
+    torch.set_num_threads(threads)
+    identity = fingerprint(folder)
+    with torch.inference_mode():
+        loaded = load_model(folder, dtype)
+    pool = make_pool(loaded.shape, pool_bytes, page_tokens, memory)
+    info = ModelInfo(
+        name=folder.name,
+        fingerprint=identity,
+        vocab_size=int(loaded.config.vocab_size),
+        context_tokens=loaded.context_tokens,
+        eos_token_ids=loaded.eos_token_ids,
+        dtype=dtype,
+    )
+    if sampler is None:
+        from segue.engine.sampler import Sampler
+
+        sampler = Sampler(info.vocab_size, info.eos_token_ids)
+    return TorchEngine(info, loaded, pool, sampler)

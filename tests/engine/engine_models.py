@@ -1,0 +1,194 @@
+"""Tiny random models and a small driver for tests of the engine."""
+
+import random
+from collections import defaultdict
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from segue.core.request import SamplingParams, TokenLogprob
+from segue.engine.api import SequenceResult, SequenceStep
+from segue.engine.runner import load_engine
+
+VOCAB = 97
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+FAMILY_CONFIGS = {
+    "llama": LlamaConfig(
+        **{**BASE, "hidden_size": 54, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+    ),
+    "llama-mha-yarn": LlamaConfig(
+        **{**BASE, "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 24},
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "qwen2": Qwen2Config(**{**BASE, "num_key_value_heads": 1}),
+    "qwen2-window": Qwen2Config(**BASE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": Qwen3Config(**BASE, head_dim=20),
+    "mistral": MistralConfig(**BASE, head_dim=16, sliding_window=20),
+    "mistral-full": MistralConfig(**BASE, head_dim=8, sliding_window=None),
+    "gemma3": Gemma3TextConfig(
+        **{**BASE, "num_hidden_layers": 4, "num_key_value_heads": 1},
+        head_dim=16,
+        sliding_window=18,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=20,
+        final_logit_softcapping=30.0,
+    ),
+    "mixtral": MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3-moe": Qwen3MoeConfig(
+        **BASE,
+        head_dim=12,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+}
+
+
+def save_model(folder, family):
+    """A random model of `family` in float32. Norm weights are random too, so that they matter."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[family], dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def generate(folder, prompts, count):
+    """What transformers itself generates, greedily, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        ids = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+def last_logprobs(folder, prompt, dtype):
+    """Log-probabilities after `prompt` as transformers computes them, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
+
+
+class GreedySampler:
+    """The smallest sampler that the runner accepts; keeps the logits it saw."""
+
+    def __init__(self):
+        self.tokens = {}
+        self.logits = []
+
+    def open(self, seq_id, prompt, sampling, output=()):
+        self.tokens[seq_id] = [*prompt, *output]
+
+    def append(self, seq_id, token):
+        self.tokens[seq_id].append(token)
+
+    def close(self, seq_id):
+        del self.tokens[seq_id]
+
+    def sample(self, seq_ids, logits):
+        assert logits.shape[0] == len(seq_ids)
+        self.logits.extend(logits.clone())
+        chosen = logits.argmax(-1).tolist()
+        for seq_id, token in zip(seq_ids, chosen, strict=True):
+            self.append(seq_id, token)
+        return [SequenceResult(i, token=t) for i, t in zip(seq_ids, chosen, strict=True)]
+
+    def prompt_logprobs(self, seq_id, logits, next_tokens):
+        rows = torch.log_softmax(logits.float(), -1)
+        return [TokenLogprob(t, float(row[t])) for row, t in zip(rows, next_tokens, strict=True)]
+
+
+def engine_for(folder, sampler, dtype="float32", pool_pages=128, page_tokens=16, **more):
+    engine = load_engine(
+        folder, dtype=dtype, pool_bytes=2**26, page_tokens=page_tokens, sampler=sampler, **more
+    )
+    assert engine.spec.pages >= pool_pages
+    return engine
+
+
+def page_lists(engine, lengths, scatter_seed=None, base=0):
+    """Pages for sequences of `lengths` tokens: neighbours, or anywhere if a seed is given."""
+    size = engine.spec.page_tokens
+    counts = [-(-length // size) for length in lengths]
+    pages = list(range(base, base + sum(counts) + 7))
+    if scatter_seed is not None:
+        draw = random.Random(scatter_seed)
+        # Some runs stay whole, so that one run, a few runs and many runs all occur.
+        cuts = sorted(draw.sample(range(1, len(pages)), len(pages) // 4))
+        runs = [pages[a:b] for a, b in zip([0, *cuts], [*cuts, len(pages)], strict=True)]
+        draw.shuffle(runs)
+        pages = [page for run in runs for page in run]
+    taken = iter(pages)
+    return [[next(taken) for _ in range(count)] for count in counts]
+
+
+def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
+    """Run `prompts` to `count` tokens each, mixing chunks of prefill with decodes in every step."""
+    pages = page_lists(engine, [len(p) + count for p in prompts], scatter_seed)
+    done = defaultdict(int)
+    outputs = [[] for _ in prompts]
+    for seq_id, prompt in enumerate(prompts):
+        engine.open(seq_id, prompt, SamplingParams(temperature=0.0, max_tokens=count))
+    tick = 0
+    while any(len(out) < count for out in outputs):
+        steps = []
+        for seq_id, prompt in enumerate(prompts):
+            if len(outputs[seq_id]) == count or seq_id > tick:  # a new sequence joins each step
+                continue
+            tokens = [*prompt, *outputs[seq_id]]
+            part = tokens[done[seq_id] : done[seq_id] + chunk]
+            last = done[seq_id] + len(part) == len(tokens)
+            steps.append(SequenceStep(seq_id, part, done[seq_id], pages[seq_id], last))
+            done[seq_id] += len(part)
+        tick += 1
+        for result in engine.step(steps):
+            assert result.error is None, result.error
+            if result.token is not None:
+                outputs[result.seq_id].append(result.token)
+    for seq_id in range(len(prompts)):
+        engine.close(seq_id)
+    return outputs

@@ -1,0 +1,97 @@
+"""Each supported family against `transformers` generate: greedy, float32, exact tokens."""
+
+import json
+import random
+
+import pytest
+import torch
+from engine_models import (
+    FAMILY_CONFIGS,
+    GreedySampler,
+    engine_for,
+    generate,
+    last_logprobs,
+    save_model,
+    serve,
+)
+
+from segue.core.errors import ConfigError
+from segue.engine.families import FAMILIES, read_config
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            made[family] = save_model(tmp_path_factory.mktemp(family.replace("/", "-")), family)
+        return made[family]
+
+    return folder
+
+
+def prompts_of(lengths, vocab_size=97, seed=0):
+    draw = random.Random(seed)
+    return [[draw.randrange(3, vocab_size) for _ in range(n)] for n in lengths]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_CONFIGS))
+@pytest.mark.parametrize("chunk", [16, 64, 1000])
+def test_tokens_equal_generate(folders, family, chunk):
+    folder = folders(family)
+    prompts = prompts_of([1, 2, 15, 16, 17, 33, 64, 100, 300])
+    wanted = generate(folder, prompts, 12)
+    engine = engine_for(folder, GreedySampler())
+    got = serve(engine, prompts, 12, chunk=chunk, scatter_seed=chunk)
+    assert got == wanted
+
+
+def test_every_family_on_the_list_is_tested():
+    assert {config.model_type for config in FAMILY_CONFIGS.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_type": "gpt2"}, "gpt2.*supported are gemma3_text, llama"),
+        ({"model_type": "gemma3"}, "gemma3_text"),
+        ({"model_type": None}, "None"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ({"quantization_config": {"quant_method": "gguf"}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(folders, tmp_path, change, text):
+    config = json.loads((folders("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=text):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"attn_logit_softcapping": 50.0}, {"use_bidirectional_attention": True}])
+def test_options_that_attention_would_ignore_are_refused(folders, tmp_path, change):
+    config = json.loads((folders("gemma3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        read_config(tmp_path)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not a model folder"):
+        read_config(tmp_path / "missing")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="not a model folder"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", sorted(FAMILY_CONFIGS))
+def test_half_precision_is_as_close_to_float32_as_transformers(folders, family, dtype):
+    """The engine's rounding, over chunks and decodes, is no worse than transformers' own."""
+    (prompt,) = prompts_of([50])
+    exact = last_logprobs(folders(family), prompt, torch.float32)
+    theirs = (last_logprobs(folders(family), prompt, getattr(torch, dtype)) - exact).abs().mean()
+    sampler = GreedySampler()
+    serve(engine_for(folders(family), sampler, dtype=dtype), [prompt], 1, chunk=16)
+    ours = (torch.log_softmax(sampler.logits[0].float(), -1) - exact).abs().mean()
+    assert ours < 2 * theirs + 1e-3

@@ -1,0 +1,249 @@
+"""The runner itself: what it refuses, what it isolates, and what it keeps out of reach."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from engine_models import VOCAB, GreedySampler, engine_for, generate, page_lists, save_model, serve
+from transformers import AutoModelForCausalLM
+
+from segue.core.errors import ConfigError, Internal, InvalidRequest
+from segue.core.request import SamplingParams
+from segue.engine.api import SequenceStep
+from segue.engine.model_fingerprint import fingerprint
+from segue.engine.runner import load_engine
+from segue.transport.memory import allocate
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90, 11, 45, 46, 47, 3, 8, 19, 20, 70, 71, 72]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    return engine_for(folder, GreedySampler())
+
+
+@pytest.fixture
+def engine(shared):
+    """An engine with sequences 1 … 4 open and a pool full of poison: reading a page that was
+    never written gives NaN."""
+    shared._pool.kv.fill_(float("nan"))
+    for seq_id in (1, 2, 3, 4):
+        shared.open(seq_id, PROMPT, GREEDY)
+    yield shared
+    for seq_id in (1, 2, 3, 4):
+        shared.close(seq_id)
+
+
+def whole(seq_id, pages, tokens=PROMPT, start=0):
+    return SequenceStep(seq_id, tokens, start, pages, True)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (whole(2, [40]), "need 2 pages"),
+        (whole(2, [40, -1]), "outside the pool"),
+        (whole(2, [40, 10**6]), "outside the pool"),
+        (whole(2, [40, 40]), "given twice"),
+        (whole(2, [40, 41], tokens=[]), "needs tokens"),
+        (whole(2, [40, 41], start=-1), "from 0"),
+        (whole(2, [40, 41], tokens=[VOCAB]), "outside the vocabulary"),
+        (whole(2, [40, 41], tokens=[-1]), "outside the vocabulary"),
+        (whole(2, list(range(40, 90)), start=500), "exceed the model's context of 512"),
+        (whole(99, [40, 41]), "not open"),
+        (whole(2, [40, 0]), "page 0 is written"),
+    ],
+)
+def test_lesson_20_a_wrong_sequence_fails_alone(engine, folder, step, text):
+    good, clash = whole(1, [4, 5]), whole(3, [0, 1])
+    results = {r.seq_id: r for r in engine.step([good, step, clash])}
+    assert text in results[step.seq_id].error
+    assert results[step.seq_id].token is None
+    assert results[1].error is None
+    assert [results[1].token] == generate(folder, [PROMPT], 1)[0]
+
+
+def test_a_sequence_twice_in_a_step_fails_and_the_rest_runs(engine):
+    results = engine.step([whole(1, [4, 5]), whole(2, [6, 7]), whole(2, [8, 9])])
+    assert {r.seq_id: r.error is None for r in results} == {1: True, 2: False}
+
+
+def test_lesson_07_a_page_being_written_is_never_read_by_another(engine):
+    """Sequence 2 would read page 4 as its prefix while sequence 1 writes it."""
+    reader = SequenceStep(2, PROMPT[16:], 16, [4, 9], True)
+    results = {r.seq_id: r for r in engine.step([whole(1, [4, 5]), reader, whole(3, [20, 21])])}
+    assert "page 4" in results[1].error
+    assert "page 4" in results[2].error
+    assert results[3].error is None
+
+
+def test_sequences_may_share_a_prefix_that_nobody_writes(engine, folder):
+    engine.step([SequenceStep(1, PROMPT[:16], 0, [4], False)])
+    steps = [SequenceStep(i, PROMPT[16:], 16, [4, 10 + 2 * i], True) for i in (1, 2, 3)]
+    (wanted,) = generate(folder, [PROMPT], 1)
+    assert [r.token for r in engine.step(steps)] == wanted * 3
+
+
+def test_only_the_pages_given_are_read_and_written(engine):
+    """The rest of the pool stays poison, and poison reaches no result."""
+    pages = [[50, 52, 54, 56, 58], [60, 61, 62]]
+    engine.step([SequenceStep(1, PROMPT * 3, 0, pages[0], True), SequenceStep(2, PROMPT, 0, pages[1], True)])
+    engine.step(
+        [SequenceStep(1, PROMPT[:1], 60, pages[0], True), SequenceStep(2, PROMPT, 20, pages[1], True)]
+    )
+    assert all(torch.isfinite(row).all() for row in engine._sampler.logits)
+    written = torch.isfinite(engine._pool.by_page).flatten(3).all(3).all(0).all(0)
+    touched = torch.isfinite(engine._pool.by_page).any(3).all(0).all(0)
+    assert touched.nonzero().flatten().tolist() == sorted(pages[0][:4] + pages[1])
+    assert written.nonzero().flatten().tolist() == [50, 52, 54, 60, 61]
+
+
+def test_the_pool_lies_in_memory_as_the_spec_says(engine):
+    """A transport reads by `PoolSpec.offset`; the engine must have written there."""
+    engine.step([whole(1, [9, 3])])
+    spec = engine.spec
+    for layer in range(spec.layer_count):
+        for value in (False, True):
+            for token, slot in ((0, 9 * 16), (15, 9 * 16 + 15), (16, 3 * 16), (19, 3 * 16 + 3)):
+                size = spec.v_token_bytes if value else spec.k_token_bytes
+                at = spec.offset(layer, value, slot)
+                raw = bytearray(engine.memory.buffer[at : at + size])
+                there = torch.frombuffer(raw, dtype=torch.float32)
+                assert torch.equal(there, engine._pool.kv[layer, int(value), slot].flatten()), (layer, token)
+                assert torch.isfinite(there).all()
+
+
+@pytest.mark.parametrize("scatter_seed", [None, 1, 2, 3])
+def test_logits_do_not_depend_on_chunks_pages_or_company(folder, scatter_seed):
+    prompts = [PROMPT * 5, PROMPT[:3], PROMPT * 2, PROMPT[5:6]]
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        wanted = [model(torch.tensor([p])).logits[0, -1] for p in prompts]
+    for chunk in (7, 16, 1000):
+        engine = engine_for(folder, sampler := GreedySampler(), page_tokens=4)
+        serve(engine, prompts, 1, chunk=chunk, scatter_seed=scatter_seed)
+        for row in wanted:
+            assert min((row - got).abs().max() for got in sampler.logits) < 2e-4
+
+
+def test_retracted_pages_come_back_elsewhere(engine, folder):
+    engine.step([SequenceStep(1, PROMPT[:19], 0, [4, 5], False)])
+    host = engine.copy_out([4, 5])
+    assert host.nbytes == 2 * engine.spec.page_bytes
+    engine._pool.kv.fill_(float("nan"))
+    engine.copy_in(host, [30, 12])
+    (result,) = engine.step([SequenceStep(1, PROMPT[19:], 19, [30, 12], True)])
+    assert [result.token] == generate(folder, [PROMPT], 1)[0]
+
+
+@pytest.mark.parametrize("pages", [[0], [0, 0], [0, -1], [0, 10**6]])
+def test_copies_of_wrong_pages_are_refused(engine, pages):
+    host = engine.copy_out([4, 5])
+    with pytest.raises(InvalidRequest):
+        engine.copy_in(host, pages)
+    with pytest.raises(Internal):
+        engine.copy_in(object(), [1, 2])
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 100])
+def test_prompt_logprobs_are_those_of_the_whole_prompt(folder, chunk):
+    engine = engine_for(folder, GreedySampler())
+    engine.open(1, PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    entries = []
+    for at in range(0, len(PROMPT), chunk):
+        part = PROMPT[at : at + chunk]
+        (result,) = engine.step([SequenceStep(1, part, at, [3, 4], at + chunk >= len(PROMPT))])
+        entries += result.prompt_logprobs
+    (after,) = engine.step([SequenceStep(1, [result.token], 20, [3, 4], True)])
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        rows = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0], -1)
+    assert entries[0] is None
+    assert [e.token for e in entries[1:]] == PROMPT[1:]
+    assert [e.logprob for e in entries[1:]] == pytest.approx(
+        [float(rows[i, t]) for i, t in enumerate(PROMPT[1:])], abs=1e-4
+    )
+    assert after.prompt_logprobs is None
+    assert after.token is not None
+
+
+def test_prompt_logprobs_after_a_prefix_hit_are_an_error_not_a_guess(engine):
+    engine.open(7, PROMPT, SamplingParams(prompt_logprobs=0))
+    engine.step([SequenceStep(1, PROMPT[:16], 0, [4], False)])
+    results = {
+        r.seq_id: r for r in engine.step([SequenceStep(7, PROMPT[16:], 16, [4, 5], True), whole(2, [20, 21])])
+    }
+    assert "prefix" in results[7].error
+    assert results[7].token is None
+    assert results[2].token is not None
+    engine.close(7)
+
+
+def test_open_twice_is_refused_and_close_is_forgiving(engine):
+    with pytest.raises(InvalidRequest):
+        engine.open(1, PROMPT, GREEDY)
+    engine.close(12345)
+
+
+def test_memory_given_is_used_and_checked(folder):
+    memory = allocate(2**20)
+    engine = load_engine(folder, dtype="float32", pool_bytes=2**30, memory=memory, sampler=GreedySampler())
+    assert engine.memory is memory
+    assert 2**20 - engine.spec.page_bytes < engine.spec.nbytes <= 2**20
+    with pytest.raises(ConfigError, match="kv-gib"):
+        load_engine(folder, dtype="float32", pool_bytes=100, sampler=GreedySampler())
+
+
+def test_model_info_says_what_the_folder_says(shared, folder):
+    info = shared.info
+    assert (info.vocab_size, info.context_tokens, info.dtype) == (VOCAB, 512, "float32")
+    assert info.eos_token_ids == {2}
+    assert info.fingerprint == fingerprint(folder)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "int8"}, {"dtype": "float32", "threads": 0}])
+def test_wrong_settings_are_configuration_errors(folder, settings):
+    with pytest.raises(ConfigError):
+        load_engine(folder, pool_bytes=2**20, sampler=GreedySampler(), **settings)
+
+
+def test_fingerprint_tells_models_apart(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert fingerprint(copy) == fingerprint(folder)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert fingerprint(copy) != fingerprint(folder)
+    (copy / "config.json").write_text(json.dumps({**config, "_name_or_path": "elsewhere"}))
+    assert fingerprint(copy) == fingerprint(folder)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert fingerprint(copy) != fingerprint(folder)
+
+
+def test_a_broken_weights_file_is_a_configuration_error(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match="cut short"):
+        load_engine(copy, dtype="float32", pool_bytes=2**20, sampler=GreedySampler())
+    weights.write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        fingerprint(copy)
+    weights.unlink()
+    with pytest.raises(ConfigError, match="no safetensors"):
+        fingerprint(copy)
+
+
+def test_page_lists_of_the_driver_really_scatter():
+    engine_like = type("E", (), {"spec": type("S", (), {"page_tokens": 16})})
+    lists = page_lists(engine_like, [300, 300], 16)
+    assert all(pages != list(range(pages[0], pages[0] + len(pages))) for pages in lists)
