@@ -80,10 +80,14 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Session: a peer leader (one dp rank of one incarnation) is connected and compatible."""
+    """Session: a peer leader is connected and compatible. Each leader has an incarnation of its own.
+
+    `transport` is the one chosen for this peer; empty means the one the `Exchange` was made with.
+    """
 
     peer: Incarnation
     info: LeaderInfo
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)

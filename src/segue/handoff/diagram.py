@@ -1,15 +1,13 @@
 """The diagrams of docs/protocol.md, drawn from the transition tables that the machines run on.
 
-`python -m segue.handoff.diagram docs/protocol.md` rewrites the generated part of that file; a test
-fails when it is out of date.
+Text in, text out. `python tests/handoff/test_handoff_diagram.py` rewrites the generated part of that
+file, and as a test it fails when the file is out of date.
 """
 
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from segue.core.errors import ConfigError
@@ -18,7 +16,7 @@ from segue.handoff.lease import LEASE_TABLE, LeaseState
 from segue.handoff.receiver import RECEIVER_TABLE, ReceiverMachine
 from segue.handoff.sender import SENDER_TABLE, SenderMachine
 
-BEGIN = "<!-- begin generated: python -m segue.handoff.diagram docs/protocol.md -->"
+BEGIN = "<!-- begin generated: python tests/handoff/test_handoff_diagram.py -->"
 END = "<!-- end generated -->"
 
 Table = Mapping[Any, Mapping[Any, Any]]
@@ -68,12 +66,3 @@ def splice(text: str) -> str:
     if not begin or not end:
         raise ConfigError(f"no generated part between '{BEGIN}' and '{END}'")
     return head + render() + tail
-
-
-def main(path: Path) -> None:
-    """Rewrite the generated part of the file."""
-    path.write_text(splice(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -15,9 +15,7 @@ from segue.core.errors import (
     ErrorInfo,
     Internal,
     InvalidRequest,
-    LayoutMismatch,
     OutOfCapacity,
-    PeerRefused,
     SegueError,
     TransferFailed,
 )
@@ -43,7 +41,8 @@ from segue.handoff.api import (
     WriteBroken,
     WriteLanded,
 )
-from segue.handoff.machine import IllegalEvent, Link, Local, Machine, Timer
+from segue.handoff.link import Link, Local, make_link
+from segue.handoff.machine import IllegalEvent, Machine, Timer
 from segue.handoff.memory import Deadlines, Early, Ended
 from segue.handoff.messages import (
     Abort,
@@ -60,7 +59,6 @@ from segue.handoff.messages import (
 )
 from segue.handoff.receiver import ReceiverMachine
 from segue.handoff.sender import SenderMachine
-from segue.layout.planner import plan_pair
 
 _M = TypeVar("_M", bound=Machine)
 
@@ -79,15 +77,24 @@ class Exchange:
     """
 
     def __init__(
-        self, role: Role, me: Incarnation, origin: str, limits: Limits, info: LeaderInfo, transport: str
+        self,
+        role: Role,
+        me: Incarnation,
+        origin: str,
+        limits: Limits,
+        info: LeaderInfo,
+        transport: str = "",
     ) -> None:
         if role not in (Role.PREFILL, Role.DECODE):
             raise IllegalEvent(f"a {role} has no hand-offs")
-        self._local = Local(role, me, origin, limits, info, transport)
+        self._local = Local(role, me, origin, limits, info)
+        self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
         self._early: dict[TransferId, Early] = {}
         self._ended: dict[TransferId, Ended] = {}
         self._links: dict[Incarnation, Link] = {}
+        # The transport speaks of epochs; an entry lives as long as its machine.
+        self._epochs: dict[tuple[Incarnation, int], Machine] = {}
         self._deadlines = Deadlines()
         # Epochs of two incarnations at one address differ as well, whatever the transport checks.
         high = int.from_bytes(hashlib.blake2b(me.encode(), digest_size=4).digest(), "big")
@@ -133,6 +140,11 @@ class Exchange:
         ended = self._ended.get(transfer)
         return ended.phase if ended is not None and ended.opened else None
 
+    def transfer_of(self, peer: Incarnation, epoch: int) -> TransferId | None:
+        """Which live transfer with `peer` writes under `epoch`; None if it is over or never was."""
+        machine = self._epochs.get((peer, epoch))
+        return None if machine is None else machine.transfer
+
     def sizes(self) -> dict[str, int]:
         """How much is in every table; all zero at rest without peers."""
         self._deadlines.next()
@@ -140,6 +152,7 @@ class Exchange:
             "transfers": len(self._machines),
             "early": len(self._early),
             "ended": len(self._ended),
+            "epochs": len(self._epochs),
             "peers": len(self._links),
             "deadlines": len(self._deadlines),
         }
@@ -188,7 +201,7 @@ class Exchange:
         link = self._links.get(early.peer)
         if link is None:
             raise Internal("an early destination outlived its session")
-        self._run(machine, now, out, machine.destination, early.destination, early.timer.at, link)
+        self._destination(machine, early.destination, early.timer.at, link, now, out)
 
     def _open_receiver(self, event: OpenReceiver, now: float, out: list[Effect]) -> None:
         self._check_open(event.transfer, event.prompt_tokens, Role.DECODE)
@@ -204,7 +217,7 @@ class Exchange:
         self, event: OpenSender | OpenReceiver, peer: Incarnation
     ) -> tuple[Local, TransferId, Incarnation, str, int, float]:
         link = self._links.get(peer)
-        name = link.name if link is not None else self._peer_name(peer)
+        name = link.name if link is not None else self._local.name_of(peer)
         return (self._local, event.transfer, peer, name, event.prompt_tokens, event.deadline)
 
     def _check_open(self, transfer: TransferId, prompt_tokens: int, role: Role) -> None:
@@ -294,7 +307,9 @@ class Exchange:
 
     def _fence_done(self, event: FenceDone, now: float, out: list[Effect]) -> None:
         machine = self._machines.get(event.transfer)
-        if machine is None or not self._run(machine, now, out, machine.fence_done, event.proven):
+        if machine is None:
+            return  # the answer to the fence of a success, mostly
+        if not self._run(machine, now, out, machine.fence_done, event.proven):
             self.counters["late_events"] += 1
 
     # ---- the session ---------------------------------------------------------------------------
@@ -306,38 +321,14 @@ class Exchange:
                 f"DP ranks {old.info.dp_rank} and {event.info.dp_rank} came as one peer {event.peer[:8]}; "
                 "each leader needs an incarnation of its own"
             )
-        link = self._link(event.peer, event.info)
+        link = make_link(self._local, event, self._transport)
         self._links[event.peer] = link
         for machine in self._bound_to(event.peer):
             self._run(machine, now, out, machine.peer_up, link)
 
-    def _link(self, peer: Incarnation, info: LeaderInfo) -> Link:
-        """What we can do with this peer; a mismatch fails its hand-offs, and nothing else."""
-        local = self._local
-        name = f"{self._peer_name(peer)} dp{info.dp_rank}"
-        prefill, decode = (local.info, info) if local.role is Role.PREFILL else (info, local.info)
-        try:
-            if prefill.protocol != decode.protocol:
-                raise PeerRefused(
-                    f"prefill speaks protocol {prefill.protocol}, decode {decode.protocol}; "
-                    "start both with the same version of segue"
-                )
-            if prefill.model != decode.model:
-                raise LayoutMismatch(
-                    f"prefill serves model {prefill.model}, decode {decode.model}; "
-                    "start both with the same --model"
-                )
-            return Link(peer, info, name, plan_pair(prefill.ranks, decode.ranks), None)
-        except SegueError as error:
-            return Link(peer, info, name, None, error.at(origin=local.origin, peer=name).info)
-
-    def _peer_name(self, peer: Incarnation) -> str:
-        other = Role.DECODE if self._local.role is Role.PREFILL else Role.PREFILL
-        return f"{other} {peer[:8]}"
-
     def _peer_down(self, event: PeerDown, now: float, out: list[Effect]) -> None:
         link = self._links.pop(event.peer, None)
-        name = link.name if link is not None else self._peer_name(event.peer)
+        name = link.name if link is not None else self._local.name_of(event.peer)
         for transfer in [t for t, early in self._early.items() if early.peer == event.peer]:
             self._end_early(transfer, self._record(event.error, transfer, name), now)
         for machine in self._bound_to(event.peer):
@@ -361,13 +352,31 @@ class Exchange:
             return
         machine = self._machines.get(transfer)
         if machine is not None:
-            self._run(machine, now, out, machine.receive, message, link)
+            if isinstance(message, Destination) and isinstance(machine, SenderMachine):
+                self._destination(machine, message, now + message.budget_s, link, now, out)
+            else:
+                self._run(machine, now, out, machine.receive, message, link)
         elif transfer in self._early:
             self._received_early(transfer, event, now, out)
         elif isinstance(message, Destination) and transfer not in self._ended:
             self._park(message, link, now, out)
         else:
             self._received_unknown(transfer, event, now, out)
+
+    def _destination(
+        self,
+        machine: SenderMachine,
+        message: Destination,
+        deadline: float,
+        link: Link,
+        now: float,
+        out: list[Effect],
+    ) -> None:
+        if self._epochs.get((link.peer, message.epoch), machine) is not machine:
+            text = f"decode uses epoch {message.epoch:x} for two hand-offs"
+            self._run(machine, now, out, machine.fail, machine.problem(TransferFailed, text, now))
+        else:
+            self._run(machine, now, out, machine.destination, message, deadline, link)
 
     def _received_unknown(self, transfer: TransferId, event: Received, now: float, out: list[Effect]) -> None:
         """A message for a hand-off that is over, or that is not open yet."""
@@ -422,7 +431,7 @@ class Exchange:
 
     def _aborted(self, transfer: TransferId, peer: Incarnation) -> ErrorInfo:
         text = "the peer ended this hand-off before it began here"
-        return self._record(TransferFailed(text).info, transfer, self._peer_name(peer))
+        return self._record(TransferFailed(text).info, transfer, self._local.name_of(peer))
 
     def _record(self, error: ErrorInfo, transfer: TransferId, peer: str) -> ErrorInfo:
         where = {"phase": KVPoll.BOOTSTRAPPING.name, "origin": self._local.origin, "peer": peer}
@@ -462,6 +471,8 @@ class Exchange:
             self.counters["internal_errors"] += 1
             text = f"{type(error).__name__} in the hand-off's handler: {error}"
             machine.fail(machine.problem(Internal, text, now), now, out)
+        if machine.epoch and (machine.peer, machine.epoch) not in self._epochs:
+            self._epochs[machine.peer, machine.epoch] = machine
         if machine.ended:
             self._forget(machine, now)
         elif machine.deadline < machine.timer.at and not machine.phase.terminal:
@@ -472,6 +483,8 @@ class Exchange:
 
     def _forget(self, machine: Machine, now: float) -> None:
         del self._machines[machine.transfer]
+        if self._epochs.get((machine.peer, machine.epoch)) is machine:
+            del self._epochs[machine.peer, machine.epoch]
         self._bury(machine.transfer, machine.phase, machine.error, machine.timer, machine.deadline, True, now)
 
     def _bury(

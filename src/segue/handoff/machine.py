@@ -9,51 +9,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
 from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.core.types import Incarnation, KVPoll, TransferId
 from segue.handoff.api import Effect
 from segue.handoff.lease import Lease, LeaseState
-from segue.handoff.messages import HandoffMessage, LeaderInfo
+from segue.handoff.link import Link, Local
+from segue.handoff.messages import HandoffMessage
 from segue.layout.planner import PairPlan
 
 
 class IllegalEvent(Internal):
     """The caller did something that the table does not allow here. Nothing has changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """This side, as all its machines know it."""
-
-    role: Role
-    me: Incarnation
-    origin: str
-    limits: Limits
-    info: LeaderInfo
-    transport: str
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A peer whose session is up. Exactly one of `plan` and `error` is set."""
-
-    peer: Incarnation
-    info: LeaderInfo
-    name: str
-    plan: PairPlan | None
-    error: ErrorInfo | None
-
-    def usable_plan(self) -> PairPlan:
-        """The plan, or the reason why there is none, raised."""
-        if self.plan is None:
-            raise self.error.exception() if self.error else Internal("a link without plan or reason")
-        return self.plan
 
 
 class Timer:
@@ -89,6 +59,7 @@ class Machine:
         "state",
         "timer",
         "transfer",
+        "transport",
     )
 
     def __init__(
@@ -115,6 +86,7 @@ class Machine:
         self.plan: PairPlan | None = None
         self.prefix_tokens = 0
         self.epoch = 0
+        self.transport = ""
 
     @property
     def phase(self) -> KVPoll:

@@ -10,7 +10,8 @@ from segue.core.errors import DeadlineExceeded, DpRankConflict, ErrorInfo, Trans
 from segue.core.types import Incarnation, KVPoll, TransferId
 from segue.handoff.api import Effect, Fence, Grant, Phase, Publish, Quarantined, Release, Send
 from segue.handoff.lease import LeaseState, LeaseStep
-from segue.handoff.machine import IllegalEvent, Link, Local, Machine
+from segue.handoff.link import Link, Local
+from segue.handoff.machine import IllegalEvent, Machine
 from segue.handoff.messages import (
     Abort,
     ChunkPosted,
@@ -126,7 +127,7 @@ class ReceiverMachine(Machine):
             prompt_tokens=self.prompt_tokens,
             prefix_tokens=event.prefix_tokens,
             pages=list(event.pages),
-            transport=self.local.transport,
+            transport=self.transport,
             plan_hash=plan.hash(self.prompt_tokens, event.prefix_tokens, len(event.pages)),
         )
         # The grant comes first: a write may arrive as soon as the peer has read the message.
@@ -139,6 +140,7 @@ class ReceiverMachine(Machine):
         self.peer_name = link.name
         if self.state is ReceiverState.BOOTSTRAPPING:
             self.plan = link.usable_plan()
+            self.transport = link.transport
             self.go(ReceiverStep.PEER_UP)
             out.append(Phase(self.transfer, KVPoll.WAITING_FOR_INPUT))
         elif self.state is ReceiverState.QUARANTINED:

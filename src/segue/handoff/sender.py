@@ -28,7 +28,8 @@ from segue.handoff.api import (
     WriteLanded,
 )
 from segue.handoff.lease import LeaseState, LeaseStep
-from segue.handoff.machine import IllegalEvent, Link, Local, Machine
+from segue.handoff.link import Link, Local
+from segue.handoff.machine import IllegalEvent, Machine
 from segue.handoff.messages import (
     Abort,
     Accepted,
@@ -175,6 +176,7 @@ class SenderMachine(Machine):
             return
         plan = link.usable_plan()
         self.peer_name = link.name
+        self.transport = link.transport
         self._check(message, plan)
         self.go(SenderStep.DESTINATION)
         self.plan = plan
@@ -188,10 +190,10 @@ class SenderMachine(Machine):
 
     def _check(self, message: Destination, plan: PairPlan) -> None:
         """Both sides must agree on prompt, prefix, pages and layouts before a byte moves."""
-        if message.transport != self.local.transport:
+        if message.transport != self.transport:
             raise TransferFailed(
                 f"decode expects writes over {message.transport!r}, this prefill writes over "
-                f"{self.local.transport!r}; start both sides with the same --transport",
+                f"{self.transport!r}; start both sides with the same --transport",
                 retryable=False,
             )
         if message.prompt_tokens != self.prompt_tokens:

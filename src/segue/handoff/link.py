@@ -1,0 +1,70 @@
+"""This side and the other one, as machines know them; what a session to a peer makes possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from segue.core.errors import ErrorInfo, Internal, LayoutMismatch, PeerRefused, SegueError
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role
+from segue.handoff.api import PeerUp
+from segue.handoff.messages import LeaderInfo
+from segue.layout.planner import PairPlan, plan_pair
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """This side, as all its machines know it."""
+
+    role: Role
+    me: Incarnation
+    origin: str
+    limits: Limits
+    info: LeaderInfo
+
+    def name_of(self, peer: Incarnation) -> str:
+        """How errors name a peer of which nothing but the incarnation is known."""
+        other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
+        return f"{other} {peer[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A peer whose session is up. Exactly one of `plan` and `error` is set."""
+
+    peer: Incarnation
+    info: LeaderInfo
+    name: str
+    transport: str
+    plan: PairPlan | None
+    error: ErrorInfo | None
+
+    def usable_plan(self) -> PairPlan:
+        """The plan, or the reason why there is none, raised."""
+        if self.plan is None:
+            raise self.error.exception() if self.error else Internal("a link without plan or reason")
+        return self.plan
+
+
+def make_link(local: Local, event: PeerUp, transport: str) -> Link:
+    """What we can do with this peer. A mismatch fails its hand-offs, and nothing else: the session
+    normally refuses such a peer before it comes this far."""
+    info = event.info
+    name = f"{local.name_of(event.peer)} dp{info.dp_rank}"
+    transport = event.transport or transport
+    prefill, decode = (local.info, info) if local.role is Role.PREFILL else (info, local.info)
+    try:
+        if prefill.protocol != decode.protocol:
+            raise PeerRefused(
+                f"prefill speaks protocol {prefill.protocol}, decode {decode.protocol}; "
+                "start both with the same version of segue"
+            )
+        if prefill.model != decode.model:
+            raise LayoutMismatch(
+                f"prefill serves model {prefill.model}, decode {decode.model}; "
+                "start both with the same --model"
+            )
+        plan = plan_pair(prefill.ranks, decode.ranks)
+    except SegueError as error:
+        return Link(event.peer, info, name, transport, None, error.at(origin=local.origin, peer=name).info)
+    return Link(event.peer, info, name, transport, plan, None)
