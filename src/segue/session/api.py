@@ -28,13 +28,16 @@ class PeerInfo:
 
 
 class Session(Protocol):
-    """One open session."""
+    """One open session. Equal only to itself."""
 
-    peer: PeerInfo
+    @property
+    def peer(self) -> PeerInfo: ...
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue `message`; never blocks. After the end it is dropped. A peer that does not read
-        (bounded backlog exceeded) ends the session with PeerLost."""
+        (bounded backlog exceeded) ends the session with PeerLost. RequestTooLarge if the encoded
+        message is larger than the peer takes (both sides' `max_frame_bytes`): nothing is sent and
+        the session lives on."""
         ...
 
     def close(self, error: SegueError | None = None) -> None:

@@ -1,0 +1,571 @@
+"""One TCP (or TLS) connection of a session: framing, handshake, keepalive, backlog, end.
+
+All methods run on the event loop. What concerns more than one connection (who replaces whom, how
+many strangers are let in) is decided by the `SessionNode`, here seen as `Owner`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import socket
+from typing import Protocol, cast
+
+import msgspec
+
+from segue.core.errors import (
+    BootstrapUnreachable,
+    Internal,
+    PeerLost,
+    PeerRefused,
+    RequestTooLarge,
+    SegueError,
+)
+from segue.core.limits import Limits
+from segue.core.types import Incarnation
+from segue.session.api import PeerInfo, SessionHandler
+from segue.session.frames import (
+    DECODE_ERRORS,
+    HANDSHAKE_FRAME_BYTES,
+    HEADER,
+    KIND_MESSAGE,
+    KIND_SESSION,
+    PREAMBLE,
+    Accepted,
+    Bye,
+    Duplicate,
+    Opened,
+    Ping,
+    Refused,
+    SessionFrame,
+    Welcome,
+    decode_frame,
+    decode_preamble,
+    encode_frame,
+    encode_message,
+    encode_preamble,
+)
+from segue.session.handshake import Handshake, Progress
+
+log = logging.getLogger(__name__)
+
+_BASE_BUFFER_BYTES = 2 * (HANDSHAKE_FRAME_BYTES + HEADER.size)
+_OPEN_BUFFER_BYTES = 64 * 2**10
+#: How long a closed connection may take to hand its last frame over before it is cut.
+_LINGER_S = 1.0
+_PING = encode_frame(Ping())
+
+
+class Owner(Protocol):
+    """What a connection needs from its node."""
+
+    limits: Limits
+    handler: SessionHandler
+    encoder: msgspec.msgpack.Encoder
+    decoder: msgspec.msgpack.Decoder[object]
+    protocol: int
+
+    def new_handshake(self, dialling: bool) -> Handshake: ...
+
+    def check_address(self, host: str) -> None:
+        """Raise a SegueError if nobody at `host` may talk to us."""
+        ...
+
+    def authenticated(self, connection: Connection) -> None:
+        """The peer has proven itself. May raise a SegueError to refuse."""
+        ...
+
+    def others(self, connection: Connection) -> list[bytes]:
+        """Ids of the other connections with the same peer that are still alive here."""
+        ...
+
+    def decide(self, connection: Connection) -> bool:
+        """We decide: True to open, False if another session with this peer stays."""
+        ...
+
+    def opened(self, connection: Connection) -> None: ...
+
+    def ended(self, connection: Connection) -> None: ...
+
+    def lost(self, connection: Connection) -> None:
+        """The socket is gone."""
+        ...
+
+    def batch_begin(self) -> None: ...
+
+    def batch_end(self) -> None: ...
+
+    def batching(self, connection: Connection) -> bool:
+        """True if a batch is open; `connection.flush` is then called at its end."""
+        ...
+
+    def count(self, what: str) -> None: ...
+
+
+class State(enum.Enum):
+    PREAMBLE = enum.auto()
+    HANDSHAKE = enum.auto()
+    OPEN = enum.auto()
+    ENDED = enum.auto()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Implements `segue.session.api.Session` once it is open."""
+
+    def __init__(self, owner: Owner, *, dialling: bool, loop: asyncio.AbstractEventLoop) -> None:
+        self.dialling = dialling
+        #: Done when a dialled connection is open (True) or found to be a duplicate (False).
+        self.outcome: asyncio.Future[bool] | None = loop.create_future() if dialling else None
+        self.state = State.PREAMBLE
+        self.handshake = owner.new_handshake(dialling)
+        self.expect: Incarnation | None = None
+        self.lineage: tuple[str, int, str] | None = None
+        self.error: SegueError | None = None
+        self._owner = owner
+        self._loop = loop
+        self._peer: PeerInfo | None = None
+        self._transport: asyncio.Transport | None = None
+        self._lost = False
+        self._closed_due = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_at = loop.time()
+        self._sent_at = loop.time()
+        self._max_in_bytes = HANDSHAKE_FRAME_BYTES
+        self._max_out_bytes = HANDSHAKE_FRAME_BYTES
+        self._out: list[bytes | bytearray] = []
+        self._out_bytes = 0
+        self._buffer = memoryview(bytearray(_BASE_BUFFER_BYTES))
+        self._start = 0
+        self._end = 0
+
+    # ---- the face -------------------------------------------------------------------------------
+
+    @property
+    def peer(self) -> PeerInfo:
+        """Who is at the other end; known from `accept` on."""
+        assert self._peer is not None
+        return self._peer
+
+    def send(self, message: msgspec.Struct) -> None:
+        """See `Session.send`. Raises RequestTooLarge, and sends nothing, if the encoded message is
+        larger than the peer takes; TypeError if it cannot be encoded. The session lives on."""
+        if self.state is not State.OPEN:
+            return
+        frame = encode_message(self._owner.encoder, message)
+        if len(frame) - HEADER.size > self._max_out_bytes:
+            raise RequestTooLarge(
+                f"a {type(message).__name__} of {len(frame) - HEADER.size} bytes is larger than the "
+                f"{self._max_out_bytes} bytes that {self.describe()} takes in one message"
+            )
+        self._write(frame)
+        backlog = self._backlog_bytes()
+        if backlog > self._owner.limits.max_session_backlog_bytes:
+            error = PeerLost(
+                f"{self.describe()} does not read: {backlog} bytes wait to be sent, the limit is "
+                f"{self._owner.limits.max_session_backlog_bytes}"
+            )
+            self._end_later(error, tell=False)
+
+    def close(self, error: SegueError | None = None) -> None:
+        """See `Session.close`. `SessionHandler.closed` follows in the loop's next turn."""
+        self._end_later(error or PeerLost(f"the session with {self.describe()} was closed"), tell=True)
+
+    def describe(self) -> str:
+        """For texts: role, rank, start of the incarnation and address of the peer."""
+        hello = self.handshake.peer
+        address = self._peer.address if self._peer else self._remote_address()
+        if hello is None:
+            return address
+        return f"{hello.role} {hello.incarnation[:8]} dp{hello.dp_rank} at {address}"
+
+    # ---- asyncio --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have asyncio's methods but not its base class.
+        self._transport = cast(asyncio.Transport, transport)
+        self._heard_at = self._sent_at = self._loop.time()
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.state is State.ENDED:  # cancelled while it was being made
+            self._transport.abort()
+            return
+        self._deadline = self._loop.call_later(self._owner.limits.handshake_s, self._handshake_late)
+        try:
+            self._owner.check_address(self.remote_host())
+        except SegueError as error:
+            self.refuse(error)
+            return
+        self._write(encode_preamble(self._owner.protocol))
+        if self.dialling:
+            self._send_frame(self.handshake.me)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._end == len(self._buffer):
+            self._make_room(self._end - self._start + 1)
+        return self._buffer[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.state is State.ENDED:
+            return  # lingering: read on only to see the peer's end
+        self._heard_at = self._loop.time()
+        self._end += nbytes
+        self._owner.batch_begin()
+        try:
+            self._parse()
+        finally:
+            self._owner.batch_end()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        cause = "the peer closed the connection" if exc is None else str(exc) or type(exc).__name__
+        if self.state is State.OPEN:
+            self.end(PeerLost(f"the session with {self.describe()} broke: {cause}"), tell=False)
+        else:
+            text = f"{self.describe()} left during the handshake: {cause}"
+            self.end(BootstrapUnreachable(text), tell=False)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._owner.lost(self)
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def _make_room(self, need_bytes: int) -> None:
+        """Move what is unread to the front of a buffer with room for `need_bytes` in all, growing
+        at most twofold, so that memory follows what was received, not what was announced."""
+        unread = self._end - self._start
+        size = len(self._buffer)
+        if need_bytes > size:
+            fresh = memoryview(bytearray(min(need_bytes, 2 * size) if unread >= size // 2 else size))
+            fresh[:unread] = self._buffer[self._start : self._end]
+            self._buffer = fresh
+        else:
+            self._buffer[:unread] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, unread
+
+    def _parse(self) -> None:
+        if self.state is State.PREAMBLE and not self._parse_preamble():
+            return
+        need = HEADER.size
+        while self._end - self._start >= HEADER.size:
+            length, kind = HEADER.unpack_from(self._buffer, self._start)
+            if length > self._max_in_bytes:
+                self._violation(f"a frame of {length} bytes; the limit is {self._max_in_bytes}")
+                return
+            need = HEADER.size + length
+            if self._end - self._start < need:
+                break
+            body = self._buffer[self._start + HEADER.size : self._start + need]
+            self._start += need
+            need = HEADER.size
+            self._on_frame(kind, body)
+            if self.state is State.ENDED:
+                return
+        if self._start == self._end:
+            self._start = self._end = 0
+            base = _OPEN_BUFFER_BYTES if self.state is State.OPEN else _BASE_BUFFER_BYTES
+            if len(self._buffer) != base:
+                self._buffer = memoryview(bytearray(base))
+        elif self._start + need > len(self._buffer):
+            self._make_room(need)
+
+    def _parse_preamble(self) -> bool:
+        if self._end < PREAMBLE.size:
+            return False
+        ours = self._owner.protocol
+        try:
+            theirs = decode_preamble(self._buffer[: PREAMBLE.size])
+        except ValueError:
+            self._owner.count("bad_frames")
+            text = f"{self.describe()} does not speak the segue session protocol"
+            self.end(PeerRefused(text), tell=False)
+            return False
+        if theirs != ours:
+            me, peer = self.handshake.me, self.describe()
+            self.refuse(
+                PeerRefused(
+                    f"session protocol versions differ: {me.role} {me.incarnation[:8]} speaks {ours}, "
+                    f"{peer} speaks {theirs}; run the same version on both sides"
+                )
+            )
+            return False
+        self._start = PREAMBLE.size
+        self.state = State.HANDSHAKE
+        if not self.dialling:
+            self._send_frame(self.handshake.me)
+        return True
+
+    def _on_frame(self, kind: int, body: memoryview) -> None:
+        if self.state is State.OPEN and kind == KIND_MESSAGE:
+            self._on_message(body)
+            return
+        if kind != KIND_SESSION:
+            self._violation(f"a frame of kind {kind} in state {self.state.name}")
+            return
+        try:
+            frame = decode_frame(body)
+        except DECODE_ERRORS as error:
+            self._violation(f"a frame that does not decode: {error}")
+            return
+        if self.state is State.HANDSHAKE:
+            self._on_handshake(frame)
+        elif isinstance(frame, Bye):
+            self.end(frame.error.exception(), tell=False)
+        elif not isinstance(frame, Ping):
+            self._violation(f"a {type(frame).__name__} on an open session")
+
+    def _on_message(self, body: memoryview) -> None:
+        try:
+            message = self._owner.decoder.decode(body)
+        except DECODE_ERRORS as error:
+            self._violation(f"a message that does not decode: {error}")
+            return
+        try:
+            self._owner.handler.received(self, message)
+        except Exception:
+            # By contract the handler has its own error boundary; one request's bug must not
+            # end the session under all the others.
+            self._owner.count("handler_errors")
+            log.exception("the handler failed on a %s from %s", type(message).__name__, self.describe())
+
+    def _violation(self, what: str) -> None:
+        """The peer sent what it may not send: counted, logged once, and only its session ends."""
+        self._owner.count("bad_frames")
+        log.warning("%s sent %s: the session ends", self.describe(), what)
+        error_type = PeerLost if self.state is State.OPEN else PeerRefused
+        self.end(error_type(f"{self.describe()} sent {what}"), tell=True)
+
+    # ---- the handshake --------------------------------------------------------------------------
+
+    def _on_handshake(self, frame: SessionFrame) -> None:
+        try:
+            progress = self.handshake.receive(frame, self._owner.limits.peer_silence_s)
+            self._advance(progress)
+        except SegueError as error:
+            self.refuse(error)
+
+    def _advance(self, progress: Progress) -> None:
+        handshake, owner = self.handshake, self._owner
+        match progress:
+            case Progress.SEND_PROOF:
+                self._send_frame(handshake.proof_frame())
+            case Progress.AUTHENTICATED:
+                self._max_in_bytes = owner.limits.max_frame_bytes
+                owner.authenticated(self)
+                if not self.dialling:
+                    self._send_frame(handshake.proof_frame())
+                    self._send_welcome()
+            case Progress.PAYLOAD:
+                self._on_payload()
+            case Progress.DECIDE:
+                self._decide()
+            case Progress.OPEN:
+                self._open()
+            case Progress.DUPLICATE:
+                self._duplicate()
+            case Progress.REFUSED:
+                assert handshake.refusal is not None
+                self.end(handshake.refusal.exception(), tell=False)
+            case Progress.WAIT:
+                pass
+
+    def _send_welcome(self) -> None:
+        limits = self._owner.limits
+        try:
+            payload = self._owner.handler.hello()
+        except SegueError:
+            raise
+        except Exception as error:
+            self._owner.count("handler_errors")
+            log.exception("the handler failed to make its payload for %s", self.describe())
+            raise Internal(f"the owner of the session failed to introduce itself: {error}") from error
+        others = self._owner.others(self)
+        self._send_frame(Welcome(payload=payload, max_frame_bytes=limits.max_frame_bytes, others=others))
+
+    def _on_payload(self) -> None:
+        handshake = self.handshake
+        hello, welcome = handshake.peer, handshake.welcome
+        assert hello is not None
+        assert welcome is not None
+        self._max_out_bytes = min(welcome.max_frame_bytes, self._owner.limits.max_frame_bytes)
+        self._peer = PeerInfo(
+            incarnation=hello.incarnation,
+            role=hello.role,
+            dp_rank=hello.dp_rank,
+            address=self.lineage[2] if self.lineage else self._remote_address(),
+            hello=welcome.payload,
+        )
+        try:
+            self._owner.handler.accept(self._peer)
+        except SegueError:
+            raise
+        except Exception as error:
+            self._owner.count("handler_errors")
+            log.exception("the handler failed to judge %s", self.describe())
+            raise Internal(f"the owner of the session failed to judge its peer: {error}") from error
+        if self.dialling:
+            self._send_welcome()
+        elif handshake.decides:
+            self._decide()
+        else:
+            self._send_frame(Accepted(self._owner.others(self)))
+
+    def _decide(self) -> None:
+        if self._owner.decide(self):
+            self._send_frame(Opened())
+            self._open()
+        else:
+            self._send_frame(Duplicate())
+            self._duplicate()
+
+    def _open(self) -> None:
+        self.state = State.OPEN
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._arm()
+        self._owner.opened(self)
+        if self.outcome is not None and not self.outcome.done():
+            self.outcome.set_result(True)
+
+    def _duplicate(self) -> None:
+        """Another session with this peer stays. Not an error; nobody was told that this one began."""
+        if self.outcome is not None and not self.outcome.done():
+            self.outcome.set_result(False)
+        self.end(PeerLost("another session with the same peer is already open"), tell=False, linger=True)
+
+    def _handshake_late(self) -> None:
+        if self.state in (State.PREAMBLE, State.HANDSHAKE):
+            limit_s = self._owner.limits.handshake_s
+            text = f"{self.describe()} did not finish the handshake within {limit_s} s"
+            self._owner.count("handshakes_late")
+            self.end(BootstrapUnreachable(text), tell=False)
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def _send_frame(self, frame: SessionFrame) -> None:
+        self._write(encode_frame(frame))
+
+    def _write(self, data: bytes | bytearray) -> None:
+        self._sent_at = self._loop.time()
+        if self._owner.batching(self):
+            self._out.append(data)
+            self._out_bytes += len(data)
+        elif self._transport is not None:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Hand the frames of a batch to the transport in one piece."""
+        out, self._out, self._out_bytes = self._out, [], 0
+        if out and self._transport is not None and not self._lost:
+            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+
+    def _backlog_bytes(self) -> int:
+        waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        return waiting + self._out_bytes
+
+    # ---- keepalive ------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        limits = self._owner.limits
+        due = min(self._sent_at + limits.keepalive_s, self._heard_at + limits.peer_silence_s)
+        self._timer = self._loop.call_at(due, self._tick, due)
+
+    def _tick(self, due: float) -> None:
+        """Each session has its own timer, so nothing that one peer does delays another's."""
+        limits, now = self._owner.limits, self._loop.time()
+        if now - due > limits.keepalive_s and now - self._heard_at >= limits.peer_silence_s:
+            # We were the ones who slept (stopped process, blocked loop); what the peer sent
+            # meanwhile waits in the socket. Give it one more interval before judging.
+            self._heard_at = now - limits.peer_silence_s + min(limits.keepalive_s, limits.peer_silence_s)
+        if now - self._heard_at >= limits.peer_silence_s:
+            text = f"{self.describe()} has been silent for {now - self._heard_at:.1f} s"
+            self.end(PeerLost(text), tell=True)
+            return
+        if now - self._sent_at >= limits.keepalive_s:
+            self._write(_PING)
+        self._arm()
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def refuse(self, error: SegueError) -> None:
+        """Before the session is open: tell the peer why there will be none."""
+        self._owner.count("refused")
+        self.end(error, tell=True)
+
+    def end(self, error: SegueError, *, tell: bool, linger: bool = False) -> None:
+        """End now. `tell` sends the reason, and then waits for the peer's own end for at most
+        `_LINGER_S`, because closing a socket with unread bytes would destroy what was sent last.
+        Also delivers a `closed` that is still due. Called from the top of the loop's stack only."""
+        self._stop(error, tell=tell, linger=linger or tell)
+        self._deliver_closed()
+
+    def _end_later(self, error: SegueError, *, tell: bool) -> None:
+        """As `end`, but `closed` comes in the loop's next turn: the caller is the handler itself."""
+        if self._stop(error, tell=tell, linger=tell):
+            self._loop.call_soon(self._deliver_closed)
+
+    def _stop(self, error: SegueError, *, tell: bool, linger: bool) -> bool:
+        if self.state is State.ENDED:
+            return False
+        was_open, self.state, self.error = self.state is State.OPEN, State.ENDED, error
+        self._closed_due = was_open
+        for timer in (self._timer, self._deadline):
+            if timer is not None:
+                timer.cancel()
+        if tell and not self._lost:
+            self._write(encode_frame(Bye(error.info) if was_open else Refused(error.info)))
+        if linger:
+            self._linger()
+        elif self._transport is not None:
+            self._out.clear()
+            self._transport.abort()
+        if self.outcome is not None and not self.outcome.done():
+            self.outcome.set_exception(error)
+            self.outcome.exception()  # seen: a dialler that gave up does not fetch it
+        self._buffer = memoryview(bytearray(HEADER.size + 512))
+        self._start = self._end = 0
+        self._owner.ended(self)
+        return True
+
+    def _linger(self) -> None:
+        transport = self._transport
+        if transport is None or self._lost:
+            return
+        self.flush()
+        if transport.can_write_eof():
+            transport.write_eof()
+        else:
+            transport.close()
+        self._deadline = self._loop.call_later(_LINGER_S, transport.abort)
+
+    def abort(self) -> None:
+        """Cut the socket now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _deliver_closed(self) -> None:
+        if not self._closed_due:
+            return
+        self._closed_due = False
+        assert self.error is not None
+        try:
+            self._owner.handler.closed(self, self.error)
+        except Exception:
+            self._owner.count("handler_errors")
+            log.exception("the handler failed on the end of the session with %s", self.describe())
+
+    # ---- addresses ------------------------------------------------------------------------------
+
+    def remote_host(self) -> str:
+        """The numeric host of the socket's other end, or empty if unknown."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(name[0]) if name else ""
+
+    def _remote_address(self) -> str:
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"{name[0]}:{name[1]}" if name else "an unknown address"

@@ -1,0 +1,143 @@
+"""What travels on a session's connection: a preamble, then length-prefixed frames.
+
+    preamble   6 bytes `segue\\0`, unsigned 16-bit protocol version
+    frame      unsigned 32-bit length of the body, unsigned 8-bit kind, body
+    kind 0     a frame of the session itself (`SessionFrame`, msgpack)
+    kind 1     a message of the caller's union type (msgpack)
+
+Integers are big-endian. The version stands outside the frames, so that two versions whose frames
+differ can still tell each other why they part.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Final
+
+import msgspec
+
+from segue.core.errors import ErrorInfo
+from segue.core.types import Incarnation, Role
+
+#: Compared when a session opens. Raise it whenever a frame or a message changes its meaning.
+PROTOCOL_VERSION: Final = 1
+
+#: No frame before authentication is larger, so that a stranger costs next to nothing.
+HANDSHAKE_FRAME_BYTES: Final = 4096
+
+KIND_SESSION: Final = 0
+KIND_MESSAGE: Final = 1
+
+HEADER: Final = struct.Struct("!IB")
+PREAMBLE: Final = struct.Struct("!6sH")
+_MAGIC: Final = b"segue\x00"
+
+NONCE_BYTES: Final = 32
+MAC_BYTES: Final = 32
+SESSION_ID_BYTES: Final = 16
+
+_SessionId = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Both ways, first: who I claim to be. Proven by the `Proof` that follows.
+
+    `listen` is the address of my own listener (`host:port`, empty without one), `keyed` says
+    whether I hold a secret, `keepalive_s` how often I let the other side hear from me.
+    """
+
+    incarnation: Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]
+    role: Role
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+    listen: Annotated[str, msgspec.Meta(max_length=300)]
+    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    keyed: bool
+    keepalive_s: Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Proof(msgspec.Struct, frozen=True, tag=True):
+    """Both ways, the dialling side first: I hold the secret. Empty when neither side has one."""
+
+    mac: Annotated[bytes, msgspec.Meta(max_length=MAC_BYTES)]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Both ways, after both proofs: the owner's payload, the largest frame I take, and the ids
+    of the other sessions with this peer that I know (`others`, for the duplicate rule)."""
+
+    payload: bytes
+    max_frame_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    others: Annotated[list[_SessionId], msgspec.Meta(max_length=64)] = []
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """Listener to dialler: my owner accepts you; you decide. `others` as in `Welcome`."""
+
+    others: Annotated[list[_SessionId], msgspec.Meta(max_length=64)] = []
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """From the side that decides: the session is open; messages may follow."""
+
+
+class Duplicate(msgspec.Struct, frozen=True, tag=True):
+    """From the side that decides: we already have a session; use that one."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Both ways, before `Opened`: no session, and why."""
+
+    error: ErrorInfo
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Both ways, whenever nothing else was sent for `keepalive_s`. Needs no answer: the other
+    side pings by itself, so each direction is judged on its own."""
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """Both ways: I end the session, and why."""
+
+    error: ErrorInfo
+
+
+SessionFrame = Hello | Proof | Welcome | Accepted | Opened | Duplicate | Refused | Ping | Bye
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[SessionFrame] = msgspec.msgpack.Decoder(SessionFrame)
+
+#: Everything that msgspec raises on bytes that are not what they should be. Deep nesting shows
+#: as RecursionError, invalid UTF-8 as UnicodeDecodeError (a ValueError).
+DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+def encode_preamble(version: int) -> bytes:
+    """The first eight bytes of either side."""
+    return PREAMBLE.pack(_MAGIC, version)
+
+
+def decode_preamble(data: bytes | bytearray | memoryview) -> int:
+    """The peer's protocol version; ValueError if the peer does not speak this protocol at all."""
+    magic, version = PREAMBLE.unpack(data)
+    if magic != _MAGIC:
+        raise ValueError("the first bytes are not those of a segue session")
+    return int(version)
+
+
+def encode_frame(frame: SessionFrame) -> bytes:
+    """Header and body of one of the session's own frames."""
+    body = _encoder.encode(frame)
+    return HEADER.pack(len(body), KIND_SESSION) + body
+
+
+def decode_frame(body: bytes | bytearray | memoryview) -> SessionFrame:
+    """The session frame in `body`; one of `DECODE_ERRORS` if there is none."""
+    return _decoder.decode(body)
+
+
+def encode_message(encoder: msgspec.msgpack.Encoder, message: msgspec.Struct) -> bytearray:
+    """Header and body of one of the caller's messages, in one buffer without a second copy."""
+    frame = bytearray(HEADER.size)
+    encoder.encode_into(message, frame, HEADER.size)
+    HEADER.pack_into(frame, 0, len(frame) - HEADER.size, KIND_MESSAGE)
+    return frame

@@ -1,0 +1,494 @@
+"""`SessionNode`: all sessions of one process, incoming and outgoing. Lives on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from segue.core.errors import (
+    BootstrapTimeout,
+    BootstrapUnreachable,
+    ConfigError,
+    Draining,
+    OutOfCapacity,
+    PeerLost,
+    PeerRestarted,
+    SegueError,
+    Unauthorized,
+)
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role
+from segue.session.api import Session, SessionHandler
+from segue.session.connection import Connection, State
+from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
+from segue.session.handshake import Handshake, session_key
+
+log = logging.getLogger(__name__)
+
+#: Connections that have not proven themselves. One more, and the oldest of them goes: a flood
+#: must then outrun an honest handshake (milliseconds), not merely fill the table once.
+MAX_HALF_OPEN: Final = 128
+_ACCEPT_BACKLOG: Final = 512
+_OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+@dataclass(slots=True)
+class SessionStats:
+    """Counters of one node since its start."""
+
+    opened: int = 0
+    ended: int = 0
+    refused: int = 0
+    bad_frames: int = 0
+    handler_errors: int = 0
+    handshakes_late: int = 0
+    strangers_dropped: int = 0
+
+
+@dataclass(slots=True)
+class _Dial:
+    task: asyncio.Task[Connection]
+    waiters: int = 0
+
+
+def is_loopback(host: str) -> bool:
+    """True for a numeric address of this machine's loopback, also IPv4 written as IPv6."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+class SessionNode:
+    """Opens, accepts and keeps sessions. See `handshake` for the rules of opening.
+
+    `secret` is the deployment's shared secret; without one only loopback is talked to, in both
+    directions. `message_type` is the union of msgspec structs that sessions carry. `ssl_server`
+    and `ssl_client` put TLS under the session. `protocol` is for tests of version differences.
+    """
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        role: Role,
+        dp_rank: int,
+        secret: bytes | None,
+        handler: SessionHandler,
+        message_type: Any,
+        limits: Limits,
+        ssl_server: ssl.SSLContext | None = None,
+        ssl_client: ssl.SSLContext | None = None,
+        max_half_open: int = MAX_HALF_OPEN,
+        protocol: int = PROTOCOL_VERSION,
+    ) -> None:
+        if secret is not None and len(secret) < 16:
+            raise ConfigError(f"the shared secret has {len(secret)} bytes; it needs at least 16")
+        if limits.keepalive_s >= limits.peer_silence_s:
+            raise ConfigError(
+                f"keepalive_s ({limits.keepalive_s}) must be smaller than peer_silence_s "
+                f"({limits.peer_silence_s})"
+            )
+        self.incarnation = incarnation
+        self.role = role
+        self.dp_rank = dp_rank
+        self.handler = handler
+        self.limits = limits
+        self.protocol = protocol
+        self.encoder = msgspec.msgpack.Encoder()
+        self.decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(message_type)
+        self.stats = SessionStats()
+        self._key = session_key(secret)
+        self._ssl_server = ssl_server
+        self._ssl_client = ssl_client
+        self._max_half_open = max_half_open
+        self._listen = ""
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._admissions: dict[asyncio.Task[Any], Connection] = {}
+        self._half_open: dict[Connection, None] = {}
+        self._connections: set[Connection] = set()
+        self._open: dict[Incarnation, Connection] = {}
+        self._lineages: dict[tuple[str, int, str], Connection] = {}
+        self._arrivals: dict[Incarnation, list[asyncio.Future[None]]] = {}
+        self._dials: dict[tuple[str, int, Incarnation | None], _Dial] = {}
+        self._quiet: asyncio.Future[None] | None = None
+        self._batch_depth = 0
+        self._batch: list[Connection] = []
+        self._closed = False
+
+    # ---- the face -------------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> Mapping[Incarnation, Session]:
+        """The open sessions by the peer's incarnation; a live view."""
+        return MappingProxyType(self._open)
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the listener, empty without one."""
+        return self._listen
+
+    async def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Listen at `host` and `port` (0: any free one); returns what was bound. ConfigError if
+        the port is taken, the host is not ours, or it is not loopback and there is no secret."""
+        if self._listener is not None or self._closed:
+            raise ConfigError(f"this node already listens at {self._listen or 'nothing: it is closed'}")
+        loop = asyncio.get_running_loop()
+        try:
+            infos = await loop.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {host}: {error.strerror or error}") from error
+        family, _, _, _, where = infos[0]
+        if self._key is None and not is_loopback(str(where[0])):
+            raise ConfigError(
+                f"listening at {host} would let other machines in and there is no shared secret: "
+                "give one with --secret-file, or listen at 127.0.0.1"
+            )
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(_ACCEPT_BACKLOG)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"port {port} at {host} is in use by another process: choose another port"
+                ) from error
+            raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        bound_host, bound_port = sock.getsockname()[:2]
+        self._listener = sock
+        self._listen = f"{bound_host}:{bound_port}"
+        self._accepting = loop.create_task(self._accept_loop(sock))
+        return str(bound_host), int(bound_port)
+
+    async def connect(
+        self, host: str, port: int, *, expect: Incarnation | None = None, timeout_s: float
+    ) -> Session:
+        """An open session with whoever listens at `host` and `port`, which must be `expect` if
+        that is given. Returns the session that already exists with that incarnation, if any;
+        callers that connect to the same place at the same time share one attempt.
+
+        BootstrapUnreachable: nobody is there, or it went away. BootstrapTimeout: no session within
+        `timeout_s`. Unauthorized: no or another secret. PeerRestarted: another incarnation than
+        `expect` answers. Any other SegueError: the peer's own refusal, unchanged.
+        """
+        if self._closed:
+            raise Draining("this node is closed")
+        if expect is not None and (session := self._open.get(expect)) is not None:
+            return session
+        key = (host, port, expect)
+        dial = self._dials.get(key)
+        if dial is None:
+            task = asyncio.get_running_loop().create_task(self._dial(host, port, expect))
+            dial = self._dials[key] = _Dial(task)
+            task.add_done_callback(lambda _: self._dials.pop(key, None))
+        dial.waiters += 1
+        try:
+            await asyncio.wait({dial.task}, timeout=timeout_s)
+        finally:
+            dial.waiters -= 1
+            if dial.waiters == 0 and not dial.task.done():
+                dial.task.cancel()
+                if self._dials.get(key) is dial:
+                    del self._dials[key]
+        if not dial.task.done() or dial.task.cancelled():
+            if self._closed:
+                raise Draining("this node was closed")
+            raise BootstrapTimeout(f"no session with {host}:{port} within {timeout_s} s")
+        error = dial.task.exception()
+        if isinstance(error, SegueError):
+            # A fresh exception for each caller: they would otherwise share one traceback.
+            raise error.info.exception() from error
+        return dial.task.result()
+
+    async def close(self, error: SegueError | None = None) -> None:
+        """Stop listening and end every session with `error` (default Draining). Returns when all
+        sockets are gone; one that does not take its last frame is cut within a second."""
+        self._closed = True
+        reason = error or Draining(f"{self.role} {self.incarnation[:8]} dp{self.dp_rank} is leaving")
+        tasks = [dial.task for dial in self._dials.values()] + list(self._admissions)
+        if self._accepting is not None:
+            tasks.append(self._accepting)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.end(reason, tell=True)
+        if self._connections:
+            self._quiet = asyncio.get_running_loop().create_future()
+            await self._quiet
+
+    # ---- listening ------------------------------------------------------------------------------
+
+    async def _accept_loop(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    log.warning("a connection was lost while it was accepted: %s", error)
+                    continue
+                log.error("cannot accept sessions: %s", error.strerror)
+                self._drop_stranger()
+                # Nothing tells when the system has descriptors again, so this one wait is blind.
+                await asyncio.sleep(0.1)
+                continue
+            self._admit(sock)
+
+    def _admit(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while len(self._half_open) >= self._max_half_open:
+            self._drop_stranger()
+        connection = Connection(self, dialling=False, loop=loop)
+        self._half_open[connection] = None
+        self._connections.add(connection)
+        tls_s = self.limits.handshake_s if self._ssl_server is not None else None
+        opening = loop.connect_accepted_socket(
+            lambda: connection, sock, ssl=self._ssl_server, ssl_handshake_timeout=tls_s
+        )
+        task = asyncio.ensure_future(opening)
+        self._admissions[task] = connection
+        task.add_done_callback(lambda task: self._admitted(task, connection, sock))
+
+    def _admitted(self, task: asyncio.Task[Any], connection: Connection, sock: socket.socket) -> None:
+        del self._admissions[task]
+        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if failure is None:
+            return
+        sock.close()
+        connection.end(BootstrapUnreachable(f"a connection was not made: {failure}"), tell=False)
+        self.lost(connection)
+        if not isinstance(failure, (OSError, asyncio.CancelledError)):
+            log.error("a connection could not be accepted", exc_info=failure)
+
+    def _drop_stranger(self) -> None:
+        oldest = next(iter(self._half_open), None)
+        if oldest is None:
+            return
+        self.stats.strangers_dropped += 1
+        for task, connection in self._admissions.items():
+            if connection is oldest:
+                task.cancel()
+                break
+        oldest.end(OutOfCapacity("too many connections that have not proven themselves"), tell=False)
+
+    # ---- dialling -------------------------------------------------------------------------------
+
+    async def _dial(self, host: str, port: int, expect: Incarnation | None) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise BootstrapUnreachable(f"{host}:{port} cannot be found: {error.strerror or error}") from error
+        failure: SegueError = BootstrapUnreachable(f"{host} has no address")
+        for info in infos:
+            address = str(info[4][0])
+            self.check_address(address)
+            connection = Connection(self, dialling=True, loop=loop)
+            connection.expect = expect
+            try:
+                return await self._dial_address(connection, host, address, port)
+            except OSError as error:
+                failure = self._dial_failure(host, port, error)
+            finally:
+                if connection.state is not State.OPEN:
+                    connection.end(BootstrapTimeout("the caller gave up"), tell=False)
+        raise failure
+
+    async def _dial_address(self, connection: Connection, host: str, address: str, port: int) -> Connection:
+        loop = asyncio.get_running_loop()
+        tls: dict[str, Any] = {}
+        if self._ssl_client is not None:
+            tls = {
+                "ssl": self._ssl_client,
+                "server_hostname": host,
+                "ssl_handshake_timeout": self.limits.handshake_s,
+            }
+        self._connections.add(connection)
+        try:
+            await loop.create_connection(lambda: connection, address, port, **tls)
+        except BaseException:
+            self.lost(connection)
+            raise
+        assert connection.outcome is not None
+        if await connection.outcome:
+            return connection
+        # The other side keeps another session with us; it may still be on its way to us.
+        assert connection.handshake.peer is not None
+        return await self._arrival(connection.handshake.peer.incarnation)
+
+    async def _arrival(self, incarnation: Incarnation) -> Connection:
+        """The session with `incarnation`, once it is open; the caller bounds the wait."""
+        while (session := self._open.get(incarnation)) is None:
+            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._arrivals.setdefault(incarnation, []).append(arrival)
+            await arrival
+        return session
+
+    def _dial_failure(self, host: str, port: int, error: OSError) -> SegueError:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return Unauthorized(f"the certificate of {host}:{port} is not valid: {error.verify_message}")
+        if isinstance(error, ssl.SSLError):
+            return BootstrapUnreachable(f"TLS with {host}:{port} failed: {error.reason or error}")
+        return BootstrapUnreachable(f"{host}:{port} cannot be reached: {error.strerror or error}")
+
+    # ---- what connections ask (`Owner`) ---------------------------------------------------------
+
+    def new_handshake(self, dialling: bool) -> Handshake:
+        me = Hello(
+            incarnation=self.incarnation,
+            role=self.role,
+            dp_rank=self.dp_rank,
+            listen=self._listen,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            keyed=self._key is not None,
+            # An int would be encoded differently by us and by the peer that decoded a float.
+            keepalive_s=float(self.limits.keepalive_s),
+        )
+        return Handshake(me, dialling=dialling, key=self._key, version=self.protocol)
+
+    def check_address(self, host: str) -> None:
+        if self._key is None and not is_loopback(host):
+            raise Unauthorized(
+                f"{host} is another machine and there is no shared secret: give both sides the same "
+                "--secret-file"
+            )
+
+    def authenticated(self, connection: Connection) -> None:
+        self._half_open.pop(connection, None)
+        hello = connection.handshake.peer
+        assert hello is not None
+        self._end_predecessor(connection, hello)
+        if connection.expect is not None and hello.incarnation != connection.expect:
+            raise PeerRestarted(
+                f"{connection.describe()} answers where {connection.expect[:8]} was expected: the peer was "
+                "restarted"
+            )
+        if self._closed:
+            raise Draining(f"{self.role} {self.incarnation[:8]} dp{self.dp_rank} is leaving")
+        # Lingering ends and strangers have their own bounds and are not counted here.
+        proven = sum(1 for c in self._connections if c.handshake.authenticated and c.state is not State.ENDED)
+        if proven > self.limits.max_sessions:
+            raise OutOfCapacity(
+                f"{self.role} {self.incarnation[:8]} already has {self.limits.max_sessions} sessions"
+            )
+
+    def _end_predecessor(self, connection: Connection, hello: Hello) -> None:
+        """A new incarnation at an old one's listener proves that the old one is gone: two processes
+        cannot hold one listening address. Its sessions end now, not after a silence."""
+        if not hello.listen:
+            return
+        connection.lineage = (hello.role, hello.dp_rank, _reachable(hello.listen, connection.remote_host()))
+        old = self._lineages.get(connection.lineage)
+        if old is not None and old.peer.incarnation != hello.incarnation:
+            old.end(
+                PeerRestarted(
+                    f"{old.describe()} was restarted and is now incarnation {hello.incarnation[:8]}"
+                ),
+                tell=True,
+            )
+
+    def others(self, connection: Connection) -> list[bytes]:
+        mine = connection.handshake
+        assert mine.peer is not None
+        return [
+            other.handshake.id
+            for other in self._connections
+            if other is not connection
+            and other.state is not State.ENDED
+            and other.handshake.authenticated
+            and other.handshake.peer is not None
+            and other.handshake.peer.incarnation == mine.peer.incarnation
+        ][:64]
+
+    def decide(self, connection: Connection) -> bool:
+        old = self._open.get(connection.peer.incarnation)
+        return old is None or old.handshake.id not in connection.handshake.others
+
+    def opened(self, connection: Connection) -> None:
+        incarnation = connection.peer.incarnation
+        old = self._open.get(incarnation)
+        if old is not None:
+            old.end(PeerLost(f"{old.describe()} gave this session up and opened another"), tell=False)
+        self._open[incarnation] = connection
+        if connection.lineage is not None:
+            self._lineages[connection.lineage] = connection
+        self.stats.opened += 1
+        for arrival in self._arrivals.pop(incarnation, []):
+            if not arrival.done():
+                arrival.set_result(None)
+        try:
+            self.handler.opened(connection)
+        except Exception:
+            # As for `received`: the handler's bug is the handler's; the session itself is sound.
+            self.stats.handler_errors += 1
+            log.exception("the handler failed on the new session with %s", connection.describe())
+
+    def ended(self, connection: Connection) -> None:
+        self._half_open.pop(connection, None)
+        hello = connection.handshake.peer
+        if hello is not None and self._open.get(hello.incarnation) is connection:
+            del self._open[hello.incarnation]
+            self.stats.ended += 1
+            log.info("session ended: %s", connection.error)
+        elif not connection.dialling:
+            log.info("no session: %s", connection.error)
+        if connection.lineage is not None and self._lineages.get(connection.lineage) is connection:
+            del self._lineages[connection.lineage]
+
+    def lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._half_open.pop(connection, None)
+        if not self._connections and self._quiet is not None and not self._quiet.done():
+            self._quiet.set_result(None)
+
+    def batch_begin(self) -> None:
+        self._batch_depth += 1
+
+    def batch_end(self) -> None:
+        self._batch_depth -= 1
+        if self._batch_depth == 0 and self._batch:
+            batch, self._batch = self._batch, []
+            for connection in batch:
+                connection.flush()
+
+    def batching(self, connection: Connection) -> bool:
+        if self._batch_depth == 0:
+            return False
+        self._batch.append(connection)
+        return True
+
+    def count(self, what: str) -> None:
+        setattr(self.stats, what, getattr(self.stats, what) + 1)
+
+
+def _reachable(listen: str, remote_host: str) -> str:
+    """The announced listener as seen from here: a wildcard or loopback address is meaningful only
+    together with the host it was announced from."""
+    host, _, port = listen.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return listen
+    if address.is_unspecified or (address.is_loopback and remote_host):
+        return f"{remote_host}:{port}"
+    return listen
