@@ -1,0 +1,373 @@
+"""The routes. `Door` is one error boundary per request: whatever happens inside, the client gets an
+honest status and the server lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from segue import __version__
+from segue.core.errors import (
+    AbortedByClient,
+    DeadlineExceeded,
+    ErrorCode,
+    ErrorInfo,
+    Internal,
+    OutOfCapacity,
+    SegueError,
+)
+from segue.core.limits import Limits
+from segue.frontend.backend import Backend
+from segue.frontend.call import BodyBudget, Call, Receive, Scope, Send, request_id_of
+from segue.frontend.chat import chat_prompt
+from segue.frontend.generate import Meter, merged
+from segue.frontend.openai_types import (
+    Body,
+    BodyReader,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from segue.frontend.params import ModelCard
+from segue.frontend.plan import Plan, Planner
+from segue.frontend.problems import BadParam, UnknownModel, error_body
+from segue.frontend.tokenizer import ModelTokenizer
+from segue.observe.metrics import CONTENT_TYPE, Metrics
+
+log = logging.getLogger("segue.frontend")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorSettings:
+    """What the door needs besides a backend and a tokenizer.
+
+    `context_tokens` bounds prompts while no worker has said what it can take. Bodies above `inline_bytes` are
+    tokenized in one of `tokenizer_threads` threads, so that the event loop keeps answering.
+    """
+
+    model: str
+    context_tokens: int
+    vocab_size: int
+    limits: Limits
+    inline_bytes: int = 16 * 1024
+    tokenizer_threads: int = 2
+    body_timeout_s: float = 60.0
+    stall_s: float = 30.0
+    #: How much later than the workers' own deadline the door itself gives up.
+    grace_s: float = 1.0
+
+
+class Door:
+    """All requests of one frontend."""
+
+    def __init__(
+        self, backend: Backend, tokenizer: ModelTokenizer, settings: DoorSettings, metrics: Metrics
+    ) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.metrics = metrics
+        self.planner = Planner(tokenizer)
+        self._reader = BodyReader()
+        self._bodies = BodyBudget(32 * settings.limits.max_body_bytes)
+        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
+        self._in_threads = 0
+        self._calls: set[Call] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- what the process asks ------------------------------------------------------------------
+
+    @property
+    def calls(self) -> int:
+        """Requests that are being answered now."""
+        return len(self._calls)
+
+    async def idle(self) -> None:
+        """Returns when no request is being answered."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def card(self) -> ModelCard:
+        """The model as it can be served now."""
+        s = self.settings
+        context = self.backend.context_tokens
+        return ModelCard(
+            name=s.model,
+            context_tokens=s.context_tokens if context is None else context,
+            vocab_size=s.vocab_size,
+        )
+
+    # ---- the boundary ---------------------------------------------------------------------------
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        endpoint: str,
+        work: Callable[[Call, float], Awaitable[None]],
+    ) -> None:
+        """Run `work` for one request; its failure becomes this request's answer and nothing else."""
+        call = Call(scope, receive, send)
+        started = time.monotonic()
+        self._calls.add(call)
+        self._idle.clear()
+        error: SegueError | None = None
+        try:
+            await work(call, started)
+        except SegueError as failure:
+            error = failure
+        except TimeoutError:
+            error = DeadlineExceeded("the request's deadline passed", phase="frontend")
+        except Exception as failure:
+            # A bug in one request's handling is that request's error, and loud.
+            log.exception("request %s failed on a bug", call.id)
+            error = Internal(f"{type(failure).__name__} while answering; see the log for {call.id}")
+        finally:
+            self._calls.discard(call)
+            if not self._calls:
+                self._idle.set()
+        if error is not None:
+            await call.fail(error)
+        self._record(call, endpoint, error, time.monotonic() - started)
+
+    def _record(self, call: Call, endpoint: str, error: SegueError | None, seconds: float) -> None:
+        code = error.info.code if error else None
+        if call.gone:
+            code = ErrorCode.ABORTED_BY_CLIENT
+        self.metrics.finished(endpoint, code)
+        if code is not None and code is not ErrorCode.INVALID_REQUEST:
+            text = error.info.text if error else ""
+            log.warning("%s %s %d %s %.3fs %s", call.id, endpoint, call.status, code, seconds, text)
+        else:
+            log.info("%s %s %d %.3fs", call.id, endpoint, call.status, seconds)
+
+    async def read(self, call: Call, kind: type[Body]) -> tuple[Body, int]:
+        """The decoded body and its size in bytes."""
+        s = self.settings
+        raw = await call.body(s.limits.max_body_bytes, self._bodies, timeout_s=s.body_timeout_s)
+        body = self._reader.read(raw, kind)
+        if body.model is not None and body.model != s.model:
+            raise UnknownModel(f"the model {body.model[:200]!r} does not exist; this is {s.model!r}")
+        return body, len(raw)
+
+    async def off_loop(self, nbytes: int, work: Callable[[], T]) -> T:
+        """`work` here if it is small, else in a thread, of which a bounded number may wait."""
+        if nbytes <= self.settings.inline_bytes:
+            return work()
+        if self._in_threads >= self.settings.limits.max_queue:
+            raise OutOfCapacity("too many prompts are being tokenized")
+        self._in_threads += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._in_threads -= 1
+
+    # ---- generations ----------------------------------------------------------------------------
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: Call, started: float) -> None:
+            body, nbytes = await self.read(call, ChatBody)
+            card = self.card()
+            async with call:
+                plan = await self.off_loop(nbytes, lambda: self.planner.chat(body, card, call.id))
+                await self._run(call, plan, started)
+
+        await self.serve(scope, receive, send, "chat", work)
+
+    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: Call, started: float) -> None:
+            body, nbytes = await self.read(call, CompletionBody)
+            card = self.card()
+            async with call:
+                plan = await self.off_loop(nbytes, lambda: self.planner.completion(body, card, call.id))
+                await self._run(call, plan, started)
+
+        await self.serve(scope, receive, send, "completions", work)
+
+    async def _run(self, call: Call, plan: Plan, started: float) -> None:
+        budget_s = self.settings.limits.request_budget_s - (time.monotonic() - started)
+        if budget_s <= 0:
+            raise DeadlineExceeded("the request's deadline passed before it was placed", phase="frontend")
+        meter = Meter(self.metrics, time.monotonic, started)
+        async with asyncio.timeout(budget_s + self.settings.grace_s):
+            if plan.stream:
+                await self._stream(call, plan, meter, budget_s)
+                return
+            answer = plan.answer
+            async with aclosing(merged(self.backend, plan.samples, meter, budget_s=budget_s)) as pieces:
+                async for index, piece in pieces:
+                    answer.add(index, piece)
+            await call.answer(200, answer.whole())
+
+    async def _stream(self, call: Call, plan: Plan, meter: Meter, budget_s: float) -> None:
+        answer = plan.answer
+        stream = call.stream(stall_s=self.settings.stall_s)
+        try:
+            async with aclosing(merged(self.backend, plan.samples, meter, budget_s=budget_s)) as pieces:
+                async for index, piece in pieces:
+                    await stream.events(answer.chunks(index, piece))
+            if plan.include_usage:
+                await stream.events([answer.usage_chunk()])
+            await stream.end()
+        except asyncio.CancelledError:
+            if stream.stalled:
+                raise AbortedByClient(f"the client read nothing for {self.settings.stall_s:g} s") from None
+            raise
+        finally:
+            stream.close()
+
+    # ---- small endpoints ------------------------------------------------------------------------
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: Call, started: float) -> None:
+            body, nbytes = await self.read(call, TokenizeBody)
+            ids = await self.off_loop(nbytes, lambda: self._tokens_of(body))
+            context = self.card().context_tokens
+            await call.answer(200, {"count": len(ids), "max_model_len": context, "tokens": ids})
+
+        await self.serve(scope, receive, send, "tokenize", work)
+
+    def _tokens_of(self, body: TokenizeBody) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise BadParam("either prompt or messages is needed", "prompt")
+        if body.prompt is not None:
+            return self.tokenizer.encode(body.prompt, special=body.add_special_tokens is not False)
+        assert body.messages is not None
+        tools = [
+            {"type": "function", "function": {"name": t.function.name, "parameters": t.function.parameters}}
+            for t in body.tools or []
+        ]
+        return chat_prompt(
+            self.tokenizer,
+            body.messages,
+            tools or None,
+            generation_prompt=body.add_generation_prompt,
+            variables=body.chat_template_kwargs,
+        )
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: Call, started: float) -> None:
+            body, nbytes = await self.read(call, DetokenizeBody)
+            size = self.settings.vocab_size
+            for token in body.tokens:
+                if not 0 <= token < size:
+                    raise BadParam(f"tokens: token {token} is not in the vocabulary of {size}", "tokens")
+            text = await self.off_loop(nbytes, lambda: self.tokenizer.decode(body.tokens, skip_special=False))
+            await call.answer(200, {"prompt": text})
+
+        await self.serve(scope, receive, send, "detokenize", work)
+
+    def model_object(self) -> dict[str, object]:
+        card = self.card()
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "segue",
+            "max_model_len": card.context_tokens,
+        }
+
+    async def models(self, request: HttpRequest) -> Response:
+        return self._json(request, {"object": "list", "data": [self.model_object()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name != self.settings.model:
+            error = ErrorInfo(code=ErrorCode.NOT_FOUND, text=f"the model {name[:200]!r} does not exist")
+            return self._json(request, error_body(error, param="model", code="model_not_found"), 404)
+        return self._json(request, self.model_object())
+
+    async def health(self, request: HttpRequest) -> Response:
+        return self._json(request, {"status": "ok"})
+
+    async def ready(self, request: HttpRequest) -> Response:
+        ready = self.backend.can_serve and self.backend.proven
+        why = (
+            "ready"
+            if ready
+            else "no request has completed on the workers that are here"
+            if self.backend.can_serve
+            else "nobody is there to serve"
+        )
+        return self._json(request, {"ready": ready, "reason": why}, 200 if ready else 503)
+
+    async def version(self, request: HttpRequest) -> Response:
+        return self._json(request, {"version": __version__})
+
+    async def scrape(self, request: HttpRequest) -> Response:
+        self.metrics.ready.set(self.backend.can_serve and self.backend.proven)
+        return Response(self.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    def _json(self, request: HttpRequest, body: object, status: int = 200) -> Response:
+        headers = {"x-request-id": request_id_of(request.scope)}
+        if status == 503:
+            headers["retry-after"] = "1"
+        return JSONResponse(body, status, headers=headers)
+
+    async def http_error(self, request: HttpRequest, error: Exception) -> Response:
+        """404 and 405, as OpenAI's error body too."""
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"][:200]
+        what = (
+            f"there is no {path}"
+            if error.status_code == 404
+            else f"{request.method[:20]} is not allowed at {path}"
+        )
+        code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.INVALID_REQUEST
+        body = error_body(ErrorInfo(code=code, text=what), status=error.status_code)
+        response = self._json(request, body, error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+
+class _Asgi:
+    """A method of `Door` as an ASGI application, which Starlette routes to without a wrapper."""
+
+    def __init__(self, handler: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(scope, receive, send)
+
+
+def build_app(door: Door) -> Starlette:
+    """The application; its routes are those of contract.md."""
+    routes: list[BaseRoute] = [
+        Route("/v1/chat/completions", _Asgi(door.chat), methods=["POST"]),
+        Route("/v1/completions", _Asgi(door.completions), methods=["POST"]),
+        Route("/v1/models", door.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", door.model, methods=["GET"]),
+        Route("/tokenize", _Asgi(door.tokenize), methods=["POST"]),
+        Route("/detokenize", _Asgi(door.detokenize), methods=["POST"]),
+        Route("/health", door.health, methods=["GET"]),
+        Route("/ready", door.ready, methods=["GET"]),
+        Route("/version", door.version, methods=["GET"]),
+        Route("/metrics", door.scrape, methods=["GET"]),
+    ]
+    return Starlette(
+        routes=routes,
+        exception_handlers={404: door.http_error, 405: door.http_error, HTTPException: door.http_error},
+    )
+
+
+__all__ = ["Door", "DoorSettings", "build_app"]

@@ -1,0 +1,45 @@
+"""The face of what answers requests: one stream of outputs per request, and a way to end it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from segue.core.errors import ErrorInfo
+from segue.core.request import Output, Request
+
+
+class Backend(Protocol):
+    """Runs generations. Used on one event loop."""
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest sequence everybody who serves now can take; None while nobody does."""
+        ...
+
+    @property
+    def can_serve(self) -> bool:
+        """Somebody is there to whom a request could be given."""
+        ...
+
+    @property
+    def proven(self) -> bool:
+        """A generation has succeeded on workers that are still there."""
+        ...
+
+    async def changed(self) -> None:
+        """Returns when `can_serve` or `proven` may have changed."""
+        ...
+
+    def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
+        """The outputs of `request`, in order, until one has `finish`.
+
+        A failure is raised as the SegueError it is, exactly once, at the latest after
+        `budget_s` seconds; OutOfCapacity and Draining before anything was started. Whoever stops
+        reading before the end calls `cancel`.
+        """
+        ...
+
+    def cancel(self, request_id: str, reason: ErrorInfo) -> None:
+        """End the request on all workers now. Unknown and ended ids are ignored."""
+        ...

@@ -1,0 +1,139 @@
+"""Token ids to text, bit by bit: what was sent is never taken back.
+
+Two things make this more than a call to `decode`. A character may be spread over several tokens, and a
+decoder looks at neighbours (a leading space, a run of byte tokens). And a stop string may begin in one token
+and end in another, so what may be its beginning is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+
+#: A character has at most four bytes: after this many tokens a broken run is garbage, not a beginning.
+_PATIENCE_TOKENS = 8
+_WINDOW_TOKENS = 12
+_MAX_WINDOW_TOKENS = 64
+_CONTEXT_TOKENS = 4
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer this needs."""
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str: ...
+
+
+class Detokenizer:
+    """Incremental decoding over a short window of the last tokens.
+
+    The window begins at a *clean* boundary: a place where the text so far did not end in a partial
+    character. So the concatenation of all `feed` results and `flush` equals `decode` of all ids.
+    """
+
+    def __init__(self, decoder: Decoder, *, skip_special: bool = True) -> None:
+        self._decoder = decoder
+        self._skip_special = skip_special
+        self._window: list[int] = []
+        self._sent = 0  # characters of decode(window) that were returned
+        self._clean: list[int] = []  # clean boundaries within the window, ascending
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that became certain with `ids`."""
+        if not ids:
+            return ""
+        self._window.extend(ids)
+        text = self._decoder.decode(self._window, skip_special=self._skip_special)
+        stable = len(text)
+        if text.endswith(REPLACEMENT):
+            stable = len(text.rstrip(REPLACEMENT))
+            broken_tokens = len(self._window) - (self._clean[-1] if self._clean else 0)
+            if broken_tokens > _PATIENCE_TOKENS:
+                stable = max(stable, len(text) - 4)
+        else:
+            self._clean.append(len(self._window))
+        new = text[self._sent : stable] if stable > self._sent else ""
+        self._sent = max(self._sent, stable)
+        if len(self._window) > _WINDOW_TOKENS:
+            self._shrink()
+        return new
+
+    def flush(self) -> str:
+        """What was held back; the end of the text."""
+        text = self._decoder.decode(self._window, skip_special=self._skip_special) if self._window else ""
+        new = text[self._sent :]
+        self._sent = len(text)
+        return new
+
+    def _shrink(self) -> None:
+        """Drop the front of the window up to a clean boundary that leaves some context."""
+        limit = len(self._window) - _CONTEXT_TOKENS
+        cut = max((b for b in self._clean if b <= limit), default=0)
+        if cut == 0 and len(self._window) > _MAX_WINDOW_TOKENS:
+            # No clean boundary in sight: a stream of partial characters. Bounded memory wins.
+            cut = limit
+        if cut == 0:
+            return
+        text = self._decoder.decode(self._window, skip_special=self._skip_special)
+        rest = self._window[cut:]
+        rest_text = self._decoder.decode(rest, skip_special=self._skip_special)
+        if not rest_text and len(self._window) <= _MAX_WINDOW_TOKENS:
+            # Only special tokens: a decoder that strips the text's first space would strip again.
+            return
+        unsent = len(text) - self._sent
+        self._sent = max(0, len(rest_text) - unsent)
+        self._window = rest
+        self._clean = [b - cut for b in self._clean if b > cut]
+
+
+class StopStrings:
+    """Looks for stop strings in a growing text and holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+        self.rest = ""  # what came after the match in the piece that completed it
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self._stops)
+
+    def found(self) -> bool:
+        """Whether a stop string was seen; the text has ended there."""
+        return self.matched is not None
+
+    def feed(self, text: str) -> str:
+        """The text that is certain not to begin a stop string. After a match (`matched`) it is final."""
+        if not self._stops or self.matched is not None:
+            return text if self.matched is None else ""
+        text = self._held + text
+        self._held = ""
+        found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            # The one that ends first: it is the one that was complete first as tokens arrived.
+            at, stop = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
+            self.matched = stop
+            self.rest = text[at + len(stop) :]
+            return text[: at + len(stop)] if self._include else text[:at]
+        hold = max(_overlap(text, s) for s in self._stops)
+        if hold:
+            self._held = text[-hold:]
+            return text[:-hold]
+        return text
+
+    def flush(self) -> str:
+        """What was held back, when the text has ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest proper prefix of `stop` that `text` ends with."""
+    for n in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0

@@ -1,0 +1,144 @@
+"""What a client may send. Wrong types are refused with the parameter named; unknown fields are ignored.
+
+`X | None` everywhere: OpenAI's clients send nulls for what they do not set.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from segue.frontend.problems import unparsable
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's name for a constraint; at most one field is set."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class FunctionTool(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    function: FunctionTool
+    type: str = "function"
+
+
+class GenerateFields(msgspec.Struct, kw_only=True):
+    """What chat and text completions share; meanings are OpenAI's and vLLM's."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None
+    return_timeline: bool | None = None
+
+
+class ChatBody(GenerateFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(GenerateFields, kw_only=True):
+    """`POST /v1/completions`. `prompt`: a string, strings, token ids, or lists of token ids."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+
+
+class BodyReader:
+    """Decoders made once. `read` raises BadParam for anything that is not a `kind`."""
+
+    def __init__(self) -> None:
+        kinds = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+        self._decoders: dict[type, msgspec.json.Decoder[Any]] = {k: msgspec.json.Decoder(k) for k in kinds}
+
+    def read(self, raw: bytes, kind: type[Body]) -> Body:
+        try:
+            body: Body = self._decoders[kind].decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise unparsable(error) from None
+        return body

@@ -1,0 +1,231 @@
+"""From what a client sent to what the engine runs: ranges checked, limits applied, defaults filled in.
+
+Everything is checked at the door (lesson 20: one bad parameter ended a whole server elsewhere).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from segue.core.request import Grammar, SamplingParams
+from segue.frontend.openai_types import GenerateFields
+from segue.frontend.problems import BadParam
+
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 100_000
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the door must know of the model: its public name and its bounds."""
+
+    name: str
+    context_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What the frontend itself does with the tokens."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+
+
+def samples(body: GenerateFields) -> int:
+    """`n`, checked."""
+    n = 1 if body.n is None else body.n
+    if not 1 <= n <= MAX_SAMPLES:
+        raise BadParam(f"n: from 1 to {MAX_SAMPLES}, not {n}", "n")
+    return n
+
+
+def text_options(body: GenerateFields) -> Text:
+    """Stop strings and how tokens become text, checked."""
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > MAX_STOPS:
+        raise BadParam(f"stop: at most {MAX_STOPS} strings, not {len(stops)}", "stop")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise BadParam(f"stop: 1 to {MAX_STOP_CHARS} characters each, not {len(stop)}", "stop")
+    return Text(
+        stops=tuple(stops),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+    )
+
+
+def check_prompt(prompt: list[int], card: ModelCard, param: str) -> None:
+    """Raises BadParam for an empty prompt, ids outside the vocabulary, or one longer than the context."""
+    if not prompt:
+        raise BadParam(f"{param}: the prompt is empty", param)
+    if len(prompt) >= card.context_tokens:
+        raise BadParam(
+            f"the prompt has {len(prompt)} tokens and the model's context {card.context_tokens}, "
+            "of which at least one must be left for the answer",
+            param,
+            "context_length_exceeded",
+        )
+    if max(prompt) >= card.vocab_size or min(prompt) < 0:
+        bad = next(t for t in prompt if not 0 <= t < card.vocab_size)
+        raise BadParam(f"{param}: token {bad} is not in the vocabulary of {card.vocab_size}", param)
+
+
+def sampling(
+    body: GenerateFields,
+    card: ModelCard,
+    *,
+    prompt_tokens: int,
+    max_tokens: int | None,
+    max_tokens_param: str = "max_tokens",
+    default_max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    grammar: Grammar | None = None,
+) -> SamplingParams:
+    """The sampling of one prompt. `default_max_tokens` None means: what the context leaves."""
+    room = card.context_tokens - prompt_tokens
+    if max_tokens is None:
+        max_tokens = room if default_max_tokens is None else min(room, default_max_tokens)
+    elif max_tokens < 1:
+        raise BadParam(f"{max_tokens_param}: at least 1, not {max_tokens}", max_tokens_param)
+    elif max_tokens > room:
+        raise BadParam(
+            f"the prompt has {prompt_tokens} tokens and {max_tokens} more were asked for, "
+            f"but the model's context is {card.context_tokens}",
+            max_tokens_param,
+            "context_length_exceeded",
+        )
+    min_tokens = _within("min_tokens", body.min_tokens, 0, max_tokens, 0)
+    top_k = _within("top_k", body.top_k, -1, card.vocab_size, 0)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=int(min_tokens),
+        temperature=_within("temperature", body.temperature, 0.0, 2.0, 1.0),
+        top_p=_within("top_p", body.top_p, 0.0, 1.0, 1.0, open_low=True),
+        top_k=max(0, int(top_k)),
+        min_p=_within("min_p", body.min_p, 0.0, 1.0, 0.0),
+        presence_penalty=_within("presence_penalty", body.presence_penalty, -2.0, 2.0, 0.0),
+        frequency_penalty=_within("frequency_penalty", body.frequency_penalty, -2.0, 2.0, 0.0),
+        repetition_penalty=_within(
+            "repetition_penalty", body.repetition_penalty, 0.0, 10.0, 1.0, open_low=True
+        ),
+        logit_bias=_logit_bias(body.logit_bias, card),
+        seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
+        stop_token_ids=_stop_ids(body.stop_token_ids, card),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=_logprobs("logprobs", logprobs),
+        prompt_logprobs=_logprobs("logprobs", prompt_logprobs),
+        grammar=grammar,
+    )
+
+
+def grammar_of(body: GenerateFields) -> Grammar | None:
+    """The constraint on the output, from whichever field carries it. At most one may."""
+    found: list[tuple[str, Grammar]] = []
+    form = body.response_format
+    if form is not None:
+        if form.type == "json_object":
+            found.append(("response_format", Grammar("json_object")))
+        elif form.type == "json_schema":
+            if form.json_schema is None or form.json_schema.schema is None:
+                raise BadParam(
+                    "response_format.json_schema.schema: a schema is needed", "response_format.json_schema"
+                )
+            found.append(("response_format", _schema("response_format", form.json_schema.schema)))
+        elif form.type != "text":
+            raise BadParam(
+                f"response_format.type: text, json_object or json_schema, not {form.type!r}",
+                "response_format.type",
+            )
+    other = body.structured_outputs
+    for param, json_schema, regex, choice, lark in (
+        ("guided_json", body.guided_json, None, None, None),
+        ("guided_regex", None, body.guided_regex, None, None),
+        ("guided_choice", None, None, body.guided_choice, None),
+        ("guided_grammar", None, None, None, body.guided_grammar),
+        *([("structured_outputs", other.json, other.regex, other.choice, other.grammar)] if other else []),
+    ):
+        if json_schema is not None:
+            found.append((param, _schema(param, json_schema)))
+        if regex is not None:
+            found.append((param, Grammar("regex", regex)))
+        if choice is not None:
+            if not choice:
+                raise BadParam(f"{param}: at least one choice is needed", param)
+            found.append((param, Grammar("regex", "|".join(f"({re.escape(c)})" for c in choice))))
+        if lark is not None:
+            found.append((param, Grammar("lark", lark)))
+    if other is not None and other.json_object:
+        found.append(("structured_outputs", Grammar("json_object")))
+    if len(found) > 1:
+        raise BadParam(f"only one constraint on the output, not {len(found)}", found[1][0])
+    for param, grammar in found:
+        if len(grammar.text) > MAX_GRAMMAR_CHARS:
+            raise BadParam(f"{param}: at most {MAX_GRAMMAR_CHARS} characters", param)
+    return found[0][1] if found else None
+
+
+def _schema(param: str, schema: str | dict[str, Any]) -> Grammar:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise BadParam(f"{param}: not JSON: {error}", param) from None
+    try:
+        return Grammar("json_schema", json.dumps(schema))
+    except RecursionError:
+        raise BadParam(f"{param}: nested too deeply", param) from None
+
+
+def _within(
+    name: str, value: float | None, low: float, high: float, default: float, *, open_low: bool = False
+) -> float:
+    """`value` if it lies in [low, high] (or (low, high]), the default if there is none."""
+    if value is None:
+        return default
+    if not low <= value <= high or (open_low and value == low):
+        bound = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise BadParam(f"{name}: {bound}, not {value:g}", name)
+    return value
+
+
+def _logprobs(name: str, value: int | None) -> int | None:
+    if value is not None and not 0 <= value <= MAX_LOGPROBS:
+        raise BadParam(f"{name}: from 0 to {MAX_LOGPROBS} alternatives, not {value}", name)
+    return value
+
+
+def _logit_bias(bias: dict[int, float] | None, card: ModelCard) -> dict[int, float]:
+    if not bias:
+        return {}
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise BadParam(f"logit_bias: at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}", "logit_bias")
+    for token, value in bias.items():
+        if not 0 <= token < card.vocab_size:
+            raise BadParam(f"logit_bias: token {token} is not in the vocabulary", "logit_bias")
+        if not -100 <= value <= 100:
+            raise BadParam(f"logit_bias: from -100 to 100, not {value:g}", "logit_bias")
+    return bias
+
+
+def _stop_ids(ids: list[int] | None, card: ModelCard) -> list[int]:
+    if not ids:
+        return []
+    if len(ids) > MAX_STOP_IDS:
+        raise BadParam(f"stop_token_ids: at most {MAX_STOP_IDS}, not {len(ids)}", "stop_token_ids")
+    for token in ids:
+        if not 0 <= token < card.vocab_size:
+            raise BadParam(f"stop_token_ids: token {token} is not in the vocabulary", "stop_token_ids")
+    return ids

@@ -1,0 +1,243 @@
+"""What the tests of the door share: a tiny tokenizer and a backend without workers."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from segue.core.errors import Draining, ErrorInfo, SegueError
+from segue.core.limits import Limits
+from segue.core.request import Output, Request, TokenLogprob, Usage
+from segue.core.types import FinishReason
+from segue.frontend.app import Door, DoorSettings, build_app
+from segue.frontend.http_server import HttpServer, bind
+from segue.frontend.tokenizer import ModelTokenizer
+from segue.observe.metrics import Metrics
+
+CHATML = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools> answer with <tool_call>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONTEXT = 512
+
+
+def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over a few words: most characters are one token, and é or 你 are several."""
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tok.train_from_iterator(["the capital of France is Paris and the answer is there"] * 4, trainer)
+    hf = PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", bos_token="<|endoftext|>")
+    hf.chat_template = template
+    return hf
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(f'{{"max_position_embeddings": {CONTEXT}, "vocab_size": 330}}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> ModelTokenizer:
+    return ModelTokenizer.load(model_folder)
+
+
+@dataclass
+class FakeBackend:
+    """Answers each request with `script(request)`, one token per output unless told otherwise."""
+
+    tokenizer: ModelTokenizer
+    text: str = "Paris is the answer"
+    error_at: int | None = None
+    error: SegueError | None = None
+    refuse: SegueError | None = None
+    gap_at: int | None = None
+    hang_at: int | None = None
+    endless: bool = False
+    step: int = 1
+    context_tokens: int | None = None
+    can_serve: bool = True
+    proven: bool = True
+    requests: list[Request] = field(default_factory=list)
+    cancelled: list[tuple[str, ErrorInfo]] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    sent: int = 0
+    reached: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    async def changed(self) -> None:
+        await asyncio.Event().wait()
+
+    def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
+        assert 0 < budget_s <= 600
+        if self.refuse is not None:
+            raise self.refuse.info.exception()
+        self.requests.append(request)
+        self.open.add(request.request_id)
+        return self._run(request)
+
+    async def _run(self, request: Request) -> AsyncIterator[Output]:
+        s = request.sampling
+        ids = self.tokenizer.encode(self.text, special=False)
+        eos = self.tokenizer.encode("<|im_end|>", special=False)[0]
+        ids = [*ids, eos]
+        if self.endless or s.ignore_eos:
+            ids = (ids[:-1] * (s.max_tokens // len(ids) + 2))[: s.max_tokens]
+        finish = FinishReason.STOP if len(ids) <= s.max_tokens and ids[-1] == eos else FinishReason.LENGTH
+        ids = ids[: s.max_tokens]
+        usage = Usage(
+            prompt_tokens=len(request.prompt),
+            decode_cached=1,
+            computed=len(request.prompt) - 1,
+            output_tokens=len(ids),
+        )
+        prompt_logprobs = None
+        if s.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(TokenLogprob(t, -2.0, [(t, -2.0)]) for t in request.prompt[1:])]
+        for at in range(0, len(ids), self.step):
+            if self.error_at is not None and at >= self.error_at:
+                assert self.error is not None
+                self.open.discard(request.request_id)
+                raise self.error.info.exception()
+            if self.hang_at is not None and at >= self.hang_at:
+                self.reached.set()
+                await asyncio.Event().wait()
+            some = ids[at : at + self.step]
+            last = at + self.step >= len(ids)
+            logprobs = []
+            if s.logprobs is not None:
+                logprobs = [
+                    TokenLogprob(t, -0.5, [(t, -0.5), (7, float("-inf"))][: s.logprobs]) for t in some
+                ]
+            self.sent += 1
+            if last:
+                self.open.discard(request.request_id)
+            yield Output(
+                request_id=request.request_id,
+                position=at + (1 if self.gap_at is not None and at >= self.gap_at else 0),
+                token_ids=some,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs if at == 0 else None,
+                finish=finish if last else None,
+                stop_token=eos if last and finish is FinishReason.STOP else None,
+                usage=usage if last else None,
+                timeline={"queue": 0.001, "prefill": 0.01, "wire": 0.002} if at == 0 else {},
+            )
+            await asyncio.sleep(0)
+
+    def cancel(self, request_id: str, reason: ErrorInfo) -> None:
+        self.open.discard(request_id)
+        self.cancelled.append((request_id, reason))
+        self.ended.set()
+
+
+class Running:
+    """A door on a loopback port, its event loop in a thread, so that ordinary clients can be used."""
+
+    def __init__(self, door: Door, url: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.door = door
+        self.url = url
+        self.loop = loop
+        self.http = httpx.Client(base_url=url, timeout=30)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def post(self, path: str, body: Any = None, **kw: Any) -> httpx.Response:
+        if body is not None:
+            kw["content"] = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        return self.http.post(path, **kw)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.door.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def on_loop(self, work: Callable[[], Any]) -> Any:
+        async def call() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+
+
+@contextlib.contextmanager
+def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[Running]:
+    started: threading.Event = threading.Event()
+    box: dict[str, Any] = {}
+
+    async def main() -> None:
+        limits = settings.pop("limits", Limits(max_body_bytes=2**20, drain_s=2))
+        door = Door(
+            backend,
+            tokenizer,
+            DoorSettings(model="tiny", context_tokens=CONTEXT, vocab_size=330, limits=limits, **settings),
+            Metrics(),
+        )
+        sock = bind("127.0.0.1", 0)
+        server = HttpServer(build_app(door), sock, drain_s=2)
+        server.start()
+        stop = asyncio.Event()
+        box.update(door=door, address=server.address, loop=asyncio.get_running_loop(), stop=stop)
+        started.set()
+        await stop.wait()
+        await server.stop()
+        door.close()
+
+    def run() -> None:
+        try:
+            import uvloop
+
+            uvloop.run(main())
+        except BaseException as error:
+            box["error"] = error
+            started.set()
+            raise
+
+    thread = threading.Thread(target=run, name="door")
+    thread.start()
+    assert started.wait(10)
+    assert "error" not in box, box["error"]
+    host, port = box["address"]
+    running = Running(box["door"], f"http://{host}:{port}", box["loop"])
+    try:
+        yield running
+    finally:
+        running.http.close()
+        box["loop"].call_soon_threadsafe(box["stop"].set)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def backend(tokenizer: ModelTokenizer) -> FakeBackend:
+    return FakeBackend(tokenizer)
+
+
+@pytest.fixture
+def door(backend: FakeBackend, tokenizer: ModelTokenizer) -> Iterator[Running]:
+    with serve(backend, tokenizer) as running:
+        yield running
+
+
+__all__ = ["CHATML", "CONTEXT", "Draining", "FakeBackend", "Running", "make_tokenizer", "serve"]
