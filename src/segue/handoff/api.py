@@ -40,7 +40,8 @@ class OpenReceiver:
 class Publish:
     """Engine: the receiver's pages. From here on a peer may write into them.
 
-    `pages` as in `Destination.pages`. Legal in WAITING_FOR_INPUT only.
+    `pages` as in `Destination.pages`; pages after those of the prompt are not published. Legal in
+    WAITING_FOR_INPUT only.
     """
 
     transfer: TransferId

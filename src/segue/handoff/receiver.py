@@ -24,7 +24,7 @@ from segue.handoff.messages import (
     Metadata,
     Moved,
 )
-from segue.handoff.tally import Tally, page_problem
+from segue.handoff.tally import Tally, expected_pages, page_problem
 
 
 class ReceiverState(enum.StrEnum):
@@ -112,11 +112,13 @@ class ReceiverMachine(Machine):
         plan = self.plan
         if plan is None:
             raise IllegalEvent("no layout of the peer yet", room=self.transfer.room)
-        problem = page_problem(event.pages, self.prompt_tokens, event.prefix_tokens, plan)
+        due = expected_pages(self.prompt_tokens, event.prefix_tokens, plan.target_page_tokens)
+        pages = list(event.pages[: max(0, due)])
+        problem = page_problem(pages, self.prompt_tokens, event.prefix_tokens, plan)
         if problem:
             raise IllegalEvent(f"cannot publish {problem}", room=self.transfer.room)
         self.go(ReceiverStep.PUBLISH)
-        self.lease.publish(len(event.pages))
+        self.lease.publish(len(pages))
         self.epoch = epoch
         self.prefix_tokens = event.prefix_tokens
         self.tally = Tally(self.transfer, plan, event.prefix_tokens, self.prompt_tokens)
@@ -126,9 +128,9 @@ class ReceiverMachine(Machine):
             budget_s=self.deadline - now,
             prompt_tokens=self.prompt_tokens,
             prefix_tokens=event.prefix_tokens,
-            pages=list(event.pages),
+            pages=pages,
             transport=self.transport,
-            plan_hash=plan.hash(self.prompt_tokens, event.prefix_tokens, len(event.pages)),
+            plan_hash=plan.hash(self.prompt_tokens, event.prefix_tokens, len(pages)),
         )
         # The grant comes first: a write may arrive as soon as the peer has read the message.
         out.append(Grant(self.transfer, epoch))
