@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from dataclasses import dataclass
 
 from segue.core.errors import OutOfCapacity
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL_SHRINK, _SEAL_GROW = 0x2, 0x4
+
+
+def sealed(fd: int) -> bool:
+    """True when nobody can shrink this memfd: a mapping of it then never raises SIGBUS."""
+    return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _SEAL_SHRINK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +41,10 @@ def allocate(nbytes: int, name: str = "segue-kv") -> Memory:
     Raises OutOfCapacity when the host cannot back it: better now than as SIGBUS in a request.
     """
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
         return Memory(mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE), fd)
     except OSError as exc:
         os.close(fd)

@@ -1,0 +1,71 @@
+"""Books that every transport keeps: which epochs were granted, and which were ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from segue.core.errors import OutOfCapacity
+
+MAX_GRANTS = 16384
+MAX_ENDED = 65536
+
+
+class Grants:
+    """The live grants of a receiving side: (peer, epoch) pairs, at most `limit`."""
+
+    def __init__(self, limit: int = MAX_GRANTS) -> None:
+        self._limit = limit
+        self._of: dict[str, set[int]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: tuple[str, int]) -> bool:
+        return key[1] in self._of.get(key[0], ())
+
+    def add(self, peer: str, epoch: int) -> bool:
+        """True when it is new. Raises OutOfCapacity when `limit` grants live."""
+        epochs = self._of.get(peer)
+        if epochs is not None and epoch in epochs:
+            return False
+        if self._count >= self._limit:
+            raise OutOfCapacity(f"{self._limit} hand-offs may already be written to; none was fenced")
+        self._of.setdefault(peer, set()).add(epoch)
+        self._count += 1
+        return True
+
+    def remove(self, peer: str, epoch: int) -> bool:
+        """True when it was there."""
+        epochs = self._of.get(peer)
+        if epochs is None or epoch not in epochs:
+            return False
+        epochs.remove(epoch)
+        self._count -= 1
+        if not epochs:
+            del self._of[peer]
+        return True
+
+    def remove_peer(self, peer: str) -> set[int]:
+        """End all grants of `peer`; which they were."""
+        epochs = self._of.pop(peer, set())
+        self._count -= len(epochs)
+        return epochs
+
+
+class Ended:
+    """The epochs this writing side has fenced: a write of one is refused. Epochs are never used
+    again, so only a caller that races with its own fence can ask; the last `limit` are kept."""
+
+    def __init__(self, limit: int = MAX_ENDED) -> None:
+        self._limit = limit
+        self._keys: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def __contains__(self, key: tuple[str, int]) -> bool:
+        return key in self._keys
+
+    def add(self, peer: str, epoch: int) -> None:
+        """Remember it, and forget the oldest beyond the limit."""
+        self._keys[peer, epoch] = None
+        if len(self._keys) > self._limit:
+            self._keys.popitem(last=False)

@@ -1,0 +1,65 @@
+"""What `shm`, `tcp` and `fake` share: checks of blocks against both memories, and cutting them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from segue.core.errors import TransferFailed
+from segue.layout.blocks import CopyBlock
+
+MAX_ROWS = 1 << 22  # of one write; bounds what a transport builds to move it
+
+
+def check(blocks: Sequence[CopyBlock], source_bytes: int, target_bytes: int) -> int:
+    """The bytes of `blocks`, all inside a source and a target memory of these sizes.
+
+    Raises TransferFailed when one is not, when destination rows overlap each other, or when
+    there are more than MAX_ROWS rows.
+    """
+    total = rows_seen = 0
+    for b in blocks:
+        rows, length = b.rows, b.row_bytes
+        if min(rows, length, b.src_offset, b.dst_offset, b.src_stride, b.dst_stride) < 0:
+            raise TransferFailed(f"a block with a negative field: {b}", retryable=False)
+        if rows == 0 or length == 0:
+            continue
+        if b.src_offset + (rows - 1) * b.src_stride + length > source_bytes:
+            raise TransferFailed(
+                f"{b} reads outside the source memory of {source_bytes} bytes", retryable=False
+            )
+        if b.dst_offset + (rows - 1) * b.dst_stride + length > target_bytes:
+            raise TransferFailed(
+                f"{b} writes outside the peer's memory of {target_bytes} bytes", retryable=False
+            )
+        if rows > 1 and b.dst_stride < length:
+            raise TransferFailed(f"rows of {b} overlap at the destination", retryable=False)
+        rows_seen += rows
+        total += rows * length
+    if rows_seen > MAX_ROWS:
+        raise TransferFailed(f"a write of {rows_seen} rows; the limit is {MAX_ROWS}", retryable=False)
+    return total
+
+
+def pieces(blocks: Sequence[CopyBlock], limit_bytes: int) -> Iterator[CopyBlock]:
+    """The same bytes in blocks of at most `limit_bytes` each, whole rows where they fit."""
+    for b in blocks:
+        if b.nbytes == 0:
+            continue
+        if b.nbytes <= limit_bytes:
+            yield b
+        elif b.row_bytes <= limit_bytes:
+            step = limit_bytes // b.row_bytes
+            for first in range(0, b.rows, step):
+                yield CopyBlock(
+                    b.src_offset + first * b.src_stride,
+                    b.dst_offset + first * b.dst_stride,
+                    min(step, b.rows - first),
+                    b.row_bytes,
+                    b.src_stride,
+                    b.dst_stride,
+                )
+        else:
+            for row in range(b.rows):
+                source, target = b.src_offset + row * b.src_stride, b.dst_offset + row * b.dst_stride
+                for start in range(0, b.row_bytes, limit_bytes):
+                    yield CopyBlock(source + start, target + start, 1, min(limit_bytes, b.row_bytes - start))

@@ -1,0 +1,96 @@
+"""The epochs a receiver grants, in memory that its writers can read.
+
+An optimisation, not a proof: a writer looks before each slice, so a write after an abort stops
+early instead of filling pages that are quarantined anyway. What proves that nothing lands any more
+is the writer's own `Drained` or its death. A connection made after an epoch ended is the exception:
+it has no slice in progress and finds the epoch gone before its first one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+
+import numpy as np
+
+from segue.core.errors import OutOfCapacity
+
+SLOTS = 16384
+_BYTES = SLOTS * 8
+_F_ADD_SEALS = 1033
+_SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE: writers may only read
+
+
+def token(peer: str, epoch: int) -> int:
+    """What a granted (writer, epoch) pair looks like in the table: never 0, equal on both sides."""
+    digest = hashlib.blake2b(b"%d/" % epoch + peer.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") | 1
+
+
+class GrantTable:
+    """The receiver's end. Not thread-safe; the transport's lock covers it."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("segue-epochs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, _BYTES)
+        self._map = mmap.mmap(self.fd, _BYTES, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+        self._slots = np.frombuffer(self._map, np.uint64)
+        self._free = list(range(SLOTS - 1, -1, -1))
+        self._of: dict[tuple[str, int], int] = {}
+
+    def add(self, peer: str, epoch: int) -> None:
+        """Publish a grant. Raises OutOfCapacity when all slots are taken."""
+        if (peer, epoch) in self._of:
+            return
+        if not self._free:
+            raise OutOfCapacity(f"{SLOTS} hand-offs may already be written to; none was fenced")
+        slot = self._free.pop()
+        self._of[peer, epoch] = slot
+        self._slots[slot] = token(peer, epoch)
+
+    def remove(self, peer: str, epoch: int) -> None:
+        """End a grant. Idempotent."""
+        slot = self._of.pop((peer, epoch), None)
+        if slot is not None:
+            self._slots[slot] = 0
+            self._free.append(slot)
+
+    def remove_peer(self, peer: str) -> None:
+        """End all grants of `peer`."""
+        for key in [key for key in self._of if key[0] == peer]:
+            self.remove(*key)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def close(self) -> None:
+        """End all grants, unmap and close."""
+        self._slots[:] = 0
+        del self._slots
+        self._map.close()
+        os.close(self.fd)
+
+
+class GrantView:
+    """The writer's end: read-only."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._slots = np.frombuffer(self._map, np.uint64)
+
+    def find(self, wanted: int) -> int:
+        """The slot that holds `wanted`, or -1."""
+        found = np.flatnonzero(self._slots == np.uint64(wanted))
+        return int(found[0]) if len(found) else -1
+
+    def holds(self, slot: int, wanted: int) -> bool:
+        """True while `slot` holds `wanted`; one load."""
+        return bool(self._slots[slot] == wanted)
+
+    def close(self) -> None:
+        """Unmap."""
+        del self._slots
+        self._map.close()
