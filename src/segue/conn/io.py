@@ -39,6 +39,11 @@ class IoThread:
         self._thread.start()
         self._started.wait(10)
 
+    @property
+    def running(self) -> bool:
+        """The thread has been started and the loop not ended."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.call_soon(self._started.set)

@@ -47,7 +47,8 @@ class KVConfig:
 
     `model` is the fingerprint that both sides must share, `transports` the names to offer, in
     order of preference. `host:port` is where sessions listen (port 0: any); transports listen
-    on `host` at `transport_port` (0: any). `secret` is mandatory beyond loopback.
+    on `host` at `transport_port` (0: any); `advertise` is the address peers are told if `host` is
+    another one. `secret` is mandatory beyond loopback.
     """
 
     role: Role
@@ -57,6 +58,7 @@ class KVConfig:
     host: str = "127.0.0.1"
     port: int = 0
     transport_port: int = 0
+    advertise: str | None = None
     secret: bytes | None = None
     dp_rank: int = 0
     dp_size: int = 1
@@ -89,14 +91,18 @@ class KVManager:
         self._handles: dict[TransferId, KVSender | KVReceiver] = {}
         self._peers: dict[Incarnation, Peer] = {}
         self._dialers: dict[Incarnation, Dialer] = {}
+        # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
+        self._paths: dict[Incarnation, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._transports = {
             name: create(
                 name,
                 partial(self.io.post, self._transport_event, name),
+                me=f"{config.incarnation}/0",
                 host=config.host,
-                port=config.transport_port if name == "tcp" else 0,
+                port=config.transport_port,
+                advertise=config.advertise,
             )
             for name in config.transports
         }
@@ -154,7 +160,8 @@ class KVManager:
             return
         self._closed = True
         try:
-            self.io.call(self._close_sessions(), self.config.limits.connect_s)
+            if self.io.running:
+                self.io.call(self._close_sessions(), self.config.limits.connect_s)
         finally:
             for transport in self._transports.values():
                 transport.close()
@@ -234,23 +241,16 @@ class KVManager:
             self._on_change(change)
 
     def _move(self, effect: api.PostWrite | api.Grant | api.Fence) -> None:
-        """Hand an effect to the transport of the transfer's peer. Without a peer nothing can be
-        in flight from here, and what the peer could still do only its death or word can prove."""
+        """Hand an effect to the transport that was chosen for the transfer's peer."""
         transfer = effect.transfer
         sending = self.config.role is Role.PREFILL
         incarnation = transfer.decode if sending else transfer.prefill
-        peer = self._peers.get(incarnation)
         name = f"{incarnation}/{effect.target if isinstance(effect, api.PostWrite) else 0}"
-        if peer is None:
-            gone = TransferFailed(f"the session to {incarnation[:8]} has ended", room=transfer.room).info
-            if isinstance(effect, api.PostWrite):
-                self.io.loop.call_soon(self._handle, api.WriteBroken(transfer, effect.tag, gone))
-            if isinstance(effect, api.Fence):
-                for transport in self._transports.values():
-                    transport.fence(name, effect.epoch)
-            return
-        transport = self._transports[peer.transport]
+        transport = self._transports[self._paths[incarnation]]
         match effect:
+            case api.PostWrite() if incarnation not in self._peers:
+                gone = TransferFailed(f"the session to {incarnation[:8]} has ended", room=transfer.room)
+                self.io.loop.call_soon(self._handle, api.WriteBroken(transfer, effect.tag, gone.info))
             case api.PostWrite():
                 transport.write(name, effect.epoch, effect.tag, effect.blocks)
             case api.Grant():
@@ -315,6 +315,10 @@ class KVManager:
         joined = join(self.config.role, self.info, session.peer)
         peer = Peer(session, joined.info, joined.transport)
         self._peers[session.peer.incarnation] = peer
+        self._paths[session.peer.incarnation] = joined.transport
+        while len(self._paths) > self.config.limits.max_sessions:
+            oldest = next(name for name in self._paths if name not in self._peers)
+            del self._paths[oldest]
         log.info(
             "peer joined role=%s incarnation=%s address=%s transport=%s",
             session.peer.role.value,
@@ -347,7 +351,7 @@ class KVManager:
 
     def _ready(self, peer: Peer) -> None:
         peer.opening = None
-        self._handle(api.PeerUp(peer.session.peer.incarnation, peer.info))
+        self._handle(api.PeerUp(peer.session.peer.incarnation, peer.info, peer.transport))
         early, peer.early = peer.early, []
         for message in early:
             self._handle(api.Received(peer.session.peer.incarnation, message))

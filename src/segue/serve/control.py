@@ -1,0 +1,130 @@
+"""The control side of an instance: frontends' sessions, and a host for them without hand-offs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from segue.conn.io import IoThread
+from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.core.errors import PeerRefused, SegueError
+from segue.core.limits import Limits
+from segue.core.request import Output
+from segue.core.types import Incarnation, Role
+from segue.serve.leader import FromFrontend, FrontendGone, Leader
+from segue.session.api import PeerInfo, Session
+from segue.session.node import SessionNode
+
+log = logging.getLogger("segue.instance")
+
+
+class FrontendSessions:
+    """The sessions of frontends: what arrives goes into the leader's inbox, outputs go back.
+
+    A `SessionHandler`. Everything but `leader` is used on the I/O thread only.
+    """
+
+    def __init__(self) -> None:
+        self.leader: Leader | None = None
+        self.sessions: dict[Incarnation, Session] = {}
+        self.load: Load | None = None
+
+    def hello(self) -> bytes:
+        """A frontend needs to know nothing but what the registry says."""
+        return b""
+
+    def accept(self, peer: PeerInfo) -> None:
+        """Every frontend that knows the secret is welcome, and nobody else comes here."""
+        if peer.role is not Role.FRONTEND:
+            raise PeerRefused(f"this instance has no hand-offs with a {peer.role.value} instance")
+
+    def opened(self, session: Session) -> None:
+        """Tell a new frontend the load at once: placement needs it."""
+        self.sessions[session.peer.incarnation] = session
+        if self.load is not None:
+            session.send(self.load)
+
+    def received(self, session: Session, message: object) -> None:
+        """Only `Submit` and `Cancel` go this way."""
+        if self.leader is not None and isinstance(message, Submit | Cancel):
+            self.leader.inbox.put(FromFrontend(session.peer.incarnation, message))
+        else:
+            log.warning("a frontend sent a %s", type(message).__name__)
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        """Nobody is left to read its outputs."""
+        incarnation = session.peer.incarnation
+        if self.sessions.get(incarnation) is session:
+            del self.sessions[incarnation]
+            if self.leader is not None:
+                self.leader.inbox.put(FrontendGone(incarnation, error.info))
+
+    def send(self, origin: Incarnation, outputs: list[Output]) -> None:
+        """Outputs of one step to their frontend, if it is still there."""
+        if (session := self.sessions.get(origin)) is not None:
+            session.send(Outputs(outputs))
+
+    def report(self, load: Load) -> None:
+        """The load to every frontend."""
+        self.load = load
+        for session in self.sessions.values():
+            session.send(load)
+
+
+class Host(Protocol):
+    """What an instance needs of the thread that owns its sockets: a `KVManager` or a `ControlHost`."""
+
+    io: IoThread
+    address: tuple[str, int]
+
+    def start(self) -> tuple[str, int]: ...
+    def close(self) -> None: ...
+
+
+class ControlHost:
+    """An I/O thread that listens for frontends only; for a unified instance."""
+
+    def __init__(
+        self,
+        handler: FrontendSessions,
+        *,
+        incarnation: Incarnation,
+        host: str,
+        port: int,
+        secret: bytes | None,
+        limits: Limits,
+    ) -> None:
+        self.io = IoThread(lambda context: log.error("error in the I/O loop: %s", context.get("message")))
+        self.address = (host, port)
+        self._limits = limits
+        self._node = SessionNode(
+            incarnation=incarnation,
+            role=Role.UNIFIED,
+            dp_rank=0,
+            secret=secret,
+            handler=handler,
+            message_type=ControlMessage,
+            limits=limits,
+        )
+        self._closed = False
+
+    def start(self) -> tuple[str, int]:
+        """As `KVManager.start`."""
+        self.io.start()
+        try:
+            self.address = self.io.call(self._node.listen(*self.address), self._limits.connect_s)
+        except BaseException:
+            self.close()
+            raise
+        return self.address
+
+    def close(self) -> None:
+        """As `KVManager.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self.io.running:
+                self.io.call(self._node.close(), self._limits.connect_s)
+        finally:
+            self.io.stop()

@@ -1,0 +1,256 @@
+"""One instance as a process: model, role, leader loop, sessions, registry; from start to drain.
+
+The main thread runs the leader; the I/O thread (`conn.io`) runs sessions, transports' events, the
+registry client, the instance's HTTP door, and in a prefill instance without `--registry` the
+registry itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from segue.bootstrap.client import Registry, RegistryClient
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.bootstrap.server import serve as serve_registry
+from segue.conn.handles import Change
+from segue.conn.io import MonotonicClock
+from segue.conn.manager import KVConfig, KVManager
+from segue.core.config import InstanceConfig
+from segue.core.errors import SegueError
+from segue.core.types import Incarnation, Role, new_incarnation
+from segue.engine.api import Engine
+from segue.engine.pages import PagePool
+from segue.roles.base import Role as RoleLogic
+from segue.roles.decode import DecodeRole
+from segue.roles.prefill import PrefillRole
+from segue.roles.unified import UnifiedRole
+from segue.serve.control import ControlHost, FrontendSessions, Host
+from segue.serve.leader import Drain, Leader
+from segue.transport.memory import Memory
+
+log = logging.getLogger("segue.instance")
+
+#: How often the interpreter lets another thread run: the I/O thread must not wait 5 ms for a leader
+#: that is busy between two torch calls.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class Instance:
+    """One replica of one instance, on any engine. `start`, then `run` on the main thread, `close`.
+
+    `registry_url` is None where this process serves the registry itself (see `bootstrap_port`).
+    """
+
+    def __init__(self, config: InstanceConfig, engine: Engine, memory: Memory) -> None:
+        self.config = config
+        self.engine = engine
+        self.limits = config.limit.limits()
+        self.frontends = FrontendSessions()
+        self.me = new_incarnation()
+        self.model = f"{engine.info.fingerprint}/{engine.info.dtype}"
+        self.host: Host
+        pool = PagePool(engine.spec.pages, engine.spec.page_tokens)
+        common: dict[str, Any] = {
+            "me": self.me,
+            "name": f"{config.label} {self.me[:8]}",
+            "limits": self.limits,
+            "chunk_tokens": config.engine.chunk_tokens,
+        }
+        if config.role is Role.UNIFIED:
+            self.host = self._control_host()
+            self.role: RoleLogic = UnifiedRole(engine, pool, **common)
+        else:
+            self.host = manager = self._kv_manager(memory)
+            make = PrefillRole if config.role is Role.PREFILL else DecodeRole
+            self.role = make(engine, pool, handoffs=manager, **common)
+        self.leader = Leader(
+            self.role,
+            engine,
+            limits=self.limits,
+            clock=MonotonicClock(),
+            send=lambda origin, outputs: self.host.io.post(self.frontends.send, origin, outputs),
+            report=lambda load: self.host.io.post(self.frontends.report, load),
+        )
+        self.frontends.leader = self.leader
+        self._stack = AsyncExitStack()
+        self._registry: Registry | None = None
+
+    def _control_host(self) -> ControlHost:
+        config = self.config
+        return ControlHost(
+            self.frontends,
+            incarnation=self.me,
+            host=config.host,
+            port=config.port,
+            secret=config.secret or None,
+            limits=self.limits,
+        )
+
+    def _kv_manager(self, memory: Memory) -> KVManager:
+        config = self.config
+        kv = KVConfig(
+            role=config.role,
+            model=self.model,
+            spec=self.engine.spec,
+            transports=transports(config.transport),
+            host=config.host,
+            port=config.port,
+            transport_port=config.data_port,
+            advertise=config.advertise_host,
+            secret=config.secret or None,
+            limits=self.limits,
+            incarnation=self.me,
+        )
+        return KVManager(kv, memory, self._changed, control=self.frontends)
+
+    def _changed(self, change: Change) -> None:
+        self.leader.inbox.put(change)
+
+    # ---- life --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Listen, then register: from here on peers and frontends find this instance.
+
+        Raises ConfigError (port in use), BootstrapUnreachable or Unauthorized.
+        """
+        self.host.start()
+        self.host.io.call(self._join(), 4 * self.limits.connect_s)
+
+    async def _join(self) -> None:
+        config, secret = self.config, self.config.secret or None
+        url = config.registry
+        if url is None:
+            server = await serve_registry(
+                config.host, config.bootstrap_port, secret=secret, limits=self.limits
+            )
+            self._stack.push_async_callback(server.close)
+            url = f"http://{config.peer_host}:{config.bootstrap_port}"
+        registry = RegistryClient(url, secret=secret, limits=self.limits, on_error=_registry_trouble)
+        self._registry = registry
+        self._stack.push_async_callback(registry.aclose)
+        await registry.register(self._record())
+        self._spawn(registry.keep_alive(self.me), "keep-alive")
+        if isinstance(self.host, KVManager) and config.role is Role.DECODE:
+            self._spawn(self._follow_prefill(registry, self.host), "watch")
+
+    def _record(self) -> InstanceRecord:
+        port = self.host.address[1]
+        return InstanceRecord(
+            incarnation=self.me,
+            role=self.config.role,
+            model=self.model,
+            served_model=self.config.served_model,
+            context_tokens=self.engine.info.context_tokens,
+            replicas=[ReplicaRecord(dp_rank=0, host=self.config.peer_host, port=port)],
+        )
+
+    def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
+        """Run `work` until close; an instance that lost its registry for good drains and says why."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except SegueError as error:
+                log.error("leaving: %s failed: %s", name, error)
+                self.drain()
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._stack.callback(task.cancel)
+
+    async def _follow_prefill(self, registry: Registry, manager: KVManager) -> None:
+        """Keep a session to every prefill leader that the registry names, and to no other host."""
+        known: dict[Incarnation, InstanceRecord] = {}
+        async for records in registry.watch(Role.PREFILL):
+            now = {record.incarnation: record for record in records}
+            for incarnation in known.keys() - now.keys():
+                manager.remove_peer(incarnation)
+            for incarnation in now.keys() - known.keys():
+                replica = now[incarnation].replicas[0]
+                manager.add_peer(incarnation, replica.host, replica.port)
+            known = now
+
+    def run(self) -> None:
+        """Serve on this thread until drained."""
+        self.leader.run()
+
+    def drain(self) -> None:
+        """Take nothing new, finish what is there, then let `run` return. From any thread or signal."""
+        self.leader.inbox.put(Drain())
+        self.host.io.post(self._say_draining)
+
+    def _say_draining(self) -> None:
+        registry = self._registry
+        if registry is not None:
+            self._spawn(registry.set_draining(self.me, True), "drain")
+
+    def close(self) -> None:
+        """Leave the registry, end sessions, transports and threads. Idempotent."""
+        try:
+            if self.host.io.running and self._registry is not None:
+                self.host.io.call(self._leave(self._registry), 2 * self.limits.connect_s)
+        finally:
+            self.host.close()
+
+    async def _leave(self, registry: Registry) -> None:
+        self._registry = None
+        await registry.leave(self.me)
+        await self._stack.aclose()
+
+
+def transports(setting: str) -> tuple[str, ...]:
+    """The transports to offer for `--transport`; `auto` prefers shared memory on one host."""
+    return ("shm", "tcp") if setting == "auto" else (setting,)
+
+
+def _registry_trouble(error: SegueError) -> None:
+    log.warning("registry: %s", error)
+
+
+def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> int:
+    """Load the model, serve until a signal, drain; the exit status.
+
+    The first SIGINT or SIGTERM drains, the second ends the process at once. `on_ready` is called
+    with the instance's control address once it is registered.
+    """
+    from segue.engine.runner import load_engine
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    engine = load_engine(
+        Path(config.model),
+        dtype=config.engine.dtype,
+        pool_bytes=int((config.engine.kv_gib or 1.0) * 2**30),
+        page_tokens=config.engine.page_tokens,
+        threads=config.engine.threads_per_worker or 1,
+    )
+    instance = Instance(config, engine, engine.memory)
+    signals = 0
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            os._exit(128 + number)
+        instance.drain()
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        instance.start()
+        host, port = instance.host.address
+        log.info(
+            "serving role=%s incarnation=%s address=%s:%d", config.role.value, instance.me[:8], host, port
+        )
+        on_ready(f"{host}:{port}")
+        instance.run()
+    finally:
+        instance.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0

@@ -1,0 +1,254 @@
+"""Two KVManagers with real sessions and transports: hand-offs, refusals, losses, leaks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from segue.conn.handles import Change, KVReceiver, KVSender
+from segue.conn.manager import KVConfig, KVManager
+from segue.core.errors import AbortedByClient, ErrorCode
+from segue.core.limits import Limits
+from segue.core.types import KVPoll, Role, Span, TransferId, new_room
+from segue.handoff import api
+from segue.handoff.messages import Metadata
+from segue.layout.spec import KVShape, PoolSpec
+from segue.transport.memory import Memory, allocate
+
+SHAPE = KVShape(layers=3, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
+PAGES, PAGE = 16, 4
+LIMITS = Limits(keepalive_s=0.5, peer_silence_s=3.0)
+
+
+def spec(page_tokens: int = PAGE, shape: KVShape = SHAPE) -> PoolSpec:
+    return PoolSpec(
+        shape=shape, page_tokens=page_tokens, pages=PAGES, layer_count=shape.layers, head_count=shape.kv_heads
+    )
+
+
+class Side:
+    """A manager, its memory and what it reported."""
+
+    def __init__(self, role: Role, *, transport: str = "shm", **options: object) -> None:
+        self.spec = options.pop("spec", None) or spec()
+        self.memory: Memory = allocate(self.spec.nbytes)
+        self.changes: queue.Queue[Change] = queue.Queue()
+        options = {"model": "m", "limits": LIMITS, "transports": [transport], **options}
+        config = KVConfig(role=role, spec=self.spec, **options)
+        self.manager = KVManager(config, self.memory, self.changes.put)
+        self.me = config.incarnation
+
+    def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
+        while handle.poll() is not phase:
+            assert not handle.poll().terminal, handle.error
+            self.changes.get(timeout=10)
+
+    def wait_release(self, transfer: TransferId) -> None:
+        while True:
+            change = self.changes.get(timeout=10)
+            if isinstance(change, api.Release) and change.transfer == transfer:
+                return
+
+    def close(self) -> None:
+        self.manager.close()
+        self.memory.close()
+
+
+@contextmanager
+def sides(transport: str = "shm", **decode_options: object) -> Iterator[tuple[Side, Side]]:
+    prefill = Side(Role.PREFILL, transport=transport)
+    decode = Side(Role.DECODE, transport=transport, **decode_options)
+    try:
+        prefill.manager.start()
+        decode.manager.start()
+        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        yield prefill, decode
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def begin(prefill: Side, decode: Side, tokens: int) -> tuple[TransferId, KVSender, KVReceiver]:
+    transfer = TransferId(new_room(), 0, prefill.me, decode.me)
+    sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
+    sender.init(tokens, 20)
+    receiver.init(tokens, 20)
+    decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
+    return transfer, sender, receiver
+
+
+def hand_over(prefill: Side, decode: Side, tokens: int, chunk: int, prefix: int = 0) -> None:
+    """One hand-off from pages 0 … of prefill into pages 2 … of decode; the bytes must be equal."""
+    pattern = os.urandom(prefill.spec.nbytes)
+    prefill.memory.buffer[: len(pattern)] = pattern
+    transfer, sender, receiver = begin(prefill, decode, tokens)
+    count = -(-tokens // decode.spec.page_tokens) - prefix // decode.spec.page_tokens
+    receiver.send_metadata(range(2, 2 + count), prefix)
+    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+    for start in range(0, tokens, chunk):
+        end = min(tokens, start + chunk)
+        last = Metadata(transfer=transfer, prompt_tokens=tokens, first_token=7) if end == tokens else None
+        sender.send(Span(start, end), range(PAGES), last)
+    decode.wait(receiver, KVPoll.SUCCESS)
+    prefill.wait(sender, KVPoll.SUCCESS)
+    assert receiver.metadata is not None
+    assert receiver.metadata.first_token == 7
+    for token in range(prefix, tokens):
+        slot = (
+            2 * decode.spec.page_tokens + token - prefix // decode.spec.page_tokens * decode.spec.page_tokens
+        )
+        for layer in range(3):
+            for value in (False, True):
+                a, b = prefill.spec.offset(layer, value, token), decode.spec.offset(layer, value, slot)
+                size = prefill.spec.k_token_bytes
+                assert prefill.memory.buffer[a : a + size] == decode.memory.buffer[b : b + size]
+    sender.clear()
+    receiver.clear()
+
+
+def rest(side: Side) -> None:
+    """Nothing is held any more. Asked on the I/O thread, after everything it has been given."""
+    done = threading.Event()
+    sizes: dict[str, int] = {}
+    side.manager.io.post(lambda: (sizes.update(side.manager.sizes()), done.set()))
+    assert done.wait(10)
+    left = {k: v for k, v in sizes.items() if k not in ("peers", "ended", "deadlines")}
+    assert not any(left.values()), left
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("tokens", "chunk", "prefix"), [(1, 1, 0), (33, 8, 0), (33, 64, 0), (33, 10, 16)])
+def test_bytes_arrive(transport: str, tokens: int, chunk: int, prefix: int) -> None:
+    with sides(transport) as (prefill, decode):
+        for _ in range(3):
+            hand_over(prefill, decode, tokens, chunk, prefix)
+        rest(prefill)
+        rest(decode)
+
+
+def test_unequal_page_sizes() -> None:
+    with sides(spec=spec(page_tokens=8)) as (prefill, decode):
+        hand_over(prefill, decode, 33, 10)
+
+
+def test_a_prompt_that_decode_has_already_moves_no_byte() -> None:
+    with sides() as (prefill, decode):
+        hand_over(prefill, decode, 32, 32, prefix=32)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_lesson_10_an_abort_reaches_the_other_side(transport: str) -> None:
+    with sides(transport) as (prefill, decode):
+        transfer, sender, receiver = begin(prefill, decode, 33)
+        receiver.send_metadata(range(9))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        sender.send(Span(0, 16), range(PAGES))
+        receiver.abort(AbortedByClient("the client left").info)
+        for side in (prefill, decode):
+            side.wait_release(transfer)
+        for handle in (sender, receiver):
+            assert handle.poll() is KVPoll.FAILED
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.ABORTED_BY_CLIENT
+            handle.clear()
+        rest(prefill)
+        rest(decode)
+        hand_over(prefill, decode, 5, 5)
+
+
+def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves() -> None:
+    with sides() as (prefill, decode):
+        _transfer, sender, receiver = begin(prefill, decode, 33)
+        receiver.send_metadata(range(9))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        prefill.manager.close()
+        while receiver.poll() is not KVPoll.FAILED:
+            decode.changes.get(timeout=10)
+        assert receiver.error is not None
+        assert receiver.error.code in (ErrorCode.PEER_LOST, ErrorCode.DRAINING)
+        receiver.clear()
+        decode.manager.remove_peer(prefill.me)
+        again = Side(Role.PREFILL, port=prefill.manager.address[1])
+        try:
+            again.manager.start()
+            decode.manager.add_peer(again.me, *again.manager.address)
+            hand_over(again, decode, 33, 8)
+        finally:
+            again.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model": "other"}, "another model"),
+        (
+            {
+                "spec": spec(
+                    shape=KVShape(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
+                )
+            },
+            "",
+        ),
+        ({"transports": ["fake"]}, "no common transport"),
+        ({"secret": b"x" * 32}, ""),
+    ],
+)
+def test_an_impossible_pair_is_refused_when_it_meets(
+    options: dict[str, object], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = threading.Event()
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "cannot join" in record.msg:
+                said.set()
+
+    handler = Listen()
+    logging.getLogger("segue.conn").addHandler(handler)
+    try:
+        with sides(**options) as (prefill, decode):
+            assert said.wait(10), "nobody said why the pair was refused"
+            assert text in caplog.text
+            transfer = TransferId(new_room(), 0, prefill.me, decode.me)
+            receiver = decode.manager.receiver(transfer)
+            receiver.init(5, 0.2)
+            while receiver.poll() is not KVPoll.FAILED:
+                decode.changes.get(timeout=10)
+            assert receiver.error is not None
+            assert receiver.error.code is ErrorCode.DEADLINE_EXCEEDED
+    finally:
+        logging.getLogger("segue.conn").removeHandler(handler)
+
+
+def test_nothing_is_left_after_close() -> None:
+    def state() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with sides() as (prefill, decode):
+        hand_over(prefill, decode, 33, 8)
+    before = state()
+    for _ in range(3):
+        with sides() as (prefill, decode):
+            hand_over(prefill, decode, 33, 8)
+    assert state() == before
+
+
+def test_two_handles_of_one_transfer_are_refused() -> None:
+    with sides() as (prefill, decode):
+        transfer = TransferId(new_room(), 0, prefill.me, decode.me)
+        prefill.manager.sender(transfer)
+        with pytest.raises(Exception, match="exists already"):
+            prefill.manager.sender(transfer)
+
+
+def test_a_manager_that_never_started_can_be_closed() -> None:
+    side = Side(Role.PREFILL)
+    side.close()
+    with pytest.raises(ValueError, match="closed"):
+        side.memory.buffer[0]

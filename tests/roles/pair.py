@@ -1,0 +1,208 @@
+"""One prefill and one decode role, joined by two real exchanges and an in-memory network.
+
+The transport copies real bytes between the two lineage pools. Nothing happens by itself: `pump` moves
+messages, writes and changes until all is quiet, `turn` lets one role take a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from segue.conn.handles import Change, KVReceiver, KVSender
+from segue.core.clock import VirtualClock
+from segue.core.control import Submit
+from segue.core.errors import PeerLost
+from segue.core.limits import Limits
+from segue.core.request import Output, Request, SamplingParams, Ticket
+from segue.core.types import Incarnation, Placement, Role, TransferId
+from segue.engine.pages import PagePool
+from segue.handoff import api
+from segue.handoff.exchange import Exchange
+from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.roles.decode import DecodeRole
+from segue.roles.prefill import PrefillRole
+from segue.sim.engine import LineageEngine, lineage_spec
+
+FRONT = Incarnation("f" * 32)
+VOCAB = 1000
+
+
+class Node:
+    """One leader: role, engine, exchange; the `Owner` and `Handoffs` of its handles."""
+
+    def __init__(self, kind: Role, incarnation: str, clock: VirtualClock, pages: int, page_tokens: int):
+        self.me = Incarnation(incarnation * 32)
+        self.kind = kind
+        self.clock = clock
+        self.engine = LineageEngine(lineage_spec(pages, page_tokens), vocab_size=VOCAB)
+        self.pool = PagePool(pages, page_tokens)
+        self.info = LeaderInfo(
+            protocol=PROTOCOL_VERSION,
+            model="lineage-1",
+            dp_rank=0,
+            dp_size=1,
+            ranks=[self.engine.spec],
+            endpoints={"fake": [b""]},
+            max_transfers=100,
+        )
+        limits = Limits(max_batch=8, max_queue=64)
+        self.exchange = Exchange(kind, self.me, f"{kind.value} {incarnation}", limits, self.info)
+        make = PrefillRole if kind is Role.PREFILL else DecodeRole
+        self.role = make(
+            self.engine,
+            self.pool,
+            me=self.me,
+            name=kind.value,
+            limits=limits,
+            chunk_tokens=16,
+            handoffs=self,
+        )
+        self.handles: dict[TransferId, KVSender | KVReceiver] = {}
+        self.effects: deque[api.Effect] = deque()
+
+    def sender(self, transfer: TransferId) -> KVSender:
+        handle = KVSender(self, transfer)
+        self.handles[transfer] = handle
+        return handle
+
+    def receiver(self, transfer: TransferId) -> KVReceiver:
+        handle = KVReceiver(self, transfer)
+        self.handles[transfer] = handle
+        return handle
+
+    def post(self, *events: api.Event) -> None:
+        for event in events:
+            self.effects.extend(self.exchange.handle(event, self.clock.now()))
+
+    def forget(self, transfer: TransferId) -> None:
+        self.handles.pop(transfer, None)
+
+    def changed(self, change: Change) -> None:
+        if (handle := self.handles.get(change.transfer)) is not None:
+            handle.apply(change)
+        self.role.on_change(change, self.clock.now())
+
+    def turn(self) -> bool:
+        """One iteration of the leader's loop; True if the engine ran."""
+        now = self.clock.now()
+        if (deadline := self.exchange.next_deadline()) is not None and deadline <= now:
+            self.post(api.Tick())
+        self.role.advance(now)
+        steps = self.role.plan(now)
+        if steps:
+            self.role.complete(self.engine.step(steps), now)
+        return bool(steps)
+
+
+class Pair:
+    """Both nodes and the way between them."""
+
+    def __init__(
+        self, prefill_pages: int = 64, decode_pages: int = 64, page_tokens: tuple[int, int] = (4, 4)
+    ) -> None:
+        self.clock = VirtualClock()
+        self.prefill = Node(Role.PREFILL, "a", self.clock, prefill_pages, page_tokens[0])
+        self.decode = Node(Role.DECODE, "d", self.clock, decode_pages, page_tokens[1])
+        self.rooms = 0
+        self.outputs: dict[str, list[Output]] = {}
+        #: tells what to lose; by default nothing
+        self.lose: Callable[[api.Effect], bool] = lambda _effect: False
+        self.fences_proven = True
+        self.join()
+
+    def join(self) -> None:
+        self.prefill.post(api.PeerUp(self.decode.me, self.decode.info, "fake"))
+        self.decode.post(api.PeerUp(self.prefill.me, self.prefill.info, "fake"))
+
+    def part(self) -> None:
+        """The session breaks."""
+        for node, other in ((self.prefill, self.decode), (self.decode, self.prefill)):
+            node.post(api.PeerDown(other.me, PeerLost("cut").info))
+
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        budget_s: float = 100.0,
+        to: tuple[bool, bool] = (True, True),
+    ) -> SamplingParams:
+        self.rooms += 1
+        sampling = SamplingParams(max_tokens=max_tokens, seed=self.rooms)
+        ticket = Ticket(
+            room=self.rooms,
+            attempt=0,
+            prefill=Placement(self.prefill.me),
+            decode=Placement(self.decode.me),
+            budget_s=budget_s,
+        )
+        message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)
+        for node, wanted in zip((self.prefill, self.decode), to, strict=True):
+            if wanted:
+                node.role.submit(FRONT, message, self.clock.now())
+        return sampling
+
+    def pump(self) -> None:
+        """Carry effects out until there are none, then collect outputs."""
+        while self.prefill.effects or self.decode.effects:
+            for node, other in ((self.prefill, self.decode), (self.decode, self.prefill)):
+                while node.effects:
+                    self._carry_out(node, other, node.effects.popleft())
+        for node in (self.prefill, self.decode):
+            for _origin, output in node.role.outbox:
+                self.outputs.setdefault(output.request_id, []).append(output)
+            node.role.outbox.clear()
+
+    def _carry_out(self, node: Node, other: Node, effect: api.Effect) -> None:
+        if self.lose(effect):
+            return
+        match effect:
+            case api.Send():
+                other.post(api.Received(node.me, effect.message))
+            case api.PostWrite():
+                for b in effect.blocks:
+                    for row in range(b.rows):
+                        at, to = b.src_offset + row * b.src_stride, b.dst_offset + row * b.dst_stride
+                        source = node.engine.memory[at : at + b.row_bytes]
+                        other.engine.memory[to : to + b.row_bytes] = source
+                node.post(api.WriteLanded(effect.transfer, effect.tag, 0.0))
+            case api.Fence():
+                proven = self.fences_proven or node is self.prefill
+                node.post(api.FenceDone(effect.transfer, proven))
+            case api.Grant():
+                pass
+            case api.Phase() | api.Release() | api.Quarantined():
+                node.changed(effect)
+
+    def run(self, turns: int = 10_000) -> None:
+        """Until nothing moves any more."""
+        for _ in range(turns):
+            self.pump()
+            moved = [node.turn() for node in (self.prefill, self.decode)]
+            quiet = not self.prefill.effects and not self.decode.effects
+            if not any(moved) and quiet:
+                self.pump()
+                return
+        raise AssertionError("did not come to rest")
+
+    def tokens(self, name: str) -> list[int]:
+        result: list[int] = []
+        for output in self.outputs[name]:
+            assert output.position == len(result) or not output.token_ids
+            result += output.token_ids
+        return result
+
+    def errors(self, name: str) -> list[str]:
+        return [o.error.code.value for o in self.outputs.get(name, []) if o.error]
+
+    def at_rest(self) -> None:
+        """Nothing is held by any request on either side."""
+        for node in (self.prefill, self.decode):
+            assert not any(node.role.sizes().values()), node.role.sizes()
+            assert not node.handles
+            assert node.exchange.sizes()["transfers"] == 0
+            assert node.engine.sizes()["sequences"] == 0
+            assert node.pool.quarantined == 0
+            node.role.check_integrity()
+            node.exchange.check_integrity()
