@@ -1,0 +1,301 @@
+"""The copy planner, proved with a content model: numpy pools in which every item names its origin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segue.core.errors import LayoutMismatch
+from segue.core.types import RankCoord, Span
+from segue.layout.blocks import CopyBlock
+from segue.layout.planner import PairPlan, plan_hash, plan_pair
+from segue.layout.spec import KVShape, PoolSpec
+
+ITEM = np.dtype(np.int64)
+
+
+def shape(**changes: object) -> KVShape:
+    values: dict[str, object] = {
+        "kind": "mha",
+        "layers": 3,
+        "kv_heads": 2,
+        "k_dim": 2,
+        "v_dim": 2,
+        "dtype": "int64",
+        "item_bytes": ITEM.itemsize,
+    }
+    return KVShape(**(values | changes))  # type: ignore[arg-type]
+
+
+def whole(kv: KVShape, pages: int = 8, page_tokens: int = 4) -> PoolSpec:
+    return PoolSpec(
+        shape=kv, pages=pages, page_tokens=page_tokens, layer_count=kv.layers, head_count=kv.kv_heads
+    )
+
+
+def split(kv: KVShape, tp: int, pp: int, pages: int, page_tokens: int) -> list[PoolSpec]:
+    """A replica of `tp * pp` ranks; sizes that do not divide leave the rest to the last rank."""
+    ranks = []
+    for p in range(pp):
+        layers = kv.layers // pp + (kv.layers % pp if p == pp - 1 else 0)
+        for t in range(tp):
+            heads = kv.kv_heads // tp + (kv.kv_heads % tp if t == tp - 1 else 0)
+            ranks.append(
+                PoolSpec(
+                    shape=kv,
+                    coord=RankCoord(pp=p, tp=t),
+                    pages=pages,
+                    page_tokens=page_tokens,
+                    layer_start=p * (kv.layers // pp),
+                    layer_count=layers,
+                    head_start=t * (kv.kv_heads // tp),
+                    head_count=heads,
+                )
+            )
+    return ranks
+
+
+def content(layer: int, value: bool, head: int, dim: int, token: int) -> int:
+    """The number that stands at one place of a prompt's KV, whoever holds it."""
+    return 1 + dim + 10 * (head + 10 * (int(value) + 2 * (layer + 10 * token)))
+
+
+def row(spec: PoolSpec, layer: int, value: bool, token: int) -> np.ndarray:
+    """What one token's K (or V) in one local layer must be on this rank."""
+    dims = spec.shape.v_dim if value else spec.shape.k_dim
+    numbers = [
+        content(spec.layer_start + layer, value, head, dim, token)
+        for head in range(spec.head_start, spec.head_start + spec.head_count)
+        for dim in range(dims)
+    ]
+    return np.array(numbers, ITEM)
+
+
+def rows(spec: PoolSpec, pages: list[int], first_token: int, span: Span) -> list[tuple[int, np.ndarray]]:
+    """(byte offset, content) of every row of `span`, by the pool's own arithmetic."""
+    out = []
+    for layer in range(spec.layer_count):
+        for value in (False, True) if spec.shape.v_dim else (False,):
+            for token in range(span.start, span.end):
+                index = token - first_token
+                slot = pages[index // spec.page_tokens] * spec.page_tokens + index % spec.page_tokens
+                out.append((spec.offset(layer, value, slot), row(spec, layer, value, token)))
+    return out
+
+
+@dataclass
+class Case:
+    sources: list[PoolSpec]
+    targets: list[PoolSpec]
+    prompt: int
+    prefix: int
+    src_pages: list[int]
+    dst_pages: list[int]
+    cuts: list[int]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    mla = draw(st.booleans())
+    kv = shape(
+        kind="mla" if mla else "mha",
+        layers=draw(st.integers(1, 4)),
+        kv_heads=1 if mla else draw(st.integers(1, 4)),
+        k_dim=draw(st.integers(1, 3)),
+        v_dim=0 if mla else draw(st.integers(1, 3)),
+    )
+    tp = draw(st.integers(1, kv.kv_heads))
+    pp = draw(st.integers(1, kv.layers))
+    prompt = draw(st.integers(1, 24))
+    prefix = draw(st.integers(0, prompt))
+    sides = []
+    for first in (0, prefix):
+        size = draw(st.integers(1, 7))
+        needed = -(-prompt // size) - first // size
+        pool = needed + draw(st.integers(1, 5))
+        # Runs and holes: a permutation of all ids, or a contiguous piece of them.
+        ids = list(range(pool)) if draw(st.booleans()) else draw(st.permutations(range(pool)))
+        start = draw(st.integers(0, pool - needed))
+        sides.append((size, pool, ids[start : start + needed]))
+    (src_size, src_pool, src_pages), (dst_size, dst_pool, dst_pages) = sides
+    cuts = sorted(draw(st.sets(st.integers(prefix, prompt), max_size=4)) | {prefix, prompt})
+    return Case(
+        split(kv, tp, pp, src_pool, src_size),
+        split(kv, tp, pp, dst_pool, dst_size),
+        prompt,
+        prefix,
+        src_pages,
+        dst_pages,
+        cuts,
+    )
+
+
+def apply(block: CopyBlock, src: np.ndarray, dst: np.ndarray, count: np.ndarray) -> None:
+    for i in range(block.rows):
+        a = block.src_offset + i * block.src_stride
+        b = block.dst_offset + i * block.dst_stride
+        assert 0 <= a <= a + block.row_bytes <= src.nbytes
+        assert 0 <= b <= b + block.row_bytes <= dst.nbytes
+        dst[b : b + block.row_bytes] = src[a : a + block.row_bytes]
+        count[b : b + block.row_bytes] += 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+def test_every_destination_byte_is_written_once_and_from_its_own_origin(case: Case) -> None:
+    plan = plan_pair(case.sources, case.targets)
+    assert {target for _, target in plan.pairs} == set(range(len(case.targets)))
+    size = case.targets[0].page_tokens
+    first = case.prefix // size * size
+    for source, target in plan.pairs:
+        src_spec, dst_spec = case.sources[source], case.targets[target]
+        src = np.zeros(src_spec.nbytes, np.uint8)
+        for offset, expected in rows(src_spec, case.src_pages, 0, Span(0, case.prompt)):
+            src[offset : offset + expected.nbytes] = expected.view(np.uint8)
+        dst = np.zeros(dst_spec.nbytes, np.uint8)
+        count = np.zeros(dst_spec.nbytes, np.int32)
+        moved = 0
+        for start, end in zip(case.cuts, case.cuts[1:], strict=False):
+            blocks = plan.blocks(source, target, Span(start, end), case.src_pages, case.dst_pages, first)
+            for block in blocks:
+                apply(block, src, dst, count)
+            nbytes = sum(block.nbytes for block in blocks)
+            assert nbytes == (end - start) * plan.pair_token_bytes(source, target)
+            moved += nbytes
+        planned = np.zeros(dst_spec.nbytes, np.int32)
+        for offset, expected in rows(dst_spec, case.dst_pages, first, Span(case.prefix, case.prompt)):
+            assert np.array_equal(dst[offset : offset + expected.nbytes].view(ITEM), expected)
+            planned[offset : offset + expected.nbytes] += 1
+        assert np.array_equal(count, planned)  # each planned byte once, nothing else at all
+        assert moved == int(planned.sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_all_ranks_together_hold_the_whole_model(case: Case) -> None:
+    plan = plan_pair(case.sources, case.targets)
+    total = sum(plan.pair_token_bytes(*pair) for pair in plan.pairs)
+    assert total == case.targets[0].shape.token_bytes
+
+
+def smollm2() -> PairPlan:
+    kv = shape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="bfloat16", item_bytes=2)
+    return plan_pair([whole(kv, 512, 16)], [whole(kv, 300, 16)])
+
+
+def test_a_run_of_pages_is_one_block_with_a_row_per_layer_and_half() -> None:
+    pages = list(range(40, 72))
+    (block,) = smollm2().blocks(0, 0, Span(0, 512), pages, list(range(7, 39)), 0)
+    assert (block.rows, block.row_bytes) == (60, 512 * 3 * 64 * 2)
+
+
+def test_scattered_pages_cost_one_block_per_run() -> None:
+    scattered = [0, 1, 2, 9, 10, 40, *range(100, 126)]
+    assert len(scattered) == 32
+    assert len(smollm2().blocks(0, 0, Span(0, 512), scattered, list(range(32)), 0)) == 4
+    assert len(smollm2().blocks(0, 0, Span(0, 512), list(range(0, 64, 2)), list(range(32)), 0)) == 32
+
+
+def test_descending_pages_are_not_a_run() -> None:
+    assert len(smollm2().blocks(0, 0, Span(0, 48), [5, 4, 3], [0, 1, 2], 0)) == 3
+
+
+def test_unequal_k_and_v_make_two_blocks_and_mla_one() -> None:
+    for kv, blocks in ((shape(k_dim=3), 2), (shape(kind="mla", kv_heads=1, k_dim=5, v_dim=0), 1)):
+        plan = plan_pair([whole(kv)], [whole(kv, 9)])
+        assert len(plan.blocks(0, 0, Span(0, 8), [1, 2], [3, 4], 0)) == blocks
+
+
+def test_a_whole_pool_is_one_range() -> None:
+    plan = plan_pair([whole(shape(), 2)], [whole(shape(), 2)])
+    (block,) = plan.blocks(0, 0, Span(0, 8), [0, 1], [0, 1], 0)
+    assert block == CopyBlock(0, 0, 1, plan.sources[0].nbytes)
+
+
+def test_an_empty_span_moves_nothing() -> None:
+    assert smollm2().blocks(0, 0, Span(16, 16), [0], [], 16) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "span", "src_pages", "dst_pages", "first", "words"),
+    [
+        (0, 1, Span(0, 4), [0], [0], 0, "not a pair"),
+        (0, 0, Span(0, 5), [0], [0, 1], 0, "source pages"),
+        (0, 0, Span(0, 5), [0, 1], [0], 0, "destination pages"),
+        (0, 0, Span(0, 4), [8], [0], 0, "outside its pool"),
+        (0, 0, Span(0, 4), [0], [-1], 0, "outside its pool"),
+        (0, 0, Span(4, 8), [0, 1], [0], 3, "multiple of 4"),
+        (0, 0, Span(0, 8), [0, 1], [0], 4, "not after the chunk"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_a_byte_moves(
+    source: int, target: int, span: Span, src_pages: list[int], dst_pages: list[int], first: int, words: str
+) -> None:
+    plan = plan_pair([whole(shape())], [whole(shape())])
+    with pytest.raises(LayoutMismatch, match=words):
+        plan.blocks(source, target, span, src_pages, dst_pages, first)
+
+
+def two(**changes: object) -> list[PoolSpec]:
+    ranks = split(shape(), 2, 1, 8, 4)
+    return [ranks[0], msgspec.structs.replace(ranks[1], **changes)]
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "words"),
+    [
+        ([whole(shape())], [whole(shape(layers=4))], r"layers \(3 on prefill, 4 on decode\).*--model"),
+        ([whole(shape())], [whole(shape(dtype="f32", item_bytes=4))], r"dtype.*same --dtype$"),
+        ([whole(shape())], split(shape(), 2, 1, 8, 4), "1 ranks.*and decode 2.*equal --tp and --pp"),
+        (split(shape(), 1, 2, 8, 4), split(shape(), 2, 1, 8, 4), "rank 0 of prefill holds layers 0 to 0"),
+        ([], [whole(shape())], "prefill declares no ranks"),
+        ([whole(shape())], split(shape(), 2, 1, 8, 4)[:1], "leave 3 of"),
+        (two(), two(page_tokens=8), "rank 1 of decode has pages of 8 tokens"),
+        (two(coord=RankCoord(cp=1)), two(), "prefill uses context parallelism"),
+        (two(), two(shape=shape(dtype="other")), "rank 1 of decode has another KV shape"),
+    ],
+)
+def test_lesson_13_what_cannot_be_joined_is_refused_with_what_to_change(
+    sources: list[PoolSpec], targets: list[PoolSpec], words: str
+) -> None:
+    with pytest.raises(LayoutMismatch, match=words):
+        plan_pair(sources, targets)
+
+
+def test_the_plan_hash_covers_everything_both_sides_must_agree_on() -> None:
+    a, b = [whole(shape(), 8)], [whole(shape(), 9)]
+    variants = {
+        plan_hash(a, b, 10, 0, 3),
+        plan_hash(b, a, 10, 0, 3),
+        plan_hash(a, b, 11, 0, 3),
+        plan_hash(a, b, 10, 1, 3),
+        plan_hash(a, b, 10, 0, 4),
+        plan_hash([whole(shape(), 8, 2)], b, 10, 0, 3),
+    }
+    assert len(variants) == 6
+    assert all(0 <= value < 2**64 for value in variants)
+    assert plan_pair(a, b).hash(10, 0, 3) == plan_hash(a, b, 10, 0, 3)
+
+
+def test_lesson_23_the_plan_hash_is_the_same_in_another_process() -> None:
+    code = (
+        "from segue.layout.planner import plan_hash\n"
+        "from segue.layout.spec import KVShape, PoolSpec\n"
+        "kv = KVShape(layers=3, kv_heads=2, k_dim=2, v_dim=2, dtype='int64', item_bytes=8)\n"
+        "spec = PoolSpec(shape=kv, pages=8, page_tokens=4, layer_count=3, head_count=2)\n"
+        "assert plan_hash([spec], [spec], 10, 0, 3) == {value}, 'differs'\n"
+    )
+    value = plan_hash([whole(shape())], [whole(shape())], 10, 0, 3)
+    for seed in ("1", "2"):
+        env = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(value=value)], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
