@@ -1,0 +1,199 @@
+"""A whole deployment in one process: registry, instances on lineage engines, and a plain frontend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from segue.bootstrap.server import serve as serve_registry
+from segue.conn.io import IoThread
+from segue.conn.manager import KVManager
+from segue.core.config import InstanceConfig, LimitsConfig
+from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.core.errors import AbortedByClient, SegueError
+from segue.core.request import Output, Request, SamplingParams, Ticket
+from segue.core.types import Incarnation, Placement, Role, new_incarnation, new_room
+from segue.roles.base import Role as RoleLogic
+from segue.serve.instance import Instance
+from segue.serve.leader import Ask
+from segue.session.api import PeerInfo, Session
+from segue.session.node import SessionNode
+from segue.sim.engine import LineageEngine, lineage_spec
+from segue.transport.memory import allocate
+
+VOCAB = 1000
+LIMITS = LimitsConfig(keepalive_s=0.5, peer_silence_s=5, drain_s=5, max_queue=4096)
+
+
+class Front:
+    """The least that a frontend is: sessions to leaders, requests out, outputs in."""
+
+    def __init__(self) -> None:
+        self.me = new_incarnation()
+        self.io = IoThread()
+        self.outputs: dict[str, list[Output]] = {}
+        self.done: dict[str, threading.Event] = {}
+        self.sessions: dict[Incarnation, Session] = {}
+        self.loads: dict[Incarnation, Load] = {}
+        self.io.start()
+        self.node = self.io.call(self._make(), 5)
+
+    async def _make(self) -> SessionNode:
+        return SessionNode(
+            incarnation=self.me,
+            role=Role.FRONTEND,
+            dp_rank=0,
+            secret=None,
+            handler=self,
+            message_type=ControlMessage,
+            limits=LIMITS.limits(),
+        )
+
+    def join(self, instance: Instance) -> None:
+        host, port = instance.host.address
+        connect = self.node.connect(host, port, expect=instance.me, timeout_s=5)
+        self.sessions[instance.me] = self.io.call(connect, 6)
+
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        prefill: Instance,
+        decode: Instance,
+        *,
+        max_tokens: int = 4,
+        budget_s: float = 60.0,
+    ) -> SamplingParams:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+        ticket = Ticket(
+            room=new_room(),
+            attempt=0,
+            prefill=Placement(prefill.me),
+            decode=Placement(decode.me),
+            budget_s=budget_s,
+        )
+        self.done[name] = threading.Event()
+        message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)
+        for me in {prefill.me, decode.me}:
+            self.io.post(self.sessions[me].send, message)
+        return sampling
+
+    def cancel(self, name: str, *instances: Instance) -> None:
+        for instance in instances:
+            reason = AbortedByClient("left").info
+            self.io.post(self.sessions[instance.me].send, Cancel(name, reason))
+
+    def wait(self, name: str, timeout_s: float = 30) -> list[Output]:
+        assert self.done[name].wait(timeout_s), f"{name} did not end"
+        return self.outputs[name]
+
+    def tokens(self, name: str) -> list[int]:
+        outputs = self.wait(name)
+        assert outputs[-1].error is None, outputs[-1].error
+        return [t for o in outputs for t in o.token_ids]
+
+    def close(self) -> None:
+        self.io.call(self.node.close(), 5)
+        self.io.stop()
+
+    # SessionHandler
+
+    def hello(self) -> bytes:
+        return b""
+
+    def accept(self, peer: PeerInfo) -> None: ...
+
+    def opened(self, session: Session) -> None: ...
+
+    def closed(self, session: Session, error: SegueError) -> None: ...
+
+    def received(self, session: Session, message: object) -> None:
+        if isinstance(message, Load):
+            self.loads[session.peer.incarnation] = message
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+                if output.finish is not None or output.error is not None:
+                    self.done[output.request_id].set()
+
+
+class Running:
+    """An instance whose leader runs in a thread of its own."""
+
+    def __init__(self, role: Role, registry: str, *, transport: str = "shm", pages: int = 256):
+        spec = lineage_spec(pages)
+        self.memory = allocate(spec.nbytes)
+        view = memoryview(self.memory.buffer)
+        self.engine = LineageEngine(spec, view, vocab_size=VOCAB)
+        config = InstanceConfig(
+            model="lineage", role=role, registry=registry, transport=transport, limit=LIMITS
+        )
+        self.instance = Instance(config, self.engine, self.memory)
+        self.instance.start()
+        self.thread = threading.Thread(target=self.instance.run)
+        self.thread.start()
+
+    def ask(self) -> dict[str, int]:
+        """Sizes of every table, taken on the threads that own them; checks integrity too."""
+        sizes: dict[str, int] = {}
+        done = threading.Event()
+
+        def question(role: RoleLogic) -> None:
+            try:
+                role.check_integrity()
+                sizes.update(role.sizes())
+            finally:
+                done.set()
+
+        self.instance.leader.inbox.put(Ask(question))
+        assert done.wait(10)
+        assert sizes, "the integrity check failed"
+        host = self.instance.host
+        if isinstance(host, KVManager):
+            wire = threading.Event()
+            host.io.post(lambda: (sizes.update(host.sizes()), wire.set()))
+            assert wire.wait(10)
+        return {k: v for k, v in sizes.items() if k not in ("peers", "ended", "deadlines")}
+
+    def close(self) -> None:
+        self.instance.drain()
+        self.thread.join(20)
+        assert not self.thread.is_alive(), "the leader did not drain"
+        self.instance.close()
+        self.engine.memory.release()
+        self.memory.close()
+
+
+class Deployment:
+    """Registry, instances by role, one frontend that knows them all."""
+
+    def __init__(self, roles: list[Role], **options: object) -> None:
+        self.io = IoThread()
+        self.io.start()
+        limits = LIMITS.limits()
+        self.registry = self.io.call(serve_registry("127.0.0.1", 0, secret=None, limits=limits), 5)
+        url = f"http://127.0.0.1:{self.registry.port}"
+        self.running = [Running(role, url, **options) for role in roles]
+        self.front = Front()
+        for running in self.running:
+            self.front.join(running.instance)
+
+    def by_role(self, role: Role) -> list[Instance]:
+        return [r.instance for r in self.running if r.instance.config.role is role]
+
+    def close(self) -> None:
+        self.front.close()
+        for running in self.running:
+            running.close()
+        self.io.call(self.registry.close(), 5)
+        self.io.stop()
+
+
+@contextmanager
+def deployment(*roles: Role, **options: object) -> Iterator[Deployment]:
+    made = Deployment(list(roles), **options)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,110 @@
+"""Instances in one process, with real sessions, registry and shared memory, and provable KV."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import psutil
+import pytest
+from deployment import VOCAB, Deployment, deployment
+
+from segue.core.errors import ErrorCode
+from segue.core.types import FinishReason, Role
+from segue.sim.engine import reference
+
+
+def rest(made: Deployment) -> None:
+    """Every table of every instance empties by itself, within a bounded time."""
+    until = time.monotonic() + 10
+    while any(any(r.ask().values()) for r in made.running):
+        assert time.monotonic() < until, [r.ask() for r in made.running]
+
+
+def serve_many(made: Deployment, count: int, *, batch: int = 64, longest: int = 60) -> None:
+    rng = random.Random(count)
+    prefills, decodes = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+    for start in range(0, count, batch):
+        wanted = {}
+        for i in range(start, min(count, start + batch)):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
+            sampling = made.front.submit(f"r{i}", prompt, rng.choice(prefills), rng.choice(decodes))
+            wanted[f"r{i}"] = reference(prompt, sampling, VOCAB, 4)
+        for name, tokens in wanted.items():
+            assert made.front.tokens(name) == tokens
+            del made.front.outputs[name], made.front.done[name]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_two_and_two_answer_with_the_right_tokens(transport: str) -> None:
+    roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+    with deployment(*roles, transport=transport) as made:
+        serve_many(made, 128)
+        rest(made)
+
+
+def test_unified_answers_alike() -> None:
+    with deployment(Role.UNIFIED) as made:
+        [one] = made.by_role(Role.UNIFIED)
+        sampling = made.front.submit("r", [1, 2, 3], one, one)
+        assert made.front.tokens("r") == reference([1, 2, 3], sampling, VOCAB, 4)
+        assert made.front.outputs["r"][-1].finish is FinishReason.LENGTH
+        rest(made)
+
+
+def test_the_first_output_says_where_the_time_went() -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        made.front.submit("r", [1, 2, 3], p, d)
+        first = made.front.wait("r")[0]
+        assert {"queue", "bootstrap", "reserve", "prefill", "wire", "commit"} <= set(first.timeline)
+        assert all(seconds >= 0 for seconds in first.timeline.values())
+        assert first.timeline["at_ready"] >= first.timeline["at_forward_end"]
+
+
+def test_cancel_on_both_sides_leaves_nothing() -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        for i in range(20):
+            made.front.submit(f"r{i}", list(range(200)), p, d, max_tokens=500)
+            made.front.cancel(f"r{i}", p, d)
+        rest(made)
+
+
+def test_lesson_11_a_request_that_reached_one_side_only_ends_by_its_deadline() -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        made.front.submit("r", [1, 2, 3], p, d, budget_s=0.3)
+        made.front.wait("r")
+        made.front.sessions[p.me], kept = made.front.sessions[d.me], made.front.sessions[p.me]
+        made.front.submit("half", [1, 2, 3], p, d, budget_s=0.3)
+        outputs = made.front.wait("half", 5)
+        made.front.sessions[p.me] = kept
+        assert outputs[-1].error is not None
+        assert outputs[-1].error.code in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.INVALID_REQUEST)
+        rest(made)
+
+
+def test_a_frontend_that_leaves_takes_its_requests_along() -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        for i in range(5):
+            made.front.submit(f"r{i}", list(range(100)), p, d, max_tokens=700)
+        made.front.close()
+        rest(made)
+        made.front = type(made.front)()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("transport", "count"), [("shm", 2000), ("tcp", 2000)])
+def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
+    with deployment(Role.PREFILL, Role.DECODE, transport=transport) as made:
+        me = psutil.Process()
+        serve_many(made, 256)
+        rss, fds = me.memory_info().rss, len(os.listdir("/proc/self/fd"))
+        serve_many(made, count)
+        rest(made)
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert me.memory_info().rss - rss < 16 * 2**20
