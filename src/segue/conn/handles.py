@@ -44,6 +44,8 @@ class _Handle:
         self.metadata: Metadata | None = None
         self.released = False
         self.wire_s = 0.0
+        #: when the phase last changed, on the owner's clock
+        self.changed_at = owner.clock.now()
 
     def poll(self) -> KVPoll:
         """The last phase the protocol reached; FAILED and SUCCESS are final. Never blocks."""
@@ -68,6 +70,7 @@ class _Handle:
         match change:
             case api.Phase():
                 self._phase = change.phase
+                self.changed_at = self._owner.clock.now()
                 self.error = change.error or self.error
                 self.metadata = change.metadata or self.metadata
                 self.wire_s = change.wire_s or self.wire_s

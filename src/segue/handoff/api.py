@@ -201,8 +201,9 @@ class Fence:
 class Phase:
     """The hand-off entered `phase`. Terminal phases come exactly once and last.
 
-    `error` comes with FAILED, `metadata` with the receiver's SUCCESS; `wire_s` is the time from
-    the first write given to the transport to the last landed one (sender, SUCCESS).
+    `error` comes with FAILED, `metadata` with the receiver's SUCCESS; `wire_s` comes
+    with SUCCESS: on the sender the time from the first write given to the transport to the last
+    landed one, on the receiver the time that the transport took for the slowest last chunk.
     """
 
     transfer: TransferId

@@ -69,7 +69,8 @@ class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """P→D: a chunk has landed at the destination, for one (source rank, destination rank) pair.
 
     `span` is in tokens of the prompt. `final` marks the pair's last chunk. `checksum` is over
-    the chunk's bytes in token order, or None where checksums are off.
+    the chunk's bytes in token order, or None where checksums are off. `wire_s` is the time the
+    transport took for it.
     """
 
     transfer: TransferId
@@ -80,6 +81,7 @@ class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nbytes: int
     final: bool
     checksum: int | None = None
+    wire_s: float = 0.0
 
 
 class Metadata(msgspec.Struct, frozen=True, tag=True, kw_only=True):

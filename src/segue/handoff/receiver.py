@@ -195,7 +195,7 @@ class ReceiverMachine(Machine):
             return
         self.go(ReceiverStep.COMPLETE)
         self.lease.end(LeaseStep.COMPLETE)
-        out.append(Phase(self.transfer, KVPoll.SUCCESS, metadata=tally.metadata))
+        out.append(Phase(self.transfer, KVPoll.SUCCESS, metadata=tally.metadata, wire_s=tally.last_wire_s))
         out.append(Send(self.peer, Committed(self.transfer)))
         out.append(Fence(self.transfer, self.epoch))
         out.append(Release(self.transfer))

@@ -103,6 +103,7 @@ class _Write:
     nbytes: int
     final: bool
     landed: bool
+    wire_s: float = 0.0
 
 
 class SenderMachine(Machine):
@@ -313,6 +314,7 @@ class SenderMachine(Machine):
         self.go(SenderStep.LANDED)
         pair, write = entry
         write.landed = True
+        write.wire_s = event.seconds
         self._last_landed_at = now
         self._announce(pair, out)
         return True
@@ -337,6 +339,7 @@ class SenderMachine(Machine):
                 span=write.span,
                 nbytes=write.nbytes,
                 final=write.final,
+                wire_s=write.wire_s,
             )
             out.append(Send(self.peer, message))
 

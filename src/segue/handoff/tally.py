@@ -33,6 +33,11 @@ class Tally:
         """Every planned pair has covered every token, and the metadata is here."""
         return not self.pending and self.metadata is not None
 
+    @property
+    def last_wire_s(self) -> float:
+        """What the transport took for the slowest of the pairs' last chunks, in seconds."""
+        return max((seen[-1].wire_s for seen in self._chunks.values() if seen), default=0.0)
+
     def chunk(self, message: ChunkPosted) -> bool:
         """Note a landed chunk; False if it is an exact repeat. Raises TransferFailed when it is not
         the next chunk of a planned pair."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from segue.conn.handles import Change, KVReceiver
 from segue.core.control import Load
-from segue.core.errors import ErrorInfo, Internal, InvalidRequest
+from segue.core.errors import ErrorInfo, Internal, InvalidRequest, MetadataMismatch
 from segue.core.types import KVPoll
 from segue.engine.api import SequenceResult, SequenceStep
 from segue.handoff import api
@@ -103,9 +103,6 @@ class DecodeRole(Desk):
             return
         job = entry.job
         match change:
-            case api.Phase(phase=KVPoll.TRANSFERRING):
-                if not job.ended:
-                    job.enter("wire", now)
             case api.Phase(phase=KVPoll.FAILED):
                 self.fail(job, change.error or Internal("failed without a reason").info, now)
             case api.Phase(phase=KVPoll.SUCCESS):
@@ -126,11 +123,19 @@ class DecodeRole(Desk):
         if metadata is None:
             self.fail(job, Internal("the hand-off ended without metadata").info, now)
             return
+        if not 0 <= metadata.first_token < self.engine.info.vocab_size:
+            text = f"prefill's first token {metadata.first_token} is outside the vocabulary"
+            self.fail(job, MetadataMismatch(text).info, now)
+            return
         job.computed = len(job.prompt)
         job.prompt_logprobs = metadata.prompt_logprobs or []
         job.usage = first_usage(len(job.prompt), job.cached, metadata.prefill_cached, metadata.computed)
-        job.enter("commit", now)
-        job.timeline |= metadata.timeline | {"at_ready": now}
+        job.enter("ready", now)
+        job.timeline |= metadata.timeline | {
+            "wire": entry.handle.wire_s,
+            "commit": now - entry.handle.changed_at,
+            "at_ready": now,
+        }
         self.engine.append(job.seq_id, metadata.first_token)
         self.remember(job, len(job.prompt))
         self.generation.start(job, metadata.first_token, metadata.first_logprob, now)

@@ -35,14 +35,13 @@ class Generation:
     def start(self, job: Job, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """`job` has its prompt's KV and its first token; it may run from the next step on."""
         job.enter("ready", now)
-        timeline = {k: v for k, v in job.timeline.items() if k != "ready"}
         first = Output(
             request_id=job.request.request_id,
             token_ids=[token],
             logprobs=[logprob] if logprob is not None else [],
             prompt_logprobs=job.prompt_logprobs or None,
             usage=job.usage,
-            timeline=timeline,
+            timeline=dict(job.timeline),
         )
         self.waiting.append(job)
         self._emit(job, token, first, now)
