@@ -42,3 +42,31 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
         return {r.dp_rank for r in self.replicas} == set(range(self.dp_size)) and len(
             self.replicas
         ) == self.dp_size
+
+
+class InstanceList(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a topology query.
+
+    `version` changes with every visible change; a query with the version that it has seen waits
+    for the next. `epoch` names one life of the registry and `age_s` is its length so far in
+    seconds: a young registry has not heard of everybody yet.
+    """
+
+    version: int
+    epoch: str
+    age_s: float
+    instances: list[InstanceRecord]
+
+
+class RoomRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Which DP rank of which instance owns a room. Immutable; gone after `ttl_s` seconds."""
+
+    incarnation: Incarnation
+    dp_rank: int
+    ttl_s: float
+
+
+class DrainFlag(msgspec.Struct, frozen=True, kw_only=True):
+    """The one thing about an instance that may change."""
+
+    draining: bool

@@ -1,0 +1,346 @@
+"""The registry over HTTP (`/v1/…`, JSON), as an ASGI app and as a server in a running loop.
+
+    GET    /v1/health
+    GET    /v1/instances?role=&version=&wait_s=        waits while the version is the one given
+    PUT    /v1/instances/{incarnation}/ranks/{dp_rank} register, and keep alive: the same again
+    PUT    /v1/instances/{incarnation}/draining        {"draining": bool}
+    DELETE /v1/instances/{incarnation}                 leave
+    PUT    /v1/rooms/{room}                            {"incarnation", "dp_rank", "ttl_s"}
+    GET    /v1/rooms/{room}?wait_s=                    waits until somebody owns the room
+
+Errors are `{"error": ErrorInfo}` with the status of their code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from segue.bootstrap.auth import authorized, is_loopback
+from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import StoreWaiter, SystemClock
+from segue.core.clock import Clock
+from segue.core.errors import (
+    BootstrapTimeout,
+    ConfigError,
+    ErrorInfo,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    RequestTooLarge,
+    SegueError,
+    Unauthorized,
+    status_of,
+)
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**10
+#: A waiting query is answered at the latest after this; the client then asks again.
+MAX_WAIT_S = 30.0
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """How an error travels."""
+
+    error: ErrorInfo
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _body(request: Request, type_: type[T]) -> T:
+    """The request's body, bounded and typed."""
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > MAX_BODY_BYTES:
+            raise RequestTooLarge(f"a body of more than {MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is no {type_.__name__}: {error}") from error
+
+
+def _number(request: Request, name: str, type_: type[T], *, path: bool = False) -> T | None:
+    """A number from the query or the path; None if the query does not have it."""
+    text = request.path_params[name] if path else request.query_params.get(name)
+    if text is None:
+        return None
+    try:
+        value = msgspec.convert(text, type_, strict=False)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequest(f"{name} must be a number, not {text[:64]!r}") from error
+    return value
+
+
+def _wait_s(request: Request) -> float:
+    wait_s = _number(request, "wait_s", float) or 0.0
+    if not 0 <= wait_s < float("inf"):
+        raise InvalidRequest(f"wait_s must not be negative or infinite, as {wait_s} is")
+    return min(wait_s, MAX_WAIT_S)
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """`work`, abandoned when the client goes away: a waiting query must not outlive its client."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Api:
+    """The handlers; each may raise a SegueError."""
+
+    def __init__(self, waiter: StoreWaiter) -> None:
+        self.waiter = waiter
+        self.store = waiter.store
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def list_instances(self, request: Request) -> Response:
+        text = request.query_params.get("role")
+        if text and text not in Role.__members__.values():
+            raise InvalidRequest(f"{text[:64]!r} is no role; roles are {', '.join(Role)}")
+        role = Role(text) if text else None
+        version = _number(request, "version", int)
+        return _json(await _while_connected(request, self.waiter.instances(role, version, _wait_s(request))))
+
+    async def put_rank(self, request: Request) -> Response:
+        record = await _body(request, InstanceRecord)
+        if record.incarnation != request.path_params["incarnation"]:
+            raise InvalidRequest("the incarnation in the body is not the one in the path")
+        dp_rank = _number(request, "dp_rank", int, path=True)
+        assert dp_rank is not None
+        self.store.register(record, dp_rank)
+        return _json({"version": self.store.version})
+
+    async def put_draining(self, request: Request) -> Response:
+        flag = await _body(request, DrainFlag)
+        self.store.set_draining(Incarnation(request.path_params["incarnation"]), flag.draining)
+        return _json({"version": self.store.version})
+
+    async def leave(self, request: Request) -> Response:
+        self.store.leave(Incarnation(request.path_params["incarnation"]))
+        return _json({"version": self.store.version})
+
+    async def put_room(self, request: Request) -> Response:
+        record = await _body(request, RoomRecord)
+        room = _number(request, "room", int, path=True)
+        assert room is not None
+        self.store.register_room(room, record)
+        return _json({})
+
+    async def get_room(self, request: Request) -> Response:
+        room = _number(request, "room", int, path=True)
+        assert room is not None
+        wait_s = _wait_s(request)
+        placement = await _while_connected(request, self.waiter.room(room, wait_s))
+        if placement is None:
+            raise BootstrapTimeout(f"nobody registered room {room} within {wait_s} s", room=max(room, 0))
+        return _json(placement)
+
+
+def registry_app(
+    store: RegistryStore,
+    secret: bytes | None,
+    limits: Limits,
+    *,
+    clock: Clock | None = None,
+    waiter: StoreWaiter | None = None,
+) -> Starlette:
+    """The registry as an ASGI app. With a secret every query but health needs the bearer token;
+    without one only clients on loopback are answered."""
+    api = _Api(waiter or StoreWaiter(store, clock or SystemClock(), max_waiters=4 * limits.max_queue))
+
+    def guarded(handler: Handler, *, open_to_all: bool = False) -> Handler:
+        async def handle(request: Request) -> Response:
+            try:
+                if not open_to_all:
+                    _authenticate(request, secret)
+                return await handler(request)
+            except SegueError as error:
+                return _json(ErrorBody(error.info), status_of(error.info.code))
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception:
+                # One query's bug is that query's: it is logged whole and answered honestly.
+                log.exception("the registry failed on %s %s", request.method, request.url.path)
+                info = Internal("the registry failed on this query; its log has the reason").info
+                return _json(ErrorBody(info), status_of(info.code))
+
+        return handle
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        info = NotFound(f"the registry has no {request.method} {request.url.path[:200]}").info
+        return _json(ErrorBody(info), status_of(info.code))
+
+    routes = [
+        Route("/v1/health", guarded(api.health, open_to_all=True), methods=["GET"]),
+        Route("/v1/instances", guarded(api.list_instances), methods=["GET"]),
+        Route("/v1/instances/{incarnation}/ranks/{dp_rank}", guarded(api.put_rank), methods=["PUT"]),
+        Route("/v1/instances/{incarnation}/draining", guarded(api.put_draining), methods=["PUT"]),
+        Route("/v1/instances/{incarnation}", guarded(api.leave), methods=["DELETE"]),
+        Route("/v1/rooms/{room}", guarded(api.put_room), methods=["PUT"]),
+        Route("/v1/rooms/{room}", guarded(api.get_room), methods=["GET"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+
+
+def _authenticate(request: Request, secret: bytes | None) -> None:
+    if secret is not None:
+        if not authorized(secret, request.headers.get("authorization", "")):
+            raise Unauthorized("the registry needs the deployment's secret: give the same --secret-file")
+    elif request.client is None or not is_loopback(request.client.host):
+        raise Unauthorized("this registry has no secret and answers only its own machine")
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves the process's signals to whoever runs the process."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+class RegistryServer:
+    """A running registry. Made by `serve`."""
+
+    def __init__(
+        self, store: RegistryStore, waiter: StoreWaiter, server: _Uvicorn, sock: socket.socket
+    ) -> None:
+        self.store = store
+        self.waiter = waiter
+        self.host, self.port = str(sock.getsockname()[0]), int(sock.getsockname()[1])
+        self._server = server
+        self._task = asyncio.get_running_loop().create_task(server.serve([sock]))
+
+    @property
+    def url(self) -> str:
+        """Where clients on this machine find it; a wildcard host is shown as loopback."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    async def started(self) -> None:
+        """Wait until queries are answered; raises what the start raised."""
+        up = asyncio.ensure_future(self._server.up.wait())
+        try:
+            await asyncio.wait({up, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+        if self._task.done():
+            self._task.result()
+            raise Internal("the registry's server ended at its start")
+
+    async def close(self) -> None:
+        """Release waiting queries and stop. Returns when the port is free again."""
+        self.waiter.close()
+        self._server.should_exit = True
+        await asyncio.wait({self._task})
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        infos = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"the registry cannot listen at {host}: {error.strerror or error}") from error
+    family, _, _, _, where = infos[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        # Listening now, not when the server starts, is what makes a second registry fail here.
+        sock.listen(512)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            text = f"port {port} at {host} is in use by another process: choose another --bootstrap-port"
+            raise ConfigError(text) from error
+        raise ConfigError(
+            f"the registry cannot listen at {host}:{port}: {error.strerror or error}"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+async def serve(
+    host: str,
+    port: int,
+    *,
+    secret: bytes | None,
+    limits: Limits,
+    store: RegistryStore | None = None,
+    clock: Clock | None = None,
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
+) -> RegistryServer:
+    """Run a registry in the current loop (port 0: any free one). ConfigError if the port is in use
+    or the host is not loopback and there is no secret. Ends with `close`."""
+    sock = _bind(host, port)
+    if secret is None and not is_loopback(str(sock.getsockname()[0])):
+        sock.close()
+        raise ConfigError(
+            f"a registry at {host} would answer other machines and there is no shared secret: give one "
+            "with --secret-file, or use 127.0.0.1"
+        )
+    clock = clock or SystemClock()
+    store = store or RegistryStore(clock, ttl_s=limits.registry_ttl_s)
+    waiter = StoreWaiter(store, clock, max_waiters=4 * limits.max_queue)
+    options: dict[str, Any] = (
+        {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile} if ssl_certfile else {}
+    )
+    config = uvicorn.Config(
+        registry_app(store, secret, limits, waiter=waiter),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        **options,
+    )
+    server = RegistryServer(store, waiter, _Uvicorn(config), sock)
+    try:
+        await server.started()
+    except BaseException:
+        await server.close()
+        raise
+    return server
