@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.conn.manager import KVManager
-from segue.core.config import InstanceConfig, LimitsConfig
+from segue.core.config import InstanceConfig, LimitsConfig, ModelConfig
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import AbortedByClient, SegueError
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, Placement, Role, new_incarnation, new_room
+from segue.engine.api import Engine
 from segue.roles.base import Role as RoleLogic
 from segue.serve.instance import Instance
 from segue.serve.leader import Ask
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 from segue.sim.engine import LineageEngine, lineage_spec
-from segue.transport.memory import allocate
+from segue.transport.memory import Memory, allocate
 
 VOCAB = 1000
 LIMITS = LimitsConfig(keepalive_s=0.5, peer_silence_s=5, drain_s=5, max_queue=4096)
@@ -64,8 +66,9 @@ class Front:
         *,
         max_tokens: int = 4,
         budget_s: float = 60.0,
+        **sampling_options: Any,
     ) -> SamplingParams:
-        sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+        sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, **sampling_options})
         ticket = Ticket(
             room=new_room(),
             attempt=0,
@@ -118,16 +121,33 @@ class Front:
                     self.done[output.request_id].set()
 
 
+def lineage_engine() -> tuple[Engine, Memory]:
+    """An engine whose KV proves its origin, over a pool that transports can reach."""
+    spec = lineage_spec(256)
+    memory = allocate(spec.nbytes)
+    return LineageEngine(spec, memoryview(memory.buffer), vocab_size=VOCAB), memory
+
+
 class Running:
     """An instance whose leader runs in a thread of its own."""
 
-    def __init__(self, role: Role, registry: str, *, transport: str = "shm", pages: int = 256):
-        spec = lineage_spec(pages)
-        self.memory = allocate(spec.nbytes)
-        view = memoryview(self.memory.buffer)
-        self.engine = LineageEngine(spec, view, vocab_size=VOCAB)
+    def __init__(
+        self,
+        role: Role,
+        registry: str,
+        *,
+        transport: str = "shm",
+        chunk_tokens: int = 512,
+        make_engine: Callable[[], tuple[Engine, Memory]] = lineage_engine,
+    ) -> None:
+        self.engine, self.memory = make_engine()
         config = InstanceConfig(
-            model="lineage", role=role, registry=registry, transport=transport, limit=LIMITS
+            model="test",
+            role=role,
+            registry=registry,
+            transport=transport,
+            limit=LIMITS,
+            engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=self.engine.spec.page_tokens),
         )
         self.instance = Instance(config, self.engine, self.memory)
         self.instance.start()
@@ -161,8 +181,9 @@ class Running:
         self.thread.join(20)
         assert not self.thread.is_alive(), "the leader did not drain"
         self.instance.close()
-        self.engine.memory.release()
-        self.memory.close()
+        if isinstance(self.engine, LineageEngine):
+            self.engine.memory.release()
+            self.memory.close()
 
 
 class Deployment:
