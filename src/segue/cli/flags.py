@@ -1,0 +1,106 @@
+"""From the words of a command line to a configuration: parsers are made from the settings themselves."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig
+from segue.core.errors import ConfigError
+from segue.core.settings import Layers, Setting, branches, build, leaves, nearest, parse_toml, settings
+
+Config = TypeVar("Config")
+
+CONFIG_VARIABLE = "SEGUE_CONFIG"
+KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
+MAX_SECRET_BYTES = 4096
+_GROUPS = {"engine": "model and memory", "limit": "limits", "log": "log"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose mistakes are ConfigErrors: one sentence, the nearest legal word."""
+
+    def __init__(self, **arguments: Any) -> None:
+        arguments.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **arguments)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+    def words(self) -> list[str]:
+        """The flags that exist and are shown."""
+        return [o for a in self._actions if a.help != argparse.SUPPRESS for o in a.option_strings]
+
+
+def add_settings(parser: argparse.ArgumentParser, cls: type) -> None:
+    """One flag for each setting of the tree `cls`, grouped as the tree is."""
+    groups: dict[str, tuple[argparse._ArgumentGroup, Mapping[str, Setting]]] = {
+        "": (parser.add_argument_group("settings"), leaves(cls))
+    }
+    for name, branch in branches(cls).items():
+        groups[name] = (parser.add_argument_group(_GROUPS.get(name, name)), leaves(branch))
+    for group, members in groups.values():
+        for setting in members.values():
+            _add(group, setting)
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"TOML file with settings ({CONFIG_VARIABLE}); flags and SEGUE_* win"
+    )
+
+
+def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    if setting.kind == "switch":
+        group.add_argument(
+            setting.flag, dest=setting.key, action="store_true", default=None, help=setting.help
+        )
+        return
+    text = setting.help
+    if setting.choices:
+        text += f": {', '.join(setting.choices)}"
+    if setting.default is not None:
+        default = f"{setting.default:g}" if isinstance(setting.default, float) else setting.default
+        text += f" (default: {default})"
+    if setting.required:
+        text += " (required)"
+    metavar = setting.metavar or "TEXT"
+    group.add_argument(setting.flag, dest=setting.key, metavar=metavar, help=text.replace("%", "%%"))
+
+
+def load(cls: type[Config], command: str, args: argparse.Namespace, **fixed: object) -> Config:
+    """The configuration of `command`. Raises ConfigError, also for a file that cannot be read."""
+    file_name = args.config or os.environ.get(CONFIG_VARIABLE, "")
+    file = parse_toml(_read(file_name, "--config").decode("utf-8", "replace"), file_name) if file_name else {}
+    flags = {key: getattr(args, key) for key in settings(cls)}
+    layers = Layers(flags, os.environ, file, file_name)
+    return build(cls, layers, command=command, known=KNOWN, also=[CONFIG_VARIABLE], fixed=fixed)
+
+
+Joined = TypeVar("Joined", InstanceConfig, FrontendConfig)
+
+
+def with_secret(config: Joined) -> Joined:
+    """`config` with the content of its secret file, if it names one."""
+    if config.secret_file is None:
+        return config
+    secret = _read(config.secret_file, "--secret-file").strip()
+    if not 16 <= len(secret) <= MAX_SECRET_BYTES:
+        raise ConfigError(
+            f"--secret-file {config.secret_file} must hold 16 to {MAX_SECRET_BYTES} bytes, not {len(secret)}"
+        )
+    return dataclasses.replace(config, secret=secret)
+
+
+def _read(name: str, flag: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"{flag} {name} cannot be read: {exc.strerror}") from exc
+
+
+def unknown(parser: Parser, words: list[str]) -> ConfigError:
+    """What to say about words that `parser` does not know."""
+    word = words[0].partition("=")[0]
+    return ConfigError(f"{parser.prog} does not know {word}{nearest(word, parser.words())}")

@@ -1,0 +1,51 @@
+"""From a model's name to a local folder, with a progress bar while it is fetched or converted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from segue.core.config import ModelSize
+
+
+def resolve(model: str, cache: str | None) -> Path:
+    """The local folder of `model`. Raises ConfigError for an unknown or broken one."""
+    from segue.engine.store import resolve_model
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(model, total=None, visible=False)
+        said = ""
+
+        def progress(text: str, done_bytes: int, total_bytes: int) -> None:
+            nonlocal said
+            bar.update(task, description=text, completed=done_bytes, total=total_bytes or None, visible=True)
+            if text != said and not console.is_terminal:
+                print(f"segue: {text}", file=sys.stderr, flush=True)
+            said = text
+
+        return Path(resolve_model(model, cache=Path(cache) if cache else None, progress=progress))
+
+
+def model_size(path: Path) -> ModelSize | None:
+    """What the model in the folder `path` needs, from its description; None if that does not say.
+
+    KV is counted in two bytes an item, as bfloat16 and float16 have it; with float32 the automatic
+    pool then holds half as many tokens, which is still a bounded share of memory.
+    """
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        config = config.get("text_config", config)
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        token_bytes = 2 * 2 * config["num_hidden_layers"] * kv_heads * head_dim
+        weight_bytes = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+        return ModelSize(weight_bytes, token_bytes, config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,171 @@
+"""What `serve`, `prefill`, `decode`, `unified` and `frontend` do once their settings are read."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from segue.cli import flags, logs
+from segue.cli.models import model_size, resolve
+from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig, served_name
+from segue.core.errors import ConfigError, Internal, SegueError
+from segue.core.limits import Limits
+from segue.core.settings import argv, nearest
+from segue.core.types import Role
+from segue.serve.host import this_host
+from segue.serve.lifeline import CannotStart, Lifeline, Ready
+from segue.serve.supervisor import MARGIN_S, THREAD_VARIABLES, Supervisor, check_port
+
+log = logging.getLogger("segue.cli")
+
+
+def serve(config: ServeConfig) -> int:
+    """Run a deployment until a signal; the exit status."""
+    logs.configure(config.log.log_level, "serve")
+    check_transport(config.transport)
+    check_port(config.host, config.port)
+    path = resolve(config.model, config.engine.cache)
+    size, host = model_size(path), this_host()
+    name = served_name(config.model, config.engine.served_model_name)
+    engine = dataclasses.replace(config.engine, served_model_name=name)
+    config = dataclasses.replace(config, model=str(path), engine=engine)
+    logs.event(log, "config", **config.derived(host, size))
+
+    async def run() -> int:
+        supervisor = Supervisor(
+            config,
+            host=host,
+            size=size,
+            command=_command,
+            registry=lambda secret: _registry(secret, config.limit.limits()),
+            announce=lambda url: _announce(url, name),
+        )
+        outcome = await supervisor.run()
+        if outcome.reason:
+            print(f"segue: {outcome.reason}", file=sys.stderr)
+        return outcome.status
+
+    return asyncio.run(run())
+
+
+def check_transport(name: str) -> None:
+    """Raise a ConfigError for a transport that does not exist or cannot work on this host."""
+    from segue.transport.registry import OK, available
+
+    if name == "auto":
+        return
+    reason = available().get(name)
+    if reason is None:
+        raise ConfigError(f"--transport {name} does not exist{nearest(name, available())}; see segue doctor")
+    if reason != OK:
+        raise ConfigError(f"--transport {name} cannot be used here: {reason}; use auto, or see segue doctor")
+
+
+@contextlib.asynccontextmanager
+async def _registry(secret: bytes, limits: Limits) -> AsyncIterator[str]:
+    from segue.bootstrap.server import serve as start
+
+    server = await start("127.0.0.1", 0, secret=secret, limits=limits)
+    try:
+        yield server.url
+    finally:
+        await server.close()
+
+
+def _command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+    return [sys.executable, "-m", "segue.cli.main", str(role), *argv(config)]
+
+
+def _announce(url: str, model: str) -> None:
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = shlex.quote(json.dumps({"model": model, "messages": [question]}))
+    print(
+        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d {body}", file=sys.stderr
+    )
+    sys.stderr.flush()
+    print(f"ready {url}", flush=True)
+
+
+def instance(args: argparse.Namespace) -> int:
+    """Run one instance in the role that the command names, until a signal; the exit status."""
+    role = Role(args.command)
+    lifeline = Lifeline(args.lifeline_fd, args.report_fd)
+
+    def run() -> int:
+        config = flags.with_secret(flags.load(InstanceConfig, role, args, role=role))
+        logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
+        lifeline.watch(config.limit.drain_s + MARGIN_S)
+        check_transport(config.transport)
+        host = this_host()
+        threads = config.engine.threads(host, 1)
+        # Before torch is loaded: its thread pools take their size from here.
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+        path = resolve(config.model, config.engine.cache)
+        size = model_size(path)
+        engine = dataclasses.replace(
+            config.engine,
+            served_model_name=config.served_model,
+            threads_per_worker=threads,
+            kv_gib=config.kv_bytes(host, size) / 2**30,
+        )
+        logs.event(log, "config", **config.derived(host, size))
+        config = dataclasses.replace(config, model=str(path), engine=engine)
+        from segue.serve.instance import run_instance
+
+        return run_instance(config, on_ready=lambda url: _ready(lifeline, config.label, url))
+
+    return _child(lifeline, run)
+
+
+def frontend(args: argparse.Namespace) -> int:
+    """Run the HTTP door until a signal; the exit status."""
+    lifeline = Lifeline(args.lifeline_fd, args.report_fd)
+
+    def run() -> int:
+        config = flags.with_secret(flags.load(FrontendConfig, "frontend", args))
+        logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
+        lifeline.watch(config.limit.drain_s + MARGIN_S)
+        if not lifeline.supervised:
+            check_port(config.host, config.port)
+        logs.event(log, "config", **config.derived())
+        if config.model is not None:
+            config = dataclasses.replace(config, model=str(resolve(config.model, config.cache)))
+        import uvloop
+
+        from segue.frontend.server import run_frontend
+
+        uvloop.run(run_frontend(config, on_ready=lambda url: _ready(lifeline, config.label, url)))
+        return 0
+
+    return _child(lifeline, run)
+
+
+def _ready(lifeline: Lifeline, label: str, url: str) -> None:
+    """Tell the supervisor, or the person who started this process by hand."""
+    if lifeline.supervised:
+        lifeline.report(Ready(url))
+    else:
+        print(f"ready {url or label}", flush=True)
+
+
+def _child(lifeline: Lifeline, run: Callable[[], int]) -> int:
+    """Run a process's work; a failure to start is reported to the supervisor in one sentence."""
+    try:
+        return run()
+    except SegueError as exc:
+        if not lifeline.supervised:
+            raise
+        status = 2 if isinstance(exc, ConfigError) else 1
+        lifeline.report(CannotStart(exc.info, status))
+        return status
+    except Exception as exc:  # a bug: its traceback goes to the log, its name to the supervisor
+        lifeline.report(CannotStart(Internal(f"{type(exc).__name__}: {exc}").info, 1))
+        raise

@@ -1,0 +1,237 @@
+"""`segue bench` against a server that holds no model: what it asks, what it counts, what it says."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import FakeOpenAI, running
+
+from segue.cli.bench import Bench
+from segue.cli.bench_flags import BenchConfig
+from segue.cli.loadgen import Connection, EventReader, Failure, Target, stream
+from segue.cli.main import main
+from segue.core.errors import ConfigError, SegueError
+
+
+def measure(fake: FakeOpenAI, **settings: Any) -> dict[str, Any]:
+    settings = {"requests": 6, "warmup": 2, "output_tokens": 4, "input_tokens": 20} | settings
+    with running(fake) as url:
+        return asyncio.run(Bench(BenchConfig(url=url, **settings)).run())
+
+
+def test_closed_loop_keeps_as_many_in_flight_as_asked() -> None:
+    fake = FakeOpenAI()
+    report = measure(fake, requests=12, warmup=0, concurrency=3)
+    result = report["result"]
+    assert (result["completed"], result["errors"], result["output_tokens"]) == (12, {}, 48)
+    assert fake.most_running <= 3
+    assert len(fake.bodies) == 12
+    assert result["itl_ms"]["n"] == 12 * 3  # the token with an empty text counts
+
+
+def test_requests_say_what_a_measurement_needs() -> None:
+    fake = FakeOpenAI()
+    measure(fake)
+    body = fake.bodies[-1]
+    assert body["model"] == "tiny"
+    assert (body["max_tokens"], body["ignore_eos"], body["stream"]) == (4, True, True)
+    assert body["stream_options"] == {"include_usage": True}
+    assert "return_timeline" not in body
+
+
+def test_prompts_are_exact_distinct_and_repeatable() -> None:
+    first, second, other = FakeOpenAI(), FakeOpenAI(), FakeOpenAI()
+    report = measure(first, shared_prefix_tokens=5, concurrency=1)
+    measure(second, shared_prefix_tokens=5, concurrency=1)
+    measure(other, shared_prefix_tokens=5, concurrency=1, seed=1)
+    prompts = [b["prompt"] for b in first.bodies]
+    assert report["exact_prompt_tokens"]
+    assert {len(p) for p in prompts} == {20}
+    assert len({tuple(p[:5]) for p in prompts}) == 1
+    assert len({tuple(p[5:]) for p in prompts}) == len(prompts) == 8  # warm-up prompts differ, too
+    assert prompts == [b["prompt"] for b in second.bodies]
+    assert prompts != [b["prompt"] for b in other.bodies]
+
+
+def test_without_tokenize_prompts_are_words_and_the_report_says_so() -> None:
+    fake = FakeOpenAI(can_tokenize=False)
+    report = measure(fake)
+    assert not report["exact_prompt_tokens"]
+    assert {len(b["prompt"].split()) for b in fake.bodies} == {20}
+
+
+def test_chat_api_sends_messages_and_the_role_event_is_no_token() -> None:
+    fake = FakeOpenAI()
+    report = measure(fake, api="chat", warmup=0)
+    assert fake.bodies[0]["messages"][0]["role"] == "user"
+    assert report["result"]["itl_ms"]["n"] == 6 * 3
+
+
+def test_open_loop_runs_every_arrival() -> None:
+    fake = FakeOpenAI()
+    report = measure(fake, rate=500.0, requests=20)
+    assert report["result"]["completed"] == 20
+
+
+def test_segue_splits_the_time_to_the_first_token() -> None:
+    fake = FakeOpenAI(owned_by="segue")
+    report = measure(fake)
+    assert fake.bodies[0]["return_timeline"] is True
+    split = report["result"]["ttft_split_ms"]
+    assert {k: v["p50"] for k, v in split.items()} == {"queue": 250.0, "wire": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        (429, "http_429"),
+        (500, "http_500"),
+        ("cut", "cut_off"),
+        ("error", "in_stream"),
+        ("garbage", "protocol"),
+    ],
+)
+def test_errors_are_counted_by_kind_and_the_rest_goes_on(what: int | str, kind: str) -> None:
+    fake = FakeOpenAI()
+    fake.fail = {1: what, 3: what}
+    result = measure(fake, warmup=0, concurrency=1)["result"]
+    assert result["errors"] == {kind: 2}
+    assert result["completed"] == 4
+    assert result["ttft_ms"]["n"] == 4
+
+
+def test_a_server_that_answers_nothing_right_is_an_error_not_a_table() -> None:
+    fake = FakeOpenAI()
+    fake.fail = dict.fromkeys(range(2), 500)
+    with pytest.raises(SegueError, match="no warm-up request succeeded: http_500"):
+        measure(fake)
+
+
+def test_nobody_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "http://127.0.0.1:1", "--requests", "1"]) == 1
+    assert "connect" in capsys.readouterr().err
+
+
+def test_a_silent_server_is_a_timeout() -> None:
+    async def silent() -> str:
+        stop = asyncio.Event()
+
+        async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await stop.wait()
+            writer.close()
+
+        server = await asyncio.start_server(never, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        result = await stream(Connection(Target("127.0.0.1", port, "", None)), "/", b"{}", 0.05)
+        stop.set()
+        server.close()
+        await server.wait_closed()
+        return result.error
+
+    assert asyncio.run(silent()) == "timeout"
+
+
+def test_an_idle_connection_that_the_server_closed_is_opened_again() -> None:
+    served = 0
+
+    async def once() -> tuple[str, str]:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal served
+            await reader.readuntil(b"\r\n\r\n{}")
+            served += 1
+            body = b'data: {"choices": [{"text": "x"}]}\n\ndata: [DONE]\n\n'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            writer.close()  # although nothing said so: keep-alive was offered
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        connection = Connection(Target("127.0.0.1", server.sockets[0].getsockname()[1], "", None))
+        results = [await stream(connection, "/", b"{}", 5.0) for _ in range(2)]
+        server.close()
+        await server.wait_closed()
+        return results[0].error, results[1].error
+
+    assert asyncio.run(once()) == ("", "")
+    assert served == 2
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_events_may_be_cut_anywhere(cut: int) -> None:
+    got: list[bytes] = []
+    reader = EventReader(got.append)
+    data = b"data: one\n\n: comment\nevent: x\ndata:two\r\n\r\ndata: [DONE]\n\n"
+    for start in range(0, len(data), cut):
+        reader.feed(data[start : start + cut])
+    assert got == [b"one", b"two", b"[DONE]"]
+
+
+def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segue.cli.loadgen.MAX_EVENT_BYTES", 100)
+    reader = EventReader(lambda data: None)
+    with pytest.raises(Failure, match="protocol"):
+        reader.feed(b"data: " + b"x" * 200)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        (["nonsense"], "http://HOST:PORT"),
+        (["ftp://h:1"], "http://HOST:PORT"),
+        (["http://h:99999"], "http://HOST:PORT"),
+        (["http://h:1", "--requests", "0"], "--requests"),
+        (["http://h:1", "--rate", "0"], "--rate"),
+        (["http://h:1", "--rate", "1", "--concurrency", "2"], "not allowed with"),
+        (["http://h:1", "--input-tokens", "5", "--shared-prefix-tokens", "5"], "--shared-prefix-tokens"),
+        (["http://h:1", "--api-key-file", "/nowhere"], "--api-key-file"),
+        ([], "URL"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(
+    flags: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *flags]) == 2
+    captured = capsys.readouterr()
+    assert fragment in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_the_command_prints_a_table_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    file = tmp_path / "result.json"
+    fake = FakeOpenAI(owned_by="segue")
+    with running(fake) as url:
+        flags = ["--requests", "3", "--warmup", "1", "--output-tokens", "2", "--slo-ttft-ms", "60000"]
+        assert main(["bench", url, *flags, "--json", str(file), "--api-key-file", str(key)]) == 0
+    out = capsys.readouterr().out
+    assert [
+        x
+        for x in ("3 of 3 requests of tiny", "time to first token", "goodput", "first token: wire")
+        if x not in out
+    ] == []
+    report = json.loads(file.read_text())
+    assert report["result"]["goodput"]["share"] == 1.0
+    assert report["config"]["requests"] == 3
+    assert report["client"]["cpu_us_per_event"] > 0
+    assert "sesame" not in file.read_text() + out
+    assert fake.headers[-1]["authorization"] == "Bearer sesame"
+
+
+def test_status_is_1_if_nothing_completed(tmp_path: Path) -> None:
+    fake = FakeOpenAI()
+    fake.fail = dict.fromkeys(range(3), 503)
+    with running(fake) as url:
+        assert main(["bench", url, "--requests", "3", "--warmup", "0", "--json", str(tmp_path / "r")]) == 1
+
+
+@pytest.mark.parametrize("base", ["", "/", "/v1", "/v1/"])
+def test_base_of_the_url(base: str) -> None:
+    assert Target.of(f"http://127.0.0.1:8000{base}") == Target("127.0.0.1", 8000, "", None)
+
+
+def test_config_checks_itself() -> None:
+    with pytest.raises(ConfigError, match="--output-tokens"):
+        BenchConfig(url="http://h:1", output_tokens=0)

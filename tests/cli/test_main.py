@@ -1,0 +1,255 @@
+"""The command line itself: help, statuses, sentences, secrets, log lines."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from segue import __version__
+from segue.cli import doctor as doctor_module
+from segue.cli import flags, logs, models, processes
+from segue.cli.main import ABSENT, main, parser
+from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ModelSize, ServeConfig
+from segue.core.errors import ConfigError, PeerRefused
+from segue.core.settings import argv, settings
+from segue.core.types import Role
+from segue.serve.lifeline import CannotStart, Lifeline, Ready, decode_report
+
+CONTRACT = {
+    "serve": "model host port prefill decode unified transport dtype page-tokens chunk-tokens kv-gib "
+    "threads-per-worker log-level",
+    "prefill": "model http-port bootstrap-port dp tp pp cp load-balance dp-rank-conflict "
+    "force-query-prefill-dp-rank registry secret-file transport",
+    "decode": "model http-port dp tp pp registry secret-file transport",
+    "frontend": "registry port secret-file policy",
+    "bench": "input-tokens output-tokens requests concurrency rate slo-ttft-ms slo-itl-ms json",
+}
+
+
+@pytest.mark.parametrize("command", sorted(CONTRACT))
+def test_the_stable_flags_exist(command: str) -> None:
+    words = parser()[1][command].words()
+    assert [f for f in CONTRACT[command].split() if f"--{f}" not in words] == []
+
+
+@pytest.mark.parametrize("command", sorted(parser()[1]))
+def test_help_has_an_example_and_status_0(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert f"example:\n  segue {command}" in out
+    assert "lifeline" not in out
+
+
+def test_top_help_names_what_exists_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert [c for c in parser()[1] if c not in out] == []
+    assert [c for c in ABSENT if c in out] == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"segue {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["explain", "abc"], "segue explain is not part of version"),
+        (["sim", "--seed", "1"], "segue sim is not part of version"),
+        (["decod"], "did you mean decode?"),
+        (["serve", "--page-token", "8"], "did you mean --page-tokens?"),
+        (["serve", "--port"], "--port"),
+        (["serve", "--port", "x"], "--port must be a whole number"),
+        (["serve", "--config", "/nowhere.toml"], "--config /nowhere.toml cannot be read"),
+        (["serve", "--transport", "sm"], "--transport sm does not exist (did you mean shm?)"),
+        (["serve", "--transport", "ascend"], "--transport ascend cannot be used here"),
+        (["decode", "--model", "m"], "--registry"),
+        (["prefill", "--model", "m", "--secret-file", "/nowhere"], "--secret-file /nowhere cannot be read"),
+        (["frontend"], "segue frontend needs --registry"),
+    ],
+)
+def test_a_mistake_is_status_2_and_one_sentence(
+    words: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert fragment in captured.err
+    assert captured.err.startswith("segue: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom segue.cli.main import main\nmain(['version'])\n"
+        "try: main(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = ('torch', 'transformers', 'numpy', 'asyncio', 'httpx', 'starlette', 'rich', 'uvloop')\n"
+        "print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- configuration ------------------------------------------------------------------------------
+
+
+def test_flags_variables_and_file_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "segue.toml"
+    file.write_text("port = 1\nprefill = 3\n[serve]\ndecode = 4\n")
+    monkeypatch.setenv("SEGUE_CONFIG", str(file))
+    monkeypatch.setenv("SEGUE_PORT", "2")
+    args = parser()[0].parse_args(["serve", "--host", "127.0.0.9"])
+    config = flags.load(ServeConfig, "serve", args)
+    assert (config.port, config.prefill, config.decode, config.host) == (2, 3, 4, "127.0.0.9")
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_setting_is_a_flag_with_a_meaning(command: str) -> None:
+    made = parser()[1][command]
+    for setting in settings(COMMANDS[command]).values():
+        assert setting.flag in made.words()
+        assert len(setting.help) > 10
+
+
+def test_a_childs_command_line_builds_its_configuration_again() -> None:
+    registry = "http://127.0.0.1:7"
+    instance = InstanceConfig(model="/m", role=Role.DECODE, registry=registry, name="decode-0")
+    for role, config in ((Role.DECODE, instance), (Role.FRONTEND, FrontendConfig(registry=registry))):
+        words = processes._command(role, config)
+        assert words[:3] == [sys.executable, "-m", "segue.cli.main"]
+        args = parser()[0].parse_args([*words[3:], "--lifeline-fd=3", "--report-fd=4"])
+        fixed = {"role": role} if role is Role.DECODE else {}
+        again = flags.load(type(config), role, args, **fixed)
+        assert again == config
+        assert argv(again) == argv(config)
+
+
+def test_secret_is_read_checked_and_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    config = FrontendConfig(registry="http://127.0.0.1:7", secret_file=str(file))
+    file.write_text("  a-secret-of-some-length\n")
+    assert flags.with_secret(config).secret == b"a-secret-of-some-length"
+    assert "some-length" not in repr(flags.with_secret(config))
+    file.write_text("short")
+    with pytest.raises(ConfigError, match="16 to 4096 bytes, not 5"):
+        flags.with_secret(config)
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        flags.with_secret(config)
+
+
+# ---- children -----------------------------------------------------------------------------------
+
+
+def report_of(words: list[str]) -> tuple[int, object]:
+    read, write = os.pipe()
+    try:
+        status = main([*words, f"--report-fd={write}"])
+        return status, decode_report(os.read(read, 65536))
+    finally:
+        os.close(read)
+
+
+def test_a_child_reports_why_it_cannot_start_and_stays_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    status, report = report_of(["decode", "--model", "m"])
+    assert status == 2
+    assert isinstance(report, CannotStart)
+    assert (report.status, "--registry" in report.error.text) == (2, True)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_supervised_failure_that_is_not_a_setting_is_status_1() -> None:
+    read, write = os.pipe()
+
+    def run() -> int:
+        raise PeerRefused("the registry says no")
+
+    assert processes._child(Lifeline(None, write), run) == 1
+    report = decode_report(os.read(read, 65536))
+    os.close(read)
+    assert isinstance(report, CannotStart)
+    assert report.error.text == "the registry says no"
+
+
+def test_only_the_first_report_counts() -> None:
+    read, write = os.pipe()
+    lifeline = Lifeline(None, write)
+    assert lifeline.supervised
+    lifeline.report(Ready("http://127.0.0.1:1"))
+    lifeline.report(Ready("http://127.0.0.1:2"))
+    assert decode_report(os.read(read, 65536)) == Ready("http://127.0.0.1:1")
+    assert os.read(read, 1) == b""
+    os.close(read)
+
+
+# ---- log, model, doctor -------------------------------------------------------------------------
+
+
+def test_log_lines_are_one_line_with_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    root, segue = logging.getLogger(), logging.getLogger("segue")
+    before = root.handlers[:], root.level, segue.level
+    try:
+        logs.configure("info", "decode-0")
+        log = logging.getLogger("segue.test")
+        logs.event(log, "hello", room=7, text="two words")
+        log.warning("forged\nline")
+        log.debug("not shown")
+    finally:
+        logging.captureWarnings(False)
+        root.handlers[:], root.level = before[:2]
+        segue.setLevel(before[2])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("INFO    decode-0 segue.test event=hello room=7 text='two words'")
+    assert lines[1].endswith("WARNING decode-0 segue.test forged\\nline")
+
+
+def test_model_size_is_read_from_its_description(tmp_path: Path) -> None:
+    description = {
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 576,
+        "max_position_embeddings": 8192,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    assert models.model_size(tmp_path) == ModelSize(1000, 23040, 8192)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    assert models.model_size(tmp_path) is None
+    assert models.model_size(tmp_path / "absent") is None
+
+
+def test_doctor_finds_this_host_usable(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--json", "--cache", str(tmp_path / "none")]) == 0
+    found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
+    assert {"python", "cpu", "memory", "memfd", "loopback", "torch", "model cache"} <= set(found)
+    assert found["transport shm"]["state"] == "ok"
+    assert found["transport nixl"]["state"] == "absent"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "state", "fragment"),
+    [
+        ("flags\t: fpu avx2 avx512f amx_bf16 avx512_bf16\n", "ok", "amx_bf16"),
+        ("flags\t: fpu avx2\n", "slow", "float32"),
+        ("Features\t: asimd bf16\n", "ok", "bf16"),
+        ("", "slow", "no vector extensions"),
+    ],
+)
+def test_doctor_knows_processors(cpuinfo: str, state: str, fragment: str) -> None:
+    finding = doctor_module.cpu_finding(cpuinfo, 2)
+    assert (finding.state, fragment in finding.text) == (state, True)
+
+
+def test_doctor_ends_with_1_if_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = doctor_module.Finding("x", "broken", "no")
+    monkeypatch.setattr(doctor_module, "findings", lambda cache: [broken])
+    assert doctor_module.doctor(cache=None, as_json=False) == 1
