@@ -16,17 +16,33 @@ from segue.engine.packing import Packed, Segment, View
 
 ATTENTION_NAME = "segue_paged"
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash = torch._scaled_dot_product_flash_attention_for_cpu
 
 
 class StepContext:
     """What attention needs to know of the running step; travels through the forward as a keyword."""
 
-    __slots__ = ("packed", "pool")
+    __slots__ = ("_rotations", "packed", "pool")
 
     def __init__(self, packed: Packed, pool: KVPool) -> None:
         self.packed = packed
         self.pool = pool
+        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def rotation(
+        self, position_embeddings: tuple[torch.Tensor, torch.Tensor], head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine, `[rows, 1, head_dim]`, such that the rotary embedding of x is
+        `x * cosine + roll(x, head_dim / 2) * sine`. Made once per step and kind of layer."""
+        cos, sin = position_embeddings
+        made = self._rotations.get(id(cos))
+        if made is None:
+            if cos.shape[-1] != head_dim or cos.shape[0] != 1:
+                raise Internal(f"rotary embedding of shape {tuple(cos.shape)} for heads of {head_dim}")
+            signed = sin[0].clone()
+            signed[:, : head_dim // 2].neg_()
+            made = self._rotations[id(cos)] = (cos[0].unsqueeze(1), signed.unsqueeze(1))
+        return made
 
     def attend(
         self,
@@ -68,7 +84,9 @@ class StepContext:
         if view.blocks:
             return self._windowed(view, layer, query, scale)
         q = query[row:end].transpose(0, 1).unsqueeze(0)
-        partial = [_flash(q, k, v, scale=scale) for k, v in self._stored(view, layer)]
+        partial: list[tuple[torch.Tensor, torch.Tensor]] = [
+            _flash(q, k, v, scale=scale) for k, v in self._stored(view, layer)
+        ]
         if view.causal:
             k = key[row:end].transpose(0, 1).unsqueeze(0)
             v = value[row:end].transpose(0, 1).unsqueeze(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,9 +16,13 @@ from segue.engine.attention import StepContext
 from segue.engine.families import LoadedModel, load_model
 from segue.engine.kvpool import HostKV, KVPool, make_pool
 from segue.engine.model_fingerprint import fingerprint
+from segue.engine.model_fused import Head, fuse
 from segue.engine.packing import Limits, Packed, Segment, check, pack
 from segue.layout.spec import PoolSpec
 from segue.transport.memory import Memory
+
+if TYPE_CHECKING:
+    from segue.engine.grammar import GrammarCompiler
 
 #: Rows of logits held at once while prompt log-probabilities are computed.
 LOGPROB_ROWS = 128
@@ -59,14 +63,16 @@ class _Sequence:
 class TorchEngine:
     """`Engine` over torch on the CPU. Called by one thread; `step` blocks for one forward."""
 
-    def __init__(self, info: ModelInfo, loaded: LoadedModel, pool: KVPool, sampler: TokenSampler) -> None:
+    def __init__(
+        self, info: ModelInfo, loaded: LoadedModel, head: Head, pool: KVPool, sampler: TokenSampler
+    ) -> None:
         self.info = info
         self.spec: PoolSpec = pool.spec
         self.memory: Memory = pool.memory
         self._pool = pool
         self._sampler = sampler
         self._model = loaded.model
-        self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
+        self._head = head
         self._windows = tuple(dict.fromkeys(loaded.windows))
         self._limits = Limits(
             vocab_size=info.vocab_size,
@@ -127,13 +133,7 @@ class TorchEngine:
             segue_step=StepContext(packed, self._pool),
         )
         hidden: torch.Tensor = output.last_hidden_state
-        return hidden[0]
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model.lm_head(hidden)
-        if self._softcap:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        return hidden.view(-1, hidden.shape[-1])
 
     def _sample(
         self, packed: Packed, hidden: torch.Tensor, prompt: dict[int, SequenceResult]
@@ -148,7 +148,7 @@ class TorchEngine:
         if wanted:
             rows = [segment.row + segment.rows - 1 for segment in wanted]
             chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
-            for result in self._sampler.sample([s.step.seq_id for s in wanted], self._logits(chosen)):
+            for result in self._sampler.sample([s.step.seq_id for s in wanted], self._head.logits(chosen)):
                 before = prompt.get(result.seq_id)
                 if before is not None:
                     result = replace(result, prompt_logprobs=before.prompt_logprobs)
@@ -184,7 +184,7 @@ class TorchEngine:
         for at in range(0, len(targets), LOGPROB_ROWS):
             part = slice(at, at + LOGPROB_ROWS)
             entries.extend(
-                self._sampler.prompt_logprobs(step.seq_id, self._logits(before[part]), targets[part])
+                self._sampler.prompt_logprobs(step.seq_id, self._head.logits(before[part]), targets[part])
             )
         state.computed = step.start + len(tokens)
         state.last_hidden = rows[-1:].clone() if state.computed < state.prompt_tokens else None
@@ -213,6 +213,7 @@ def load_engine(
     identity = fingerprint(folder)
     with torch.inference_mode():
         loaded = load_model(folder, dtype)
+        head = fuse(loaded)
     pool = make_pool(loaded.shape, pool_bytes, page_tokens, memory)
     info = ModelInfo(
         name=folder.name,
@@ -225,5 +226,21 @@ def load_engine(
     if sampler is None:
         from segue.engine.sampler import Sampler
 
-        sampler = Sampler(info.vocab_size, info.eos_token_ids)
-    return TorchEngine(info, loaded, pool, sampler)
+        sampler = Sampler(info.vocab_size, info.eos_token_ids, _grammars(folder, info))
+    return TorchEngine(info, loaded, head, pool, sampler)
+
+
+def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:
+    """The grammar compiler of the folder's tokenizer; None for a model without one. Made at start:
+    the first request that needs it must not hold up a step."""
+    if not (folder / "tokenizer.json").exists():
+        return None
+    from transformers import AutoTokenizer
+
+    from segue.engine.grammar import GrammarCompiler
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {exc}") from exc
+    return GrammarCompiler(tokenizer, info.vocab_size, info.eos_token_ids)

@@ -1,0 +1,290 @@
+"""Replaces the decoder layers of a loaded model by ones with fewer, larger operations.
+
+Same mathematics, other grouping: q, k and v in one product; weights packed once for oneDNN where that
+is faster (bfloat16 on this hardware; measured for float32 and float16: no gain); activation, gating
+and residual folded into the products; norms in the cheapest of torch's forms. Every family's fused
+layers are compared with transformers' own by the tests; a layer of an unknown make is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segue.core.errors import ConfigError, Internal
+from segue.engine.attention import StepContext
+from segue.engine.families import LoadedModel
+
+#: Up to this many rows a norm costs its calls, above it its passes over memory.
+FEW_ROWS = 64
+#: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
+MAX_TIES = 256
+
+_packed_unary = torch.ops.mkldnn._linear_pointwise.default
+_packed_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+#: oneDNN's name and algorithm of the activations that it can fold into a product.
+_ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
+
+
+class Product(Protocol):
+    """`x W^T + b` over rows `[n, in]`, and the same with what usually follows folded in."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def activated(self, x: Tensor) -> Tensor:
+        """The product through the model's activation."""
+        ...
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product, times `other` element by element. May reuse `other`'s memory."""
+        ...
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product plus `other`."""
+        ...
+
+
+class PackedProduct(nn.Module):
+    """A product whose weights lie in the order oneDNN's kernels read them in."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.bias = bias
+        self._activation, self._algorithm = _ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _packed_unary(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    __call__ = forward  # no hooks are ever registered: spare the dispatch
+
+    def activated(self, x: Tensor) -> Tensor:
+        out: Tensor = _packed_unary(x, self.weight, self.bias, self._activation, [], self._algorithm)
+        return out
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = _packed_binary(x, other, self.weight, self.bias, "mul")
+        return out
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        out: Tensor = _packed_binary(x, other, self.weight, self.bias, "add")
+        return out
+
+
+class PlainProduct(nn.Module):
+    """A product by torch's own kernel, for types where packing gains nothing."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Any) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    __call__ = forward
+
+    def activated(self, x: Tensor) -> Tensor:
+        out: Tensor = self._activation(F.linear(x, self.weight, self.bias))
+        return out
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias).mul_(other)
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias).add_(other)
+
+
+class FusedNorm(nn.Module):
+    """Root mean square norm over the last dimension; computes in float32 and rounds once.
+
+    `weight` is float32, and `[size]`, or `[heads, size]` for a norm of each head.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+        self.size = weight.shape[-1]
+        # Over (x, -x) the mean is zero and the variance is the mean square, so that the fused layer
+        # norm, for which torch has one kernel, is the RMS norm, for which it has seven.
+        self.twice = torch.cat((weight, weight)) if weight.dim() == 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.twice is not None and x.shape[0] < FEW_ROWS:
+            both = F.layer_norm(torch.cat((x, -x), -1), (2 * self.size,), self.twice, None, self.eps)
+            return both[..., : self.size]
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = scale.square_().mul_(1 / self.size).add_(self.eps).rsqrt_()
+        normed = wide * scale if wide is x else wide.mul_(scale)
+        return normed.mul_(self.weight).to(x.dtype)
+
+    __call__ = forward
+
+
+class FusedLayer(nn.Module):
+    """One decoder layer over rows `[n, hidden]`, called by transformers' own model in place of its own."""
+
+    def __init__(self, layer: Any, index: int, loaded: LoadedModel, make: ProductMaker) -> None:
+        super().__init__()
+        attn = layer.self_attn
+        self.index = index
+        self.window = loaded.windows[index]
+        self.scale = float(attn.scaling)
+        self.head_dim = loaded.shape.k_dim
+        self.kv_heads = loaded.shape.kv_heads
+        self.heads = attn.q_proj.out_features // self.head_dim
+        self.qk_items = (self.heads + self.kv_heads) * self.head_dim
+        self.qkv = make.joined(attn.q_proj, attn.k_proj, attn.v_proj)
+        self.o = make.joined(attn.o_proj)
+        names = {name for name, _ in attn.named_children()}
+        self.qk_norm = self._head_norm(attn, make) if {"q_norm", "k_norm"} <= names else None
+        self.input_norm = make.norm(layer.input_layernorm)
+        sandwich = make.sandwich
+        self.attention_norm = make.norm(layer.post_attention_layernorm) if sandwich else None
+        self.mlp_norm = make.norm(
+            layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
+        )
+        self.after_norm = make.norm(layer.post_feedforward_layernorm) if sandwich else None
+        mlp = layer.mlp
+        parts = {name for name, _ in mlp.named_children()}
+        self.mixture: Any = None
+        if parts == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+            self.gate, self.up = make.joined(mlp.gate_proj), make.joined(mlp.up_proj)
+            self.down = make.joined(mlp.down_proj)
+        else:
+            self.mixture = mlp
+
+    def _head_norm(self, attn: Any, make: ProductMaker) -> FusedNorm:
+        q, k = make.norm(attn.q_norm), make.norm(attn.k_norm)
+        weight = torch.cat((q.weight.expand(self.heads, -1), k.weight.expand(self.kv_heads, -1)))
+        return FusedNorm(weight, q.eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        segue_step: StepContext,
+        **_unused: object,
+    ) -> Tensor:
+        x = hidden_states[0] if hidden_states.dim() == 3 else hidden_states
+        attended = self._attend(self.input_norm(x), position_embeddings, segue_step)
+        if self.attention_norm is None:
+            x = self.o.plus(attended, x)
+        else:
+            x = x + self.attention_norm(self.o(attended))
+        normed = self.mlp_norm(x)
+        if self.mixture is not None:
+            mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]
+            return x + mixed
+        inner = self.up.times(normed, self.gate.activated(normed))
+        if self.after_norm is None:
+            return self.down.plus(inner, x)
+        return x + self.after_norm(self.down(inner))
+
+    __call__ = forward
+
+    def _attend(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], step: StepContext) -> Tensor:
+        qkv = self.qkv(x)
+        qk = qkv[:, : self.qk_items].view(-1, self.heads + self.kv_heads, self.head_dim)
+        value = qkv[:, self.qk_items :].view(-1, self.kv_heads, self.head_dim)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        cos, sin = step.rotation(position_embeddings, self.head_dim)
+        turned = (qk * cos).addcmul_(qk.roll(self.head_dim // 2, -1), sin)
+        query, key = turned.split((self.heads, self.kv_heads), 1)
+        out = step.attend(self.index, query, key, value, self.scale, self.window)
+        return out.view(-1, self.heads * self.head_dim)
+
+
+class ProductMaker:
+    """Makes the products and norms of one model in its family's manner."""
+
+    def __init__(self, config: Any, dtype: str) -> None:
+        gemma = config.model_type == "gemma3_text"
+        self.sandwich = gemma
+        self._one_plus = gemma
+        self._act = config.hidden_activation if gemma else config.hidden_act
+        self._packed = dtype == "bfloat16" and self._act in _ACTIVATIONS and torch._C._has_mkldnn
+
+    def joined(self, *linears: nn.Linear) -> Any:
+        """One product that gives the outputs of all `linears` side by side."""
+        weight = linears[0].weight.detach()
+        if len(linears) > 1:
+            weight = torch.cat([linear.weight for linear in linears]).detach()
+        bias = None
+        if any(linear.bias is not None for linear in linears):
+            bias = torch.cat([_bias(linear) for linear in linears]).detach()
+        if self._packed:
+            return PackedProduct(weight, bias, self._act)
+        from transformers.activations import ACT2FN
+
+        return PlainProduct(weight, bias, ACT2FN[self._act])
+
+    def norm(self, module: Any) -> FusedNorm:
+        """The norm `module` with its family's reading of the weight."""
+        weight = module.weight.detach().float()
+        if self._one_plus:
+            return FusedNorm(1.0 + weight, module.eps)
+        return FusedNorm(weight, module.variance_epsilon)
+
+
+def _bias(linear: nn.Linear) -> Tensor:
+    bias: Tensor | None = linear.bias
+    return bias if bias is not None else torch.zeros(linear.out_features, dtype=linear.weight.dtype)
+
+
+class Head:
+    """Logits in float32 from final hidden states.
+
+    A product in half precision rounds its result: at 25, bfloat16 has steps of 0.125, and the two
+    best tokens often tie. So whatever lies within one such step of the best is computed again in
+    float32: the best token is then the one that the hidden state really says.
+    """
+
+    def __init__(self, weight: Tensor, product: Product, softcap: float | None) -> None:
+        self._weight = weight
+        self._product = product
+        self._softcap = softcap
+        self._step = torch.finfo(weight.dtype).eps
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[rows, vocab]` in float32, of `hidden` `[rows, hidden]`."""
+        rounded = self._product(hidden)
+        logits = rounded.float()
+        if rounded.dtype != torch.float32:
+            self._refine(logits, hidden)
+        if self._softcap is not None:
+            logits = logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        return logits
+
+    def _refine(self, logits: Tensor, hidden: Tensor) -> None:
+        best = logits.amax(-1, keepdim=True)
+        rows, tokens = torch.nonzero(logits >= best - best.abs() * self._step, as_tuple=True)
+        if len(hidden) < len(rows) <= MAX_TIES * len(hidden):
+            exact = hidden.float()[rows].mul_(self._weight[tokens]).sum(-1)
+            logits[rows, tokens] = exact
+
+
+def fuse(loaded: LoadedModel) -> Head:
+    """Replace the layers and the last norm of `loaded` in place; returns what makes its logits."""
+    make = ProductMaker(loaded.config, loaded.shape.dtype)
+    body = loaded.model.model
+    for index, layer in enumerate(body.layers):
+        if layer.self_attn.layer_idx != index:
+            raise Internal(f"layer {index} of the model calls itself {layer.self_attn.layer_idx}")
+        body.layers[index] = FusedLayer(layer, index, loaded, make)
+    body.norm = make.norm(body.norm)
+    head = loaded.model.lm_head
+    if head.bias is not None:
+        raise ConfigError("an output head with a bias is not supported")
+    softcap = loaded.config.to_dict().get("final_logit_softcapping")
+    return Head(head.weight.detach(), make.joined(head), softcap)
