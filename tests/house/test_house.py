@@ -29,7 +29,8 @@ def test_every_room_of_the_house_is_known() -> None:
 )
 def test_rule_holds_everywhere(rule: Rule) -> None:
     assert len(MODULES) > 30
-    assert [fault for source in MODULES for fault in rule(source)] == []
+    faults = [fault for source in MODULES for fault in rule(source)]
+    assert faults == [], "\n".join(faults)
 
 
 def test_rooms_form_no_circle() -> None:
