@@ -280,7 +280,7 @@ class PrefixTree:
 
 
 def allocate_evicting(
-    pool: PagePool, tree: PrefixTree, n: int, after: int | None = None, room: int = 0
+    pool: PagePool, tree: PrefixTree, n: int, after: int | None = None, room: int | None = None
 ) -> list[int]:
     """`pool.allocate`, after giving back as many cached pages as are missing.
 

@@ -1,0 +1,187 @@
+"""The prefix tree against a plain dictionary of prefixes."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from segue.core.errors import Internal, OutOfCapacity
+from segue.engine.pages import PagePool
+from segue.engine.prefix import PrefixTree, allocate_evicting
+
+SIZE = 2
+tokens = st.lists(st.integers(0, 1), max_size=14)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """`written[page]` is the prefix whose KV a page holds: what a real pool would contain."""
+
+    @initialize(pages=st.integers(4, 40))
+    def start(self, pages):
+        self.pool = PagePool(pages, SIZE)
+        self.tree = PrefixTree(self.pool, SIZE)
+        self.written = {}
+        self.running = []
+
+    @rule(prompt=tokens, room=st.integers(0, 4))
+    def run(self, prompt, room):
+        """Serve a prompt as prefill does: match, allocate the rest, compute it, insert."""
+        peeked = self.tree.peek(prompt)
+        match = self.tree.match(prompt)
+        assert match.tokens == peeked == len(match.pages) * SIZE <= len(prompt)
+        for i, page in enumerate(match.pages):
+            assert self.written[page] == tuple(prompt[: (i + 1) * SIZE])
+        need = self.pool.pages_for(len(prompt)) - len(match.pages)
+        before = (self.pool.free, self.tree.pages, self.tree.evictable)
+        try:
+            fresh = allocate_evicting(self.pool, self.tree, need, room=room)
+        except OutOfCapacity:
+            assert self.pool.free + self.tree.evictable < need
+            assert before == (self.pool.free, self.tree.pages, self.tree.evictable)
+            self.pool.release(match.pages)
+            return
+        pages = match.pages + fresh
+        for i in range(len(match.pages), len(pages)):
+            self.written[pages[i]] = tuple(prompt[: (i + 1) * SIZE])
+        added = self.tree.insert(prompt, pages)
+        assert added == len(prompt) // SIZE - len(match.pages)
+        assert self.tree.peek(prompt) == len(prompt) // SIZE * SIZE
+        self.running.append(pages)
+
+    @rule(prompt=tokens)
+    def run_without_looking(self, prompt):
+        """Compute a prompt whole, as two equal prompts in one batch do: duplicates stay the caller's."""
+        need = self.pool.pages_for(len(prompt))
+        if need > self.pool.free:
+            return
+        pages = self.pool.allocate(need)
+        for i, page in enumerate(pages):
+            self.written[page] = tuple(prompt[: (i + 1) * SIZE])
+        known = self.tree.peek(prompt) // SIZE
+        assert self.tree.insert(prompt, pages) == len(prompt) // SIZE - known
+        self.running.append(pages)
+
+    @rule(data=st.data())
+    def finish(self, data):
+        if self.running:
+            at = data.draw(st.integers(0, len(self.running) - 1))
+            self.pool.release(self.running.pop(at))
+
+    @rule(wanted=st.integers(0, 10))
+    def evict(self, wanted):
+        expected = min(wanted, self.tree.evictable)
+        free = self.pool.free
+        assert self.tree.evict(wanted) == expected
+        assert self.pool.free == free + expected
+
+    @rule()
+    def clear(self):
+        self.tree.clear()
+        assert self.tree.pages == 0
+
+    @invariant()
+    def sound(self):
+        self.tree.check_integrity()
+        self.pool.check_integrity()
+        in_use = {page for pages in self.running for page in pages}
+        assert self.pool.used <= len(in_use) + self.tree.pages
+        assert self.tree.evictable <= self.tree.pages
+        if not self.running:
+            assert self.pool.used == self.tree.pages == self.tree.evictable
+
+    def teardown(self):
+        for pages in self.running:
+            self.pool.release(pages)
+        self.tree.clear()
+        assert self.pool.free == self.pool.total
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def cached(tree, pool, prompt):
+    pages = pool.allocate(len(prompt) // SIZE)
+    tree.insert(prompt, pages)
+    pool.release(pages)
+    return pages
+
+
+def test_the_least_recently_used_leaf_goes_first_and_tails_before_heads():
+    pool = PagePool(20, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [1, 1, 2, 2, 3, 3])
+    cached(tree, pool, [5, 5, 6, 6])
+    pool.release(tree.match([1, 1, 2, 2, 3, 3]).pages)
+    assert tree.evict(1) == 1
+    assert tree.peek([5, 5, 6, 6]) == 2
+    assert tree.evict(2) == 2
+    assert tree.peek([5, 5, 6, 6]) == 0
+    assert tree.peek([1, 1, 2, 2, 3, 3]) == 4
+
+
+def test_pages_in_use_are_not_evicted():
+    pool = PagePool(8, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [1, 1, 2, 2, 3, 3])
+    match = tree.match([1, 1, 2, 2])
+    assert tree.evictable == 1
+    assert tree.evict(10) == 1
+    assert tree.peek([1, 1, 2, 2]) == 4
+    pool.release(match.pages)
+    assert tree.evictable == 2
+
+
+def test_a_quarantined_page_is_not_evictable():
+    pool = PagePool(4, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    pages = pool.allocate(1)
+    tree.insert([1, 1], pages)
+    pool.quarantine(pages)
+    assert (tree.evictable, tree.evict(1)) == (0, 0)
+    pool.unquarantine(pages)
+    assert tree.evict(1) == 1
+
+
+def test_a_tail_shorter_than_a_page_is_ignored():
+    pool = PagePool(4, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    pages = pool.allocate(2)
+    assert tree.insert([1, 1, 2], pages) == 1
+    assert tree.match([1]).pages == []
+    assert tree.match([1, 1, 2]).tokens == 2
+
+
+def test_lesson_23_and_07_equal_hashes_are_not_equal_tokens():
+    """-1 and -2 have one hash in CPython: found by tokens, not by hash."""
+    assert hash((-1, -1)) == hash((-2, -2))
+    pool = PagePool(4, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [-1, -1])
+    assert tree.peek([-2, -2]) == 0
+
+
+def test_stats_count_hits_and_tokens():
+    pool = PagePool(8, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [1, 1, 2, 2])
+    pool.release(tree.match([1, 1, 9, 9]).pages)
+    tree.match([7, 7])
+    s = tree.stats
+    assert (s.lookups, s.lookup_tokens, s.hits, s.hit_tokens, s.inserted_pages) == (2, 6, 1, 2, 2)
+    tree.evict(1)
+    assert s.evicted_pages == 1
+
+
+def test_integrity_check_sees_a_page_freed_under_the_tree():
+    pool = PagePool(4, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    pages = cached(tree, pool, [1, 1])
+    pool.release(pages)
+    with pytest.raises(Internal):
+        tree.check_integrity()
+
+
+def test_page_sizes_must_agree():
+    with pytest.raises(ValueError):
+        PrefixTree(PagePool(4, 16), 8)
