@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+import psutil
 import pytest
 
 from segue.conn.handles import Change, KVReceiver, KVSender
@@ -62,7 +64,8 @@ class Side:
 
 @contextmanager
 def sides(transport: str = "shm", **decode_options: object) -> Iterator[tuple[Side, Side]]:
-    prefill = Side(Role.PREFILL, transport=transport)
+    limits = decode_options.get("limits", LIMITS)
+    prefill = Side(Role.PREFILL, transport=transport, limits=limits)
     decode = Side(Role.DECODE, transport=transport, **decode_options)
     try:
         prefill.manager.start()
@@ -252,3 +255,30 @@ def test_a_manager_that_never_started_can_be_closed() -> None:
     side.close()
     with pytest.raises(ValueError, match="closed"):
         side.memory.buffer[0]
+
+
+@pytest.mark.parametrize(("transport", "count"), [("fake", 10_000), ("shm", 2_000), ("tcp", 2_000)])
+def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
+    """Tables empty, resident memory flat, no descriptor more than at the start."""
+    with sides(transport, limits=msgspec.structs.replace(LIMITS, max_transfers=64)) as (prefill, decode):
+        me = psutil.Process()
+
+        def many(number: int) -> None:
+            for _ in range(number):
+                transfer, sender, receiver = begin(prefill, decode, 33)
+                receiver.send_metadata(range(9))
+                prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+                last = Metadata(transfer=transfer, prompt_tokens=33, first_token=7)
+                sender.send(Span(0, 33), range(PAGES), last)
+                decode.wait(receiver, KVPoll.SUCCESS)
+                prefill.wait(sender, KVPoll.SUCCESS)
+                sender.clear()
+                receiver.clear()
+
+        many(count // 4)  # tombstones, pools and caches reach their bounds
+        rss, fds = me.memory_info().rss, len(os.listdir("/proc/self/fd"))
+        many(count)
+        rest(prefill)
+        rest(decode)
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert me.memory_info().rss - rss < 8 * 2**20

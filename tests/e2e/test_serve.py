@@ -1,0 +1,219 @@
+"""The whole thing as a user runs it: `segue serve` with SmolLM2, asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from served import Served
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+FLOAT32 = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.4", "--threads-per-worker", "1")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(*FLOAT32) as made:
+        yield made
+
+
+def completion(url: str, prompt: list[int], count: int, **options: object) -> dict[str, object]:
+    body = {
+        "model": "smollm2",
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **options,
+    }
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def token_ids(answer: dict[str, object]) -> list[int]:
+    return answer["choices"][0]["token_ids"]  # type: ignore[index]
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(11)
+    lengths = [1, 2, 15, 16, 17, 33, 64, 100, 130, 200, 257, 300, 350, 512, 700, 2000]
+    return [[rng.randrange(100, 40000) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    """What transformers generates for `prompts()`: greedy, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from segue.engine.store import resolve_model
+
+    torch.set_num_threads(2)
+    folder = resolve_model("smollm2", progress=lambda *_: None)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            min_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(made[0, len(prompt) :].tolist())
+    return outputs
+
+
+def test_paris(served: Served) -> None:
+    body = {"model": "smollm2", "messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_paris_through_the_openai_client(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    text, usage = "", None
+    with client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    ) as stream:
+        for chunk in stream:
+            usage = chunk.usage or usage
+            if chunk.choices:
+                text += chunk.choices[0].delta.content or ""
+    assert "Paris" in text
+    assert usage is not None
+    assert usage.completion_tokens > 0
+    client.close()
+
+
+def test_tokens_equal_generate_with_sixteen_at_once(served: Served, reference: list[list[int]]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda p: completion(served.url, p, 8), prompts()))
+    assert [token_ids(a) for a in answers] == reference
+    again = [token_ids(completion(served.url, p, 8)) for p in prompts()[:8]]
+    assert again == reference[:8], "a prefix hit changed the tokens"
+
+
+@pytest.mark.parametrize(("transport", "chunk"), [("tcp", "64"), ("shm", "16")])
+def test_two_and_two(transport: str, chunk: str, reference: list[list[int]]) -> None:
+    more = ("--prefill", "2", "--decode", "2", "--transport", transport, "--chunk-tokens", chunk)
+    asked = prompts()[:14]
+    with Served(*FLOAT32, *more) as made, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda p: completion(made.url, p, 8), asked))
+        assert [token_ids(a) for a in answers] == reference[:14]
+        assert made.stop() == 0
+
+
+def test_seeded_sampling_is_equal_apart_and_unified(served: Served) -> None:
+    how = {"temperature": 0.8, "top_p": 0.9, "seed": 77}
+    asked = prompts()[3:9]
+    apart = [token_ids(completion(served.url, p, 12, **how)) for p in asked]
+    with Served(*FLOAT32, "--unified") as made:
+        together = [token_ids(completion(made.url, p, 12, **how)) for p in asked]
+    assert apart == together
+
+
+def test_json_schema(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "known": {"type": "boolean"}},
+        "required": ["city", "known"],
+        "additionalProperties": False,
+    }
+    body = {
+        "model": "smollm2",
+        "messages": QUESTION,
+        "max_tokens": 60,
+        "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+    }
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
+    made = json.loads(answer["choices"][0]["message"]["content"])
+    assert set(made) == {"city", "known"}
+    assert isinstance(made["known"], bool)
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"max_tokens": 0}, 400),
+        ({"max_tokens": 10**9}, 400),
+        ({"n": 0}, 400),
+        ({"top_logprobs": 1000, "logprobs": True}, 400),
+        ({"messages": "not a list"}, 400),
+        ({"messages": []}, 400),
+        ({"model": "nobody"}, 404),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400),
+        ({"temperature": "hot"}, 400),
+        ({"unknown_field": {"a": 1}}, 200),
+    ],
+)
+def test_bad_input_is_one_typed_error(served: Served, change: dict[str, object], status: int) -> None:
+    body = {"model": "smollm2", "messages": QUESTION, "max_tokens": 2, **change}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
+    assert httpx.get(f"{served.url}/ready", timeout=10).status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{", b"{", b"[" * 100_000, b'{"a": "' + b"x" * 10**7 + b'"}'])
+def test_bytes_that_are_no_request(served: Served, content: bytes) -> None:
+    answer = httpx.post(f"{served.url}/v1/chat/completions", content=content, timeout=60)
+    assert answer.status_code == (413 if len(content) > 10**6 else 400)
+    assert answer.json()["error"]["message"]
+    assert httpx.get(f"{served.url}/health", timeout=10).status_code == 200
+
+
+def test_a_client_that_leaves_frees_both_sides(served: Served) -> None:
+    body = {
+        "model": "smollm2",
+        "prompt": [500] * 40,
+        "max_tokens": 4000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
+        next(stream.iter_lines())
+    # With the long generation gone, the next answer comes at once and alone.
+    assert len(token_ids(completion(served.url, [1, 2, 3], 3))) == 3
+    metrics = httpx.get(f"{served.url}/metrics", timeout=10).text
+    assert "segue_aborts" in metrics
+
+
+def test_ctrl_c_drains_and_leaves_nothing(served: Served) -> None:
+    """Runs last in this module: it ends the deployment."""
+    with httpx.stream(
+        "POST",
+        f"{served.url}/v1/completions",
+        json={"model": "smollm2", "prompt": [500] * 9, "max_tokens": 40, "ignore_eos": True, "stream": True},
+        timeout=60,
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        family = served.family()
+        served.process.send_signal(2)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]", "the drain cut a stream"
+    assert served.process.wait(60) == 0
+    assert not any(p.is_running() and p.status() != "zombie" for p in family[1:])
