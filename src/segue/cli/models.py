@@ -22,12 +22,13 @@ def resolve(model: str, cache: str | None) -> Path:
         task = bar.add_task(model, total=None, visible=False)
         said = ""
 
-        def progress(text: str, done_bytes: int, total_bytes: int) -> None:
+        def progress(stage: str, done_bytes: int, total_bytes: int) -> None:
             nonlocal said
+            text = f"{stage} {Path(model).name}"
             bar.update(task, description=text, completed=done_bytes, total=total_bytes or None, visible=True)
-            if text != said and not console.is_terminal:
+            if stage != said and not console.is_terminal:
                 print(f"segue: {text}", file=sys.stderr, flush=True)
-            said = text
+            said = stage
 
         return Path(resolve_model(model, cache=Path(cache) if cache else None, progress=progress))
 
