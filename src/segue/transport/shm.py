@@ -215,8 +215,10 @@ class ShmTransport:
                 TransferFailed(f"epoch {epoch:x} was fenced", retryable=False),
                 partial(self._emit, answer),
             )
-        if now is not None:
+        if now is not None and self._failed is None:
             self._loop.post(now)
+        elif now is not None:
+            now()
 
     def close(self) -> None:
         """See `Transport.close`. Peers hear a goodbye once nothing can be written any more."""
@@ -237,7 +239,11 @@ class ShmTransport:
             self._on_event(event)
 
     def _soon(self, event: TransportEvent) -> None:
-        self._loop.post(partial(self._emit, event))
+        """Tell `event` from our thread; when that has died, from the caller's."""
+        if self._failed is None:
+            self._loop.post(partial(self._emit, event))
+        else:
+            self._emit(event)
 
     def _crashed(self, exc: BaseException) -> None:
         """A thread of ours ended by a bug: every peer is unreachable from now on."""

@@ -1,0 +1,296 @@
+"""`tcp`: scatter and gather straight between two pools, over several streams per peer.
+
+The receiver performs every write into its memory itself, so its `fence` and its `PeerGone` are proofs:
+all receiving runs on one thread, each slice looks for its grant first, and `Fenced` is told from that
+thread after the grant has ended. The data is authenticated at the start of a stream (see `handshake`) and
+neither encrypted nor signed after it: run it in a network that you trust as much as your hosts.
+
+At the writer, `PeerGone` is never proven: a broken stream says nothing about what the other process
+still does on other paths.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from segue.core.errors import ConfigError, Internal, PeerRefused, SegueError, TransferFailed
+from segue.layout.blocks import CopyBlock
+from segue.transport import handshake, ranges, tcp_wire
+from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed
+from segue.transport.epochs import Ended, Grants
+from segue.transport.ioloop import IoLoop
+from segue.transport.memory import Memory
+from segue.transport.tcp_in import Door, InStream, Pool
+from segue.transport.tcp_out import Path, open_streams
+
+DEFAULT_STREAMS = 2
+PART_BYTES = 16 * 2**20
+SLICE_BYTES = 1 * 2**20
+LOWAT_BYTES = 256 * 2**10
+MAX_STREAMS_PER_PEER = 64
+_CLOSE_S = 5.0
+
+
+class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in `Endpoint.data`."""
+
+    version: int
+    host: str
+    port: int
+    key: bytes
+
+
+class TcpTransport:
+    """`Transport` over TCP. `me` is what peers call this side.
+
+    It listens on `host:port` (0: any free port) from `register` on and tells peers `advertise`
+    (default: `host`). `streams` connections are opened per peer. A peer that takes or gives no
+    byte of a write for `stall_s`, or acknowledges none, is gone.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        on_event: EventSink,
+        *,
+        me: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        streams: int = DEFAULT_STREAMS,
+        part_bytes: int = PART_BYTES,
+        slice_bytes: int = SLICE_BYTES,
+        lowat_bytes: int = LOWAT_BYTES,
+        stall_s: float = 10.0,
+        handshake_s: float = 5.0,
+        max_strangers: int = 32,
+        max_streams: int = 8192,
+        max_parts: int = 65536,
+    ) -> None:
+        if not 1 <= streams <= MAX_STREAMS_PER_PEER:
+            raise ConfigError(f"tcp needs 1 to {MAX_STREAMS_PER_PEER} streams per peer, not {streams}")
+        if not 1 <= part_bytes <= tcp_wire.MAX_PART_BYTES:
+            raise ConfigError(f"part_bytes must be in 1 … {tcp_wire.MAX_PART_BYTES}, not {part_bytes}")
+        self._on_event = on_event
+        self._me = handshake.checked_name(me)
+        self._host, self._port, self._advertise = host, port, advertise or host
+        self._streams = streams
+        self._part_bytes = part_bytes
+        self._slice_bytes = slice_bytes
+        self._lowat_bytes = lowat_bytes
+        self._stall_s = stall_s
+        self._handshake_s = handshake_s
+        self._max_strangers = max_strangers
+        self._max_streams = max_streams
+        self._max_parts = max_parts
+        self._lock = threading.Lock()
+        self._closed = False
+        self._failed: BaseException | None = None
+        self._memory: Memory | None = None
+        self._view: object = None  # an export of the mapping: it cannot be unmapped under our feet
+        self._pool = Pool(0, 0)
+        self._door: Door | None = None
+        self._grants = Grants()
+        self._ended = Ended()
+        self._paths: dict[str, Path] = {}
+        self._loop = IoLoop("segue-tcp", self._crashed)
+        self._loop.start()
+
+    # ---- the six methods -----------------------------------------------------------------------
+
+    def register(self, memory: Memory) -> Endpoint:
+        """See `Transport.register`. Raises ConfigError when the port cannot be listened on."""
+        with self._lock:
+            if self._memory is not None or self._closed:
+                raise ConfigError("a transport registers one memory, once, before it is closed")
+            listener = self._listen()
+            view = np.frombuffer(memory.buffer, np.uint8)
+            self._memory, self._view = memory, view
+            self._pool = Pool(view.ctypes.data, memory.nbytes)
+            key = handshake.new_key()
+            self._door = Door(
+                self._loop,
+                listener,
+                key,
+                self._in_stream,
+                self._writer_gone,
+                self._prepare,
+                max_strangers=self._max_strangers,
+                max_streams=self._max_streams,
+                handshake_s=self._handshake_s,
+            )
+            self._loop.post(self._door.open)
+        address = TcpAddress(version=1, host=self._advertise, port=listener.getsockname()[1], key=key)
+        return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
+
+    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+        """See `Transport.connect`. Raises also ConfigError before `register`."""
+        with self._lock:
+            if self._closed:
+                raise TransferFailed("the transport is closed")
+            if self._memory is None:
+                raise ConfigError("register the memory before connecting")
+            if peer in self._paths:
+                return
+        try:
+            address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
+        except msgspec.MsgspecError as exc:
+            raise PeerRefused(f"unreadable tcp endpoint: {exc}") from exc
+        if endpoint.transport != self.name or address.version != 1:
+            raise PeerRefused(f"not a tcp endpoint of version 1: {endpoint.transport} v{address.version}")
+        where = (address.host, address.port)
+        sockets = open_streams(self._me, peer, where, address.key, self._streams, timeout_s, self._prepare)
+        path = Path(
+            self._loop,
+            peer,
+            sockets,
+            self._pool.address,
+            endpoint.nbytes,
+            self._emit,
+            self._path_gone,
+            part_bytes=self._part_bytes,
+            slice_bytes=self._slice_bytes,
+            stall_s=self._stall_s,
+            max_parts=self._max_parts,
+        )
+        with self._lock:
+            if self._closed or peer in self._paths:
+                for sock in sockets:
+                    sock.close()
+                return
+            self._paths[peer] = path
+            self._loop.post(path.open)
+
+    def grant(self, peer: str, epoch: int) -> None:
+        """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
+        with self._lock:
+            if not self._closed:
+                self._grants.add(peer, epoch)
+
+    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+        """See `Transport.write`."""
+        posted = time.perf_counter()
+        with self._lock:
+            path = self._paths.get(peer)
+            try:
+                if path is None or self._memory is None:
+                    raise TransferFailed(f"no tcp path to {peer}")
+                if self._failed is not None:
+                    raise Internal(f"the tcp transport has failed: {self._failed!r}")
+                if (peer, epoch) in self._ended:
+                    raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
+                nbytes = ranges.check(blocks, self._pool.nbytes, path.target_bytes)
+            except SegueError as exc:
+                failed = WriteFailed(peer, epoch, tag, exc)
+            else:
+                self._loop.post(partial(path.write, epoch, tag, blocks, nbytes, posted))
+                return
+        self._soon(failed)
+
+    def fence(self, peer: str, epoch: int) -> None:
+        """See `Transport.fence`; proven, except when the path broke under a write of this side."""
+        with self._lock:
+            if self._closed:
+                return
+            self._grants.remove(peer, epoch)  # seen before the next slice lands
+            self._ended.add(peer, epoch)
+            path = self._paths.get(peer)
+            if path is not None and self._failed is None:
+                self._loop.post(partial(path.fence, epoch))
+                return
+        self._soon(Fenced(peer, epoch, path is None))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._loop.stop(self._release, _CLOSE_S)
+
+    # ---- inside (loop thread) ---------------------------------------------------------------------
+
+    def _emit(self, event: TransportEvent) -> None:
+        if not self._closed:
+            self._on_event(event)
+
+    def _soon(self, event: TransportEvent) -> None:
+        """Tell `event` from our thread; when that has died, from the caller's."""
+        if self._failed is None:
+            self._loop.post(partial(self._emit, event))
+        else:
+            self._emit(event)
+
+    def _crashed(self, exc: BaseException) -> None:
+        """The thread ended by a bug: every peer is unreachable, and nothing lands any more."""
+        self._failed = exc
+        error = Internal(f"the tcp transport has failed: {exc!r}")
+        names = {*self._paths, *(self._door.groups if self._door is not None else ())}
+        for name in names:
+            self._emit(PeerGone(name, False, error))
+
+    def _release(self) -> None:
+        for path in self._paths.values():
+            path.close()
+        self._paths.clear()
+        if self._door is not None:
+            self._door.close()
+        self._view = self._memory = None
+
+    def _in_stream(self, sock: socket.socket, peer: str, broken: Callable[[SegueError], None]) -> InStream:
+        return InStream(
+            self._loop,
+            sock,
+            peer,
+            self._pool,
+            self._grants,
+            broken,
+            slice_bytes=self._slice_bytes,
+            lowat_bytes=self._lowat_bytes,
+            stall_s=self._stall_s,
+        )
+
+    def _writer_gone(self, peer: str, error: SegueError) -> None:
+        with self._lock:
+            self._grants.remove_peer(peer)
+        self._emit(PeerGone(peer, True, error))
+
+    def _path_gone(self, path: Path, error: SegueError) -> None:
+        with self._lock:
+            if self._paths.get(path.name) is path:
+                del self._paths[path.name]
+        self._emit(PeerGone(path.name, False, error))
+
+    def _listen(self) -> socket.socket:
+        family, _, _, _, address = socket.getaddrinfo(
+            self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except OSError as exc:
+            listener.close()
+            where = f"{self._host}:{self._port}"
+            raise ConfigError(f"tcp cannot listen on {where}: {exc.strerror}; choose another port") from exc
+        return listener
+
+    def _prepare(self, sock: socket.socket) -> None:
+        """Options of every stream. Buffer sizes stay with the kernel's autotuning, which on common
+        settings allows more than a process may ask for."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        idle_s = max(1, int(self._stall_s / 2))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._stall_s * 1000))

@@ -1,0 +1,334 @@
+"""The receiving end of `tcp`: parts land straight in the pool while their epoch is granted.
+
+Everything here runs on the loop's thread, so a call posted to the loop runs between two
+slices: that is how `fence` proves that nothing of an epoch lands any more.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from segue.core.errors import PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.transport import handshake, tcp_wire
+from segue.transport.epochs import Grants
+from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.tcp_wire import Cursor, Header, Vectors
+
+_SCRATCH_BYTES = 256 * 1024
+_MAX_STEPS = 16  # then other streams and calls have their turn
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The registered memory: its address and size."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """All streams of one `connect` of one peer."""
+
+    name: str
+    ident: bytes
+    streams: list[InStream] = field(default_factory=list)
+
+
+class InStream:
+    """One authenticated stream. `broken` is called, once, when it can carry nothing more."""
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        sock: socket.socket,
+        peer: str,
+        pool: Pool,
+        grants: Grants,
+        broken: Callable[[SegueError], None],
+        *,
+        slice_bytes: int,
+        lowat_bytes: int,
+        stall_s: float,
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._peer = peer
+        self._pool = pool
+        self._grants = grants
+        self._broken = broken
+        self._slice_bytes = slice_bytes
+        self._lowat_bytes = lowat_bytes
+        self._lowat = 1
+        self._stall_s = stall_s
+        self._vectors = Vectors()
+        self._scratch = bytearray(_SCRATCH_BYTES)
+        self._head = bytearray()
+        self._header: Header | None = None
+        self._cursor: Cursor | None = None  # while bytes land
+        self._drain = 0  # bytes still to throw away
+        self._status = tcp_wire.LANDED
+        self._moved = False
+        self._stall: Timer | None = None
+        loop.watch(self._fd, select.EPOLLIN, self._ready)
+
+    def close(self) -> None:
+        """Stop reading and close. Idempotent."""
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        self._loop.unwatch(self._fd)
+        self._sock.close()
+
+    def _ready(self, _events: int) -> None:
+        try:
+            for _ in range(_MAX_STEPS):
+                if not self._step():
+                    return
+        except SegueError as exc:
+            self._broken(exc)
+        except OSError as exc:
+            self._broken(PeerLost(f"the stream of {self._peer} broke: {exc.strerror}", peer=self._peer))
+
+    def _step(self) -> bool:
+        """Read once. True when there may be more to read right now."""
+        self._moved = True
+        if self._drain:
+            return self._throw_away()
+        if self._cursor is not None:
+            return self._land(self._cursor)
+        want = tcp_wire.HEADER.size if self._header is None else self._header.rows * tcp_wire.ROW_BYTES
+        try:
+            data = self._sock.recv(want - len(self._head))
+        except BlockingIOError:
+            return False
+        self._check_end(len(data))
+        self._head += data
+        if len(self._head) == want:
+            head, self._head = self._head, bytearray()
+            if self._header is None:
+                self._header = tcp_wire.parse_header(head)
+                self._watch_stall()
+            else:
+                self._begin(self._header, head)
+        return True
+
+    def _begin(self, header: Header, data: bytearray) -> None:
+        rows = tcp_wire.parse_rows(data, header)
+        if not tcp_wire.inside(rows, self._pool.nbytes):
+            self._status, self._drain = tcp_wire.OUTSIDE, header.nbytes
+        elif (self._peer, header.epoch) not in self._grants:
+            self._status, self._drain = tcp_wire.REFUSED, header.nbytes
+        else:
+            rows[:, 0] += self._pool.address
+            self._status, self._cursor = tcp_wire.LANDED, Cursor(rows)
+
+    def _land(self, cursor: Cursor) -> bool:
+        assert self._header is not None
+        if (self._peer, self._header.epoch) not in self._grants:  # fenced between two slices
+            self._status, self._drain, self._cursor = tcp_wire.REFUSED, cursor.left, None
+            return True
+        moved = self._vectors.receive(self._fd, cursor, self._slice_bytes)
+        self._check_end(moved)
+        if not cursor.left:
+            self._answer()
+            return True
+        if moved >= self._lowat_bytes:
+            return True
+        self._set_lowat(min(cursor.left, self._lowat_bytes))
+        return False
+
+    def _throw_away(self) -> bool:
+        try:
+            moved = self._sock.recv_into(self._scratch, min(self._drain, _SCRATCH_BYTES))
+        except BlockingIOError:
+            self._set_lowat(1)
+            return False
+        self._check_end(moved)
+        self._drain -= moved
+        if not self._drain:
+            self._answer()
+        return True
+
+    def _answer(self) -> None:
+        assert self._header is not None
+        ack = tcp_wire.ACK.pack(tcp_wire.MAGIC, self._status, self._header.part)
+        self._header = self._cursor = None
+        self._set_lowat(1)
+        try:
+            sent = self._sock.send(ack, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        if sent != len(ack):
+            raise TransferFailed(f"{self._peer} does not read the answers to its writes")
+
+    def _set_lowat(self, nbytes: int) -> None:
+        """Sleep until this much is there: one wake-up and one call for many segments."""
+        if nbytes != self._lowat:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._lowat = nbytes
+
+    def _check_end(self, moved: int) -> None:
+        if moved == 0:
+            where = "" if self._header is None else " in the middle of a write"
+            raise PeerLost(f"{self._peer} closed its stream{where}", peer=self._peer)
+
+    def _watch_stall(self) -> None:
+        if self._stall is None:
+            self._moved = False
+            self._stall = self._loop.later(self._stall_s, self._check_stall)
+
+    def _check_stall(self) -> None:
+        self._stall = None
+        if self._header is None:
+            return
+        if not self._moved:
+            self._broken(PeerLost(f"{self._peer} stalled in the middle of a write", peer=self._peer))
+            return
+        self._watch_stall()
+
+
+class Stranger:
+    """A connection whose other end has not yet proved that it knows the key."""
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        sock: socket.socket,
+        key: bytes,
+        deadline_s: float,
+        left: Callable[[Stranger], None],
+        admitted: Callable[[Stranger, handshake.Hello], None],
+    ) -> None:
+        self.sock = sock
+        self._loop = loop
+        self._fd = sock.fileno()
+        self._door = handshake.Listener(key)
+        self._frame = b""
+        self._left = left
+        self._admitted = admitted
+        self._timer = loop.later(deadline_s, self.close)
+        loop.watch(self._fd, select.EPOLLIN, self._ready)
+        self._send(self._door.challenge())
+
+    def close(self) -> None:
+        """Drop it."""
+        self._release()
+        self.sock.close()
+
+    def _release(self) -> None:
+        self._timer.cancel()
+        self._loop.unwatch(self._fd)
+        self._left(self)
+
+    def _send(self, frame: bytes) -> None:
+        try:
+            self.sock.send(frame, socket.MSG_NOSIGNAL)
+        except OSError:
+            return  # its end is seen where the socket is read
+
+    def _ready(self, _events: int) -> None:
+        try:
+            data = self.sock.recv(handshake.RESPONSE_BYTES - len(self._frame))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._frame += data
+        if not data:
+            self.close()
+        elif len(self._frame) == handshake.RESPONSE_BYTES:
+            try:
+                hello, verdict = self._door.accept(self._frame)
+            except PeerRefused as exc:
+                self._send(self._door.refuse(exc.info.text))
+                self.close()
+                return
+            self._release()
+            self._send(verdict)
+            self._admitted(self, hello)
+
+
+class Door:
+    """The listening socket and everything that came in through it."""
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        listener: socket.socket,
+        key: bytes,
+        stream: Callable[[socket.socket, str, Callable[[SegueError], None]], InStream],
+        gone: Callable[[str, SegueError], None],
+        prepare: Callable[[socket.socket], None],
+        *,
+        max_strangers: int,
+        max_streams: int,
+        handshake_s: float,
+    ) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._key = key
+        self._stream = stream
+        self._gone = gone
+        self._prepare = prepare
+        self._max_strangers = max_strangers
+        self._max_streams = max_streams
+        self._handshake_s = handshake_s
+        self._strangers: set[Stranger] = set()
+        self._count = 0
+        self.groups: dict[str, Group] = {}
+
+    def open(self) -> None:
+        """Start to accept."""
+        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._knock)
+
+    def close(self) -> None:
+        """Close every socket; no event."""
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
+        for stranger in list(self._strangers):
+            stranger.close()
+        for group in self.groups.values():
+            self._shut(group)
+        self.groups.clear()
+
+    def _knock(self, _events: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # it left again, or no descriptor is free: the next knock is tried anew
+        sock.setblocking(False)
+        if len(self._strangers) >= self._max_strangers or self._count >= self._max_streams:
+            sock.close()
+            return
+        self._prepare(sock)
+        self._strangers.add(
+            Stranger(self._loop, sock, self._key, self._handshake_s, self._strangers.discard, self._admit)
+        )
+
+    def _admit(self, stranger: Stranger, hello: handshake.Hello) -> None:
+        group = self.groups.get(hello.name)
+        if group is not None and group.ident != hello.group:
+            self._shut(group)  # the peer connects anew: what was left of the old streams is cut
+            group = None
+        if group is None:
+            group = self.groups[hello.name] = Group(hello.name, hello.group)
+        group.streams.append(self._stream(stranger.sock, hello.name, partial(self._broken, group)))
+        self._count += 1
+
+    def _shut(self, group: Group) -> None:
+        for stream in group.streams:
+            stream.close()
+        self._count -= len(group.streams)
+        group.streams.clear()
+
+    def _broken(self, group: Group, error: SegueError) -> None:
+        self._shut(group)
+        if self.groups.get(group.name) is group:
+            del self.groups[group.name]
+            self._gone(group.name, error)

@@ -1,0 +1,355 @@
+"""The writing end of `tcp`: one path per peer, several streams, parts taken by whichever is free.
+
+Everything here runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from segue.core.errors import BootstrapTimeout, PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.layout.blocks import CopyBlock
+from segue.transport import handshake, tcp_wire
+from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
+from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.tcp_wire import Cursor, PartRows, Vectors
+
+Emit = Callable[[TransportEvent], None]
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One call of `Transport.write`, complete when all its parts were answered."""
+
+    epoch: int
+    tag: int
+    nbytes: int
+    posted: float
+    parts: int = 0
+    error: SegueError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """A piece of a write on its way. `head` keeps the bytes alive that `cursor` points at."""
+
+    write: Write
+    ident: int
+    rows: PartRows
+    head: bytes = b""
+    cursor: Cursor | None = None
+
+    def load(self, address: int) -> Cursor:
+        """Build the vector that is sent: header, rows, then the data where it lies."""
+        header = tcp_wire.HEADER.pack(
+            tcp_wire.MAGIC,
+            tcp_wire.KIND_WRITE,
+            len(self.rows.target),
+            self.write.epoch,
+            self.ident,
+            self.rows.nbytes,
+        )
+        self.head = header + self.rows.target.astype("<u8").tobytes()
+        vector = np.empty((len(self.rows.source) + 1, 2), np.uint64)
+        vector[0] = (np.frombuffer(self.head, np.uint8).ctypes.data, len(self.head))
+        vector[1:] = self.rows.source
+        vector[1:, 0] += np.uint64(address)
+        self.cursor = Cursor(vector)
+        return self.cursor
+
+
+@dataclass(slots=True, eq=False)
+class OutStream:
+    """One connection: the part being sent and those that wait for their ack."""
+
+    sock: socket.socket
+    sending: Part | None = None
+    unanswered: dict[int, Part] = field(default_factory=dict)
+    waiting: bool = False  # for room in the socket's buffer
+    inbox: bytes = b""
+
+
+class Path:
+    """All streams to one peer. `gone` is called once, when the path ends by itself."""
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        name: str,
+        sockets: list[socket.socket],
+        source_address: int,
+        target_bytes: int,
+        emit: Emit,
+        gone: Callable[[Path, SegueError], None],
+        *,
+        part_bytes: int,
+        slice_bytes: int,
+        stall_s: float,
+        max_parts: int,
+    ) -> None:
+        self.name = name
+        self.target_bytes = target_bytes
+        self._loop = loop
+        self._source_address = source_address
+        self._emit = emit
+        self._gone = gone
+        self._part_bytes = part_bytes
+        self._slice_bytes = slice_bytes
+        self._stall_s = stall_s
+        self._max_parts = max_parts
+        self._streams = [OutStream(sock) for sock in sockets]
+        self._queue: deque[Part] = deque()
+        self._idents = 0
+        self._fences: dict[int, int] = {}  # epoch → how many `Fenced` wait for its parts in flight
+        self._vectors = Vectors()
+        self._moved = False
+        self._stall: Timer | None = None
+        self._ended = False
+
+    def open(self) -> None:
+        """Start to read acks."""
+        for stream in self._streams:
+            self._loop.watch(stream.sock.fileno(), select.EPOLLIN, partial(self._ready, stream))
+
+    def write(self, epoch: int, tag: int, blocks: Sequence[CopyBlock], nbytes: int, posted: float) -> None:
+        """Queue a checked write and start it."""
+        write = Write(epoch, tag, nbytes, posted)
+        if self._ended or len(self._queue) >= self._max_parts:
+            reason = "the path has ended" if self._ended else "too many writes are waiting"
+            self._emit(WriteFailed(self.name, epoch, tag, TransferFailed(f"{self.name}: {reason}")))
+            return
+        # Several streams share a large write; a small one is not worth a second header.
+        share = max(self._part_bytes // 4, -(-nbytes // len(self._streams)))
+        for rows in tcp_wire.cut(blocks, min(self._part_bytes, share)):
+            self._idents += 1
+            write.parts += 1
+            self._queue.append(Part(write, self._idents, rows))
+        if not write.parts:
+            self._report(write)
+            return
+        self._pump_all()
+
+    def fence(self, epoch: int) -> None:
+        """Fail what is queued; say `Fenced` when what is in flight was answered."""
+        error = TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
+        dropped = [part for part in self._queue if part.write.epoch == epoch]
+        if dropped:
+            self._queue = deque(part for part in self._queue if part.write.epoch != epoch)
+        for part in dropped:
+            self._finish(part, error)
+        if self._in_flight(epoch):
+            self._fences[epoch] = self._fences.get(epoch, 0) + 1
+        else:
+            self._emit(Fenced(self.name, epoch, True))
+
+    def close(self) -> None:
+        """Close every stream without an event. What was not delivered yet is thrown away."""
+        self._ended = True
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+        for stream in self._streams:
+            self._loop.unwatch(stream.sock.fileno())
+            if stream.sending is not None or stream.unanswered:
+                stream.sock.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
+                )
+            stream.sock.close()
+
+    def _end(self, error: SegueError) -> None:
+        """The path broke: every write fails, every waiting fence is answered (unproven)."""
+        if self._ended:
+            return
+        self.close()
+        parts = [*self._queue]
+        for stream in self._streams:
+            parts += stream.unanswered.values()
+            if stream.sending is not None:
+                parts.append(stream.sending)
+            stream.sending = None
+            stream.unanswered.clear()
+        self._queue.clear()
+        for part in parts:
+            self._finish(part, error)
+        for epoch, count in self._fences.items():
+            for _ in range(count):
+                self._emit(Fenced(self.name, epoch, False))
+        self._fences.clear()
+        self._gone(self, error)
+
+    def _in_flight(self, epoch: int) -> bool:
+        return any(
+            part.write.epoch == epoch
+            for s in self._streams
+            for part in (*s.unanswered.values(), *([s.sending] if s.sending else []))
+        )
+
+    def _finish(self, part: Part, error: SegueError | None) -> None:
+        write = part.write
+        write.parts -= 1
+        if write.error is None:
+            write.error = error
+        if not write.parts:
+            self._report(write)
+
+    def _report(self, write: Write) -> None:
+        if write.error is not None:
+            self._emit(WriteFailed(self.name, write.epoch, write.tag, write.error))
+        else:
+            seconds = time.perf_counter() - write.posted
+            self._emit(Written(self.name, write.epoch, write.tag, write.nbytes, seconds))
+
+    def _pump_all(self) -> None:
+        for stream in self._streams:
+            if self._ended:
+                return
+            if not stream.waiting:
+                self._guard(stream, self._pump)
+
+    def _ready(self, stream: OutStream, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._guard(stream, self._pump)
+        if events & ~select.EPOLLOUT and not self._ended:
+            self._guard(stream, self._read)
+
+    def _guard(self, stream: OutStream, step: Callable[[OutStream], None]) -> None:
+        try:
+            step(stream)
+        except SegueError as exc:
+            self._end(exc)
+        except OSError as exc:
+            self._end(PeerLost(f"the stream to {self.name} broke: {exc.strerror}", peer=self.name))
+
+    def _pump(self, stream: OutStream) -> None:
+        """Send until the socket is full or nothing is left."""
+        fd = stream.sock.fileno()
+        while True:
+            part = stream.sending
+            if part is None:
+                if not self._queue:
+                    break
+                part = stream.sending = self._queue.popleft()
+                part.load(self._source_address)
+                self._watch_stall()
+            assert part.cursor is not None
+            if self._vectors.send(fd, part.cursor, self._slice_bytes) < 0:
+                if not stream.waiting:
+                    stream.waiting = True
+                    self._loop.change(fd, select.EPOLLIN | select.EPOLLOUT)
+                return
+            self._moved = True
+            if not part.cursor.left:
+                stream.unanswered[part.ident] = part
+                stream.sending = part.cursor = None
+        if stream.waiting:
+            stream.waiting = False
+            self._loop.change(fd, select.EPOLLIN)
+
+    def _read(self, stream: OutStream) -> None:
+        try:
+            data = stream.sock.recv(16 * 1024)
+        except BlockingIOError:
+            return
+        if not data:
+            raise PeerLost(f"{self.name} closed its stream", peer=self.name)
+        self._moved = True
+        stream.inbox += data
+        while len(stream.inbox) >= tcp_wire.ACK.size and not self._ended:
+            magic, status, ident = tcp_wire.ACK.unpack_from(stream.inbox)
+            stream.inbox = stream.inbox[tcp_wire.ACK.size :]
+            part = stream.unanswered.pop(ident, None)
+            if magic != tcp_wire.MAGIC or part is None:
+                raise TransferFailed(f"{self.name} answered a part that was not sent")
+            self._finish(part, _refusal(self.name, part.write.epoch, status))
+            self._settle(part.write.epoch)
+
+    def _settle(self, epoch: int) -> None:
+        if epoch in self._fences and not self._in_flight(epoch):
+            for _ in range(self._fences.pop(epoch)):
+                self._emit(Fenced(self.name, epoch, True))
+
+    def _watch_stall(self) -> None:
+        if self._stall is None:
+            self._moved = False
+            self._stall = self._loop.later(self._stall_s, self._check_stall)
+
+    def _check_stall(self) -> None:
+        self._stall = None
+        if not any(s.unanswered or s.sending for s in self._streams):
+            return
+        if not self._moved:
+            self._end(PeerLost(f"{self.name} took no byte for {self._stall_s} s", peer=self.name))
+            return
+        self._watch_stall()
+
+
+def _refusal(peer: str, epoch: int, status: int) -> SegueError | None:
+    if status == tcp_wire.LANDED:
+        return None
+    if status == tcp_wire.REFUSED:
+        return TransferFailed(f"epoch {epoch:x} is not granted by {peer[:8]}", retryable=False)
+    return TransferFailed(f"{peer[:8]} refused a part outside its memory", retryable=False)
+
+
+def open_streams(
+    me: str,
+    peer: str,
+    address: tuple[str, int],
+    key: bytes,
+    count: int,
+    timeout_s: float,
+    prepare: Callable[[socket.socket], None],
+) -> list[socket.socket]:
+    """Connect and prove `count` streams, one after the other, within `timeout_s` altogether.
+
+    Raises TransferFailed, PeerRefused or BootstrapTimeout; then nothing is left open.
+    """
+    deadline = time.monotonic() + timeout_s
+    group = secrets.token_bytes(16)
+    sockets: list[socket.socket] = []
+    try:
+        for index in range(count):
+            sock = socket.create_connection(address, timeout=_left(deadline))
+            sockets.append(sock)
+            prepare(sock)
+            door = handshake.Writer(key, handshake.Hello(me, group, index, count))
+            sock.sendall(door.respond(_exactly(sock, handshake.CHALLENGE_BYTES, deadline)))
+            door.finish(_exactly(sock, handshake.VERDICT_BYTES, deadline))
+            sock.setblocking(False)
+    except BaseException as exc:
+        for sock in sockets:
+            sock.close()
+        where = f"{peer} at {address[0]}:{address[1]}"
+        if isinstance(exc, TimeoutError):
+            raise BootstrapTimeout(f"{where} did not answer within {timeout_s} s") from exc
+        if isinstance(exc, OSError):
+            raise TransferFailed(f"no tcp path to {where}: {exc.strerror or exc}") from exc
+        raise
+    return sockets
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        sock.settimeout(_left(deadline))
+        more = sock.recv(nbytes - len(data))
+        if not more:
+            raise PeerRefused("the peer closed the stream during the handshake")
+        data += more
+    return data

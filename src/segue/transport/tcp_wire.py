@@ -1,0 +1,205 @@
+"""The frames of `tcp` and the vectors of addresses that its sockets read from and write into.
+
+After the handshake the writer sends parts, the receiver answers each with one ack:
+
+    part:  magic u32 | kind u8, 3 zero bytes | rows u32 | epoch u64 | part u64 | nbytes u64
+           rows x (destination offset u64, length u64), then nbytes bytes of data in row order
+    ack:   magic u32 | status u8, 3 zero bytes | part u64
+
+All little-endian. A row on the wire is a `struct iovec` once the pool's address is added, so both
+ends handle thousands of rows with a few vector operations, and the kernel copies straight
+between the socket and the pool.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from segue.core.errors import TransferFailed
+from segue.layout.blocks import CopyBlock
+from segue.transport.ranges import pieces
+
+IOV_MAX = 1024
+MAX_PART_ROWS = 16384
+MAX_PART_BYTES = 64 * 2**20
+ROW_BYTES = 16
+MAGIC = 0x54554753
+KIND_WRITE = 1
+LANDED, REFUSED, OUTSIDE = 0, 1, 2
+HEADER = struct.Struct("<IB3xIxxxxQQQ")
+ACK = struct.Struct("<IB3xQ")
+
+Rows = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a part is, before its rows and bytes."""
+
+    rows: int
+    epoch: int
+    part: int
+    nbytes: int
+
+
+def parse_header(data: bytes | bytearray) -> Header:
+    """Raises TransferFailed when it is not the header of a legal part."""
+    magic, kind, rows, epoch, part, nbytes = HEADER.unpack(data)
+    if magic != MAGIC or kind != KIND_WRITE:
+        raise TransferFailed("the peer does not send segue parts")
+    if not (0 < rows <= MAX_PART_ROWS and rows <= nbytes <= MAX_PART_BYTES):
+        raise TransferFailed(f"a part of {rows} rows and {nbytes} bytes is outside the limits")
+    return Header(rows, epoch, part, nbytes)
+
+
+def parse_rows(data: bytes | bytearray, header: Header) -> Rows:
+    """The rows of a part (offset, length). Raises TransferFailed unless their lengths are positive
+    and sum up to what the header says."""
+    rows = np.frombuffer(data, "<u8", header.rows * 2).reshape(-1, 2)
+    lengths = rows[:, 1]
+    if not lengths.all() or int(lengths.max()) > header.nbytes or int(lengths.sum()) != header.nbytes:
+        raise TransferFailed("the rows of a part do not sum up to its size")
+    return rows.astype(np.uint64)
+
+
+def inside(rows: Rows, memory_bytes: int) -> bool:
+    """True when every row lies in a memory of this size; lengths are at most MAX_PART_BYTES."""
+    offsets = rows[:, 0]
+    if int(offsets.max()) > memory_bytes:
+        return False  # also keeps the sum below from wrapping around
+    return bool(int((offsets + rows[:, 1]).max()) <= memory_bytes)
+
+
+class Cursor:
+    """A position in a vector of (address, length) rows; `MemoryError`-free and bounds-free: the rows
+    were checked. Whoever makes one keeps the memory behind the addresses alive."""
+
+    __slots__ = ("_ends", "_first", "_iov", "_rows", "done", "nbytes")
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._iov = rows.copy()
+        self._ends = np.cumsum(rows[:, 1].astype(np.int64))
+        self._first = 0
+        self.done = 0
+        self.nbytes = int(self._ends[-1])
+
+    def window(self, limit_bytes: int) -> tuple[int, int]:
+        """Address and count of the next iovecs: at most IOV_MAX, little more than `limit_bytes`."""
+        last = int(self._ends.searchsorted(self.done + limit_bytes))
+        count = min(last + 1, len(self._iov), self._first + IOV_MAX) - self._first
+        return self._iov.ctypes.data + self._first * ROW_BYTES, count
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` of the window were moved."""
+        self.done += nbytes
+        self._first = first = int(self._ends.searchsorted(self.done, "right"))
+        if first < len(self._iov):
+            address, length = self._rows[first].tolist()
+            moved = self.done - (int(self._ends[first]) - length)
+            self._iov[first] = (address + moved, length - moved)
+
+    @property
+    def left(self) -> int:
+        """Bytes still to move."""
+        return self.nbytes - self.done
+
+
+class _MsgHdr(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("namelen", ctypes.c_uint32),
+        ("iov", ctypes.c_void_p),
+        ("iovlen", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("controllen", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+class Vectors:
+    """`sendmsg` and `recvmsg` over raw addresses, never blocking and without the interpreter's lock.
+
+    Python's own methods take one buffer object per range; making thousands of them costs more
+    than moving their bytes.
+    """
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        arguments = (ctypes.c_int, ctypes.POINTER(_MsgHdr), ctypes.c_int)
+        self._send = libc.sendmsg
+        self._receive = libc.recvmsg
+        for function in (self._send, self._receive):
+            function.argtypes = arguments
+            function.restype = ctypes.c_ssize_t
+        self._header = _MsgHdr()
+        self._pointer = ctypes.pointer(self._header)
+
+    def send(self, fd: int, cursor: Cursor, limit_bytes: int) -> int:
+        """Send from the cursor and advance it. -1: try again later. Raises OSError."""
+        self._header.iov, self._header.iovlen = cursor.window(limit_bytes)
+        return self._result(self._send(fd, self._pointer, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL), cursor)
+
+    def receive(self, fd: int, cursor: Cursor, limit_bytes: int) -> int:
+        """Receive into the cursor and advance it. -1: try again later; 0: the end. Raises OSError."""
+        self._header.iov, self._header.iovlen = cursor.window(limit_bytes)
+        return self._result(self._receive(fd, self._pointer, socket.MSG_DONTWAIT), cursor)
+
+    def _result(self, moved: int, cursor: Cursor) -> int:
+        if moved > 0:
+            cursor.advance(moved)
+        elif moved < 0:
+            code = ctypes.get_errno()
+            if code not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EINTR):
+                raise OSError(code, os.strerror(code))
+        return moved
+
+
+@dataclass(frozen=True, slots=True)
+class PartRows:
+    """One part of a write: equal rows at the source and at the destination."""
+
+    source: Rows
+    target: Rows
+    nbytes: int
+
+
+def cut(blocks: Sequence[CopyBlock], part_bytes: int) -> Iterator[PartRows]:
+    """The parts of a checked write, each of at most `part_bytes` and MAX_PART_ROWS rows.
+
+    `source` and `target` hold offsets; the caller adds addresses.
+    """
+    fields = np.array(
+        [
+            (b.src_offset, b.dst_offset, b.rows, b.row_bytes, b.src_stride, b.dst_stride)
+            for b in pieces(blocks, part_bytes)
+        ],
+        np.int64,
+    ).reshape(-1, 6)
+    if not len(fields):
+        return
+    rows = fields[:, 2]
+    each = np.repeat(fields, rows, axis=0)
+    nth = np.arange(len(each)) - np.repeat(np.cumsum(rows) - rows, rows)
+    source = np.empty((len(each), 2), np.uint64)
+    target = np.empty((len(each), 2), np.uint64)
+    source[:, 0] = each[:, 0] + nth * each[:, 4]
+    target[:, 0] = each[:, 1] + nth * each[:, 5]
+    source[:, 1] = target[:, 1] = each[:, 3]
+    ends = np.cumsum(each[:, 3])
+    first, done = 0, 0
+    while first < len(ends):
+        last = int(ends.searchsorted(done + part_bytes, "right"))
+        last = min(max(last, first + 1), first + MAX_PART_ROWS)
+        nbytes = int(ends[last - 1]) - done
+        yield PartRows(source[first:last], target[first:last], nbytes)
+        first, done = last, done + nbytes
