@@ -231,7 +231,8 @@ class SessionNode:
         if self._listener is not None:
             self._listener.close()
         for connection in list(self._connections):
-            connection.end(reason, tell=True)
+            # A stranger is owed no explanation, and must not make us linger for it.
+            connection.end(reason, tell=connection.handshake.authenticated)
         if self._connections:
             self._quiet = asyncio.get_running_loop().create_future()
             await self._quiet

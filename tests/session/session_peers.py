@@ -1,0 +1,211 @@
+"""What the session tests share: a recording handler, nodes, and a peer made of raw streams."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvloop
+
+from segue.core.errors import SegueError
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role
+from segue.session.api import PeerInfo, Session
+from segue.session.frames import (
+    HEADER,
+    KIND_MESSAGE,
+    PREAMBLE,
+    PROTOCOL_VERSION,
+    Accepted,
+    Hello,
+    Opened,
+    SessionFrame,
+    Welcome,
+    decode_frame,
+    encode_frame,
+    encode_preamble,
+)
+from segue.session.handshake import Handshake, Progress, session_key
+from segue.session.node import SessionNode
+
+SECRET = b"a secret of the tests"
+DEADLINE_S = 10.0
+LOOPS: dict[str, Callable[[Coroutine[Any, Any, Any]], Any]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+
+
+class Note(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    data: bytes = b""
+
+
+class Question(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+Message = Note | Question
+
+
+def incarnation(letter: str) -> Incarnation:
+    return Incarnation(letter * 32)
+
+
+@dataclass
+class Events:
+    """A SessionHandler that writes everything down and wakes who waits for it."""
+
+    payload: bytes = b"payload"
+    refuse: SegueError | None = None
+    log: list[tuple[str, object]] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    peers: list[PeerInfo] = field(default_factory=list)
+    on_message: Callable[[Session, object], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._more = asyncio.Event()
+
+    def hello(self) -> bytes:
+        return self.payload
+
+    def accept(self, peer: PeerInfo) -> None:
+        self.peers.append(peer)
+        if self.refuse is not None:
+            raise self.refuse
+
+    def opened(self, session: Session) -> None:
+        self.sessions.append(session)
+        self._add("opened", session.peer.incarnation)
+
+    def received(self, session: Session, message: object) -> None:
+        self._add("received", message)
+        if self.on_message is not None:
+            self.on_message(session, message)
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        self._add("closed", error)
+
+    def _add(self, what: str, value: object) -> None:
+        self.log.append((what, value))
+        self._more.set()
+
+    def of(self, what: str) -> list[Any]:
+        return [value for name, value in self.log if name == what]
+
+    async def wait(self, what: str, count: int = 1) -> list[Any]:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.of(what)) < count:
+                self._more.clear()
+                await self._more.wait()
+        return self.of(what)
+
+
+def node(letter: str, handler: Events, **changes: Any) -> SessionNode:
+    settings: dict[str, Any] = {
+        "incarnation": incarnation(letter),
+        "role": Role.PREFILL,
+        "dp_rank": 0,
+        "secret": SECRET,
+        "handler": handler,
+        "message_type": Message,
+        "limits": Limits(),
+    }
+    return SessionNode(**(settings | changes))
+
+
+@asynccontextmanager
+async def closing(*nodes: SessionNode) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for each in nodes:
+            await each.close()
+
+
+class RawPeer:
+    """The dialling side by hand: says what it is told, and nothing by itself (no keepalive)."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def dial(cls, host: str, port: int, *, receive_buffer: int | None = None) -> RawPeer:
+        sock = socket.socket()
+        sock.setblocking(False)
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        await asyncio.get_running_loop().sock_connect(sock, (host, port))
+        limit = receive_buffer or 2**16
+        return cls(*await asyncio.open_connection(sock=sock, limit=limit))
+
+    def send(self, *frames: SessionFrame) -> None:
+        self.writer.write(b"".join(encode_frame(frame) for frame in frames))
+
+    def send_message(self, body: bytes) -> None:
+        self.writer.write(HEADER.pack(len(body), KIND_MESSAGE) + body)
+
+    async def preamble(self, version: int = PROTOCOL_VERSION) -> bytes:
+        self.writer.write(encode_preamble(version))
+        return await self.reader.readexactly(PREAMBLE.size)
+
+    async def frame(self) -> SessionFrame:
+        async with asyncio.timeout(DEADLINE_S):
+            length, _ = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+            return decode_frame(await self.reader.readexactly(length))
+
+    async def ended(self) -> bytes:
+        """What is still to be read until the other side closes."""
+        async with asyncio.timeout(DEADLINE_S):
+            try:
+                return await self.reader.read()
+            except ConnectionError:
+                return b""
+
+    async def close(self) -> None:
+        self.writer.close()
+        try:
+            await self.writer.wait_closed()
+        except ConnectionError:
+            return
+
+    async def open(
+        self, letter: str, *, secret: bytes | None = SECRET, listen: str = "", dp_rank: int = 0
+    ) -> None:
+        """The whole handshake as dialler."""
+        await self.preamble()
+        me = hello(letter, listen=listen, dp_rank=dp_rank, keyed=secret is not None)
+        shake = Handshake(me, dialling=True, key=session_key(secret), version=PROTOCOL_VERSION)
+        self.send(me)
+        while True:
+            progress = shake.receive(await self.frame(), 10.0)
+            if progress is Progress.SEND_PROOF:
+                self.send(shake.proof_frame())
+            elif progress is Progress.PAYLOAD:
+                self.send(Welcome(payload=b"raw", max_frame_bytes=2**20))
+            elif progress is Progress.DECIDE:
+                self.send(Opened())
+                return
+            elif progress is Progress.OPEN:
+                return
+            elif progress is not Progress.AUTHENTICATED:
+                raise AssertionError(f"{progress}: {shake.refusal}")
+
+
+def hello(letter: str, **changes: Any) -> Hello:
+    fields: dict[str, Any] = {
+        "incarnation": incarnation(letter),
+        "role": Role.DECODE,
+        "dp_rank": 0,
+        "listen": "",
+        "nonce": letter.encode() * 32,
+        "keyed": True,
+        "keepalive_s": 0.01,
+    }
+    return Hello(**(fields | changes))
+
+
+__all__ = ["Accepted", "Events", "Message", "Note", "Question", "RawPeer", "closing", "hello", "node"]

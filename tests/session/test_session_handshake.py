@@ -1,0 +1,126 @@
+"""The opening, without sockets."""
+
+from __future__ import annotations
+
+import pytest
+from session_peers import SECRET, hello
+
+from segue.core.errors import ErrorCode, LayoutMismatch, PeerRefused, SegueError, Unauthorized
+from segue.session.frames import Accepted, Opened, Proof, Refused, Welcome
+from segue.session.handshake import Handshake, Progress, prove, session_key
+
+KEY = session_key(SECRET)
+
+
+def pair(dialler_key: bytes | None = KEY, listener_key: bytes | None = KEY) -> tuple[Handshake, Handshake]:
+    a = hello("a", keyed=dialler_key is not None)
+    b = hello("b", keyed=listener_key is not None)
+    return (
+        Handshake(a, dialling=True, key=dialler_key, version=1),
+        Handshake(b, dialling=False, key=listener_key, version=1),
+    )
+
+
+def exchange_hellos(dialler: Handshake, listener: Handshake) -> None:
+    assert listener.receive(dialler.me, 10.0) is Progress.WAIT
+    assert dialler.receive(listener.me, 10.0) is Progress.SEND_PROOF
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_both_sides_prove_themselves_and_the_smaller_incarnation_decides(key: bytes | None) -> None:
+    dialler, listener = pair(key, key)
+    exchange_hellos(dialler, listener)
+    assert listener.receive(dialler.proof_frame(), 10.0) is Progress.AUTHENTICATED
+    assert dialler.receive(listener.proof_frame(), 10.0) is Progress.AUTHENTICATED
+    assert dialler.receive(Welcome(payload=b"1", max_frame_bytes=1), 10.0) is Progress.PAYLOAD
+    assert listener.receive(Welcome(payload=b"2", max_frame_bytes=1), 10.0) is Progress.PAYLOAD
+    assert dialler.decides
+    assert not listener.decides
+    assert dialler.receive(Accepted([b"x" * 16]), 10.0) is Progress.DECIDE
+    assert dialler.others == {b"x" * 16}
+    assert listener.receive(Opened(), 10.0) is Progress.OPEN
+    assert dialler.id == listener.id
+
+
+def test_another_secret_proves_nothing() -> None:
+    dialler, listener = pair(session_key(b"another secret!!"), KEY)
+    exchange_hellos(dialler, listener)
+    with pytest.raises(Unauthorized):
+        listener.receive(dialler.proof_frame(), 10.0)
+    assert not listener.authenticated
+
+
+def test_a_proof_sent_back_to_its_author_is_refused() -> None:
+    dialler, listener = pair()
+    exchange_hellos(dialler, listener)
+    with pytest.raises(Unauthorized):
+        dialler.receive(dialler.proof_frame(), 10.0)
+
+
+def test_our_own_hello_sent_back_is_refused_even_under_another_name() -> None:
+    dialler, _ = pair()
+    with pytest.raises(Unauthorized, match="nonce"):
+        dialler.receive(hello("b", nonce=dialler.me.nonce), 10.0)
+    dialler, _ = pair()
+    with pytest.raises(PeerRefused, match="itself"):
+        dialler.receive(dialler.me, 10.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dp_rank": 3},
+        {"role": "prefill"},
+        {"listen": "10.0.0.1:9"},
+        {"nonce": b"z" * 32},
+        {"keepalive_s": 0.02},
+    ],
+)
+def test_a_proof_covers_every_claim(change: dict[str, object]) -> None:
+    a, b = hello("a"), hello("b")
+    tampered = hello("a", **change)
+    assert prove(KEY, 1, a, b, True) != prove(KEY, 1, tampered, b, True)
+    assert prove(KEY, 1, a, b, True) != prove(KEY, 2, a, b, True)
+    assert prove(KEY, 1, a, b, True) != prove(KEY, 1, b, a, True)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(KEY, None), (None, KEY)])
+def test_one_side_without_a_secret_is_refused(mine: bytes | None, theirs: bytes | None) -> None:
+    dialler, listener = pair(mine, theirs)
+    with pytest.raises(Unauthorized, match="secret"):
+        listener.receive(dialler.me, 10.0)
+
+
+@pytest.mark.parametrize("early", [Proof(b""), Welcome(payload=b"", max_frame_bytes=9), Opened(), Accepted()])
+def test_no_step_can_be_skipped(early: object) -> None:
+    _, listener = pair()
+    with pytest.raises(PeerRefused, match="HELLO was due"):
+        listener.receive(early, 10.0)  # type: ignore[arg-type]
+    assert not listener.authenticated
+
+
+def test_an_empty_proof_is_no_proof_where_a_secret_is_required() -> None:
+    dialler, listener = pair()
+    exchange_hellos(dialler, listener)
+    with pytest.raises(Unauthorized):
+        listener.receive(Proof(b""), 10.0)
+
+
+def test_keepalive_slower_than_our_patience_is_refused_at_once() -> None:
+    _, listener = pair()
+    with pytest.raises(PeerRefused, match="keepalive_s"):
+        listener.receive(hello("a", keepalive_s=20.0), 10.0)
+
+
+def test_a_stranger_cannot_make_us_raise_any_error_it_likes() -> None:
+    claim = LayoutMismatch("words in our mouth", room=7).info
+    dialler, listener = pair()
+    assert dialler.receive(Refused(claim), 10.0) is Progress.REFUSED
+    assert dialler.refusal is not None
+    assert dialler.refusal.code is ErrorCode.PEER_REFUSED
+    dialler, listener = pair()
+    exchange_hellos(dialler, listener)
+    dialler.receive(listener.proof_frame(), 10.0)
+    assert dialler.receive(Refused(claim), 10.0) is Progress.REFUSED
+    assert dialler.refusal == claim
+    assert isinstance(claim.exception(), SegueError)

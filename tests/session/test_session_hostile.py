@@ -1,0 +1,493 @@
+"""Strangers, broken peers and silent ones."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import pickle
+import ssl
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from session_peers import (
+    DEADLINE_S,
+    LOOPS,
+    Events,
+    Message,
+    Note,
+    RawPeer,
+    closing,
+    hello,
+    incarnation,
+    node,
+)
+
+import segue
+from segue.core.errors import BootstrapUnreachable, PeerLost, PeerRefused, Unauthorized
+from segue.core.limits import Limits
+from segue.session.connection import Connection, State
+from segue.session.frames import (
+    DECODE_ERRORS,
+    HANDSHAKE_FRAME_BYTES,
+    HEADER,
+    KIND_MESSAGE,
+    KIND_SESSION,
+    Hello,
+    Ping,
+    Proof,
+    decode_frame,
+    decode_preamble,
+    encode_frame,
+    encode_preamble,
+)
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_a_flood_of_strangers_keeps_nobody_out_and_stays_bounded(runner: str) -> None:
+    async def main() -> None:
+        listener, dialler = node("a", Events(), max_half_open=16), node("b", Events())
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            strangers = [await RawPeer.dial(*address) for _ in range(100)]
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert session.peer.incarnation == incarnation("a")
+            assert len(listener._half_open) <= 16
+            assert listener.stats.strangers_dropped >= 100 - 16
+            for stranger in strangers:
+                await stranger.close()
+
+    LOOPS[runner](main())
+
+
+def test_a_stranger_that_says_nothing_is_cut_after_the_handshake_deadline() -> None:
+    async def main() -> None:
+        listener = node("a", Events(), limits=Limits(handshake_s=0.05))
+        async with closing(listener):
+            address = await listener.listen("127.0.0.1", 0)
+            mute, halfway = await RawPeer.dial(*address), await RawPeer.dial(*address)
+            await halfway.preamble()
+            halfway.send(hello("b"))
+            assert isinstance(await halfway.frame(), Hello)
+            await mute.ended()
+            await halfway.ended()
+            assert listener.stats.handshakes_late == 2
+            assert not listener._half_open
+            await mute.close()
+            await halfway.close()
+
+    asyncio.run(main())
+
+
+def test_a_listener_that_says_nothing_is_given_up_after_the_handshake_deadline() -> None:
+    async def main() -> None:
+        async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(mute, "127.0.0.1", 0)
+        dialler = node("b", Events(), limits=Limits(handshake_s=0.05))
+        async with closing(dialler), server:
+            with pytest.raises(BootstrapUnreachable, match="handshake"):
+                await dialler.connect(*server.sockets[0].getsockname(), timeout_s=DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def _huge(kind: int, length: int) -> bytes:
+    return HEADER.pack(length, kind) + b"x" * 100
+
+
+BAD_OPENINGS: dict[str, bytes] = {
+    "http": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
+    "huge frame": encode_preamble(1) + _huge(KIND_SESSION, 2**31),
+    "frame just too large": encode_preamble(1) + _huge(KIND_SESSION, HANDSHAKE_FRAME_BYTES + 1),
+    "message before the session": encode_preamble(1) + HEADER.pack(1, KIND_MESSAGE) + b"\xc0",
+    "unknown kind": encode_preamble(1) + HEADER.pack(1, 77) + b"\xc0",
+    "not msgpack": encode_preamble(1) + HEADER.pack(3, KIND_SESSION) + b"\xc1\xc1\xc1",
+    "empty frame": encode_preamble(1) + HEADER.pack(0, KIND_SESSION),
+    "pickle": encode_preamble(1) + HEADER.pack(60, KIND_SESSION) + pickle.dumps([1] * 99)[:60].ljust(60),
+    "ping instead of hello": encode_preamble(1) + encode_frame(Ping()),
+}
+
+
+@pytest.mark.parametrize("opening", BAD_OPENINGS)
+def test_lesson_17_a_stranger_with_wrong_bytes_costs_its_own_connection_only(opening: str) -> None:
+    async def main() -> None:
+        here = Events()
+        listener, dialler = node("a", here), node("b", Events())
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            stranger = await RawPeer.dial(*address)
+            stranger.writer.write(BAD_OPENINGS[opening])
+            await stranger.ended()
+            assert listener.stats.bad_frames + listener.stats.refused >= 1
+            session.send(Note(1))
+            assert await here.wait("received") == [Note(1)]
+            assert not here.of("closed")
+            await stranger.close()
+
+    asyncio.run(main())
+
+
+BAD_MESSAGES: dict[str, bytes] = {
+    "unknown tag": msgspec.msgpack.encode({"type": "Exec", "number": 1}),
+    "wrong type": msgspec.msgpack.encode({"type": "Note", "number": "one"}),
+    "missing field": msgspec.msgpack.encode({"type": "Note"}),
+    "invalid utf-8": b"\x82\xa4type\xa4No\xff\xfe\xa6number\x01",
+    "deep nesting": b"\x91" * 100_000,
+    "pickle": pickle.dumps(Path("/")),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("body", BAD_MESSAGES)
+def test_lesson_17_a_message_that_does_not_decode_is_counted_and_ends_only_that_session(
+    body: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        here = Events()
+        listener, dialler = node("a", here), node("b", Events())
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            broken = await RawPeer.dial(*address)
+            await broken.open("c")
+            await here.wait("opened", 2)
+            for _ in range(3):
+                broken.send_message(BAD_MESSAGES[body])
+            await here.wait("closed")
+            await broken.ended()
+            session.send(Note(1))
+            assert await here.wait("received") == [Note(1)]
+            assert list(listener.sessions) == [incarnation("b")]
+            assert listener.stats.bad_frames == 1
+            assert isinstance(here.of("closed")[0], PeerLost)
+            await broken.close()
+
+    asyncio.run(main())
+    assert len([r for r in caplog.records if "does not decode" in r.message]) == 1
+
+
+def test_a_huge_frame_on_an_open_session_ends_only_that_session() -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here, limits=Limits(max_frame_bytes=10_000))
+        async with closing(listener):
+            broken = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+            await broken.open("c")
+            broken.writer.write(_huge(KIND_MESSAGE, 10_001))
+            assert "10001" in str((await here.wait("closed"))[0])
+            await broken.close()
+
+    asyncio.run(main())
+
+
+def test_lesson_17_no_room_here_knows_pickle() -> None:
+    source = Path(segue.__file__).parent
+    for room in ("session", "bootstrap"):
+        for file in (source / room).glob("*.py"):
+            for item in ast.walk(ast.parse(file.read_text())):
+                names = [a.name for a in item.names] if isinstance(item, (ast.Import, ast.ImportFrom)) else []
+                module = item.module or "" if isinstance(item, ast.ImportFrom) else ""
+                assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & {*names, module}, file
+
+
+# ---- decoders -----------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=200))
+def test_lesson_17_frame_decoders_give_a_frame_or_a_known_error(data: bytes) -> None:
+    decoders: tuple[Callable[[bytes], object], ...] = (decode_frame, msgspec.msgpack.Decoder(Message).decode)
+    for decode in decoders:
+        try:
+            decode(data)
+        except DECODE_ERRORS:
+            continue
+
+
+@given(st.binary(min_size=8, max_size=8))
+def test_lesson_17_a_preamble_is_a_version_or_a_value_error(data: bytes) -> None:
+    try:
+        version = decode_preamble(data)
+    except ValueError:
+        assert data[:6] != b"segue\x00"
+    else:
+        assert encode_preamble(version) == data
+
+
+class FakeTransport:
+    """Just enough of a transport to feed a connection by hand."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+        self.aborted = False
+
+    def get_extra_info(self, name: str) -> Any:
+        return ("127.0.0.1", 1) if name == "peername" else None
+
+    def write(self, data: bytes | bytearray) -> None:
+        self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.aborted = True
+
+    abort = close
+
+
+def _feed(connection: Connection, data: bytes, sizes: list[int]) -> None:
+    at = 0
+    while at < len(data) and connection.state is not State.ENDED:
+        piece = data[at : at + (sizes[at % len(sizes)] if sizes else len(data))]
+        view = connection.get_buffer(-1)
+        piece = piece[: len(view)]
+        view[: len(piece)] = piece
+        connection.buffer_updated(len(piece))
+        at += len(piece)
+
+
+_FRAMES = st.one_of(
+    st.binary(max_size=60).map(lambda body: HEADER.pack(len(body), KIND_SESSION) + body),
+    st.binary(max_size=60).map(lambda body: HEADER.pack(len(body), KIND_MESSAGE) + body),
+    st.just(encode_frame(hello("c"))),
+    st.just(encode_frame(Ping())),
+    st.binary(max_size=32).map(lambda mac: encode_frame(Proof(mac))),
+    st.binary(max_size=40),
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(_FRAMES, max_size=6),
+    st.lists(st.integers(1, 30), max_size=5),
+    st.booleans(),
+    st.booleans(),
+)
+def test_lesson_17_no_bytes_open_a_session_without_the_secret(
+    frames: list[bytes], sizes: list[int], good_preamble: bool, dialling: bool
+) -> None:
+    async def main() -> None:
+        here = Events()
+        me = node("a", here)
+        connection = Connection(me, dialling=dialling, loop=asyncio.get_running_loop())
+        transport = FakeTransport()
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        _feed(connection, (encode_preamble(1) if good_preamble else b"") + b"".join(frames), sizes)
+        assert connection.state is not State.OPEN
+        assert not here.peers
+        assert not here.log
+        assert len(transport.written) < 4 * HANDSHAKE_FRAME_BYTES
+        connection.connection_lost(None)
+        await me.close()
+
+    asyncio.run(main())
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=8), st.lists(st.integers(1, 9000), max_size=5))
+def test_frames_survive_any_way_of_being_cut(lengths: list[int], sizes: list[int]) -> None:
+    async def main() -> None:
+        here = Events()
+        me = node("a", here)
+        connection = Connection(me, dialling=False, loop=asyncio.get_running_loop())
+        connection.connection_made(FakeTransport())  # type: ignore[arg-type]
+        # What the framing does once the session is open; how it opens is shown elsewhere.
+        connection.state = State.OPEN
+        connection._max_in_bytes = 2**20
+        notes = [Note(i, bytes([i]) * (n * (50 if i == 3 else 1))) for i, n in enumerate(lengths)]
+        bodies = [msgspec.msgpack.encode(note) for note in notes]
+        _feed(connection, b"".join(HEADER.pack(len(b), KIND_MESSAGE) + b for b in bodies), sizes)
+        assert here.of("received") == notes
+        connection.state = State.HANDSHAKE
+        connection.connection_lost(None)
+
+    asyncio.run(main())
+
+
+# ---- silence, slowness --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_a_silent_peer_is_lost_and_talking_ones_are_kept(runner: str) -> None:
+    async def main() -> None:
+        here, there = Events(), Events()
+        limits = Limits(keepalive_s=0.05, peer_silence_s=0.4)
+        listener, talker = node("a", here, limits=limits), node("b", there, limits=limits)
+        async with closing(talker, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            silent = await RawPeer.dial(*address)
+            await silent.open("c")
+            await talker.connect(*address, timeout_s=DEADLINE_S)
+            await here.wait("opened", 2)
+            lost = (await here.wait("closed"))[0]
+            assert isinstance(lost, PeerLost)
+            assert "silent" in str(lost)
+            # The silent peer heard us all the time: keepalive runs in both directions by itself.
+            assert (await silent.ended()).count(encode_frame(Ping())) >= 3
+            assert list(listener.sessions) == [incarnation("b")]
+            assert list(talker.sessions) == [incarnation("a")]
+            await silent.close()
+
+    LOOPS[runner](main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_one_slow_peer_does_not_delay_the_detection_of_anothers_silence(runner: str) -> None:
+    async def main() -> None:
+        here = Events()
+        limits = Limits(keepalive_s=0.05, peer_silence_s=0.3, max_session_backlog_bytes=2**30)
+        listener = node("a", here, limits=limits)
+        async with closing(listener):
+            address = await listener.listen("127.0.0.1", 0)
+            slow = await RawPeer.dial(*address, receive_buffer=4096)
+            await slow.open("b")
+            await here.wait("opened")
+            for i in range(50):
+                here.sessions[0].send(Note(i, b"x" * 500_000))
+            silent = await RawPeer.dial(*address)
+            await silent.open("c")
+            await here.wait("opened", 2)
+
+            async def talk() -> None:
+                while True:
+                    slow.send(Ping())
+                    await asyncio.sleep(0.02)
+
+            talking = asyncio.create_task(talk())
+            await here.wait("closed")
+            assert list(listener.sessions) == [incarnation("b")]
+            talking.cancel()
+            await silent.close()
+            await slow.close()
+
+    LOOPS[runner](main())
+
+
+def test_our_own_pause_is_not_the_peers_silence() -> None:
+    async def main() -> None:
+        here, there = Events(), Events()
+        limits = Limits(keepalive_s=0.05, peer_silence_s=0.2)
+        listener, dialler = node("a", here, limits=limits), node("b", there, limits=limits)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            time.sleep(0.5)  # noqa: ASYNC251  the whole process stands still, as under SIGSTOP
+            session.send(Note(1))
+            await here.wait("received")
+            assert not here.of("closed") + there.of("closed")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_a_peer_that_does_not_read_is_lost_at_the_backlog_limit(runner: str) -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here, limits=Limits(max_session_backlog_bytes=1_000_000))
+        async with closing(listener):
+            raw = await RawPeer.dial(*await listener.listen("127.0.0.1", 0), receive_buffer=4096)
+            await raw.open("b")
+            await here.wait("opened")
+            session: Any = here.sessions[0]
+            for i in range(2000):
+                session.send(Note(i, b"x" * 100_000))
+                assert session._backlog_bytes() <= 1_000_000 + 100_100
+                if not listener.sessions:
+                    break
+            assert not here.of("closed")  # never inside the sender's own call
+            error = (await here.wait("closed"))[0]
+            assert isinstance(error, PeerLost)
+            assert "does not read" in str(error)
+            await raw.close()
+
+    LOOPS[runner](main())
+
+
+# ---- TLS ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-made certificate for localhost and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no certificate could be made with the openssl command: {error}")
+    return cert, key
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_sessions_run_over_tls_and_a_wrong_certificate_is_unauthorized(
+    runner: str, certificate: tuple[Path, Path]
+) -> None:
+    cert, key = certificate
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(cert, key)
+    trusting = ssl.create_default_context(cafile=str(cert))
+
+    async def main() -> None:
+        here, there = Events(payload=b"p" * 50_000), Events()
+        listener = node("a", here, ssl_server=server)
+        dialler = node("b", there, ssl_client=trusting)
+        wary = node("c", Events(), ssl_client=ssl.create_default_context())
+        plain = node("d", Events(), limits=Limits(handshake_s=0.3))
+        async with closing(dialler, wary, plain, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            session.send(Note(1, b"x" * 300_000))
+            assert await here.wait("received") == [Note(1, b"x" * 300_000)]
+            with pytest.raises(Unauthorized, match="certificate"):
+                await wary.connect(*address, timeout_s=DEADLINE_S)
+            with pytest.raises((BootstrapUnreachable, PeerRefused)):
+                await plain.connect(*address, timeout_s=DEADLINE_S)
+            assert list(listener.sessions) == [incarnation("b")]
+
+    LOOPS[runner](main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_a_flood_before_tls_is_bounded_too(runner: str, certificate: tuple[Path, Path]) -> None:
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(*certificate)
+    trusting = ssl.create_default_context(cafile=str(certificate[0]))
+
+    async def main() -> None:
+        listener = node("a", Events(), ssl_server=server, max_half_open=8)
+        dialler = node("b", Events(), ssl_client=trusting)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            strangers = [await RawPeer.dial(*address) for _ in range(40)]
+            await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert len(listener._half_open) <= 8
+            assert listener.stats.strangers_dropped >= 40 - 8
+            for stranger in strangers:
+                await stranger.close()
+
+    LOOPS[runner](main())

@@ -1,0 +1,521 @@
+"""Sessions over real sockets: opening, order, refusals, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from session_peers import (
+    DEADLINE_S,
+    LOOPS,
+    SECRET,
+    Events,
+    Note,
+    Question,
+    RawPeer,
+    closing,
+    incarnation,
+    node,
+)
+
+from segue.core.errors import (
+    BootstrapTimeout,
+    BootstrapUnreachable,
+    ConfigError,
+    Draining,
+    InvalidRequest,
+    LayoutMismatch,
+    OutOfCapacity,
+    PeerLost,
+    PeerRefused,
+    PeerRestarted,
+    RequestTooLarge,
+    Unauthorized,
+)
+from segue.core.limits import Limits
+from segue.core.types import Role
+from segue.session.node import is_loopback
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+@pytest.mark.parametrize(("mine", "theirs"), [("a", "b"), ("b", "a")])
+def test_messages_arrive_in_order_both_ways(runner: str, mine: str, theirs: str) -> None:
+    async def main() -> None:
+        here, there = Events(payload=b"h" * 100_000), Events(payload=b"there")
+        listener, dialler = node(mine, here), node(theirs, there, role=Role.DECODE, dp_rank=3)
+        async with closing(dialler, listener):
+            host, port = await listener.listen("127.0.0.1", 0)
+            session = await dialler.connect(host, port, expect=incarnation(mine), timeout_s=DEADLINE_S)
+            assert session.peer.hello == b"h" * 100_000
+            assert session.peer.address == f"{host}:{port}"
+            await here.wait("opened")
+            assert here.peers[0].role is Role.DECODE
+            assert here.peers[0].dp_rank == 3
+            big = bytes(range(256)) * 12_000
+            sent = [Note(i, big if i % 7 == 3 else b"") for i in range(40)]
+            for note in sent:
+                session.send(note)
+                here.sessions[0].send(Question(note.number))
+            assert await here.wait("received", 40) == sent
+            assert await there.wait("received", 40) == [Question(i) for i in range(40)]
+            assert list(listener.sessions) == [incarnation(theirs)]
+        assert [e.code for e in here.of("closed")] == ["DRAINING"]
+        assert len(there.of("closed")) == 1
+        assert not listener.sessions
+        assert not dialler.sessions
+
+    LOOPS[runner](main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_a_burst_from_a_handler_is_one_ordered_batch(runner: str) -> None:
+    async def main() -> None:
+        here, there = Events(), Events()
+
+        def echo(session: Any, message: Any) -> None:
+            for i in range(50):
+                session.send(Note(100 * message.number + i))
+
+        here.on_message = echo
+        listener, dialler = node("a", here), node("b", there)
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            for i in range(20):
+                session.send(Question(i))
+            got = await there.wait("received", 1000)
+            assert [m.number for m in got] == [100 * q + i for q in range(20) for i in range(50)]
+
+    LOOPS[runner](main())
+
+
+def test_nagle_is_off_on_both_sides() -> None:
+    async def main() -> None:
+        here = Events()
+        listener, dialler = node("a", here), node("b", Events())
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            await here.wait("opened")
+            for each in (session, here.sessions[0]):
+                sock = each._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+    asyncio.run(main())
+
+
+def test_connects_at_the_same_time_share_one_session() -> None:
+    async def main() -> None:
+        here = Events()
+        listener, dialler = node("a", here), node("b", Events())
+        async with closing(dialler, listener):
+            host, port = await listener.listen("127.0.0.1", 0)
+            many = await asyncio.gather(
+                *(
+                    dialler.connect(host, port, expect=incarnation("a"), timeout_s=DEADLINE_S)
+                    for _ in range(5)
+                ),
+                *(dialler.connect(host, port, expect=None, timeout_s=DEADLINE_S) for _ in range(5)),
+                *(dialler.connect("localhost", port, expect=None, timeout_s=DEADLINE_S) for _ in range(5)),
+            )
+            assert len(set(map(id, many))) == 1
+            assert many[0] is dialler.sessions[incarnation("a")]
+            many[0].send(Note(1))
+            await here.wait("received")
+            assert len(here.of("opened")) == 1
+            assert not here.of("closed")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_two_nodes_that_dial_each_other_agree_on_one_session(runner: str) -> None:
+    async def once() -> None:
+        here, there = Events(), Events()
+        a, b = node("a", here), node("b", there, role=Role.DECODE)
+        async with closing(a, b):
+            at_a, at_b = await a.listen("127.0.0.1", 0), await b.listen("127.0.0.1", 0)
+            first, second = await asyncio.gather(
+                a.connect(*at_b, expect=incarnation("b"), timeout_s=DEADLINE_S),
+                b.connect(*at_a, expect=incarnation("a"), timeout_s=DEADLINE_S),
+            )
+            first.send(Note(1))
+            second.send(Note(2))
+            assert await there.wait("received") == [Note(1)]
+            assert await here.wait("received") == [Note(2)]
+            assert first.handshake.id == second.handshake.id  # type: ignore[attr-defined]
+            assert len(here.of("opened")) == len(there.of("opened")) == 1
+            assert not here.of("closed") + there.of("closed")
+
+    async def main() -> None:
+        for _ in range(30):
+            await once()
+
+    LOOPS[runner](main())
+
+
+class Relay:
+    """A TCP relay that can fall silent without closing: the network between two hosts breaks."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            far_reader, far_writer = await asyncio.open_connection(host, port)
+            self._writers += [writer, far_writer]
+            for source, sink in ((reader, far_writer), (far_reader, writer)):
+                task = asyncio.create_task(self._copy(source, sink))
+                self._tasks.add(task)
+
+        self._server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[:2]
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            if not self.silent:
+                sink.write(data)
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("a", "b"), ("b", "a")])
+def test_a_session_that_only_one_side_still_believes_in_is_replaced(mine: str, theirs: str) -> None:
+    async def main() -> None:
+        here, there = Events(), Events()
+        listener, dialler = node(mine, here), node(theirs, there)
+        relay = Relay()
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            old = await dialler.connect(*await relay.start(*address), timeout_s=DEADLINE_S)
+            await here.wait("opened")
+            relay.silent = True
+            old.close()
+            await there.wait("closed")
+            assert not here.of("closed")
+            new = await dialler.connect(*address, expect=incarnation(mine), timeout_s=DEADLINE_S)
+            assert new is not old
+            new.send(Note(5))
+            await here.wait("received")
+            assert [what for what, _ in here.log] == ["opened", "closed", "opened", "received"]
+            assert isinstance(here.of("closed")[0], PeerLost)
+            await relay.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(SECRET, b"another secret of length"), (SECRET, None), (None, SECRET)]
+)
+def test_a_wrong_or_missing_secret_is_unauthorized_and_opens_nothing(
+    mine: bytes | None, theirs: bytes | None
+) -> None:
+    async def main() -> None:
+        here, there = Events(), Events()
+        listener, dialler = node("a", here, secret=mine), node("b", there, secret=theirs)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            with pytest.raises(Unauthorized, match="secret"):
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert not here.log + there.log
+            assert not here.peers + there.peers
+
+    asyncio.run(main())
+
+
+def test_without_a_secret_only_loopback_is_talked_to() -> None:
+    async def main() -> None:
+        lonely = node("a", Events(), secret=None)
+        async with closing(lonely):
+            with pytest.raises(ConfigError, match="secret"):
+                await lonely.listen("0.0.0.0", 0)
+            with pytest.raises(Unauthorized, match="secret"):
+                # An address of the documentation range: refused before a packet leaves.
+                await lonely.connect("192.0.2.1", 9, timeout_s=DEADLINE_S)
+            await lonely.listen("127.0.0.1", 0)
+
+    asyncio.run(main())
+    assert is_loopback("127.8.8.8")
+    assert is_loopback("::1")
+    assert is_loopback("::ffff:127.0.0.1")
+    assert not is_loopback("::ffff:10.0.0.1")
+    assert not is_loopback("")
+
+
+def test_a_short_secret_and_impossible_timers_are_configuration_errors() -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="at least 16"):
+            node("a", Events(), secret=b"short")
+        with pytest.raises(ConfigError, match="keepalive_s"):
+            node("a", Events(), limits=Limits(keepalive_s=10.0, peer_silence_s=10.0))
+
+    asyncio.run(main())
+
+
+def test_a_port_in_use_is_one_clear_sentence() -> None:
+    async def main() -> None:
+        first, second = node("a", Events()), node("b", Events())
+        async with closing(first, second):
+            host, port = await first.listen("127.0.0.1", 0)
+            with pytest.raises(ConfigError, match=f"port {port} at {host} is in use"):
+                await second.listen(host, port)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_another_protocol_version_is_refused_with_both_versions(runner: str) -> None:
+    async def main() -> None:
+        here = Events()
+        listener, dialler = node("a", here), node("b", Events(), protocol=7)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 1"):
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert not here.log
+
+    LOOPS[runner](main())
+
+
+def test_the_owners_refusal_reaches_the_dialler_unchanged() -> None:
+    async def main() -> None:
+        reason = LayoutMismatch("page size 16 and 24", phase="join", origin="prefill", room=9, retryable=True)
+        here, there = Events(refuse=reason), Events()
+        listener, dialler = node("a", here), node("b", there)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            with pytest.raises(LayoutMismatch) as refused:
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert refused.value.info == reason.info
+            assert not here.log + there.log
+            assert listener.stats.refused == 1
+
+    asyncio.run(main())
+
+
+def test_the_dialler_may_refuse_too_and_an_owners_bug_is_a_refusal() -> None:
+    async def main() -> None:
+        here, there = Events(), Events(refuse=LayoutMismatch("no"))
+        listener, dialler = node("a", here), node("b", there)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            with pytest.raises(LayoutMismatch):
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            there.refuse = None
+            here.refuse = KeyError("a bug")  # type: ignore[assignment]
+            with pytest.raises(Exception, match="failed to judge"):
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            here.refuse = None
+            await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert len(here.of("opened")) == len(there.of("opened")) == 1
+
+    asyncio.run(main())
+
+
+def test_nobody_there_and_nobody_answering_are_different_errors() -> None:
+    async def main() -> None:
+        dialler = node("b", Events())
+        mute = socket.socket()
+        mute.bind(("127.0.0.1", 0))
+        address = mute.getsockname()
+        async with closing(dialler):
+            with pytest.raises(BootstrapUnreachable):
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            mute.listen()
+            with pytest.raises(BootstrapTimeout):
+                await dialler.connect(*address, timeout_s=0.05)
+            with pytest.raises(BootstrapUnreachable, match="cannot be found"):
+                await dialler.connect("no such host", 1, timeout_s=DEADLINE_S)
+        mute.close()
+
+    asyncio.run(main())
+
+
+def test_a_node_does_not_connect_to_itself() -> None:
+    async def main() -> None:
+        alone = node("a", Events())
+        async with closing(alone):
+            with pytest.raises(PeerRefused, match="itself"):
+                await alone.connect(*await alone.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def test_a_message_larger_than_the_peer_takes_is_the_senders_error_alone() -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here, limits=Limits(max_frame_bytes=5000))
+        dialler = node("b", Events())
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            with pytest.raises(RequestTooLarge, match="5000"):
+                session.send(Note(1, b"x" * 5000))
+            session.send(Note(2, b"x" * 4000))
+            assert await here.wait("received") == [Note(2, b"x" * 4000)]
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_fails_ends_neither_session_nor_process() -> None:
+    async def main() -> None:
+        here = Events()
+
+        def fail(session: object, message: object) -> None:
+            if message == Note(1):
+                raise KeyError("a bug in one request")
+
+        here.on_message = fail
+        listener, dialler = node("a", here), node("b", Events())
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            session.send(Note(1))
+            session.send(Note(2))
+            assert await here.wait("received", 2) == [Note(1), Note(2)]
+            assert listener.stats.handler_errors == 1
+            assert not here.of("closed")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_the_reason_of_a_close_reaches_both_sides_once(runner: str) -> None:
+    async def main() -> None:
+        here, there = Events(), Events()
+        listener, dialler = node("a", here), node("b", there)
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            await here.wait("opened")
+            reason = InvalidRequest("enough", phase="test", room=4)
+            session.send(Note(1))
+            session.close(reason)
+            session.close(Draining("again"))
+            session.send(Note(2))  # after the end: dropped
+            assert not there.of("closed")  # never inside the caller's own call
+            assert [e.info for e in await there.wait("closed")] == [reason.info]
+            assert [e.info for e in await here.wait("closed")] == [reason.info]
+            assert here.of("received") == [Note(1)]
+
+    LOOPS[runner](main())
+
+
+def test_sessions_beyond_the_limit_are_refused_as_out_of_capacity() -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here, limits=Limits(max_sessions=2))
+        diallers = [node(letter, Events()) for letter in "bcd"]
+        async with closing(*diallers, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            for dialler in diallers[:2]:
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            with pytest.raises(OutOfCapacity):
+                await diallers[2].connect(*address, timeout_s=DEADLINE_S)
+            await diallers[0].close()
+            await here.wait("closed")
+            await diallers[2].connect(*address, timeout_s=DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def test_a_broken_connection_is_a_lost_peer() -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here)
+        async with closing(listener):
+            raw = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+            await raw.open("b")
+            await here.wait("opened")
+            await raw.close()
+            assert isinstance((await here.wait("closed"))[0], PeerLost)
+            assert not listener.sessions
+
+    asyncio.run(main())
+
+
+def test_lesson_09_a_restart_at_the_same_address_ends_the_old_session_and_the_next_one_works() -> None:
+    async def main() -> None:
+        here = Events()
+        prefill = node("a", here)
+        async with closing(prefill):
+            address = await prefill.listen("127.0.0.1", 0)
+            # The old decode vanished without a word: its connection stays, nothing comes from it.
+            vanished = await RawPeer.dial(*address)
+            reborn = node("c", Events(), role=Role.DECODE)
+            other = node("d", Events(), role=Role.DECODE, dp_rank=1)
+            async with closing(reborn, other):
+                at = await reborn.listen("127.0.0.1", 0)
+                await vanished.open("b", listen=f"{at[0]}:{at[1]}")
+                await other.listen("127.0.0.1", 0)
+                await other.connect(*address, timeout_s=DEADLINE_S)
+                await here.wait("opened", 2)
+                session = await reborn.connect(*address, timeout_s=DEADLINE_S)
+                session.send(Note(1))
+                await here.wait("received")
+                assert [what for what, _ in here.log] == ["opened", "opened", "closed", "opened", "received"]
+                assert isinstance(here.of("closed")[0], PeerRestarted)
+                assert set(prefill.sessions) == {incarnation("c"), incarnation("d")}
+                # And from our side: we still expect the old one at that address.
+                with pytest.raises(PeerRestarted, match="restarted"):
+                    await prefill.connect(*at, expect=incarnation("b"), timeout_s=DEADLINE_S)
+                assert incarnation("c") in prefill.sessions
+            await vanished.close()
+
+    asyncio.run(main())
+
+
+def test_lesson_09_dialling_a_restarted_peer_ends_its_old_session_and_the_next_connect_succeeds() -> None:
+    async def main() -> None:
+        here = Events()
+        prefill = node("a", here)
+        reborn = node("c", Events(), role=Role.DECODE)
+        async with closing(prefill, reborn):
+            at = await reborn.listen("127.0.0.1", 0)
+            vanished = await RawPeer.dial(*await prefill.listen("127.0.0.1", 0))
+            await vanished.open("b", listen=f"{at[0]}:{at[1]}")
+            await here.wait("opened")
+            # expect another incarnation: the old one's session must end although nothing opens.
+            with pytest.raises(PeerRestarted):
+                await prefill.connect(*at, expect=incarnation("e"), timeout_s=DEADLINE_S)
+            assert isinstance((await here.wait("closed"))[0], PeerRestarted)
+            session = await prefill.connect(*at, expect=incarnation("c"), timeout_s=DEADLINE_S)
+            assert session.peer.incarnation == incarnation("c")
+            await vanished.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
+    async def main() -> None:
+        before = len(asyncio.all_tasks())
+        here = Events()
+        listener = node("a", here)
+        diallers = [node(letter, Events()) for letter in "bcdef"]
+        address = await listener.listen("127.0.0.1", 0)
+        await asyncio.gather(*(d.connect(*address, timeout_s=DEADLINE_S) for d in diallers))
+        strangers = [await RawPeer.dial(*address) for _ in range(5)]
+        await here.wait("opened", 5)
+        await listener.close()
+        assert not listener._connections
+        assert not listener._half_open
+        assert not listener._open
+        assert not listener._lineages
+        for stranger in strangers:
+            await stranger.ended()
+            await stranger.close()
+        for dialler in diallers:
+            await dialler.close()
+            assert [type(e) for e in dialler.handler.of("closed")] == [Draining]  # type: ignore[attr-defined]
+        with pytest.raises(Draining):
+            await diallers[0].connect(*address, timeout_s=DEADLINE_S)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == before
+
+    LOOPS[runner](main())
