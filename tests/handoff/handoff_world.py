@@ -1,0 +1,495 @@
+"""A small world around two exchanges: engines, pools with content, a network and a transport.
+
+Nothing happens by itself. Tests choose what happens next; the world checks the invariants of the
+protocol after each step and whenever bytes land. Messages of a session keep their order; everything
+else (fences, write completions, notices that a session broke) comes in any order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from segue.core.errors import AbortedByClient, ErrorInfo, PeerLost, TransferFailed
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
+from segue.handoff import api
+from segue.handoff.exchange import Exchange
+from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
+from segue.layout.spec import KVShape, PoolSpec
+
+KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
+POISON = -1
+
+
+def pool_spec(pages: int, page_tokens: int) -> PoolSpec:
+    return PoolSpec(shape=KV, pages=pages, page_tokens=page_tokens, layer_count=2, head_count=1)
+
+
+def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
+    return LeaderInfo(
+        protocol=PROTOCOL_VERSION,
+        model=model,
+        dp_rank=0,
+        dp_size=1,
+        ranks=[spec],
+        endpoints={},
+        max_transfers=100,
+    )
+
+
+def content(transfer: TransferId, token: int, layer: int, value: bool) -> int:
+    return transfer.room * 10_000 + token * 4 + layer * 2 + value
+
+
+@dataclass
+class Job:
+    """What an engine knows of one hand-off."""
+
+    transfer: TransferId
+    prompt: int
+    prefix: int = 0
+    pages: list[int] = field(default_factory=list)
+    published: bool = False
+    sent: int = 0
+    metadata_sent: bool = False
+    phases: list[KVPoll] = field(default_factory=list)
+    errors: list[ErrorInfo] = field(default_factory=list)
+    releases: int = 0
+    quarantined: int = 0
+
+
+@dataclass
+class Write:
+    """One write in flight. `landed` before `finished`: the bytes are there, nobody knows yet."""
+
+    effect: api.PostWrite
+    by: Incarnation
+    landed: bool = False
+    cut: bool = False
+
+
+class Node:
+    """One leader in one incarnation, its engine's pages and its memory."""
+
+    def __init__(self, world: World, role: Role, me: str, pages: int, page_tokens: int, limits: Limits):
+        self.world = world
+        self.role = role
+        self.me = Incarnation(me)
+        self.spec = pool_spec(pages, page_tokens)
+        self.info = leader(self.spec)
+        self.exchange = Exchange(role, self.me, f"{role} {me[:8]} dp0", limits, self.info, "fake")
+        self.jobs: dict[TransferId, Job] = {}
+        self.free = set(range(pages))
+        self.owner: dict[int, TransferId] = {}
+        self.memory = np.full(self.spec.nbytes // 8, POISON, np.int64)
+        self.local: list[api.Event] = []
+        self.epochs: dict[int, bool] = {}
+        self.fences: list[api.Fence] = []
+
+    def take(self, job: Job, count: int, rng: random.Random) -> bool:
+        if len(self.free) < count:
+            return False
+        job.pages = rng.sample(sorted(self.free), count)
+        for page in job.pages:
+            self.free.discard(page)
+            self.owner[page] = job.transfer
+        return True
+
+    def give_back(self, job: Job) -> None:
+        """Pages are free: the engine writes other things into them at once."""
+        for page in job.pages:
+            assert self.owner.pop(page) == job.transfer, "two owners of a page"
+            self.free.add(page)
+            for index in self.indices(page):
+                self.memory[index] = POISON
+        job.pages = []
+
+    def indices(self, page: int) -> list[int]:
+        slots = range(page * self.spec.page_tokens, (page + 1) * self.spec.page_tokens)
+        return [
+            self.spec.offset(layer, v, slot) // 8 for layer in (0, 1) for v in (False, True) for slot in slots
+        ]
+
+    def at(self, job: Job, token: int, first_page: int) -> list[tuple[int, int]]:
+        """(index in memory, content) of one token."""
+        page = job.pages[token // self.spec.page_tokens - first_page]
+        slot = page * self.spec.page_tokens + token % self.spec.page_tokens
+        return [
+            (self.spec.offset(layer, v, slot) // 8, content(job.transfer, token, layer, v))
+            for layer in (0, 1)
+            for v in (False, True)
+        ]
+
+
+class World:
+    """See the module's text. `one_sided` transports cannot stop a write from the receiving side."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        one_sided: bool = False,
+        page_tokens: tuple[int, int] = (4, 4),
+        limits: Limits | None = None,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.one_sided = one_sided
+        self.page_tokens = page_tokens
+        self.limits = limits or Limits()
+        self.now = 0.0
+        self.rooms = 0
+        self.births = 0
+        self.up = False
+        self.notices: list[tuple[Node, api.PeerDown]] = []
+        self.queues: dict[Role, deque[tuple[Incarnation, HandoffMessage]]] = {}
+        self.writes: list[Write] = []
+        self.log: list[tuple[str, object]] = []
+        self.fault: Callable[[Node, api.Event], None] | None = None
+        self.prefill = self.born(Role.PREFILL)
+        self.decode = self.born(Role.DECODE)
+        self.dead: list[Node] = []
+        self._clear_queues()
+        self.connect()
+
+    def born(self, role: Role) -> Node:
+        self.births += 1
+        index = 0 if role is Role.PREFILL else 1
+        me = f"{role.value[0]}{self.births:07d}".ljust(32, "0")
+        return Node(self, role, me, 24, self.page_tokens[index], self.limits)
+
+    def _clear_queues(self) -> None:
+        self.queues = {Role.PREFILL: deque(), Role.DECODE: deque()}
+
+    def nodes(self) -> tuple[Node, Node]:
+        return (self.prefill, self.decode)
+
+    def other(self, node: Node) -> Node:
+        return self.decode if node is self.prefill else self.prefill
+
+    # ---- events and effects --------------------------------------------------------------------
+
+    def tell(self, node: Node, event: api.Event) -> list[api.Effect]:
+        before = {t: node.exchange.phase(t) for t in node.jobs}
+        effects = node.exchange.handle(event, self.now)
+        self.log.append((node.role.value, event))
+        for effect in effects:
+            self.log.append((f"  {node.role.value}", effect))
+            self._carry_out(node, effect)
+        if isinstance(event, api.PeerDown):
+            self._check_peer_down(node, event, before)
+        self.check()
+        return effects
+
+    def _check_peer_down(
+        self, node: Node, event: api.PeerDown, before: dict[TransferId, KVPoll | None]
+    ) -> None:
+        for transfer, phase in before.items():
+            bound = (transfer.decode if node.role is Role.PREFILL else transfer.prefill) == event.peer
+            after = node.jobs[transfer].phases[-1]
+            if bound and phase not in (None, KVPoll.SUCCESS):
+                assert after is KVPoll.FAILED, "a transfer outlived its peer"
+            elif phase is not None:
+                assert after is phase, "a peer's end changed another transfer"
+
+    def _carry_out(self, node: Node, effect: api.Effect) -> None:
+        match effect:
+            case api.Send():
+                other = self.other(node)
+                if self.up and effect.peer == other.me:
+                    self.queues[other.role].append((node.me, effect.message))
+            case api.PostWrite():
+                assert node.jobs[effect.transfer].phases[-1] is KVPoll.TRANSFERRING
+                self.writes.append(Write(effect, node.me))
+            case api.Grant():
+                assert effect.epoch not in node.epochs, "an epoch was used twice"
+                assert effect.epoch != 0
+                node.epochs[effect.epoch] = True
+            case api.Fence():
+                node.epochs[effect.epoch] = False
+                node.fences.append(effect)
+            case api.Phase():
+                self._phase(node, effect)
+            case api.Release():
+                job = node.jobs[effect.transfer]
+                job.releases += 1
+                assert job.releases == 1, "released twice"
+                assert job.phases[-1].terminal, "released before its end"
+                node.give_back(job)
+            case api.Quarantined():
+                job = node.jobs[effect.transfer]
+                job.quarantined += 1
+                assert effect.pages == len(job.pages)
+                assert job.quarantined == 1
+                assert job.releases == 0
+
+    def _phase(self, node: Node, effect: api.Phase) -> None:
+        job = node.jobs[effect.transfer]
+        if job.phases:
+            assert not job.phases[-1].terminal, "a phase after the last one"
+            assert effect.phase is KVPoll.FAILED or effect.phase > job.phases[-1], "phases go back"
+        job.phases.append(effect.phase)
+        if effect.phase is KVPoll.FAILED:
+            assert effect.error is not None
+            assert effect.error.origin, effect.error
+            assert effect.error.phase, effect.error
+            assert effect.error.room == effect.transfer.room
+            job.errors.append(effect.error)
+        if effect.phase is KVPoll.SUCCESS and node.role is Role.DECODE:
+            assert effect.metadata is not None
+            assert effect.metadata.transfer == effect.transfer, "consumed another's metadata"
+            first = job.prefix // node.spec.page_tokens
+            for token in range(job.prefix, job.prompt):
+                for index, value in node.at(job, token, first):
+                    assert node.memory[index] == value, "success over wrong bytes"
+
+    def check(self) -> None:
+        for node in self.nodes():
+            node.exchange.check_integrity()
+            assert not node.free & set(node.owner)
+            assert len(node.free) + len(node.owner) == node.spec.pages
+            for transfer, job in node.jobs.items():
+                phase = node.exchange.phase(transfer)
+                assert phase is None or phase is job.phases[-1], "poll and events disagree"
+
+    # ---- what an engine does -------------------------------------------------------------------
+
+    def new_transfer(self) -> TransferId:
+        self.rooms += 1
+        return TransferId(self.rooms, 0, self.prefill.me, self.decode.me)
+
+    def open_sender(self, transfer: TransferId, prompt: int, budget_s: float = 60.0) -> Job | None:
+        node = self.prefill
+        job = Job(transfer, prompt)
+        if node.me != transfer.prefill or not node.take(job, -(-prompt // node.spec.page_tokens), self.rng):
+            return None
+        node.jobs[transfer] = job
+        self.tell(node, api.OpenSender(transfer, prompt, self.now + budget_s))
+        return job
+
+    def open_receiver(
+        self, transfer: TransferId, prompt: int, prefix: int = 0, budget_s: float = 60.0
+    ) -> Job | None:
+        node = self.decode
+        if node.me != transfer.decode:
+            return None
+        job = Job(transfer, prompt, prefix)
+        node.jobs[transfer] = job
+        self.tell(node, api.OpenReceiver(transfer, prompt, self.now + budget_s))
+        return job
+
+    def publish(self, job: Job) -> bool:
+        """Reserve pages and publish them; False if the pool is full or it is not the time."""
+        node = self.decode
+        if job.published or job.phases[-1] is not KVPoll.WAITING_FOR_INPUT:
+            return False
+        size = node.spec.page_tokens
+        if not node.take(job, -(-job.prompt // size) - job.prefix // size, self.rng):
+            return False
+        job.published = True
+        self.tell(node, api.Publish(job.transfer, tuple(job.pages), job.prefix))
+        return True
+
+    def send_chunk(self, job: Job, tokens: int) -> bool:
+        """Compute up to `tokens` tokens and send them."""
+        node = self.prefill
+        if job.phases[-1] not in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING) or job.sent == job.prompt:
+            return False
+        span = Span(job.sent, min(job.prompt, job.sent + tokens))
+        for token in range(span.start, span.end):
+            for index, value in node.at(job, token, 0):
+                node.memory[index] = value
+        job.sent = span.end
+        self.tell(node, api.SendChunk(job.transfer, span, tuple(job.pages)))
+        return True
+
+    def send_metadata(self, job: Job) -> bool:
+        if job.phases[-1] not in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING) or job.metadata_sent:
+            return False
+        job.metadata_sent = True
+        metadata = Metadata(transfer=job.transfer, prompt_tokens=job.prompt, first_token=job.transfer.room)
+        self.tell(self.prefill, api.SendMetadata(job.transfer, metadata))
+        return True
+
+    def abort(self, node: Node, job: Job) -> None:
+        self.tell(node, api.AbortTransfer(job.transfer, AbortedByClient("client left").info))
+
+    # ---- network -------------------------------------------------------------------------------
+
+    def deliver(self, role: Role, times: int = 1) -> bool:
+        """The next message of the session towards `role`, as often as said."""
+        queue = self.queues[role]
+        node = self.prefill if role is Role.PREFILL else self.decode
+        if not queue or any(n is node for n, _ in self.notices):
+            return False
+        peer, message = queue.popleft()
+        if times > 1:
+            queue.insert(self.rng.randint(0, len(queue)), (peer, message))
+        self.tell(node, api.Received(peer, message))
+        return True
+
+    def connect(self) -> bool:
+        """Open a session, once both sides know that the last one is over."""
+        if self.up or self.notices:
+            return False
+        self.up = True
+        for node in self.nodes():
+            other = self.other(node)
+            self.tell(node, api.PeerUp(other.me, other.info))
+        return True
+
+    def cut(self) -> bool:
+        """The session breaks; each side notices later, and what was under way is lost."""
+        if not self.up:
+            return False
+        self.up = False
+        self._clear_queues()
+        for node in self.nodes():
+            self.notices.append((node, api.PeerDown(self.other(node).me, PeerLost("cut").info)))
+        return True
+
+    def notice(self, index: int = 0) -> bool:
+        if not self.notices:
+            return False
+        node, event = self.notices.pop(index % len(self.notices))
+        if node in self.nodes():
+            self.tell(node, event)
+        return True
+
+    def crash(self, role: Role) -> None:
+        """A process dies and a new incarnation starts at its address. Its writes die with it."""
+        self.cut()
+        old = self.prefill if role is Role.PREFILL else self.decode
+        self.dead.append(old)
+        if role is Role.PREFILL:
+            self.prefill = self.born(role)
+        else:
+            self.decode = self.born(role)
+        survivor = self.other(self.prefill if role is Role.PREFILL else self.decode)
+        self.notices = [n for n in self.notices if n[0] is not old]
+        self.notices.append((survivor, api.PeerDown(old.me, PeerLost("dead").info, dead=True)))
+        for write in list(self.writes):
+            if write.by == old.me:
+                self.writes.remove(write)
+            elif write.effect.transfer.decode == old.me:
+                write.cut = True
+
+    # ---- transport -----------------------------------------------------------------------------
+
+    def land(self, index: int = 0) -> bool:
+        """The bytes of a write reach decode's memory (or are refused there)."""
+        todo = [w for w in self.writes if not w.landed and not w.cut]
+        if not todo:
+            return False
+        write = todo[index % len(todo)]
+        effect, node = write.effect, self.decode
+        if effect.transfer.decode != node.me or (not self.one_sided and not node.epochs.get(effect.epoch)):
+            write.cut = True
+            return True
+        write.landed = True
+        for b in effect.blocks:
+            for i in range(b.rows):
+                src = (b.src_offset + i * b.src_stride) // 8
+                dst = (b.dst_offset + i * b.dst_stride) // 8
+                size = b.row_bytes // 8
+                node.memory[dst : dst + size] = self.prefill.memory[src : src + size]
+        touched = {
+            page
+            for page in range(node.spec.pages)
+            for index_ in node.indices(page)
+            for b in effect.blocks
+            for i in range(b.rows)
+            if 0 <= index_ - (b.dst_offset + i * b.dst_stride) // 8 < b.row_bytes // 8
+        }
+        for page in touched:
+            assert node.owner.get(page) == effect.transfer, "a write landed in memory whose lease ended"
+        return True
+
+    def finish(self, index: int = 0) -> bool:
+        """Tell prefill what became of a write."""
+        done = [w for w in self.writes if w.landed or w.cut]
+        if not done:
+            return False
+        write = done[index % len(done)]
+        self.writes.remove(write)
+        transfer, tag = write.effect.transfer, write.effect.tag
+        if write.cut:
+            error = TransferFailed("cut by the fence").info
+            self.tell(self.prefill, api.WriteBroken(transfer, tag, error))
+        else:
+            self.tell(self.prefill, api.WriteLanded(transfer, tag, 0.1))
+        return True
+
+    def answer_fence(self, node: Node, index: int = 0) -> bool:
+        """The transport answers a fence; on the writing side only when nothing is in flight."""
+        ready = [
+            f
+            for f in node.fences
+            if node.role is Role.DECODE
+            or not any(w.effect.transfer == f.transfer and not w.landed and not w.cut for w in self.writes)
+        ]
+        if not ready:
+            return False
+        fence = ready[index % len(ready)]
+        node.fences.remove(fence)
+        proven = node.role is Role.PREFILL or not self.one_sided
+        self.tell(node, api.FenceDone(fence.transfer, proven))
+        return True
+
+    # ---- time and rest -------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        for node in self.nodes():
+            due = node.exchange.next_deadline()
+            if due is not None and due <= self.now:
+                self.tell(node, api.Tick())
+            due = node.exchange.next_deadline()
+            assert due is None or due > self.now
+
+    def settle(self) -> None:
+        """Everything under way arrives; no engine does anything new."""
+        moved = True
+        while moved:
+            moved = self.deliver(Role.PREFILL) or self.deliver(Role.DECODE) or self.land() or self.finish()
+            moved = (
+                moved or self.answer_fence(self.prefill) or self.answer_fence(self.decode) or self.notice()
+            )
+
+    def work(self) -> None:
+        """Engines carry on without faults until nothing moves."""
+        moved = True
+        while moved:
+            self.settle()
+            moved = self.connect()
+            for job in list(self.decode.jobs.values()):
+                moved = self.publish(job) or moved
+            for job in list(self.prefill.jobs.values()):
+                moved = self.send_chunk(job, self.rng.randint(1, 20)) or self.send_metadata(job) or moved
+
+    def come_to_rest(self) -> None:
+        """Faults stop; sessions return, deadlines pass; then nothing may be left anywhere."""
+        self.settle()
+        self.connect()
+        self.settle()
+        self.advance(200.0)
+        self.settle()
+        for node in self.nodes():
+            for job in node.jobs.values():
+                assert job.phases[-1].terminal, (node.role, job)
+                assert job.releases == 1, (node.role, job)
+                assert sum(phase.terminal for phase in job.phases) == 1
+            assert not node.owner
+            sizes = node.exchange.sizes()
+            assert (sizes["transfers"], sizes["early"], sizes["epochs"]) == (0, 0, 0), sizes
+            assert node.exchange.quarantined_pages() == 0
+        self.advance(2 * self.limits.request_budget_s)
+        for node in self.nodes():
+            sizes = node.exchange.sizes()
+            assert sizes.pop("peers") == 1
+            assert not any(sizes.values()), sizes
+            assert node.exchange.counters["internal_errors"] == 0
