@@ -56,14 +56,22 @@ class StepContext:
         """Write `key` and `value` (`[rows, kv_heads, head_dim]`) into `layer` and attend with `query`
         (`[rows, heads, head_dim]`). Returns `[rows, heads, head_dim]`, contiguous."""
         packed = self.packed
-        layer_k, layer_v = self.pool.layer_k[layer], self.pool.layer_v[layer]
-        if packed.slot_start is not None:
-            stop = packed.slot_start + packed.rows
-            layer_k[packed.slot_start : stop].copy_(key)
-            layer_v[packed.slot_start : stop].copy_(value)
+        at = 2 * layer
+        if packed.targets is not None:
+            packed.targets[at].copy_(key)
+            packed.targets[at + 1].copy_(value)
         else:
-            layer_k.index_copy_(0, packed.slots, key)
-            layer_v.index_copy_(0, packed.slots, value)
+            self.pool.layer_k[layer].index_copy_(0, packed.slots, key)
+            self.pool.layer_v[layer].index_copy_(0, packed.slots, value)
+        if packed.decodes is not None:
+            queries = query.unsqueeze(2).split(1)
+            parts = packed.decodes[window]
+            outputs = [
+                _flash(q, part[at], part[at + 1], scale=scale)[0]
+                for q, part in zip(queries, parts, strict=True)
+            ]
+            together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            return together.squeeze(2)
         outputs = [
             self._segment(segment, segment.views[window], layer, query, key, value, scale)
             for segment in packed.segments

@@ -79,12 +79,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A step ready to run. `slot_start` is set when the rows' slots are one run, else `slots` is."""
+    """A step ready to run.
+
+    `targets` are the rows' places in the pool when these are one run: over layers K, V, K, V, …
+    (views); else `slots` says where each row goes. `decodes` has, by window, the one part of each
+    segment when all of them are single rows whose KV is one run: the common step of decode.
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    slot_start: int | None
+    targets: tuple[torch.Tensor, ...] | None
+    decodes: dict[int | None, list[tuple[torch.Tensor, ...]]] | None
     segments: list[Segment]
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -184,10 +190,21 @@ def pack(
         tokens=torch.tensor([tokens], dtype=torch.int64),
         positions=torch.tensor([positions], dtype=torch.int64),
         slots=torch.tensor(slots, dtype=torch.int64),
-        slot_start=slots[0] if one_run else None,
+        targets=pool.kv[:, :, slots[0] : slots[-1] + 1].flatten(0, 1).unbind(0) if one_run else None,
+        decodes=_decodes(segments, windows),
         segments=segments,
         errors={steps[index].seq_id: text for index, text in errors.items()},
     )
+
+
+def _decodes(
+    segments: list[Segment], windows: Sequence[int | None]
+) -> dict[int | None, list[tuple[torch.Tensor, ...]]] | None:
+    if any(
+        segment.rows > 1 or len(view.parts) != 1 for segment in segments for view in segment.views.values()
+    ):
+        return None
+    return {window: [segment.views[window].parts[0] for segment in segments] for window in windows}
 
 
 def _ascending(slots: list[int]) -> bool:

@@ -17,6 +17,7 @@ from segue.engine.families import LoadedModel, load_model
 from segue.engine.kvpool import HostKV, KVPool, make_pool
 from segue.engine.model_fingerprint import fingerprint
 from segue.engine.model_fused import Head, fuse
+from segue.engine.model_memory import keep_freed_memory
 from segue.engine.packing import Limits, Packed, Segment, check, pack
 from segue.layout.spec import PoolSpec
 from segue.transport.memory import Memory
@@ -210,6 +211,7 @@ def load_engine(
     if threads < 1:
         raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
     torch.set_num_threads(threads)
+    keep_freed_memory()
     identity = fingerprint(folder)
     with torch.inference_mode():
         loaded = load_model(folder, dtype)
