@@ -45,7 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
 class _Protocol(HttpToolsProtocol):
     """One connection. The transport goes into the scope (see `call.TRANSPORT_KEY`)."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         # Without it a router in front of another server delayed each first token by 41 ms.
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):

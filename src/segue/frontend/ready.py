@@ -1,0 +1,46 @@
+"""The canary: `/ready` is true only after a real generation has gone all the way through."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+
+from segue.core.errors import ErrorCode, ErrorInfo, SegueError
+from segue.core.request import Request, SamplingParams
+from segue.frontend.backend import Backend
+
+log = logging.getLogger("segue.frontend.ready")
+
+_FIRST_WAIT_S = 0.2
+_LONGEST_WAIT_S = 5.0
+
+
+async def keep_proving(backend: Backend, prompt: list[int], *, budget_s: float = 30.0) -> None:
+    """Run a canary whenever somebody could serve and nothing has proven it; never returns.
+
+    Two tokens: the second is made by decode from the KV that was handed over.
+    """
+    wait_s = _FIRST_WAIT_S
+    for number in itertools.count():
+        while not backend.can_serve or backend.proven:
+            wait_s = _FIRST_WAIT_S
+            await backend.changed()
+        try:
+            await _canary(backend, f"canary-{number}", prompt, budget_s)
+        except SegueError as error:
+            log.warning("the canary failed: %s", error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+async def _canary(backend: Backend, request_id: str, prompt: list[int], budget_s: float) -> None:
+    params = SamplingParams(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
+    request = Request(request_id=request_id, prompt=prompt, sampling=params)
+    try:
+        async for output in backend.submit(request, budget_s=budget_s):
+            if output.finish is not None:
+                return
+    finally:
+        # Ignored after a proper end.
+        backend.cancel(request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="the canary ended"))

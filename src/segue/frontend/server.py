@@ -1,0 +1,135 @@
+"""The frontend as a process: bind, serve, prove, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from segue.core.errors import ConfigError
+from segue.core.limits import Limits
+from segue.frontend.app import Door, DoorSettings, build_app
+from segue.frontend.fleet import FleetBackend, FleetSettings
+from segue.frontend.http_server import HttpServer, bind
+from segue.frontend.ready import keep_proving
+from segue.frontend.replicas import InstanceWatch
+from segue.frontend.tokenizer import ModelTokenizer
+from segue.observe.metrics import Metrics
+
+log = logging.getLogger("segue.frontend")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig:
+    """Everything `run_frontend` needs. `port` 0 means any free one; `model_folder` holds the tokenizer
+    and `config.json`; `context_tokens` 0 means what `config.json` says."""
+
+    registry: InstanceWatch
+    model_folder: Path
+    served_model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    secret: bytes | None = None
+    policy: str = "total_tokens"
+    limits: Limits = field(default_factory=Limits)
+    context_tokens: int = 0
+
+
+async def run_frontend(
+    config: FrontendConfig,
+    stop: asyncio.Event,
+    *,
+    on_listening: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until `stop` is set, then drain: new requests get 503, running ones have `limits.drain_s`.
+
+    `on_listening` and `on_ready` are called once with the URL: when the port answers, and when the first
+    canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
+    """
+    sock = bind(config.host, config.port)
+    try:
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model_folder)
+        context_tokens, vocab_size = _model_bounds(config, tokenizer)
+        metrics = Metrics()
+        backend = FleetBackend(
+            config.registry,
+            FleetSettings(served_model=config.served_model, policy=config.policy),
+            secret=config.secret,
+            limits=config.limits,
+            metrics=metrics,
+        )
+        settings = DoorSettings(
+            model=config.served_model,
+            context_tokens=context_tokens,
+            vocab_size=vocab_size,
+            limits=config.limits,
+        )
+        door = Door(backend, tokenizer, settings, metrics)
+    except BaseException:
+        sock.close()
+        raise
+    server = HttpServer(build_app(door), sock, drain_s=config.limits.drain_s)
+    host, port = server.address
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    http = server.start()
+    backend.start()
+    canary = tokenizer.encode("Hello", special=True)[:8] or [0]
+    proving = asyncio.create_task(keep_proving(backend, canary), name="canary")
+    announcing = asyncio.create_task(_announce(backend, url, on_ready), name="announce")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        if on_listening is not None:
+            on_listening(url)
+        # A server or a canary loop that dies takes the process with it: a dead part is not hidden.
+        done, _ = await asyncio.wait({http, proving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopping}:
+            task.result()
+        await _drain(backend, door, config.limits.drain_s)
+    finally:
+        for task in (proving, announcing, stopping):
+            task.cancel()
+        await asyncio.gather(proving, announcing, stopping, return_exceptions=True)
+        await backend.close()
+        await server.stop()
+        door.close()
+
+
+async def _announce(backend: FleetBackend, url: str, on_ready: Callable[[str], None] | None) -> None:
+    while not (backend.can_serve and backend.proven):
+        await backend.changed()
+    log.info("ready %s", url)
+    if on_ready is not None:
+        on_ready(url)
+
+
+async def _drain(backend: FleetBackend, door: Door, drain_s: float) -> None:
+    backend.drain()
+    log.info("draining: %d requests are being answered", door.calls)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await door.idle()
+    if door.calls:
+        log.warning("%d requests did not end within %.0f s and are ended now", door.calls, drain_s)
+
+
+def _model_bounds(config: FrontendConfig, tokenizer: ModelTokenizer) -> tuple[int, int]:
+    """Context and vocabulary as `config.json` says; the workers' own word comes later."""
+    path = config.model_folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} is not a model's configuration")
+    text = raw.get("text_config")
+    raw = {**raw, **text} if isinstance(text, dict) else raw
+    context = config.context_tokens or raw.get("max_position_embeddings") or raw.get("n_positions") or 0
+    if not isinstance(context, int) or context < 1:
+        raise ConfigError(f"{path} does not say how long a context may be (max_position_embeddings)")
+    vocab = raw.get("vocab_size")
+    return context, max(tokenizer.vocab_size, vocab if isinstance(vocab, int) else 0)
