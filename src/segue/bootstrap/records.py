@@ -18,7 +18,8 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One instance in one incarnation. Immutable: a second writer is refused.
 
-    It is `ready` for others only when `replicas` holds exactly the ranks `0 … dp_size - 1`.
+    It is `ready` for others only when `replicas` holds exactly the ranks `0 … dp_size - 1`. `model` is
+    a fingerprint, `source` what the instance was started with (a name or a path on its host).
     """
 
     incarnation: Incarnation
@@ -26,6 +27,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     served_model: str
     context_tokens: int
+    source: str = ""
     dp_size: int = 1
     tp_size: int = 1
     pp_size: int = 1

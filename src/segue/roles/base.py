@@ -27,6 +27,7 @@ from segue.core.types import Incarnation
 from segue.engine.api import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree, allocate_evicting
+from segue.handoff.ticket import verify
 from segue.roles.job import Job, JobKey
 
 
@@ -68,6 +69,7 @@ class Desk:
         limits: Limits,
         chunk_tokens: int = 512,
         dp_rank: int = 0,
+        secret: bytes = b"",
     ) -> None:
         self.engine = engine
         self.pool = pool
@@ -77,6 +79,7 @@ class Desk:
         self.limits = limits
         self.chunk_tokens = chunk_tokens
         self.dp_rank = dp_rank
+        self.secret = secret
         self.outbox: list[tuple[Incarnation, Output]] = []
         self.jobs: dict[JobKey, Job] = {}
         self.by_seq: dict[int, Job] = {}
@@ -108,8 +111,7 @@ class Desk:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token")
-        if ticket.budget_s <= 0:
-            raise DeadlineExceeded("the request arrived after its deadline")
+        deadline = verify(ticket, self.secret, now, self.limits.request_budget_s)
         info, prompt_tokens = self.engine.info, len(request.prompt)
         if not all(0 <= token < info.vocab_size for token in request.prompt):
             raise InvalidRequest(f"a prompt token is outside the vocabulary of {info.vocab_size}")
@@ -126,7 +128,7 @@ class Desk:
             ticket=ticket,
             seq_id=self._next_seq,
             entered=now,
-            deadline=now + min(ticket.budget_s, self.limits.request_budget_s),
+            deadline=deadline,
             max_tokens=min(request.sampling.max_tokens, room_tokens - prompt_tokens),
         )
         self.engine.open(job.seq_id, request.prompt, request.sampling)

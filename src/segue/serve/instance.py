@@ -63,6 +63,7 @@ class Instance:
             "name": f"{config.label} {self.me[:8]}",
             "limits": self.limits,
             "chunk_tokens": config.engine.chunk_tokens,
+            "secret": config.secret,
         }
         if config.role is Role.UNIFIED:
             self.host = self._control_host()
@@ -149,6 +150,7 @@ class Instance:
             model=self.model,
             served_model=self.config.served_model,
             context_tokens=self.engine.info.context_tokens,
+            source=self.config.model,
             replicas=[ReplicaRecord(dp_rank=0, host=self.config.peer_host, port=port)],
         )
 
