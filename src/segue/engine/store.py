@@ -83,7 +83,7 @@ def resolve_model(
         target = _target(cache, "SmolLM2-135M-Instruct", _SHA256)
         return target if _complete(target) else _obtain(cache, DEFAULT_MODEL, target, progress, deadline_s)
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if name_or_path and path.is_dir():  # Path("") is the working directory
         return check_folder(path.absolute())
     if path.suffix == ".gguf" and path.is_file():
         path = path.absolute()
