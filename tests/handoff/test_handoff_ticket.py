@@ -1,0 +1,159 @@
+"""Tickets cannot be forged, changed or used twice, and no prefill rank is ever guessed."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+
+from segue.core.errors import (
+    DeadlineExceeded,
+    DpRankOutOfRange,
+    InvalidRequest,
+    OutOfCapacity,
+    Unauthorized,
+)
+from segue.core.request import Ticket
+from segue.core.types import Incarnation, Placement
+from segue.handoff.ticket import (
+    FOLLOW_BOOTSTRAP_ROOM,
+    Ask,
+    SpentTickets,
+    resolve_prefill_dp_rank,
+    sign,
+    verify,
+)
+
+P, D = Incarnation("a" * 32), Incarnation("b" * 32)
+SECRET = b"0123456789abcdef"
+
+
+def ticket(**changes: object) -> Ticket:
+    values: dict[str, object] = {
+        "room": 7,
+        "attempt": 0,
+        "prefill": Placement(P, 1),
+        "decode": Placement(D, 0),
+        "budget_s": 30.0,
+    }
+    return Ticket(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_a_signed_ticket_survives_the_wire_and_gives_its_deadline() -> None:
+    wire = msgspec.msgpack.encode(sign(ticket(), SECRET))
+    assert verify(msgspec.msgpack.decode(wire, type=Ticket), SECRET, now=100.0) == 130.0
+    assert verify(sign(ticket(), SECRET), SECRET, now=100.0, max_budget_s=5.0) == 105.0
+    whole = msgspec.json.decode(msgspec.json.encode(sign(ticket(budget_s=30), SECRET)), type=Ticket)
+    assert verify(whole, SECRET, now=0.0) == 30.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"room": 8},
+        {"attempt": 1},
+        {"prefill": Placement(D, 1)},
+        {"prefill": Placement(P, 0)},
+        {"decode": Placement(P, 0)},
+        {"decode": Placement(D, 1)},
+        {"budget_s": 31.0},
+        {"signature": b""},
+        {"signature": b"\0" * 32},
+    ],
+)
+def test_any_changed_field_breaks_the_signature(changes: dict[str, object]) -> None:
+    forged = msgspec.structs.replace(sign(ticket(), SECRET), **changes)
+    with pytest.raises(Unauthorized):
+        verify(forged, SECRET, now=0.0)
+
+
+def test_another_secret_or_none_is_refused_both_ways() -> None:
+    with pytest.raises(Unauthorized):
+        verify(sign(ticket(), SECRET), b"another secret...", now=0.0)
+    with pytest.raises(Unauthorized):
+        verify(sign(ticket(), b""), SECRET, now=0.0)
+    with pytest.raises(Unauthorized):
+        verify(sign(ticket(), SECRET), b"", now=0.0)
+    assert verify(sign(ticket(), b""), b"", now=0.0) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"budget_s": 0.0}, DeadlineExceeded),
+        ({"budget_s": -1.0}, DeadlineExceeded),
+        ({"budget_s": float("nan")}, InvalidRequest),
+        ({"budget_s": float("inf")}, InvalidRequest),
+        ({"room": 0}, InvalidRequest),
+        ({"room": -1}, InvalidRequest),
+        ({"attempt": 65536}, InvalidRequest),
+    ],
+)
+def test_a_signed_ticket_can_still_be_refused(changes: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        verify(sign(ticket(**changes), SECRET), SECRET, now=0.0)
+
+
+def test_a_ticket_is_spent_once_and_a_retry_is_another_ticket() -> None:
+    spent = SpentTickets(10)
+    spent.spend(ticket(), deadline=30.0, now=0.0)
+    with pytest.raises(InvalidRequest):
+        spent.spend(ticket(budget_s=99.0), deadline=99.0, now=50.0)
+    spent.spend(ticket(attempt=1), deadline=30.0, now=0.0)
+    assert len(spent) == 2
+
+
+def test_the_memory_of_spent_tickets_is_bounded_and_refuses_rather_than_forgets() -> None:
+    spent = SpentTickets(2)
+    spent.spend(ticket(room=1), deadline=10.0, now=0.0)
+    spent.spend(ticket(room=2), deadline=20.0, now=0.0)
+    with pytest.raises(OutOfCapacity):
+        spent.spend(ticket(room=3), deadline=20.0, now=9.0)
+    spent.spend(ticket(room=3), deadline=20.0, now=10.0)
+    with pytest.raises(InvalidRequest):
+        spent.spend(ticket(room=2), deadline=20.0, now=10.0)
+    spent.forget_expired(now=20.0)
+    assert len(spent) == 0
+    with pytest.raises(ValueError, match="positive"):
+        SpentTickets(0)
+
+
+def test_lesson_02_the_prefill_rank_comes_from_the_first_source_that_knows() -> None:
+    """All combinations of what is known, against the order that the protocol fixes."""
+    sources = itertools.product(
+        (None, 2), (None, 3), (1, 4), (FOLLOW_BOOTSTRAP_ROOM, "total_tokens"), (True, False)
+    )
+    for ticket_rank, request_rank, dp_size, balance, force in sources:
+        if dp_size == 1 and (ticket_rank or request_rank):
+            continue
+        if ticket_rank is not None:
+            expected: int | Ask = 2
+        elif request_rank is not None:
+            expected = 3
+        elif dp_size == 1:
+            expected = 0
+        elif balance == FOLLOW_BOOTSTRAP_ROOM and not force:
+            expected = 1
+        else:
+            expected = Ask.REGISTRY
+        answer = resolve_prefill_dp_rank(
+            room=2**63 + 5,
+            dp_size=dp_size,
+            load_balance=balance,
+            force_query=force,
+            ticket_rank=ticket_rank,
+            request_rank=request_rank,
+        )
+        assert answer == expected
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+@pytest.mark.parametrize("source", ["ticket_rank", "request_rank"])
+def test_a_rank_that_does_not_exist_is_refused(source: str, rank: int) -> None:
+    with pytest.raises(DpRankOutOfRange, match="ranks 0 to 3"):
+        resolve_prefill_dp_rank(
+            room=1, dp_size=4, load_balance="round_robin", force_query=False, **{source: rank}
+        )
+    with pytest.raises(InvalidRequest):
+        resolve_prefill_dp_rank(room=1, dp_size=0, load_balance="round_robin", force_query=False)

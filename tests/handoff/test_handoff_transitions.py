@@ -1,0 +1,1050 @@
+"""Each machine in each state, and each event that can meet it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from handoff_world import Job, World, leader, pool_spec
+
+from segue.core.errors import (
+    AbortedByClient,
+    ErrorCode,
+    InvalidRequest,
+    OutOfCapacity,
+    PeerLost,
+    SegueError,
+    TransferFailed,
+)
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
+from segue.handoff import api
+from segue.handoff.exchange import Exchange
+from segue.handoff.lease import LEASE_TABLE, Lease, LeaseState, LeaseStep
+from segue.handoff.machine import IllegalEvent, Machine
+from segue.handoff.messages import (
+    Abort,
+    Accepted,
+    ChunkPosted,
+    Committed,
+    Destination,
+    Drained,
+    Failed,
+    Gone,
+    Metadata,
+    Moved,
+)
+from segue.handoff.receiver import RECEIVER_TABLE, ReceiverMachine, ReceiverStep
+from segue.handoff.sender import SENDER_TABLE, SenderMachine, SenderStep
+
+PROMPT = 10
+CLIENT = AbortedByClient("client left").info
+STATES = {
+    SenderMachine: (SENDER_TABLE, SenderStep),
+    ReceiverMachine: (RECEIVER_TABLE, ReceiverStep),
+}
+
+
+def kinds(effects: list[api.Effect]) -> list[str]:
+    """Effects as short words: the type, with the message or phase it carries."""
+    words = []
+    for effect in effects:
+        word = type(effect).__name__
+        if isinstance(effect, api.Send):
+            word = type(effect.message).__name__
+        elif isinstance(effect, api.Phase):
+            word = effect.phase.name
+        words.append(word)
+    return words
+
+
+class Case(World):
+    """One hand-off brought into a given state, with both halves real."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.transfer = self.new_transfer()
+        self.s: Job | None = None
+        self.r: Job | None = None
+
+    @property
+    def sender_state(self) -> str:
+        machine = self.prefill.exchange._machines.get(self.transfer)
+        return machine.state.value if machine else "-"
+
+    @property
+    def receiver_state(self) -> str:
+        machine = self.decode.exchange._machines.get(self.transfer)
+        return machine.state.value if machine else "-"
+
+    def open(self, prefix: int = 0) -> Case:
+        self.s = self.open_sender(self.transfer, PROMPT)
+        self.r = self.open_receiver(self.transfer, PROMPT, prefix)
+        return self
+
+    def waiting(self, prefix: int = 0) -> Case:
+        self.open(prefix)
+        assert self.r is not None
+        self.publish(self.r)
+        self.deliver(Role.PREFILL)
+        self.deliver(Role.DECODE)
+        return self
+
+    def transferring(self, tokens: int = 4) -> Case:
+        """The first chunk's bytes have landed, and decode knows; the rest is still to come."""
+        self.waiting()
+        assert self.s is not None
+        self.send_chunk(self.s, tokens)
+        self.land()
+        self.finish()
+        self.deliver(Role.DECODE)
+        return self
+
+    def in_flight(self) -> Case:
+        self.waiting()
+        assert self.s is not None
+        self.send_chunk(self.s, PROMPT)
+        return self
+
+    def from_decode(self, message: Any) -> list[api.Effect]:
+        return self.tell(self.prefill, api.Received(self.decode.me, message))
+
+    def from_prefill(self, message: Any) -> list[api.Effect]:
+        return self.tell(self.decode, api.Received(self.prefill.me, message))
+
+    def chunk(self, **changes: Any) -> ChunkPosted:
+        good = ChunkPosted(
+            transfer=self.transfer,
+            source=0,
+            target=0,
+            sequence=0,
+            span=Span(0, PROMPT),
+            nbytes=PROMPT * 32,
+            final=True,
+        )
+        return msgspec.structs.replace(good, **changes)
+
+    def destination(self, **changes: Any) -> Destination:
+        """A legal destination for this transfer."""
+        plan = self.prefill.exchange._links[self.decode.me].plan
+        assert plan is not None
+        good = Destination(
+            transfer=self.transfer,
+            epoch=77,
+            budget_s=60.0,
+            prompt_tokens=PROMPT,
+            prefix_tokens=0,
+            pages=[3, 1, 2],
+            transport="fake",
+            plan_hash=plan.hash(PROMPT, 0, 3),
+        )
+        return msgspec.structs.replace(good, **changes)
+
+    def metadata(self, **changes: Any) -> Metadata:
+        good = Metadata(transfer=self.transfer, prompt_tokens=PROMPT, first_token=7)
+        return msgspec.structs.replace(good, **changes)
+
+
+# ---- the tables themselves ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [SenderMachine, ReceiverMachine])
+def test_every_pair_of_state_and_step_moves_as_the_table_says_or_raises_unchanged(
+    kind: type[Machine],
+) -> None:
+    table, steps = STATES[kind]
+    world = World()
+    for state in table:
+        for step in steps:
+            args = (world.new_transfer(), world.decode.me, "peer", 1, 1.0, 0.0)
+            machine = kind(world.prefill.exchange._local, *args)
+            machine.state = state
+            if step in table[state]:
+                machine.go(step)
+                assert machine.state is table[state][step]
+            else:
+                with pytest.raises(IllegalEvent):
+                    machine.go(step)
+                assert machine.state is state
+
+
+@pytest.mark.parametrize("kind", [SenderMachine, ReceiverMachine])
+def test_the_tables_are_closed_monotone_and_end(kind: type[Machine]) -> None:
+    table, _ = STATES[kind]
+    assert set(kind.PHASES) == set(table)
+    for state, steps in table.items():
+        for after in steps.values():
+            before, now = kind.PHASES[state], kind.PHASES[after]
+            assert now is before or now is KVPoll.FAILED or now > before
+            assert not before.terminal or now is before, "a terminal phase is final"
+        assert bool(steps) != (state in kind.ENDS)
+        if not kind.PHASES[state].terminal:
+            failures = [after for step, after in steps.items() if "fail" in step]
+            assert failures
+            assert all(kind.PHASES[after] is KVPoll.FAILED for after in failures)
+
+
+def test_a_lease_ends_once_and_never_without_completion_or_proof() -> None:
+    for state in LeaseState:
+        for step in LeaseStep:
+            lease = Lease()
+            lease.state = state
+            if step in LEASE_TABLE[state]:
+                lease.end(step)
+                assert lease.state is LEASE_TABLE[state][step]
+            else:
+                with pytest.raises(SegueError):
+                    lease.end(step)
+                assert lease.state is state
+    releasing = {(s, p) for s, ps in LEASE_TABLE.items() for p, a in ps.items() if a is LeaseState.RELEASED}
+    assert releasing == {
+        (LeaseState.HELD, LeaseStep.UNUSED),
+        (LeaseState.PUBLISHED, LeaseStep.COMPLETE),
+        (LeaseState.QUARANTINED, LeaseStep.PROOF),
+    }
+
+
+# ---- the good way ------------------------------------------------------------------------------
+
+
+def test_a_hand_off_from_open_to_success_effect_by_effect() -> None:
+    w = Case()
+    w.open()
+    assert (w.sender_state, w.receiver_state) == ("BOOTSTRAPPING", "WAITING_FOR_INPUT")
+    assert w.s is not None
+    assert w.r is not None
+    w.log.clear()
+    w.publish(w.r)
+    assert [type(e).__name__ for side, e in w.log if side == "  decode"] == ["Grant", "Send"]
+    destination = w.queues[Role.PREFILL][0][1]
+    assert isinstance(destination, Destination)
+    assert destination.budget_s == pytest.approx(60.0)
+    w.deliver(Role.PREFILL)
+    assert (w.sender_state, w.receiver_state) == ("WAITING_FOR_INPUT", "PUBLISHED")
+    w.send_chunk(w.s, 4)
+    w.send_metadata(w.s)
+    assert w.sender_state == "TRANSFERRING"
+    assert [type(m).__name__ for _, m in w.queues[Role.DECODE]] == ["Accepted", "Metadata"]
+    w.deliver(Role.DECODE)
+    w.deliver(Role.DECODE)
+    assert w.receiver_state == "PUBLISHED"  # metadata alone is no transfer
+    w.land()
+    w.finish()
+    w.deliver(Role.DECODE)
+    assert w.receiver_state == "TRANSFERRING"
+    w.send_chunk(w.s, 6)
+    w.land()
+    w.finish()
+    final = w.queues[Role.DECODE][0][1]
+    assert kinds(w.from_prefill(final)) == ["SUCCESS", "Committed", "Fence", "Release"]
+    assert w.receiver_state == "-"
+    w.queues[Role.DECODE].clear()
+    w.now = 2.5
+    assert kinds(w.from_decode(Committed(w.transfer))) == ["SUCCESS", "Release"]
+    assert w.prefill.exchange.phase(w.transfer) is KVPoll.SUCCESS
+    w.come_to_rest()
+
+
+def test_wire_time_is_from_the_first_post_to_the_last_landing() -> None:
+    w = Case().waiting()
+    assert w.s is not None
+    w.now = 10.0
+    w.send_chunk(w.s, 4)
+    w.now = 11.0
+    w.send_chunk(w.s, 6)
+    w.send_metadata(w.s)
+    w.land()
+    w.land()
+    w.now = 12.5
+    w.finish()
+    w.finish()
+    w.now = 20.0
+    w.settle()
+    (end,) = [
+        e for _, e in w.log if isinstance(e, api.Phase) and e.phase is KVPoll.SUCCESS and not e.metadata
+    ]
+    assert end.wire_s == 2.5
+
+
+def test_chunks_are_announced_in_order_whatever_order_they_land_in() -> None:
+    w = Case().waiting()
+    assert w.s is not None
+    for tokens in (3, 3, 4):
+        w.send_chunk(w.s, tokens)
+    w.queues[Role.DECODE].clear()
+    for index in (2, 1, 0):
+        w.land(index)
+    sent = []
+    for tag in (2, 0, 1):
+        effects = w.tell(w.prefill, api.WriteLanded(w.transfer, tag, 0.1))
+        sent.append([e.message.sequence for e in effects])
+    assert sent == [[], [0], [1, 2]]
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 4, 7, 9, 10])
+def test_what_decode_has_already_is_not_sent_again(prefix: int) -> None:
+    w = Case(page_tokens=(4, 3)).waiting(prefix)
+    assert w.s is not None
+    assert w.r is not None
+    while w.send_chunk(w.s, 3):
+        pass
+    spans = [e.blocks for _, e in w.log if isinstance(e, api.PostWrite)]
+    assert sum(b.nbytes for blocks in spans for b in blocks) == (PROMPT - prefix) * 32
+    w.send_metadata(w.s)
+    w.settle()
+    assert w.s.phases[-1] is w.r.phases[-1] is KVPoll.SUCCESS
+    w.come_to_rest()
+
+
+def test_a_fully_cached_prompt_posts_no_write_and_still_ends_by_the_book() -> None:
+    w = Case().waiting(prefix=PROMPT)
+    assert w.s is not None
+    w.send_chunk(w.s, PROMPT)
+    assert not w.writes
+    chunk = w.queues[Role.DECODE][-1][1]
+    assert isinstance(chunk, ChunkPosted)
+    assert (chunk.span, chunk.nbytes, chunk.final) == (Span(PROMPT, PROMPT), 0, True)
+    w.send_metadata(w.s)
+    w.settle()
+    assert w.s.phases[-1] is KVPoll.SUCCESS
+    w.come_to_rest()
+
+
+def test_publish_leaves_out_pages_after_the_prompt() -> None:
+    w = Case().open()
+    effects = w.tell(w.decode, api.Publish(w.transfer, (1, 2, 3, 4, 5), 0))
+    assert [e.message.pages for e in effects if isinstance(e, api.Send)] == [[1, 2, 3]]
+
+
+# ---- the engine's illegal events ---------------------------------------------------------------
+
+Act = Callable[[Case], api.Event]
+ILLEGAL: list[tuple[str, Callable[[], Case], Role, Act]] = [
+    (
+        "chunk before destination",
+        lambda: Case().open(),
+        Role.PREFILL,
+        lambda w: api.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
+    ),
+    (
+        "metadata before destination",
+        lambda: Case().open(),
+        Role.PREFILL,
+        lambda w: api.SendMetadata(w.transfer, w.metadata()),
+    ),
+    (
+        "chunk with a gap",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: api.SendChunk(w.transfer, Span(1, 4), (0, 1, 2)),
+    ),
+    (
+        "chunk again",
+        lambda: Case().transferring(),
+        Role.PREFILL,
+        lambda w: api.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
+    ),
+    (
+        "chunk past the end",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: api.SendChunk(w.transfer, Span(0, 11), (0, 1, 2)),
+    ),
+    (
+        "empty chunk",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: api.SendChunk(w.transfer, Span(0, 0), (0, 1, 2)),
+    ),
+    (
+        "too few pages",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: api.SendChunk(w.transfer, Span(0, 9), (0, 1)),
+    ),
+    (
+        "another's metadata",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: api.SendMetadata(w.transfer, w.metadata(transfer=w.new_transfer())),
+    ),
+    (
+        "another prompt's metadata",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: api.SendMetadata(w.transfer, w.metadata(prompt_tokens=9)),
+    ),
+    (
+        "publish at a sender",
+        lambda: Case().open(),
+        Role.PREFILL,
+        lambda w: api.Publish(w.transfer, (0, 1, 2), 0),
+    ),
+    ("publish again", lambda: Case().waiting(), Role.DECODE, lambda w: api.Publish(w.transfer, (0, 1, 2), 0)),
+    ("publish too few", lambda: Case().open(), Role.DECODE, lambda w: api.Publish(w.transfer, (0, 1), 0)),
+    (
+        "publish a page twice",
+        lambda: Case().open(),
+        Role.DECODE,
+        lambda w: api.Publish(w.transfer, (0, 1, 1), 0),
+    ),
+    (
+        "publish outside the pool",
+        lambda: Case().open(),
+        Role.DECODE,
+        lambda w: api.Publish(w.transfer, (0, 1, 24), 0),
+    ),
+    ("publish a long prefix", lambda: Case().open(), Role.DECODE, lambda w: api.Publish(w.transfer, (), 11)),
+    ("open at the wrong side", Case, Role.DECODE, lambda w: api.OpenSender(w.transfer, 1, 9.0)),
+    (
+        "open for another incarnation",
+        Case,
+        Role.PREFILL,
+        lambda w: api.OpenSender(TransferId(5, 0, w.decode.me, w.decode.me), 1, 9.0),
+    ),
+    ("open without a prompt", Case, Role.PREFILL, lambda w: api.OpenSender(w.transfer, 0, 9.0)),
+    ("chunk of nothing known", Case, Role.PREFILL, lambda w: api.SendChunk(w.transfer, Span(0, 4), (0,))),
+]
+
+
+@pytest.mark.parametrize(("make", "role", "act"), [c[1:] for c in ILLEGAL], ids=[c[0] for c in ILLEGAL])
+def test_an_illegal_event_raises_and_changes_nothing(make: Callable[[], Case], role: Role, act: Act) -> None:
+    w = make()
+    node = w.prefill if role is Role.PREFILL else w.decode
+    before = (w.sender_state, w.receiver_state, node.exchange.sizes())
+    with pytest.raises(IllegalEvent):
+        node.exchange.handle(act(w), w.now)
+    assert (w.sender_state, w.receiver_state, node.exchange.sizes()) == before
+    node.exchange.check_integrity()
+
+
+def test_metadata_is_sent_once() -> None:
+    w = Case().waiting()
+    assert w.s is not None
+    w.send_metadata(w.s)
+    with pytest.raises(IllegalEvent):
+        w.prefill.exchange.handle(api.SendMetadata(w.transfer, w.metadata()), w.now)
+
+
+def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
+    w = Case().transferring()
+    assert w.s is not None
+    w.abort(w.prefill, w.s)
+    w.abort(w.decode, w.r)  # type: ignore[arg-type]
+    for node, event in (
+        (w.prefill, api.SendChunk(w.transfer, Span(4, 10), (0, 1, 2))),
+        (w.prefill, api.SendMetadata(w.transfer, w.metadata())),
+        (w.prefill, api.AbortTransfer(w.transfer, CLIENT)),
+        (w.decode, api.Publish(w.transfer, (0, 1, 2), 0)),
+        (w.decode, api.AbortTransfer(w.transfer, CLIENT)),
+        (w.prefill, api.WriteLanded(w.transfer, 0, 0.1)),
+        (w.prefill, api.WriteBroken(w.transfer, 5, CLIENT)),
+    ):
+        assert node.exchange.handle(event, w.now) == []
+    assert w.prefill.exchange.counters["late_events"] == 4
+    assert w.decode.exchange.counters["late_events"] == 1
+    w.settle()
+    w.come_to_rest()
+    for event in (api.WriteLanded(w.transfer, 0, 0.1), api.FenceDone(w.transfer, True)):
+        assert w.prefill.exchange.handle(event, w.now) == []
+    assert w.prefill.exchange.handle(api.AbortTransfer(w.transfer, CLIENT), w.now) == []
+
+
+# ---- what a destination may not say ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"plan_hash": 1}, ErrorCode.LAYOUT_MISMATCH, "different copy plans"),
+        ({"prompt_tokens": 9}, ErrorCode.TRANSFER_FAILED, "9 tokens, prefill one of 10"),
+        ({"pages": [1, 2]}, ErrorCode.LAYOUT_MISMATCH, "2 pages where 3"),
+        ({"pages": [1, 2, 24]}, ErrorCode.LAYOUT_MISMATCH, "in a pool of 24"),
+        ({"pages": [1, 2, -1]}, ErrorCode.LAYOUT_MISMATCH, "in a pool of 24"),
+        ({"pages": [1, 2, 2]}, ErrorCode.LAYOUT_MISMATCH, "occurs twice"),
+        ({"prefix_tokens": 11}, ErrorCode.LAYOUT_MISMATCH, "prefix of 11"),
+        ({"prefix_tokens": -1}, ErrorCode.LAYOUT_MISMATCH, "prefix of -1"),
+        ({"epoch": 0}, ErrorCode.TRANSFER_FAILED, "epoch 0"),
+        ({"transport": "tcp"}, ErrorCode.TRANSFER_FAILED, "same --transport"),
+    ],
+)
+def test_an_impossible_destination_fails_its_transfer(
+    changes: dict[str, Any], code: ErrorCode, words: str
+) -> None:
+    w = Case()
+    w.s = w.open_sender(w.transfer, PROMPT)
+    effects = w.from_decode(w.destination(**changes))
+    assert kinds(effects) == ["FAILED", "Failed", "Drained", "Release"]
+    assert w.s is not None
+    (error,) = w.s.errors
+    assert error.code is code
+    assert words in error.text
+    assert error.origin == w.prefill.exchange._local.origin
+    assert (error.phase, error.peer) == ("BOOTSTRAPPING", f"decode {w.decode.me[:8]} dp0")
+
+
+def test_an_epoch_used_for_two_hand_offs_is_refused() -> None:
+    w = Case()
+    w.open_sender(w.transfer, PROMPT)
+    w.from_decode(w.destination())
+    second = w.new_transfer()
+    job = w.open_sender(second, PROMPT)
+    w.from_decode(w.destination(transfer=second))
+    assert job is not None
+    assert "two hand-offs" in job.errors[0].text
+    assert w.sender_state == "WAITING_FOR_INPUT"
+    assert w.prefill.exchange.transfer_of(w.decode.me, 77) == w.transfer
+
+
+def test_a_repeated_destination_changes_nothing() -> None:
+    w = Case()
+    w.open_sender(w.transfer, PROMPT)
+    w.from_decode(w.destination())
+    assert w.from_decode(w.destination()) == []
+    assert w.from_decode(w.destination(epoch=78, pages=[4, 5, 6])) == []
+    assert w.prefill.exchange.transfer_of(w.decode.me, 78) is None
+
+
+# ---- the tally ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"source": 1}, "the plan does not have"),
+        ({"target": 1}, "the plan does not have"),
+        ({"sequence": 1}, "chunk 0 was due"),
+        ({"span": Span(1, 10)}, "where 0 was due"),
+        ({"span": Span(0, 11), "nbytes": 11 * 32}, "after the prompt's end"),
+        ({"span": Span(0, 9), "nbytes": 9 * 32}, "final=True"),
+        ({"final": False}, "final=False"),
+        ({"nbytes": 1}, "moved 1 bytes"),
+        ({"span": Span(0, 0), "final": False, "nbytes": 0}, "is empty"),
+    ],
+)
+def test_a_chunk_that_is_not_the_next_planned_one_fails_the_transfer(
+    changes: dict[str, Any], words: str
+) -> None:
+    w = Case().waiting()
+    effects = w.from_prefill(w.chunk(**changes))
+    assert kinds(effects) == ["Fence", "FAILED", "Failed", "Abort", "Quarantined"]
+    assert w.r is not None
+    assert w.r.errors[0].code is ErrorCode.TRANSFER_FAILED
+    assert words in w.r.errors[0].text
+    assert w.r.releases == 0
+
+
+def test_overlap_gap_and_chunks_after_the_final_one_are_refused() -> None:
+    first = {"span": Span(0, 4), "nbytes": 128, "final": False}
+    for second, words in (
+        ({"span": Span(3, 10), "nbytes": 224}, "from 3 where 4"),
+        ({"span": Span(5, 10), "nbytes": 160}, "from 5 where 4"),
+    ):
+        w = Case().waiting()
+        assert kinds(w.from_prefill(w.chunk(**first))) == ["TRANSFERRING"]
+        w.from_prefill(w.chunk(sequence=1, **second))
+        assert w.r is not None
+        assert words in w.r.errors[0].text
+    w = Case().waiting()
+    w.from_prefill(w.chunk())
+    w.from_prefill(w.chunk(sequence=1, span=Span(10, 10), nbytes=0))
+    assert w.r is not None
+    assert "after the final one" in w.r.errors[0].text
+
+
+def test_a_repeated_chunk_or_metadata_changes_nothing() -> None:
+    w = Case().waiting()
+    w.from_prefill(w.metadata())
+    assert w.from_prefill(w.metadata()) == []
+    chunk = w.chunk(span=Span(0, 4), nbytes=128, final=False)
+    w.from_prefill(chunk)
+    assert w.from_prefill(chunk) == []
+    assert w.receiver_state == "TRANSFERRING"
+
+
+@pytest.mark.parametrize("changes", [{"prompt_tokens": 9}, {"first_token": 8}])
+def test_metadata_that_is_not_ours_fails_the_transfer(changes: dict[str, Any]) -> None:
+    w = Case().waiting()
+    w.from_prefill(w.metadata())
+    w.from_prefill(w.metadata(**changes))
+    assert w.r is not None
+    assert w.r.errors[0].code is ErrorCode.METADATA_MISMATCH
+
+
+@pytest.mark.parametrize("message", ["chunk", "metadata"])
+def test_news_before_anything_was_published_is_refused(message: str) -> None:
+    w = Case().open()
+    effects = w.from_prefill(getattr(w, message)())
+    assert kinds(effects) == ["FAILED", "Failed", "Release"]
+
+
+def test_moved_names_the_rank_that_owns_the_room() -> None:
+    w = Case().waiting()
+    w.from_prefill(Moved(w.transfer, 3))
+    assert w.r is not None
+    assert w.r.errors[0].code is ErrorCode.DP_RANK_CONFLICT
+    assert "DP rank 3" in w.r.errors[0].text
+
+
+@pytest.mark.parametrize("make", [Case.open, Case.waiting, Case.in_flight])
+def test_an_early_commit_is_a_doubt_and_ends_the_transfer(make: Callable[[Case], Case]) -> None:
+    w = make(Case())
+    w.from_decode(Committed(w.transfer))
+    assert w.s is not None
+    assert w.s.phases[-1] is KVPoll.FAILED
+    assert "before every write" in w.s.errors[0].text
+
+
+def test_a_commit_before_the_metadata_was_sent_is_refused() -> None:
+    w = Case().in_flight()
+    w.land()
+    w.finish()
+    w.from_decode(Committed(w.transfer))
+    assert w.s is not None
+    assert w.s.phases[-1] is KVPoll.FAILED
+
+
+# ---- every way to fail, in every phase ---------------------------------------------------------
+
+PEER_SAYS = TransferFailed("it broke", origin="far away", phase="TRANSFERRING", room=1, elapsed_s=3.0).info
+SENDER_PLACES = {
+    "BOOTSTRAPPING": Case.open,
+    "WAITING_FOR_INPUT": Case.waiting,
+    "TRANSFERRING": Case.in_flight,
+}
+RECEIVER_PLACES = {
+    "WAITING_FOR_INPUT": Case.open,
+    "PUBLISHED": Case.waiting,
+    "TRANSFERRING": Case.transferring,
+}
+
+
+@pytest.mark.parametrize("place", SENDER_PLACES)
+@pytest.mark.parametrize("cause", ["abort", "failed", "abort message", "gone", "down", "deadline", "broken"])
+def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> None:
+    w = SENDER_PLACES[place](Case())
+    assert w.sender_state == place
+    posted = place == "TRANSFERRING"
+    if cause == "broken" and not posted:
+        return
+    events: dict[str, api.Event] = {
+        "abort": api.AbortTransfer(w.transfer, CLIENT),
+        "failed": api.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
+        "abort message": api.Received(w.decode.me, Abort(w.transfer)),
+        "gone": api.Received(w.decode.me, Gone(w.transfer)),
+        "down": api.PeerDown(w.decode.me, PeerLost("cut").info),
+        "deadline": api.Tick(),
+        "broken": api.WriteBroken(w.transfer, 0, TransferFailed("no route").info),
+    }
+    if cause == "deadline":
+        w.now = 61.0
+    effects = w.tell(w.prefill, events[cause])
+    told = cause in ("failed", "abort message", "gone", "down")
+    if posted:
+        assert kinds(effects) == ["Fence", "FAILED"] + ([] if told else ["Failed"])
+        assert w.sender_state == "DRAINING"
+        assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+    else:
+        expected = ["FAILED"] + ([] if told else ["Failed"]) + ([] if cause == "down" else ["Drained"])
+        assert kinds(effects) == [*expected, "Release"]
+    assert w.sender_state == "-"
+    assert w.s is not None
+    (error,) = w.s.errors
+    codes = {
+        "abort": ErrorCode.ABORTED_BY_CLIENT,
+        "down": ErrorCode.PEER_LOST,
+        "deadline": ErrorCode.BOOTSTRAP_TIMEOUT if place == "BOOTSTRAPPING" else ErrorCode.DEADLINE_EXCEEDED,
+    }
+    assert error.code is codes.get(cause, ErrorCode.TRANSFER_FAILED)
+    if cause == "failed":
+        assert error == PEER_SAYS  # carried unchanged
+    else:
+        assert (error.phase, error.room) == (place, w.transfer.room)
+    if cause == "deadline":
+        assert error.elapsed_s == 61.0
+
+
+@pytest.mark.parametrize("place", RECEIVER_PLACES)
+@pytest.mark.parametrize("cause", ["abort", "failed", "drained", "gone", "down", "dead", "deadline"])
+def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> None:
+    w = RECEIVER_PLACES[place](Case(one_sided=True))
+    assert w.receiver_state == place
+    events: dict[str, api.Event] = {
+        "abort": api.AbortTransfer(w.transfer, CLIENT),
+        "failed": api.Received(w.prefill.me, Failed(w.transfer, PEER_SAYS)),
+        "drained": api.Received(w.prefill.me, Drained(w.transfer)),
+        "gone": api.Received(w.prefill.me, Gone(w.transfer)),
+        "down": api.PeerDown(w.prefill.me, PeerLost("cut").info),
+        "dead": api.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True),
+        "deadline": api.Tick(),
+    }
+    if cause == "deadline":
+        w.now = 61.0
+    effects = kinds(w.tell(w.decode, events[cause]))
+    failed = ["Failed"] if cause in ("abort", "deadline") else []
+    if place == "WAITING_FOR_INPUT":
+        assert effects == ["FAILED", *failed, "Release"]
+    else:
+        abort = [] if cause in ("down", "dead") else ["Abort"]
+        proven = ["Release"] if cause in ("drained", "gone", "dead") else []
+        assert effects == ["Fence", "FAILED", *failed, *abort, "Quarantined", *proven]
+        assert w.receiver_state == ("-" if proven else "QUARANTINED")
+        assert w.decode.exchange.quarantined_pages() == (0 if proven else 3)
+    assert w.r is not None
+    assert w.r.errors[0].code is {
+        "abort": ErrorCode.ABORTED_BY_CLIENT,
+        "down": ErrorCode.PEER_LOST,
+        "dead": ErrorCode.PEER_LOST,
+        "deadline": ErrorCode.DEADLINE_EXCEEDED,
+    }.get(cause, ErrorCode.TRANSFER_FAILED)
+    if cause == "deadline" and place != "WAITING_FOR_INPUT":
+        assert "without ranks 0 to 0, the metadata" in w.r.errors[0].text
+
+
+@pytest.mark.parametrize(
+    ("event", "proven"),
+    [
+        (lambda w: api.FenceDone(w.transfer, True), True),
+        (lambda w: api.FenceDone(w.transfer, False), False),
+        (lambda w: api.Received(w.prefill.me, Drained(w.transfer)), True),
+        (lambda w: api.Received(w.prefill.me, Gone(w.transfer)), True),
+        (lambda w: api.Received(w.prefill.me, Failed(w.transfer, CLIENT)), False),
+        (lambda w: api.Received(w.prefill.me, Accepted(w.transfer)), False),
+        (lambda w: api.Received(w.prefill.me, w.chunk()), False),
+        (lambda w: api.Received(w.prefill.me, w.metadata()), False),
+        (lambda w: api.PeerDown(w.prefill.me, PeerLost("cut").info), False),
+        (lambda w: api.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True), True),
+        (lambda w: api.PeerDown(Incarnation("e" * 32), PeerLost("dead").info, dead=True), False),
+        (lambda w: api.AbortTransfer(w.transfer, CLIENT), False),
+        (lambda w: api.Tick(), False),
+    ],
+)
+def test_only_a_proof_ends_quarantine(event: Act, proven: bool) -> None:
+    w = Case(one_sided=True).waiting()
+    assert w.r is not None
+    w.abort(w.decode, w.r)
+    w.now = 1e6
+    effects = w.tell(w.decode, event(w))
+    assert kinds(effects) == (["Release"] if proven else [])
+    assert w.receiver_state == ("-" if proven else "QUARANTINED")
+
+
+def test_the_same_incarnation_is_asked_again_after_a_break() -> None:
+    w = Case(one_sided=True).in_flight()
+    w.cut()
+    w.notice()
+    w.notice()
+    assert (w.sender_state, w.receiver_state) == ("DRAINING", "QUARANTINED")
+    w.connect()
+    assert [type(m).__name__ for _, m in w.queues[Role.PREFILL]] == ["Abort"]
+    w.deliver(Role.PREFILL)
+    assert not w.queues[Role.DECODE], "no answer while the write is in flight"
+    assert not w.answer_fence(w.prefill)
+    w.land()
+    w.answer_fence(w.prefill)
+    assert [type(m).__name__ for _, m in w.queues[Role.DECODE]] == ["Drained"]
+    w.come_to_rest()
+
+
+def test_another_incarnation_is_no_proof() -> None:
+    w = Case(one_sided=True).in_flight()
+    w.cut()
+    w.notice()
+    w.notice()
+    stranger = Incarnation("9" * 32)
+    effects = w.tell(w.decode, api.PeerUp(stranger, w.prefill.info))
+    assert effects == []
+    for message in (Drained(w.transfer), Gone(w.transfer)):
+        assert w.tell(w.decode, api.Received(stranger, message)) == []
+    assert w.receiver_state == "QUARANTINED"
+    assert w.decode.exchange.counters["stray_messages"] == 2
+
+
+# ---- what is unknown, early or over ------------------------------------------------------------
+
+
+def test_messages_for_what_is_unknown_are_answered_gone_or_not_at_all() -> None:
+    w = Case()
+    for message, answer in (
+        (w.chunk(), ["Gone"]),
+        (Accepted(w.transfer), ["Gone"]),
+        (w.metadata(), ["Gone"]),
+        (Moved(w.transfer, 1), ["Gone"]),
+        (Drained(w.transfer), []),
+        (Gone(w.transfer), []),
+    ):
+        assert kinds(w.from_prefill(message)) == answer
+    assert w.decode.exchange.sizes()["transfers"] == 0
+    for message, answer in (
+        (Committed(w.transfer), []),
+        (Gone(w.transfer), []),
+        (Abort(w.transfer), ["Gone"]),
+    ):
+        assert kinds(w.from_decode(message)) == answer
+    assert w.decode.exchange.counters["gone_answers"] == 4
+
+
+def test_messages_of_a_wrong_side_peer_or_incarnation_are_dropped_and_counted() -> None:
+    w = Case().waiting()
+    stranger = Incarnation("9" * 32)
+    w.tell(w.prefill, api.PeerUp(stranger, w.decode.info))
+    other = TransferId(w.transfer.room, 0, stranger, w.decode.me)
+    for peer, message in (
+        (stranger, Abort(w.transfer)),
+        (stranger, Failed(w.transfer, CLIENT)),
+        (w.decode.me, Abort(other)),
+        (w.decode.me, w.chunk()),
+        (Incarnation("8" * 32), Abort(w.transfer)),
+    ):
+        assert w.tell(w.prefill, api.Received(peer, message)) == []
+    assert w.sender_state == "WAITING_FOR_INPUT"
+    assert w.prefill.exchange.counters["stray_messages"] == 5
+
+
+def test_an_early_destination_waits_for_its_request() -> None:
+    w = Case()
+    assert w.from_decode(w.destination()) == []
+    assert w.from_decode(w.destination()) == []
+    assert w.prefill.exchange.sizes()["early"] == 1
+    assert w.prefill.exchange.phase(w.transfer) is None
+    w.now = 20.0
+    w.s = w.open_sender(w.transfer, PROMPT)
+    assert w.s is not None
+    assert w.s.phases == [KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT]
+    assert w.prefill.exchange.sizes()["early"] == 0
+    assert w.prefill.exchange.next_deadline() == 60.0  # decode's budget, which began when it came
+
+
+def test_early_destinations_are_bounded_and_expire() -> None:
+    w = Case(limits=Limits(max_early_destinations=1))
+    w.from_decode(w.destination(budget_s=3.0))
+    second = w.new_transfer()
+    effects = w.from_decode(w.destination(transfer=second))
+    assert kinds(effects) == ["Failed"]
+    (sent,) = effects
+    assert isinstance(sent, api.Send)
+    assert isinstance(sent.message, Failed)
+    assert sent.message.error.code is ErrorCode.OUT_OF_CAPACITY
+    assert sent.message.error.room == second.room
+    assert w.prefill.exchange.next_deadline() == 3.0
+    w.advance(4.0)
+    assert w.prefill.exchange.sizes()["early"] == 0
+    w.from_decode(w.destination(transfer=second))
+    assert w.prefill.exchange.sizes()["early"] == 1
+
+
+@pytest.mark.parametrize("budget_s", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_nonsense_budget_is_bounded(budget_s: float) -> None:
+    w = Case()
+    w.from_decode(w.destination(budget_s=budget_s))
+    due = w.prefill.exchange.next_deadline()
+    assert due is not None
+    assert 0.0 <= due <= Limits().request_budget_s
+    w.advance(Limits().request_budget_s)
+    assert w.prefill.exchange.sizes()["early"] == 0
+
+
+@pytest.mark.parametrize("message", [Abort, lambda t: Failed(t, PEER_SAYS)])
+def test_an_abort_of_an_early_destination_ends_a_later_request_at_once(message: Callable[..., Any]) -> None:
+    w = Case()
+    w.from_decode(w.destination())
+    assert kinds(w.from_decode(message(w.transfer))) == ["Drained"]
+    assert kinds(w.from_decode(Abort(w.transfer))) == ["Gone"]
+    w.s = w.open_sender(w.transfer, PROMPT)
+    assert w.s is not None
+    assert w.s.phases == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
+    assert w.s.releases == 1
+    with pytest.raises(InvalidRequest):
+        w.prefill.exchange.handle(api.OpenSender(w.transfer, PROMPT, 99.0), w.now)
+    w.come_to_rest()
+
+
+def test_a_broken_session_takes_its_early_destinations_along() -> None:
+    w = Case()
+    w.from_decode(w.destination())
+    w.tell(w.prefill, api.PeerDown(w.decode.me, PeerLost("cut").info))
+    assert w.prefill.exchange.sizes()["early"] == 0
+    w.s = w.open_sender(w.transfer, PROMPT)
+    assert w.s is not None
+    assert w.s.errors[0].code is ErrorCode.PEER_LOST
+
+
+def test_a_second_creation_is_refused_and_leaves_the_first_alone() -> None:
+    w = Case().transferring()
+    for node, event in (
+        (w.prefill, api.OpenSender(w.transfer, 3, 1.0)),
+        (w.decode, api.OpenReceiver(w.transfer, 3, 1.0)),
+    ):
+        with pytest.raises(InvalidRequest):
+            node.exchange.handle(event, w.now)
+    assert (w.sender_state, w.receiver_state) == ("TRANSFERRING", "TRANSFERRING")
+    w.work()
+    for node, event in (
+        (w.prefill, api.OpenSender(w.transfer, 3, 1.0)),
+        (w.decode, api.OpenReceiver(w.transfer, 3, 1.0)),
+    ):
+        with pytest.raises(InvalidRequest, match="a room of its own"):
+            node.exchange.handle(event, w.now)
+        assert node.exchange.phase(w.transfer) is KVPoll.SUCCESS
+
+
+def test_a_destination_for_a_finished_transfer_is_answered_with_its_error_and_gone() -> None:
+    w = Case()
+    w.s = w.open_sender(w.transfer, PROMPT)
+    assert w.s is not None
+    w.abort(w.prefill, w.s)
+    effects = w.from_decode(w.destination())
+    assert kinds(effects) == ["Failed", "Gone"]
+    (failed, _) = effects
+    assert isinstance(failed, api.Send)
+    assert isinstance(failed.message, Failed)
+    assert failed.message.error == w.s.errors[0]
+
+
+def test_tombstones_and_transfers_are_bounded() -> None:
+    w = World(limits=Limits(max_transfers=3))
+    jobs = []
+    for _ in range(3):
+        job = w.open_receiver(w.new_transfer(), PROMPT)
+        assert job is not None
+        jobs.append(job)
+    with pytest.raises(OutOfCapacity):
+        w.decode.exchange.handle(api.OpenReceiver(w.new_transfer(), PROMPT, 60.0), w.now)
+    for job in jobs:
+        w.abort(w.decode, job)
+    for _ in range(5):
+        job = w.open_receiver(w.new_transfer(), PROMPT)
+        assert job is not None
+        w.abort(w.decode, job)
+    assert w.decode.exchange.sizes()["ended"] == 3
+    w.come_to_rest()
+
+
+def test_the_deadline_heap_does_not_grow_with_what_is_over() -> None:
+    w = World(limits=Limits(max_transfers=8))
+    for _ in range(500):
+        job = w.open_receiver(w.new_transfer(), PROMPT)
+        assert job is not None
+        w.abort(w.decode, job)
+        w.queues[Role.PREFILL].clear()
+    assert w.decode.exchange.sizes()["deadlines"] <= 64 + 2 * 9
+
+
+def test_the_sender_keeps_the_earlier_of_both_deadlines() -> None:
+    w = Case()
+    w.s = w.open_sender(w.transfer, PROMPT, budget_s=60.0)
+    w.from_decode(w.destination(budget_s=5.0))
+    assert w.prefill.exchange.next_deadline() == 5.0
+    w.advance(6.0)
+    assert w.s is not None
+    assert w.s.errors[0].code is ErrorCode.DEADLINE_EXCEEDED
+
+
+# ---- peers that do not fit ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("info", "code"),
+    [
+        (leader(pool_spec(24, 4), model="other"), ErrorCode.LAYOUT_MISMATCH),
+        (msgspec.structs.replace(leader(pool_spec(24, 4)), protocol=9), ErrorCode.PEER_REFUSED),
+        (msgspec.structs.replace(leader(pool_spec(24, 4)), ranks=[]), ErrorCode.LAYOUT_MISMATCH),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_peer_that_does_not_fit_fails_its_hand_offs_at_once(
+    info: Any, code: ErrorCode, before: bool
+) -> None:
+    for role, event in ((Role.DECODE, api.OpenReceiver), (Role.PREFILL, api.OpenSender)):
+        me, peer = Incarnation("a" * 32), Incarnation("b" * 32)
+        exchange = Exchange(role, me, "here", Limits(), leader(pool_spec(24, 4)), "fake")
+        ids = (peer, me) if role is Role.DECODE else (me, peer)
+        events = [event(TransferId(1, 0, *ids), 4, 9.0), api.PeerUp(peer, info)]
+        effects = [e for ev in (reversed(events) if before else events) for e in exchange.handle(ev, 0.0)]
+        phases = [e for e in effects if isinstance(e, api.Phase)]
+        if role is Role.PREFILL and before:
+            continue  # a sender learns it with its destination, which such a peer cannot send
+        assert [p.phase for p in phases] == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
+        assert phases[-1].error is not None
+        assert phases[-1].error.code is code
+        exchange.check_integrity()
+
+
+def test_two_leaders_cannot_share_an_incarnation() -> None:
+    w = World()
+    with pytest.raises(IllegalEvent, match="incarnation of its own"):
+        w.prefill.exchange.handle(
+            api.PeerUp(w.decode.me, msgspec.structs.replace(w.decode.info, dp_rank=1)), w.now
+        )
+
+
+def test_a_role_without_hand_offs_has_no_exchange() -> None:
+    with pytest.raises(IllegalEvent):
+        Exchange(Role.FRONTEND, Incarnation("a" * 32), "x", Limits(), leader(pool_spec(1, 1)), "fake")
+
+
+def test_epochs_rise_are_never_zero_and_differ_between_incarnations() -> None:
+    seen: list[int] = []
+    for _ in range(2):
+        w = World()
+        w.births += len(seen)
+        w.crash(Role.DECODE)
+        w.notice()
+        w.notice()
+        w.connect()
+        epochs = []
+        for _ in range(3):
+            job = w.open_receiver(w.new_transfer(), PROMPT)
+            assert job is not None
+            w.publish(job)
+            epochs.append(max(w.decode.epochs))
+        assert epochs == sorted(set(epochs))
+        seen += epochs
+    assert len(set(seen)) == 6
+    assert all(0 < epoch < 2**64 for epoch in seen)
+
+
+# ---- one hand-off's bug is its own -------------------------------------------------------------
+
+
+def test_an_exception_in_one_hand_off_fails_that_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Case().waiting()
+    other = w.new_transfer()
+    healthy = w.open_sender(other, PROMPT)
+    receiver = w.open_receiver(other, PROMPT)
+    assert healthy is not None
+    assert receiver is not None
+    w.publish(receiver)
+    w.settle()
+
+    def explode(*args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    machine = w.prefill.exchange._machines[w.transfer]
+    monkeypatch.setattr(type(machine.plan), "blocks", explode)
+    assert w.s is not None
+    w.send_chunk(w.s, PROMPT)
+    monkeypatch.undo()
+    assert w.s.errors[0].code is ErrorCode.INTERNAL
+    assert "ZeroDivisionError" in w.s.errors[0].text
+    assert w.prefill.exchange.counters["internal_errors"] == 1
+    w.work()
+    assert healthy.phases[-1] is receiver.phases[-1] is KVPoll.SUCCESS
+    assert w.r is not None
+    assert w.r.errors == w.s.errors  # the record reached decode unchanged
+
+
+def test_integrity_checks_see_a_broken_table() -> None:
+    w = Case().waiting()
+    exchange = w.decode.exchange
+    machine = exchange._machines[w.transfer]
+    machine.lease.state = LeaseState.RELEASED
+    with pytest.raises(SegueError, match="lease has ended"):
+        exchange.check_integrity()
+    machine.lease.state = LeaseState.PUBLISHED
+    exchange.check_integrity()
+    exchange._deadlines.cancel(machine.timer)
+    with pytest.raises(SegueError, match="no deadline"):
+        exchange.check_integrity()
