@@ -138,6 +138,8 @@ class Running:
         *,
         transport: str = "shm",
         chunk_tokens: int = 512,
+        http_port: int | None = None,
+        secret: bytes = b"",
         make_engine: Callable[[], tuple[Engine, Memory]] = lineage_engine,
     ) -> None:
         self.engine, self.memory = make_engine()
@@ -147,9 +149,12 @@ class Running:
             registry=registry,
             transport=transport,
             limit=LIMITS,
+            http_port=http_port,
             engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=self.engine.spec.page_tokens),
         )
         self.instance = Instance(config, self.engine, self.memory)
+        if secret:
+            self.instance.role.secret = secret
         self.instance.start()
         self.thread = threading.Thread(target=self.instance.run)
         self.thread.start()

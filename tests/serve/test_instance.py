@@ -6,6 +6,7 @@ import os
 import random
 import time
 
+import httpx
 import psutil
 import pytest
 from deployment import VOCAB, Deployment, deployment
@@ -94,6 +95,33 @@ def test_a_frontend_that_leaves_takes_its_requests_along() -> None:
         made.front.close()
         rest(made)
         made.front = type(made.front)()
+
+
+def test_the_http_door_shows_what_happens() -> None:
+    with deployment(Role.PREFILL, Role.DECODE, http_port=0) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        made.front.submit("r", list(range(50)), p, d, max_tokens=3)
+        made.front.tokens("r")
+        for instance in (p, d):
+            assert instance.door is not None
+            host, port = instance.door.address
+            url = f"http://{host}:{port}"
+            assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+            about = httpx.get(f"{url}/server_info").json()
+            assert about["disaggregation_mode"] == instance.config.role.value
+            assert not any("path" in key for key in about)
+            numbers = httpx.get(f"{url}/metrics").text
+            assert 'segue_instance_table{table="peers"} 1.0' in numbers
+            assert 'segue_instance_pages{state="free"}' in numbers
+
+
+def test_lesson_18_a_forged_ticket_is_refused() -> None:
+    with deployment(Role.UNIFIED, secret=b"k" * 32) as made:
+        [one] = made.by_role(Role.UNIFIED)
+        made.front.submit("r", [1, 2, 3], one, one)
+        [output] = made.front.wait("r")
+        assert output.error is not None
+        assert output.error.code is ErrorCode.UNAUTHORIZED
 
 
 @pytest.mark.soak

@@ -28,11 +28,13 @@ from segue.core.errors import SegueError
 from segue.core.types import Incarnation, Role, new_incarnation
 from segue.engine.api import Engine
 from segue.engine.pages import PagePool
+from segue.frontend.http_server import HttpServer
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
 from segue.roles.unified import UnifiedRole
 from segue.serve.control import ControlHost, FrontendSessions, Host
+from segue.serve.door import Facts, open_door
 from segue.serve.leader import Drain, Leader
 from segue.transport.memory import Memory
 
@@ -83,6 +85,7 @@ class Instance:
         self.frontends.leader = self.leader
         self._stack = AsyncExitStack()
         self._registry: Registry | None = None
+        self.door: HttpServer | None = None
 
     def _control_host(self) -> ControlHost:
         config = self.config
@@ -141,6 +144,26 @@ class Instance:
         self._spawn(registry.keep_alive(self.me), "keep-alive")
         if isinstance(self.host, KVManager) and config.role is Role.DECODE:
             self._spawn(self._follow_prefill(registry, self.host), "watch")
+        if config.http_port is not None:
+            self.door = open_door(self._facts(), config.host, config.http_port)
+            self._stack.push_async_callback(self.door.stop)
+            log.info("http door at %s:%d", *self.door.address)
+
+    def _facts(self) -> Facts:
+        host, config = self.host, self.config
+        return Facts(
+            about={
+                "disaggregation_mode": config.role.value,
+                "served_model_name": config.served_model,
+                "incarnation": self.me,
+                "tp_size": 1,
+                "dp_size": 1,
+                "load_balance_method": config.load_balance,
+            },
+            load=lambda: self.frontends.load,
+            counts=lambda: host.sizes() if isinstance(host, KVManager) else {},
+            alive=lambda: self.leader.running,
+        )
 
     def _record(self) -> InstanceRecord:
         port = self.host.address[1]

@@ -79,6 +79,7 @@ class Leader:
         self.clock = clock
         self.inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.steps = 0
+        self.running = False
         self._send = send
         self._report = report
         self._reported: Load | None = None
@@ -90,16 +91,19 @@ class Leader:
 
     def run(self) -> None:
         """Serve until a `Drain` has been carried out."""
-        busy = False
-        while not self._drained():
-            self._take(block=not busy)
-            now = self.clock.now()
-            self.role.advance(now)
-            steps = self.role.plan(now)
-            busy = bool(steps)
-            if busy:
-                self._step(steps)
-            self._flush()
+        busy, self.running = False, True
+        try:
+            while not self._drained():
+                self._take(block=not busy)
+                now = self.clock.now()
+                self.role.advance(now)
+                steps = self.role.plan(now)
+                busy = bool(steps)
+                if busy:
+                    self._step(steps)
+                self._flush()
+        finally:
+            self.running = False
 
     def _step(self, steps: Sequence[SequenceStep]) -> None:
         self.steps += 1

@@ -1,0 +1,87 @@
+"""An instance's own HTTP door (`--http-port`): is it alive, what is it, how is it doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from segue import __version__
+from segue.core.control import Load
+from segue.frontend.http_server import HttpServer, bind
+from segue.observe.metrics import CONTENT_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the door shows; each is asked for on the I/O thread when a request comes.
+
+    `counts` are table sizes and counters by name, `alive` whether the leader's loop still runs.
+    """
+
+    about: dict[str, object]
+    load: Callable[[], Load | None]
+    counts: Callable[[], dict[str, int]]
+    alive: Callable[[], bool]
+
+
+class _Numbers(Collector):
+    """The instance's numbers as gauges, read when they are scraped."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._facts.load()
+        if load is not None:
+            requests = GaugeMetricFamily("segue_instance_requests", "Requests by state", labels=["state"])
+            requests.add_metric(["running"], load.running)
+            requests.add_metric(["waiting"], load.waiting)
+            yield requests
+            pages = GaugeMetricFamily("segue_instance_pages", "KV pages by state", labels=["state"])
+            used = load.pages_total - load.pages_free - load.pages_quarantined
+            for state, count in (
+                ("free", load.pages_free),
+                ("used", used),
+                ("quarantined", load.pages_quarantined),
+            ):
+                pages.add_metric([state], count)
+            yield pages
+        counts = GaugeMetricFamily("segue_instance_table", "Entries of internal tables", labels=["table"])
+        for name, count in self._facts.counts().items():
+            counts.add_metric([name], count)
+        yield counts
+
+
+def open_door(facts: Facts, host: str, port: int) -> HttpServer:
+    """Bind and serve in the current loop. Raises ConfigError if the port is in use."""
+    registry = CollectorRegistry()
+    registry.register(_Numbers(facts))
+
+    async def health(request: Request) -> Response:
+        alive = facts.alive()
+        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    async def server_info(request: Request) -> Response:
+        return JSONResponse(facts.about | {"version": __version__})
+
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
+
+    routes = [
+        Route("/health", health),
+        Route("/server_info", server_info),
+        Route("/get_server_info", server_info),
+        Route("/metrics", metrics),
+    ]
+    server = HttpServer(Starlette(routes=routes), bind(host, port), drain_s=1.0)
+    server.start()
+    return server
