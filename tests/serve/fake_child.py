@@ -50,6 +50,8 @@ def main() -> int:
         return 7
     signal.sigwait({signal.SIGTERM})
     note("asked")
+    if behaviour == "fail-on-leave":
+        return 1
     if behaviour == "stubborn":
         while True:
             time.sleep(60)

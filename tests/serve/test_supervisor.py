@@ -155,8 +155,12 @@ def test_who_does_not_leave_in_time_is_killed_and_it_is_said(
     monkeypatch.setattr("segue.serve.supervisor.MARGIN_S", 0.2)
     outcome = run(tmp_path / "j", behaviours={"decode-0": "stubborn"}, limit=FAST)
     assert outcome.status == 1
-    assert "by force" in outcome.reason
+    assert "not everything drained" in outcome.reason
     assert sorted(events(tmp_path / "j", "left")) == ["frontend", "prefill-0"]
+
+
+def test_a_child_that_fails_on_its_way_out_is_not_a_clean_drain(tmp_path: Path) -> None:
+    assert run(tmp_path / "j", behaviours={"prefill-0": "fail-on-leave"}).status == 1
 
 
 def test_a_second_signal_ends_a_drain_at_once(tmp_path: Path) -> None:

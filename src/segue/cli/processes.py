@@ -136,13 +136,15 @@ def frontend(args: argparse.Namespace) -> int:
         if not lifeline.supervised:
             check_port(config.host, config.port)
         logs.event(log, "config", **config.derived())
-        if config.model is not None:
-            config = dataclasses.replace(config, model=str(resolve(config.model, config.cache)))
         import uvloop
 
-        from segue.frontend.server import run_frontend
+        from segue.cli.door import run as serve_http
 
-        uvloop.run(run_frontend(config, on_ready=lambda url: _ready(lifeline, config.label, url)))
+        try:
+            uvloop.run(serve_http(config, lambda url: _ready(lifeline, config.label, url)))
+        except asyncio.CancelledError:
+            log.warning("event=stopped_at_once")
+            return 1
         return 0
 
     return _child(lifeline, run)

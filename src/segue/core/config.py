@@ -203,7 +203,7 @@ class InstanceConfig:
     name: str | None = text("name in logs and metrics (default: the role)", metavar="NAME")
     registry: str | None = text("registry, http://HOST:PORT", metavar="URL")
     bootstrap_port: int = integer(
-        "port of the registry that prefill runs if --registry is absent", 8998, high=65535
+        "port of the registry that prefill runs if --registry is absent", 8998, low=1, high=65535
     )
     host: str = text("address that peers connect to", "127.0.0.1", metavar="H")
     advertise_host: str | None = text("address that peers are told (default: --host)", metavar="H")
@@ -285,7 +285,7 @@ class FrontendConfig:
     host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
     port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
     model: str | None = text(
-        "folder with the tokenizer (default: what the registry names)", metavar="PATH|NAME"
+        "where the tokenizer is (default: the model of that name, if it is a known one)", metavar="PATH|NAME"
     )
     served_model_name: str | None = text(
         "name that clients ask for (default: what the registry names)", metavar="NAME"

@@ -39,6 +39,9 @@ ABORT_S = 5.0
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
+#: How a child that was asked to leave may end; the signal itself if it was still loading.
+_CLEAN = (0, -signal.SIGTERM)
+
 #: Makes the command of a child: its role and its configuration in, words out.
 Command = Callable[[Role, InstanceConfig | FrontendConfig], Sequence[str]]
 #: Runs a registry on loopback under the given secret while entered; gives its URL.
@@ -149,7 +152,7 @@ class Supervisor:
                 return lost
         log.info("event=draining")
         clean = await self._drain()
-        return Outcome(0) if clean else Outcome(1, "not everything drained; it was stopped by force")
+        return Outcome(0) if clean else Outcome(1, "not everything drained; see the log")
 
     # ---- start -------------------------------------------------------------------------------
 
@@ -276,7 +279,7 @@ class Supervisor:
 
     async def _leave(self, children: Iterable[Child], patience_s: float) -> bool:
         """Ask `children` to leave; kill those that have not after `patience_s` or at a second
-        signal. True if none had to be killed."""
+        signal. True if none had to be killed and none failed on its way out."""
         alive = [c for c in children if c.alive]
         if not alive:
             return True
@@ -292,7 +295,10 @@ class Supervisor:
         for child in late:
             log.warning("event=killed child=%s pid=%d", child.name, child.process.pid)
         await self._kill(late)
-        return not late
+        failed = [c for c in alive if c not in late and c.exited.result() not in _CLEAN]
+        for child in failed:
+            log.error("event=failed_to_leave child=%s how=%r", child.name, child.epitaph())
+        return not late and not failed
 
     async def _kill(self, children: Iterable[Child]) -> None:
         alive = [c for c in children if c.alive]

@@ -1,0 +1,100 @@
+"""`segue frontend` as a coroutine: find the registry and the tokenizer, serve, drain at a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from segue.bootstrap.client import RegistryClient
+from segue.bootstrap.records import InstanceRecord
+from segue.cli.models import resolve
+from segue.core.config import FrontendConfig, served_name
+from segue.core.errors import ConfigError
+from segue.frontend import server
+
+log = logging.getLogger("segue.frontend")
+
+
+async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
+    """Serve until the first signal, then drain; the second signal ends at once."""
+    limits = config.limit.limits()
+    registry = RegistryClient(config.registry, secret=config.secret or None, limits=limits, on_error=_say)
+    try:
+        async with _signals() as stop:
+            model, name = config.model, config.served_model_name
+            if model is None:
+                record = await _first_record(registry, stop)
+                if record is None:
+                    return
+                model, name = record.served_model, name or record.served_model
+            try:
+                folder = await asyncio.to_thread(resolve, model, config.cache)
+            except ConfigError as exc:
+                if config.model is not None:
+                    raise
+                raise ConfigError(
+                    f"the instances serve {model}, whose tokenizer is not known here; give --model PATH"
+                ) from exc
+            door = server.FrontendConfig(
+                registry=registry,
+                model_folder=Path(folder),
+                served_model=name or served_name(model, None),
+                host=config.host,
+                port=config.port,
+                secret=config.secret or None,
+                policy=config.policy,
+                limits=limits,
+            )
+            await server.run_frontend(door, stop, on_ready=on_ready)
+    finally:
+        await registry.aclose()
+
+
+async def _first_record(registry: RegistryClient, stop: asyncio.Event) -> InstanceRecord | None:
+    """The first instance that the registry lists; None if somebody wants us to stop before."""
+    log.info("event=waiting_for_an_instance")
+
+    async def first() -> InstanceRecord | None:
+        async with contextlib.aclosing(registry.watch()) as lists:  # type: ignore[type-var]
+            async for records in lists:
+                if records:
+                    return records[0]
+        return None
+
+    found, stopped = asyncio.create_task(first()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({found, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return found.result() if found.done() else None
+    finally:
+        for task in (found, stopped):
+            task.cancel()
+        await asyncio.gather(found, stopped, return_exceptions=True)
+
+
+def _say(error: Exception) -> None:
+    log.warning("event=registry_error error=%r", str(error))
+
+
+@contextlib.asynccontextmanager
+async def _signals() -> AsyncIterator[asyncio.Event]:
+    """An event that the first signal sets; the second cancels the task that entered this."""
+    loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
