@@ -12,22 +12,28 @@ import msgspec
 from segue.frontend.problems import unparsable
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries besides its pieces."""
+
     include_usage: bool | None = None
 
 
-class JsonSchemaFormat(msgspec.Struct):
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """A JSON schema and its name."""
+
     name: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """What the answer must look like: text, json_object or json_schema."""
+
     type: str
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(msgspec.Struct):
+class StructuredOutputs(msgspec.Struct, frozen=True):
     """vLLM's name for a constraint; at most one field is set."""
 
     json: str | dict[str, Any] | None = None
@@ -37,19 +43,23 @@ class StructuredOutputs(msgspec.Struct):
     grammar: str | None = None
 
 
-class FunctionTool(msgspec.Struct):
+class FunctionTool(msgspec.Struct, frozen=True):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct):
+class Tool(msgspec.Struct, frozen=True):
+    """A tool; functions are the only kind."""
+
     function: FunctionTool
     type: str = "function"
 
 
-class GenerateFields(msgspec.Struct, kw_only=True):
+class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and text completions share; meanings are OpenAI's and vLLM's."""
 
     model: str | None = None
@@ -82,7 +92,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     return_timeline: bool | None = None
 
 
-class ChatBody(GenerateFields, kw_only=True):
+class ChatBody(GenerateFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
@@ -96,7 +106,7 @@ class ChatBody(GenerateFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionBody(GenerateFields, kw_only=True):
+class CompletionBody(GenerateFields, frozen=True, kw_only=True):
     """`POST /v1/completions`. `prompt`: a string, strings, token ids, or lists of token ids."""
 
     prompt: str | list[str | int | list[int]]
@@ -107,7 +117,7 @@ class CompletionBody(GenerateFields, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
@@ -119,7 +129,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True):
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /detokenize`."""
 
     model: str | None = None
