@@ -49,7 +49,9 @@ class StoreWaiter:
         return await self._wait(room, lambda: self.store.room(room), wait_s)
 
     def close(self) -> None:
-        """Release everybody who waits (with Draining) and stop the timer."""
+        """Release everybody who waits (with Draining) and stop the timer. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         self._unsubscribe()
         if self._timer is not None:
@@ -62,6 +64,8 @@ class StoreWaiter:
         found = look()
         if found is not None or wait_s <= 0:
             return found
+        if self._closed:
+            raise Draining("the registry is stopping")
         if len(self._waiters) >= self._max_waiters:
             raise OutOfCapacity(f"{self._max_waiters} queries already wait at the registry")
         event = asyncio.Event()

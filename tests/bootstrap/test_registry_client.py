@@ -1,0 +1,349 @@
+"""`Registry` in both forms; over HTTP also across restarts of the registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
+
+from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient
+from segue.bootstrap.records import InstanceRecord
+from segue.bootstrap.server import RegistryServer, serve
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import SystemClock
+from segue.core.errors import (
+    BootstrapTimeout,
+    BootstrapUnreachable,
+    ConfigError,
+    DpRankConflict,
+    DpRankOutOfRange,
+    NotFound,
+    PeerRefused,
+    PeerRestarted,
+    SegueError,
+    Unauthorized,
+)
+from segue.core.limits import Limits
+from segue.core.types import Placement, Role
+
+LIMITS = Limits(registry_ttl_s=0.6)
+
+
+@asynccontextmanager
+async def local() -> AsyncIterator[Registry]:
+    registry = LocalRegistry(RegistryStore(SystemClock(), ttl_s=LIMITS.registry_ttl_s), limits=LIMITS)
+    try:
+        yield registry
+    finally:
+        await registry.aclose()
+
+
+@asynccontextmanager
+async def http() -> AsyncIterator[Registry]:
+    server = await serve("127.0.0.1", 0, secret=SECRET, limits=LIMITS)
+    registry = RegistryClient(server.url, secret=SECRET, limits=LIMITS)
+    try:
+        yield registry
+    finally:
+        await registry.aclose()
+        await server.close()
+
+
+Door = Callable[[], "asyncio._AsyncGeneratorContextManager[Registry]"]  # type: ignore[name-defined]
+both = pytest.mark.parametrize("door", [local, http])
+
+
+async def soon(waiting: Awaitable[list[InstanceRecord]]) -> list[InstanceRecord]:
+    async with asyncio.timeout(DEADLINE_S):
+        return await waiting
+
+
+@both
+def test_a_watcher_sees_ready_instances_come_drain_and_leave(door: Door) -> None:
+    async def main() -> None:
+        async with door() as registry:
+            watch = registry.watch(Role.PREFILL)
+            assert await soon(anext(watch)) == []
+            await registry.register(record(A, dp_rank=0, dp_size=2))
+            await registry.register(record(B, role=Role.DECODE))
+            await registry.register(record(A, dp_rank=1, dp_size=2))
+            keeping = [asyncio.create_task(registry.keep_alive(who)) for who in (A, B)]
+            seen = await soon(anext(watch))
+            assert names(seen) == [A], "not before all its ranks are there"
+            assert [r.dp_rank for r in seen[0].replicas] == [0, 1]
+            await registry.set_draining(A, True)
+            assert [i.draining for i in await soon(anext(watch))] == [True]
+            await registry.leave(A)
+            assert await soon(anext(watch)) == []
+            await registry.leave(B)
+            await asyncio.gather(*keeping)
+
+    asyncio.run(main())
+
+
+@both
+def test_keep_alive_outlives_the_ttl_and_without_it_an_instance_disappears(door: Door) -> None:
+    async def main() -> None:
+        async with door() as registry:
+            await registry.register(record(A))
+            await registry.register(record(B))
+            keeping = asyncio.create_task(registry.keep_alive(A))
+            watch = registry.watch()
+            assert names(await soon(anext(watch))) == [A, B]
+            assert names(await soon(anext(watch))) == [A]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(watch), 2 * LIMITS.registry_ttl_s)
+            keeping.cancel()
+
+    asyncio.run(main())
+
+
+@both
+def test_a_room_query_waits_for_its_registration_and_times_out_typed(door: Door) -> None:
+    async def main() -> None:
+        async with door() as registry:
+            await registry.register(record(A, dp_size=2))
+            waiting = asyncio.create_task(registry.resolve_room(2**64 - 1, DEADLINE_S))
+            with pytest.raises(BootstrapTimeout, match="room 6"):
+                await registry.resolve_room(6, 0.05)
+            assert not waiting.done()
+            await registry.register_room(2**64 - 1, Placement(A, 1), ttl_s=5)
+            assert await waiting == Placement(A, 1)
+            with pytest.raises(DpRankConflict):
+                await registry.register_room(2**64 - 1, Placement(A, 0), ttl_s=5)
+            with pytest.raises(DpRankOutOfRange):
+                await registry.register_room(5, Placement(A, 2), ttl_s=5)
+            with pytest.raises(NotFound):
+                await registry.register_room(5, Placement(C, 0), ttl_s=5)
+
+    asyncio.run(main())
+
+
+@both
+def test_lesson_18_typed_refusals_reach_the_caller(door: Door) -> None:
+    async def main() -> None:
+        async with door() as registry:
+            await registry.register(record(A))
+            with pytest.raises(DpRankConflict):
+                await registry.register(record(A, port=1))
+            with pytest.raises(DpRankOutOfRange):
+                await registry.register(record(B, dp_rank=3, dp_size=2))
+            with pytest.raises(NotFound):
+                await registry.set_draining(C, True)
+            with pytest.raises(NotFound):
+                await registry.keep_alive(C)
+
+    asyncio.run(main())
+
+
+@both
+def test_lesson_09_the_old_incarnation_learns_that_it_was_replaced(door: Door) -> None:
+    async def main() -> None:
+        async with door() as registry:
+            await registry.register(record(A, port=9000))
+            keeping = asyncio.create_task(registry.keep_alive(A))
+            await registry.register(record(B, port=9000))
+            with pytest.raises(PeerRestarted):
+                await asyncio.wait_for(keeping, DEADLINE_S)
+
+    asyncio.run(main())
+
+
+@both
+def test_closing_ends_watches_waits_and_keep_alives_at_once(door: Door) -> None:
+    async def main() -> None:
+        async with door() as registry:
+            await registry.register(record(A))
+            watch = registry.watch()
+            await soon(anext(watch))
+            following = asyncio.ensure_future(anext(watch))
+            resolving = asyncio.create_task(registry.resolve_room(9, DEADLINE_S))
+            keeping = asyncio.create_task(registry.keep_alive(A))
+            await asyncio.sleep(0.01)
+            await registry.aclose()
+            results = await asyncio.gather(following, resolving, keeping, return_exceptions=True)
+            assert isinstance(results[0], StopAsyncIteration)
+            assert isinstance(results[1], SegueError)
+            assert results[2] is None
+
+    asyncio.run(main())
+
+
+class Restarts:
+    """A registry at one port that can be stopped and started again, empty."""
+
+    def __init__(self) -> None:
+        self.server: RegistryServer | None = None
+        self.port = 0
+
+    async def start(self) -> str:
+        self.server = await serve("127.0.0.1", self.port, secret=SECRET, limits=LIMITS)
+        self.port = self.server.port
+        return self.server.url
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.close()
+        self.server = None
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
+    async def main() -> None:
+        restarts = Restarts()
+        gone = asyncio.Event()
+
+        def hear(error: SegueError) -> None:
+            if isinstance(error, BootstrapUnreachable):
+                gone.set()
+
+        url = await restarts.start()
+        instance = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        frontend = RegistryClient(url, secret=SECRET, limits=LIMITS, on_error=hear)
+        await instance.register(record(A))
+        await instance.register(record(B))
+        keeping = [asyncio.create_task(instance.keep_alive(who)) for who in (A, B)]
+        watch = frontend.watch(Role.PREFILL)
+        assert names(await soon(anext(watch))) == [A, B]
+        following = asyncio.ensure_future(anext(watch))
+        await restarts.stop()
+        await asyncio.wait_for(gone.wait(), DEADLINE_S)
+        assert isinstance(frontend.last_error, SegueError)
+        await restarts.start()
+        assert restarts.server is not None
+        assert not restarts.server.store.instances().instances
+        # Everybody comes back by itself, and the watcher never sees them gone.
+        other = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        async for seen in other.watch():
+            if names(seen) == [A, B]:
+                break
+        assert not following.done()
+        await instance.register_room(5, Placement(A, 0), ttl_s=5)
+        assert await other.resolve_room(5, DEADLINE_S) == Placement(A, 0)
+        await instance.leave(B)
+        assert names(await soon(following)) == [A]
+        assert frontend.last_error is None
+        await instance.leave(A)
+        await asyncio.gather(*keeping)
+        for client in (instance, frontend, other):
+            await client.aclose()
+        await restarts.stop()
+
+    runner(main())
+
+
+def test_who_does_not_come_back_after_a_restart_is_dropped_after_a_ttl() -> None:
+    async def main() -> None:
+        restarts = Restarts()
+        url = await restarts.start()
+        instance = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        await instance.register(record(A))
+        watch = instance.watch()
+        assert names(await soon(anext(watch))) == [A]
+        await restarts.stop()
+        await restarts.start()
+        assert await soon(anext(watch)) == []
+        await instance.aclose()
+        await restarts.stop()
+
+    asyncio.run(main())
+
+
+def test_a_room_can_be_registered_right_after_a_registry_restart() -> None:
+    async def main() -> None:
+        restarts = Restarts()
+        url = await restarts.start()
+        instance = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        await instance.register(record(A))
+        await instance.set_draining(A, True)
+        await restarts.stop()
+        await restarts.start()
+        await instance.register_room(5, Placement(A, 0), ttl_s=5)
+        assert await instance.resolve_room(5, DEADLINE_S) == Placement(A, 0)
+        watch = instance.watch()
+        assert [i.draining for i in await soon(anext(watch))] == [True]
+        await instance.aclose()
+        await restarts.stop()
+
+    asyncio.run(main())
+
+
+def test_a_wrong_secret_is_unauthorized_and_nobody_there_is_unreachable() -> None:
+    async def main() -> None:
+        restarts = Restarts()
+        url = await restarts.start()
+        for secret in (None, b"another secret!!"):
+            stranger = RegistryClient(url, secret=secret, limits=LIMITS)
+            with pytest.raises(Unauthorized):
+                await stranger.register(record(A))
+            with pytest.raises(Unauthorized):
+                await anext(stranger.watch())
+            with pytest.raises(Unauthorized):
+                await stranger.resolve_room(1, DEADLINE_S)
+            await stranger.aclose()
+        client = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        await restarts.stop()
+        with pytest.raises(BootstrapUnreachable):
+            await client.register(record(A))
+        with pytest.raises(BootstrapTimeout, match="cannot be reached"):
+            await client.resolve_room(1, 0.3)
+        await client.leave(A)  # never raises because the registry is away
+        await client.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8998", "ftp://x", "http://", "http://[::1"])
+def test_a_wrong_address_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError):
+        RegistryClient(url, secret=None, limits=LIMITS)
+
+
+def test_something_else_at_the_registrys_address_is_said_clearly() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n\r\nhello")
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = RegistryClient(f"http://127.0.0.1:{port}", secret=None, limits=LIMITS)
+            with pytest.raises(PeerRefused):
+                await anext(client.watch())
+            await client.aclose()
+
+    asyncio.run(main())
+
+
+def test_lesson_19_the_client_follows_no_redirect_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append("elsewhere")
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(elsewhere, "127.0.0.1", 0) as trap:
+            trap_url = f"http://127.0.0.1:{trap.sockets[0].getsockname()[1]}"
+
+            async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(f"HTTP/1.1 307 X\r\nlocation: {trap_url}\r\ncontent-length: 0\r\n\r\n".encode())
+                writer.close()
+
+            monkeypatch.setenv("HTTP_PROXY", trap_url)
+            monkeypatch.setenv("ALL_PROXY", trap_url)
+            async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                client = RegistryClient(f"http://127.0.0.1:{port}", secret=SECRET, limits=LIMITS)
+                with pytest.raises(PeerRefused):
+                    await client.register(record(A))
+                await client.aclose()
+
+    asyncio.run(main())
+    assert not asked

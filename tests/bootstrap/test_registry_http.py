@@ -1,0 +1,302 @@
+"""The registry's HTTP API: authentication, bounds, typed errors, waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from registry_records import DEADLINE_S, SECRET, A, B, record
+
+from segue.bootstrap.auth import bearer_token
+from segue.bootstrap.records import InstanceList, RoomRecord
+from segue.bootstrap.server import MAX_BODY_BYTES, registry_app, serve
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import StoreWaiter, SystemClock
+from segue.core.errors import ConfigError, Draining, ErrorCode, OutOfCapacity
+from segue.core.limits import Limits
+from segue.core.types import Placement
+
+
+@asynccontextmanager
+async def api(
+    secret: bytes | None = None, *, token: str | None = None, client: tuple[str, int] = ("127.0.0.1", 1)
+) -> AsyncIterator[tuple[httpx.AsyncClient, RegistryStore]]:
+    store = RegistryStore(SystemClock(), ttl_s=10.0)
+    waiter = StoreWaiter(store, SystemClock())
+    app = registry_app(store, secret, Limits(), waiter=waiter)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    transport = httpx.ASGITransport(app=app, client=client)
+    async with httpx.AsyncClient(transport=transport, base_url="http://registry", headers=headers) as door:
+        yield door, store
+    waiter.close()
+
+
+def code(answer: httpx.Response) -> ErrorCode:
+    return ErrorCode(answer.json()["error"]["code"])
+
+
+def rank(incarnation: str = A, dp_rank: object = 0) -> str:
+    return f"/v1/instances/{incarnation}/ranks/{dp_rank}"
+
+
+def test_register_list_drain_and_leave() -> None:
+    async def main() -> None:
+        async with api() as (door, _):
+            body = msgspec.json.encode(record())
+            assert (await door.put(rank(), content=body)).status_code == 200
+            assert (await door.put(rank(), content=body)).status_code == 200
+            await door.put(f"/v1/instances/{A}/draining", json={"draining": True})
+            answer = await door.get("/v1/instances", params={"role": "prefill"})
+            (instance,) = msgspec.json.decode(answer.content, type=InstanceList).instances
+            assert instance.ready
+            assert instance.draining
+            assert not (await door.get("/v1/instances?role=decode")).json()["instances"]
+            assert (await door.delete(f"/v1/instances/{A}")).status_code == 200
+            assert not (await door.get("/v1/instances")).json()["instances"]
+            assert (await door.get("/v1/health")).json() == {"status": "ok"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "token", [None, "", "wrong", bearer_token(b"another secret!!"), SECRET.decode(), "é"]
+)
+def test_lesson_18_nothing_is_registered_without_the_secret(token: str | None) -> None:
+    async def main() -> None:
+        async with api(SECRET) as (door, store):
+            headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
+            calls = [
+                ("PUT", rank(), msgspec.json.encode(record())),
+                ("GET", "/v1/instances", b""),
+                ("DELETE", f"/v1/instances/{A}", b""),
+                ("PUT", f"/v1/instances/{A}/draining", b'{"draining": true}'),
+                ("PUT", "/v1/rooms/5", b"{}"),
+                ("GET", "/v1/rooms/5", b""),
+            ]
+            for method, path, body in calls:
+                answer = await door.request(method, path, content=body, headers=headers)
+                assert answer.status_code == 401, path
+                assert code(answer) is ErrorCode.UNAUTHORIZED
+            assert not store.instances().instances
+            assert (await door.get("/v1/health")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_with_the_secret_also_another_machine_is_answered_and_without_one_none_is() -> None:
+    async def main() -> None:
+        far = ("10.1.2.3", 5)
+        async with api(SECRET, token=bearer_token(SECRET), client=far) as (door, _):
+            assert (await door.get("/v1/instances")).status_code == 200
+        async with api(None, client=far) as (door, _):
+            answer = await door.get("/v1/instances")
+            assert answer.status_code == 401
+            assert "own machine" in answer.json()["error"]["text"]
+
+    asyncio.run(main())
+
+
+def test_lesson_18_another_content_for_the_same_incarnation_is_409() -> None:
+    async def main() -> None:
+        async with api() as (door, _):
+            await door.put(rank(), content=msgspec.json.encode(record()))
+            answer = await door.put(rank(), content=msgspec.json.encode(record(port=666)))
+            assert answer.status_code == 409
+            assert code(answer) is ErrorCode.DP_RANK_CONFLICT
+            listed = msgspec.json.decode((await door.get("/v1/instances")).content, type=InstanceList)
+            assert listed.instances[0].replicas[0].port == 9000
+
+    asyncio.run(main())
+
+
+BAD_BODIES = {
+    "no json": b"hello",
+    "empty": b"",
+    "not an object": b"[]",
+    "wrong type": b'{"incarnation": 3}',
+    "unknown role": msgspec.json.encode(record()).replace(b'"prefill"', b'"chef"'),
+    "no port": msgspec.json.encode(record()).replace(b'"port"', b'"harbour"'),
+    "text for a number": msgspec.json.encode(record()).replace(b"9000", b'"9000"'),
+    "huge number": msgspec.json.encode(record()).replace(b"9000", b"9" * 400),
+    "deep nesting": b"[" * 50_000,
+    "invalid utf-8": msgspec.json.encode(record()).replace(b"smollm2", b"\xff\xfe\x00"),
+    "pickle": pickle.dumps({"incarnation": A}),
+    "another incarnation": msgspec.json.encode(record(B)),
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES)
+def test_lesson_17_a_wrong_body_is_a_clear_400(body: str) -> None:
+    async def main() -> None:
+        async with api() as (door, store):
+            answer = await door.put(rank(), content=BAD_BODIES[body])
+            assert answer.status_code == 400, answer.text
+            assert code(answer) is ErrorCode.INVALID_REQUEST
+            assert answer.json()["error"]["text"]
+            assert not store.instances().instances
+            assert (await door.put(rank(), content=msgspec.json.encode(record()))).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/instances?role=chef", 400),
+        ("GET", "/v1/instances?version=x", 400),
+        ("GET", "/v1/instances?wait_s=-1", 400),
+        ("GET", "/v1/instances?wait_s=nan", 400),
+        ("GET", "/v1/instances?wait_s=1e999", 400),
+        ("GET", "/v1/rooms/five", 400),
+        ("GET", "/v1/rooms/5", 504),
+        ("PUT", rank(A, "x"), 400),
+        ("PUT", rank(A, 1), 400),
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/instances", 404),
+        ("GET", "/", 404),
+    ],
+)
+def test_wrong_questions_have_typed_answers(method: str, path: str, status: int) -> None:
+    async def main() -> None:
+        async with api() as (door, _):
+            body = msgspec.json.encode(record()) if method == "PUT" else b""
+            answer = await door.request(method, path, content=body)
+            assert answer.status_code == status
+            assert answer.json()["error"]["text"]
+
+    asyncio.run(main())
+
+
+def test_a_body_beyond_the_bound_is_413() -> None:
+    async def main() -> None:
+        async with api() as (door, _):
+            answer = await door.put(rank(), content=b" " * (MAX_BODY_BYTES + 1))
+            assert answer.status_code == 413
+
+    asyncio.run(main())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.binary(max_size=120), st.sampled_from(["/v1/rooms/5", rank(), f"/v1/instances/{A}/draining"]))
+def test_lesson_17_no_body_breaks_the_registry(body: bytes, path: str) -> None:
+    async def main() -> None:
+        async with api() as (door, _):
+            answer = await door.put(path, content=body)
+            assert answer.status_code == 400
+
+    asyncio.run(main())
+
+
+def test_a_topology_query_waits_for_the_next_change_and_no_longer() -> None:
+    async def main() -> None:
+        async with api() as (door, store):
+            seen = (await door.get("/v1/instances")).json()["version"]
+            query = {"version": seen, "wait_s": DEADLINE_S}
+            waiting = asyncio.create_task(door.get("/v1/instances", params=query))
+            await _until_subscribed(store)
+            store.register(record(), 0)
+            answer = msgspec.json.decode((await waiting).content, type=InstanceList)
+            assert [i.incarnation for i in answer.instances] == [A]
+            assert answer.version != seen
+            late = await door.get("/v1/instances", params={"version": answer.version, "wait_s": 0.01})
+            assert late.json()["version"] == answer.version
+            assert not store._watchers.get(0)
+
+    asyncio.run(main())
+
+
+def test_a_room_query_is_released_by_its_registration() -> None:
+    async def main() -> None:
+        async with api() as (door, store):
+            store.register(record(dp_size=4), 0)
+            last = f"/v1/rooms/{2**64 - 1}"
+            waiting = asyncio.create_task(door.get(f"{last}?wait_s={DEADLINE_S}"))
+            await _until_subscribed(store, 2**64 - 1)
+            body = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=3, ttl_s=5))
+            assert (await door.put("/v1/rooms/7", content=body)).status_code == 200
+            assert not waiting.done()
+            assert (await door.put(last, content=body)).status_code == 200
+            assert msgspec.json.decode((await waiting).content, type=Placement) == Placement(A, 3)
+            other = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=1, ttl_s=5))
+            assert (await door.put("/v1/rooms/7", content=other)).status_code == 409
+
+    asyncio.run(main())
+
+
+async def _until_subscribed(store: RegistryStore, topic: int = 0, count: int = 1) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while len(store._watchers.get(topic, ())) != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def test_waiting_queries_are_bounded_and_released_by_the_stop() -> None:
+    async def main() -> None:
+        store = RegistryStore(SystemClock(), ttl_s=10.0)
+        waiter = StoreWaiter(store, SystemClock(), max_waiters=2)
+        waits = [asyncio.create_task(waiter.room(n, DEADLINE_S)) for n in (1, 2)]
+        await _until_subscribed(store, 2)
+        with pytest.raises(OutOfCapacity):
+            await waiter.room(3, DEADLINE_S)
+        waiter.close()
+        with pytest.raises(Draining):  # one that comes while the server stops must not hold it up
+            await waiter.room(3, DEADLINE_S)
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        assert [type(r).__name__ for r in results] == ["Draining", "Draining"]
+        assert not store._watchers
+
+    asyncio.run(main())
+
+
+def test_expiry_wakes_a_waiting_query_by_itself() -> None:
+    async def main() -> None:
+        store = RegistryStore(SystemClock(), ttl_s=0.05)
+        waiter = StoreWaiter(store, SystemClock())
+        store.register(record(), 0)
+        seen = store.instances()
+        gone = await waiter.instances(None, seen.version, DEADLINE_S)
+        assert seen.instances
+        assert not gone.instances
+        waiter.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_goes_away_leaves_no_waiting_query_behind() -> None:
+    async def main() -> None:
+        server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
+        _, writer = await asyncio.open_connection(server.host, server.port)
+        writer.write(b"GET /v1/rooms/9?wait_s=30 HTTP/1.1\r\nhost: x\r\n\r\n")
+        await _until_subscribed(server.store, 9)
+        writer.close()
+        await writer.wait_closed()
+        await _until_subscribed(server.store, 9, 0)
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_serving_refuses_a_port_in_use_and_a_wide_host_without_a_secret() -> None:
+    async def main() -> None:
+        server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
+        with pytest.raises(ConfigError, match=f"port {server.port} at 127.0.0.1 is in use"):
+            await serve("127.0.0.1", server.port, secret=None, limits=Limits())
+        with pytest.raises(ConfigError, match="secret"):
+            await serve("0.0.0.0", 0, secret=None, limits=Limits())
+        await server.close()
+        # The port is free at once, and nothing of the first server is left in the loop.
+        again = await serve("127.0.0.1", server.port, secret=None, limits=Limits())
+        await again.close()
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            assert probe.connect_ex(("127.0.0.1", server.port)) != 0
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())

@@ -1,0 +1,314 @@
+"""The store, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from registry_records import A, B, C, names, record, store
+
+from segue.bootstrap.records import ReplicaRecord, RoomRecord
+from segue.bootstrap.store import TIMERS, TOPOLOGY
+from segue.core.errors import (
+    DpRankConflict,
+    DpRankOutOfRange,
+    Draining,
+    InvalidRequest,
+    NotFound,
+    OutOfCapacity,
+    PeerRestarted,
+    SegueError,
+)
+from segue.core.types import Incarnation, Placement, Role
+
+
+def room(incarnation: Incarnation = A, dp_rank: int = 0, ttl_s: float = 5.0) -> RoomRecord:
+    return RoomRecord(incarnation=incarnation, dp_rank=dp_rank, ttl_s=ttl_s)
+
+
+def test_an_instance_is_ready_when_exactly_its_ranks_are_there() -> None:
+    registry, _ = store()
+    registry.register(record(dp_rank=1, dp_size=2), 1)
+    assert not registry.instances().instances[0].ready
+    registry.register(record(dp_rank=0, dp_size=2), 0)
+    (whole,) = registry.instances().instances
+    assert whole.ready
+    assert [r.dp_rank for r in whole.replicas] == [0, 1]
+
+
+def test_roles_are_filtered_and_every_visible_change_has_a_version() -> None:
+    registry, _ = store()
+    versions = [registry.version]
+    registry.register(record(A), 0)
+    versions.append(registry.version)
+    registry.register(record(B, role=Role.DECODE), 0)
+    versions.append(registry.version)
+    registry.register(record(B, role=Role.DECODE), 0)
+    assert registry.version == versions[-1], "saying the same again is no change"
+    registry.set_draining(A, True)
+    versions.append(registry.version)
+    registry.set_draining(A, True)
+    assert registry.version == versions[-1]
+    registry.leave(B)
+    versions.append(registry.version)
+    assert len(set(versions)) == len(versions)
+    assert names(registry.instances(Role.PREFILL).instances) == [A]
+    assert registry.instances().instances[0].draining
+    assert not registry.instances(Role.DECODE).instances
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"role": Role.DECODE},
+        {"tp_size": 2},
+        {"port": 1},
+        {"http_port": 9},
+        {"dp_size": 2},
+    ],
+)
+def test_lesson_18_a_registration_is_immutable_for_an_incarnation(change: dict[str, Any]) -> None:
+    registry, _ = store()
+    registry.register(record(), 0)
+    before = registry.instances()
+    with pytest.raises(DpRankConflict):
+        registry.register(record(**change), 0)
+    assert registry.instances().instances == before.instances
+    assert registry.version == before.version
+
+
+def test_lesson_18_a_rank_that_fell_silent_cannot_come_back_elsewhere_while_its_incarnation_lives() -> None:
+    registry, clock = store(ttl_s=10)
+    registry.register(record(dp_rank=0, dp_size=2), 0)
+    clock.advance(6)
+    registry.register(record(dp_rank=1, dp_size=2), 1)
+    clock.advance(6)
+    (instance,) = registry.instances().instances
+    assert [r.dp_rank for r in instance.replicas] == [1]
+    with pytest.raises(DpRankConflict, match="cannot move"):
+        registry.register(record(dp_rank=0, dp_size=2, port=7777), 0)
+    registry.register(record(dp_rank=0, dp_size=2), 0)
+    assert registry.instances().instances[0].ready
+
+
+def test_all_ranks_of_an_incarnation_agree_on_its_size() -> None:
+    registry, _ = store()
+    registry.register(record(dp_rank=0, dp_size=2), 0)
+    with pytest.raises(DpRankConflict, match="dp_size"):
+        registry.register(record(dp_rank=1, dp_size=4), 1)
+    with pytest.raises(DpRankConflict, match="both claim"):
+        registry.register(record(dp_rank=1, dp_size=2, port=9000), 1)
+
+
+@pytest.mark.parametrize(
+    ("dp_rank", "changes", "error"),
+    [
+        (1, {}, DpRankOutOfRange),
+        (-1, {}, DpRankOutOfRange),
+        (0, {"dp_size": 0}, InvalidRequest),
+        (0, {"tp_size": -1}, InvalidRequest),
+        (0, {"dp_size": 2**40}, InvalidRequest),
+        (0, {"replicas": []}, InvalidRequest),
+        (0, {"replicas": [ReplicaRecord(dp_rank=0, host="", port=1)]}, InvalidRequest),
+        (0, {"replicas": [ReplicaRecord(dp_rank=0, host="h", port=0)]}, InvalidRequest),
+        (0, {"replicas": [ReplicaRecord(dp_rank=0, host="h", port=70000)]}, InvalidRequest),
+        (0, {"replicas": [ReplicaRecord(dp_rank=3, host="h", port=1)]}, InvalidRequest),
+        (0, {"model": "x" * 10_000}, InvalidRequest),
+        (0, {"http_port": -5}, InvalidRequest),
+        (0, {"incarnation": ""}, InvalidRequest),
+    ],
+)
+def test_impossible_records_are_typed_errors(
+    dp_rank: int, changes: dict[str, Any], error: type[SegueError]
+) -> None:
+    registry, _ = store()
+    with pytest.raises(error):
+        registry.register(msgspec.structs.replace(record(), **changes), dp_rank)
+    assert not registry.instances().instances
+
+
+def test_what_is_not_heard_of_for_a_ttl_is_gone_and_hearing_of_it_prolongs() -> None:
+    registry, clock = store(ttl_s=10)
+    registry.register(record(A), 0)
+    clock.advance(9)
+    registry.register(record(A), 0)
+    registry.register(record(B), 0)
+    clock.advance(9.5)
+    assert names(registry.instances().instances) == [A, B]
+    clock.advance(0.5)
+    assert not registry.instances().instances
+    registry.register(record(A), 0)  # it was only slow: the same incarnation may come back
+    assert names(registry.instances().instances) == [A]
+
+
+def test_leaving_is_final_and_a_late_heartbeat_does_not_undo_it() -> None:
+    registry, _ = store()
+    registry.register(record(A), 0)
+    registry.leave(A)
+    registry.leave(A)
+    registry.leave(C)
+    with pytest.raises(Draining):
+        registry.register(record(A), 0)
+    assert not registry.instances().instances
+
+
+def test_lesson_09_a_new_incarnation_at_the_same_address_replaces_the_old_at_once() -> None:
+    registry, _ = store()
+    registry.register(record(A, port=9000), 0)
+    registry.register_room(7, room(A))
+    registry.register(record(B, port=9000), 0)
+    assert names(registry.instances().instances) == [B]
+    assert registry.room(7) is None
+    with pytest.raises(PeerRestarted):
+        registry.register(record(A, port=9000), 0)
+    assert names(registry.instances().instances) == [B]
+
+
+def test_a_room_has_one_owner_until_its_deadline() -> None:
+    registry, clock = store(ttl_s=100)
+    registry.register(record(A, dp_size=4), 0)
+    registry.register_room(7, room(dp_rank=3))
+    clock.advance(4)
+    registry.register_room(7, room(dp_rank=3))  # again: nothing changes, not even the deadline
+    with pytest.raises(DpRankConflict, match="dp3"):
+        registry.register_room(7, room(dp_rank=2))
+    assert registry.room(7) == Placement(A, 3)
+    clock.advance(1)
+    assert registry.room(7) is None
+    assert registry.rooms_held == 0
+    registry.register_room(7, room(dp_rank=2))
+    assert registry.room(7) == Placement(A, 2)
+
+
+def test_rooms_of_nobody_out_of_range_or_beyond_the_bound_are_typed_errors() -> None:
+    registry, clock = store(max_rooms=3, max_room_ttl_s=50)
+    with pytest.raises(NotFound):
+        registry.register_room(1, room())
+    registry.register(record(A, dp_size=2), 0)
+    for wrong in (0, -1, 2**64):
+        with pytest.raises(InvalidRequest):
+            registry.register_room(wrong, room())
+    for ttl_s in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidRequest):
+            registry.register_room(1, room(ttl_s=ttl_s))
+    with pytest.raises(DpRankOutOfRange):
+        registry.register_room(1, room(dp_rank=2))
+    for number in (1, 2, 2**64 - 1):
+        registry.register_room(number, room(ttl_s=1e9))
+    with pytest.raises(OutOfCapacity):
+        registry.register_room(4, room())
+    for _ in range(10):  # the owner stays alive; the rooms' time is cut to the limit
+        clock.advance(5)
+        registry.register(record(A, dp_size=2), 0)
+    assert registry.rooms_held == 0
+    registry.register_room(4, room())
+
+
+def test_instances_are_bounded() -> None:
+    registry, _ = store(max_instances=2)
+    registry.register(record(A), 0)
+    registry.register(record(B), 0)
+    with pytest.raises(OutOfCapacity):
+        registry.register(record(C), 0)
+
+
+def test_the_drain_flag_is_the_one_thing_that_changes() -> None:
+    registry, _ = store()
+    registry.register(record(A, draining=True), 0)
+    assert registry.instances().instances[0].draining
+    registry.set_draining(A, False)
+    registry.register(record(A, draining=True), 0)  # a heartbeat made before
+    assert not registry.instances().instances[0].draining
+    with pytest.raises(NotFound):
+        registry.set_draining(B, True)
+
+
+def test_watchers_hear_their_topic_only_and_stop_when_they_say_so() -> None:
+    registry, _ = store()
+    heard: list[str] = []
+    stops = [
+        registry.subscribe(TOPOLOGY, lambda: heard.append("topology")),
+        registry.subscribe(7, lambda: heard.append("room 7")),
+        registry.subscribe(TIMERS, lambda: heard.append("timers")),
+    ]
+    registry.register(record(A), 0)
+    assert heard == ["timers", "topology"]
+    registry.register_room(8, room(ttl_s=50))
+    registry.register_room(7, room(ttl_s=1))
+    assert heard[2:] == ["timers", "room 7"]
+    for stop in stops:
+        stop()
+    registry.leave(A)
+    assert len(heard) == 4
+
+
+class StoreModel(RuleBasedStateMachine):
+    """Any order of operations against a model that remembers only what must be true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry, self.clock = store(ttl_s=10.0, max_rooms=8)
+        self.alive_until: dict[Incarnation, float] = {}
+        self.gone: set[Incarnation] = set()
+        self.owners: dict[int, tuple[int, float]] = {}
+
+    def alive(self) -> set[Incarnation]:
+        return {i for i, until in self.alive_until.items() if until > self.clock.now()}
+
+    @rule(who=st.sampled_from([A, B, C]))
+    def register(self, who: Incarnation) -> None:
+        if who in self.gone:
+            with pytest.raises(Draining):
+                self.registry.register(record(who, dp_size=3), 0)
+        else:
+            self.registry.register(record(who, dp_size=3), 0)
+            self.alive_until[who] = self.clock.now() + 10.0
+
+    @rule(who=st.sampled_from([A, B, C]))
+    def leave(self, who: Incarnation) -> None:
+        if who in self.alive():
+            self.gone.add(who)
+        self.registry.leave(who)
+        self.alive_until.pop(who, None)
+        if who == A:
+            self.owners.clear()
+
+    @rule(seconds=st.floats(0.1, 6.0))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.owners = {r: (d, t) for r, (d, t) in self.owners.items() if t > self.clock.now()}
+        if A not in self.alive():
+            self.owners.clear()
+
+    @precondition(lambda self: A in self.alive())
+    @rule(number=st.integers(1, 4), dp_rank=st.integers(0, 2))
+    def claim(self, number: int, dp_rank: int) -> None:
+        owner = self.owners.get(number)
+        if owner is not None and owner[0] != dp_rank:
+            with pytest.raises(DpRankConflict):
+                self.registry.register_room(number, room(dp_rank=dp_rank))
+            return
+        self.registry.register_room(number, room(dp_rank=dp_rank))
+        if owner is None:
+            self.owners[number] = (dp_rank, self.clock.now() + 5.0)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert set(names(self.registry.instances().instances)) == self.alive()
+        for number in range(1, 5):
+            owner = self.owners.get(number)
+            assert self.registry.room(number) == (Placement(A, owner[0]) if owner else None)
+        assert self.registry.rooms_held == len(self.owners)
+        due = self.registry.next_expiry()
+        times = [t for i, t in self.alive_until.items() if i in self.alive()]
+        times += [t for _, t in self.owners.values()]
+        assert not times or (due is not None and due <= min(times))
+
+
+StoreModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStoreModel = StoreModel.TestCase
