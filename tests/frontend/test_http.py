@@ -1,0 +1,429 @@
+"""The door as clients see it: shapes, statuses, streams."""
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+import openai
+import pytest
+from conftest import CONTEXT, FakeBackend, Running, serve
+
+from segue.core.errors import (
+    BootstrapUnreachable,
+    DeadlineExceeded,
+    Draining,
+    ErrorCode,
+    OutOfCapacity,
+    TransferFailed,
+)
+from segue.core.limits import Limits
+from segue.frontend.tokenizer import ModelTokenizer
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def chat(**kw: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": HI, **kw}
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream; it must end properly."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.fixture
+def client(door: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
+
+
+# ---- the real client -------------------------------------------------------------------------------
+
+
+def test_openai_client_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        logprobs=True,
+        top_logprobs=1,
+        seed=3,  # type: ignore[arg-type]
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == "Paris is the answer"
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    shown = choice.logprobs.content
+    assert "".join(lp.token for lp in shown[:-1]) == "Paris is the answer"
+    assert bytes(shown[0].bytes or []) == b"Pa"
+    assert shown[0].top_logprobs[0].token == "Pa"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_openai_client_chat_stream_with_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        stream=True,
+        stream_options={"include_usage": True},  # type: ignore[arg-type]
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "Paris is the answer"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 6
+    assert all(c.usage is None for c in chunks[:-1])
+
+
+def test_openai_client_completions_whole_and_streamed(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=["the", "there"], n=2, max_tokens=2, logprobs=1, echo=True
+    )
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert [c.text for c in answer.choices] == ["theParis", "theParis", "thereParis", "thereParis"]
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == [None, -0.5, -0.5]
+    assert logprobs.text_offset == [0, 3, 5]
+    chunks = list(
+        client.completions.create(
+            model="tiny", prompt=["the", "there"], n=2, max_tokens=2, logprobs=1, echo=True, stream=True
+        )
+    )
+    for i, whole in enumerate(answer.choices):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == i]
+        assert "".join(c.text for c in mine) == whole.text
+        tokens = [t for c in mine if c.logprobs for t in c.logprobs.tokens or []]
+        assert tokens == logprobs.tokens or i >= 2
+        assert mine[-1].finish_reason == "length"
+
+
+def test_openai_client_sees_typed_errors(client: openai.OpenAI, backend: FakeBackend) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=HI)  # type: ignore[arg-type]
+    assert missing.value.code == "model_not_found"
+    backend.refuse = OutOfCapacity("full")
+    with pytest.raises(openai.RateLimitError) as full:
+        client.chat.completions.create(model="tiny", messages=HI)  # type: ignore[arg-type]
+    assert full.value.response.headers["retry-after"] == "1"
+    backend.refuse = None
+    backend.error_at, backend.error = 2, TransferFailed("the wire broke", origin="prefill 1 dp0")
+    stream = client.chat.completions.create(model="tiny", messages=HI, stream=True)  # type: ignore[arg-type]
+    with pytest.raises(openai.APIError, match="the wire broke"):
+        list(stream)
+
+
+def test_openai_client_lists_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other/one")
+
+
+# ---- what is sent to the workers -------------------------------------------------------------------
+
+
+def test_samples_have_their_own_request_and_seed(door: Running, backend: FakeBackend) -> None:
+    answer = door.post("/v1/chat/completions", chat(n=3, seed=41)).json()
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    assert sorted(r.sampling.seed for r in backend.requests) == [41, 42, 43]
+    assert len({r.request_id for r in backend.requests}) == 3
+    assert answer["usage"]["prompt_tokens"] == len(backend.requests[0].prompt)
+    assert answer["usage"]["completion_tokens"] == 18
+
+
+def test_fields_reach_the_sampler(door: Running, backend: FakeBackend) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = chat(
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={"5": 3},
+        stop_token_ids=[9],
+        min_tokens=1,
+        ignore_eos=True,
+        max_completion_tokens=4,
+        max_tokens=99,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        user="u",
+        metadata={"a": "b"},
+        store=None,
+        unknown_field={"x": [1]},
+    )
+    assert door.post("/v1/chat/completions", body).status_code == 200
+    s = backend.requests[0].sampling
+    assert (s.temperature, s.top_p, s.top_k, s.min_p) == (0, 0.5, 0, 0.1)
+    assert (s.presence_penalty, s.frequency_penalty, s.repetition_penalty) == (1, -1, 1.5)
+    assert (s.logit_bias, s.stop_token_ids, s.min_tokens, s.max_tokens) == ({5: 3}, [9], 1, 4)
+    assert s.ignore_eos
+    assert s.grammar is not None
+    assert s.grammar.kind == "json_schema"
+    assert json.loads(s.grammar.text) == schema
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        ({"guided_json": {"type": "integer"}}, "json_schema", '{"type": "integer"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a.b", "c"]}, "regex", r"(a\.b)|(c)"),
+        ({"structured_outputs": {"grammar": "start: A"}}, "lark", "start: A"),
+    ],
+)
+def test_constraints(
+    door: Running, backend: FakeBackend, extra: dict[str, Any], kind: str, text: str
+) -> None:
+    assert door.post("/v1/chat/completions", chat(**extra)).status_code == 200
+    grammar = backend.requests[0].sampling.grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.text) == (kind, text)
+
+
+def test_the_default_is_what_the_context_leaves(door: Running, backend: FakeBackend) -> None:
+    door.post("/v1/chat/completions", chat())
+    request = backend.requests[0]
+    assert request.sampling.max_tokens == CONTEXT - len(request.prompt)
+    assert request.sampling.temperature == 1.0
+    door.post("/v1/completions", {"model": "tiny", "prompt": "the"})
+    assert backend.requests[1].sampling.max_tokens == 16
+    backend.context_tokens = 40  # what the workers themselves say
+    door.post("/v1/chat/completions", chat())
+    assert backend.requests[2].sampling.max_tokens == 40 - len(request.prompt)
+
+
+def test_prompts_as_token_ids(door: Running, backend: FakeBackend) -> None:
+    assert door.post("/v1/completions", {"prompt": [5, 6, 7]}).status_code == 200
+    assert door.post("/v1/completions", {"prompt": [[5], [6, 7]]}).status_code == 200
+    assert [r.prompt for r in backend.requests] == [[5, 6, 7], [5], [6, 7]]
+
+
+def test_token_ids_are_returned_whole_and_streamed(door: Running, backend: FakeBackend) -> None:
+    whole = door.post("/v1/chat/completions", chat(return_token_ids=True)).json()["choices"][0]
+    assert whole["prompt_token_ids"] == backend.requests[0].prompt
+    streamed = [
+        e["choices"][0]
+        for e in events(door.post("/v1/chat/completions", chat(return_token_ids=True, stream=True)).text)
+    ]
+    assert [t for c in streamed for t in c["token_ids"]] == whole["token_ids"]
+    assert streamed[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert "prompt_token_ids" not in streamed[1]
+
+
+def test_echo_alone(door: Running) -> None:
+    body = {"prompt": "the answer", "echo": True, "max_tokens": 0, "logprobs": 0}
+    choice = door.post("/v1/completions", body).json()["choices"][0]
+    assert choice["text"] == "the answer"
+    assert choice["logprobs"]["token_logprobs"] == [None, -2.0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("include", "text"), [(False, "Paris is the "), (True, "Paris is the ans")])
+def test_a_stop_string_over_tokens_ends_both_text_and_work(
+    door: Running, backend: FakeBackend, stream: bool, include: bool, text: str
+) -> None:
+    backend.text = "Paris is the ans wer"
+    body = chat(stop=["ans", "never"], stream=stream, include_stop_str_in_output=include)
+    answer = door.post("/v1/chat/completions", body)
+    if stream:
+        parts = [e["choices"][0] for e in events(answer.text)]
+        got = "".join(p["delta"].get("content", "") for p in parts)
+        last = parts[-1]
+    else:
+        last = answer.json()["choices"][0]
+        got = last["message"]["content"]
+    assert got == text
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "ans")
+    assert [r for r, _ in backend.cancelled] == [backend.requests[0].request_id]
+
+
+# ---- request ids, small endpoints ------------------------------------------------------------------
+
+
+def test_request_ids(door: Running, backend: FakeBackend) -> None:
+    assert (
+        door.post("/v1/chat/completions", chat(), headers={"X-Request-ID": "abc-1"}).headers["x-request-id"]
+        == "abc-1"
+    )
+    answer = door.post("/v1/chat/completions", chat(), headers={"X-Request-ID": 'a b"\t<~>' + "x" * 500})
+    assert answer.headers["x-request-id"] == ("ab" + "x" * 500)[:128]
+    made = [door.post("/v1/chat/completions", chat()).headers["x-request-id"] for _ in range(2)]
+    assert len(made[0]) == 32
+    assert made[0] != made[1]
+    assert door.post("/nope", b"").headers["x-request-id"]
+    ids = [r.request_id for r in backend.requests]
+    assert len(set(ids)) == len(ids)
+
+
+def test_small_endpoints(door: Running, backend: FakeBackend) -> None:
+    assert door.http.get("/health").json() == {"status": "ok"}
+    assert door.http.get("/ready").status_code == 200
+    backend.proven = False
+    assert door.http.get("/ready").status_code == 503
+    backend.can_serve = False
+    assert "nobody" in door.http.get("/ready").json()["reason"]
+    assert "version" in door.http.get("/version").json()
+    tokens = door.post("/tokenize", {"prompt": "the answer"}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == 2
+    assert door.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "the answer"}
+    assert door.post("/tokenize", {"messages": HI}).json()["count"] > 2
+    assert door.post("/detokenize", {"tokens": [10**6]}).status_code == 400
+    assert door.http.get("/v1/chat/completions").status_code == 405
+    assert door.http.get("/nope").json()["error"]["code"] == "NOT_FOUND"
+    assert door.http.delete("/v1/models").json()["error"]["type"] == "invalid_request_error"
+
+
+def test_lesson_24_every_metric_of_the_door_moves(door: Running, backend: FakeBackend) -> None:
+    door.post("/v1/chat/completions", chat())
+    backend.refuse = OutOfCapacity("full")
+    door.post("/v1/chat/completions", chat())
+    assert door.metric("segue_requests_total", endpoint="chat", outcome="ok") == 1
+    assert door.metric("segue_requests_total", endpoint="chat", outcome="OUT_OF_CAPACITY") == 1
+    assert door.metric("segue_rejected_total") == 1
+    assert door.metric("segue_output_tokens_total") == 6
+    assert door.metric("segue_prompt_tokens_total") == len(backend.requests[0].prompt)
+    assert door.metric("segue_prompt_length_tokens_count") == 1
+    assert door.metric("segue_cached_tokens_total", side="decode") == 1
+    assert door.metric("segue_ttft_seconds_count") == 1
+    assert door.metric("segue_itl_seconds_count") == 5
+    assert door.metric("segue_e2e_seconds_count") == 1
+    for phase in ("queue", "prefill", "wire"):
+        assert door.metric("segue_handoff_seconds_count", phase=phase) == 1
+    assert door.metric("segue_aborts_total", reason="error") == 1
+    assert door.metric("segue_generations_running") == door.metric("segue_generations_waiting") == 0
+    assert "segue_ready 1.0" in door.http.get("/metrics").text
+
+
+# ---- failures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (OutOfCapacity("full"), 429),
+        (Draining("leaving"), 503),
+        (BootstrapUnreachable("nobody"), 503),
+        (DeadlineExceeded("late"), 504),
+        (TransferFailed("broke", origin="prefill 1 dp0", phase="TRANSFERRING"), 503),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_before_the_first_token_has_an_honest_status(
+    door: Running, backend: FakeBackend, error: Any, status: int, stream: bool
+) -> None:
+    backend.error_at, backend.error = 0, error
+    answer = door.post("/v1/chat/completions", chat(stream=stream))
+    assert answer.status_code == status
+    body = answer.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    assert body["code"] == error.info.code
+    assert error.info.origin in body["message"]
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+
+
+def test_a_failure_in_a_stream_is_an_event_and_a_proper_end(door: Running, backend: FakeBackend) -> None:
+    backend.error_at, backend.error = 2, TransferFailed("broke")
+    answer = door.post("/v1/chat/completions", chat(stream=True))
+    assert answer.status_code == 200
+    *text, last = events(answer.text)
+    assert "".join(e["choices"][0]["delta"]["content"] for e in text) == "Paris"
+    assert last["error"]["code"] == "TRANSFER_FAILED"
+    assert door.metric("segue_requests_total", endpoint="chat", outcome="TRANSFER_FAILED") == 1
+
+
+def test_one_failed_sample_fails_the_request_and_ends_the_others(door: Running, backend: FakeBackend) -> None:
+    backend.error_at, backend.error = 2, TransferFailed("broke")
+    assert door.post("/v1/chat/completions", chat(n=4)).status_code == 503
+    assert door.on_loop(lambda: set(backend.open)) == set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_lesson_08_a_lost_output_is_an_error_and_not_a_shorter_answer(
+    door: Running, backend: FakeBackend, stream: bool
+) -> None:
+    backend.gap_at = 2
+    answer = door.post("/v1/chat/completions", chat(stream=stream))
+    error = events(answer.text)[-1]["error"] if stream else answer.json()["error"]
+    assert error["code"] == "INTERNAL"
+    assert stream or answer.status_code == 500
+    assert backend.cancelled
+
+
+def test_a_bug_is_one_requests_error(door: Running, backend: FakeBackend) -> None:
+    def broken(request: Any, *, budget_s: float) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    backend.submit = broken  # type: ignore[method-assign]
+    answer = door.post("/v1/chat/completions", chat())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "INTERNAL")
+    del backend.submit  # type: ignore[attr-defined]
+    assert door.post("/v1/chat/completions", chat()).status_code == 200
+
+
+def test_the_door_has_a_deadline_of_its_own(tokenizer: ModelTokenizer) -> None:
+    backend = FakeBackend(tokenizer, hang_at=0)
+    with serve(backend, tokenizer, limits=Limits(request_budget_s=0.05, drain_s=2), grace_s=0.05) as door:
+        answer = door.post("/v1/chat/completions", chat())
+        assert answer.status_code == 504
+        assert backend.cancelled
+
+
+# ---- clients that leave or do not read -------------------------------------------------------------
+
+
+def raw_request(body: dict[str, Any], path: str = "/v1/chat/completions") -> bytes:
+    raw = json.dumps(body).encode()
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_the_work(door: Running, backend: FakeBackend, stream: bool) -> None:
+    backend.hang_at = 2
+    with socket.create_connection(("127.0.0.1", door.port)) as sock:
+        sock.sendall(raw_request(chat(stream=stream)))
+        assert backend.reached.wait(10)
+    assert backend.ended.wait(10)
+    assert [r for r, _ in backend.cancelled] == [backend.requests[0].request_id]
+    assert backend.cancelled[0][1].code is ErrorCode.ABORTED_BY_CLIENT
+    deadline = time.monotonic() + 10
+    while door.on_loop(lambda: door.door.calls) and time.monotonic() < deadline:
+        pass
+    outcome = {"endpoint": "chat", "outcome": "ABORTED_BY_CLIENT"}
+    assert door.metric("segue_requests_total", **outcome) == 1
+    assert door.metric("segue_aborts_total", reason="client") == 1
+
+
+def test_a_client_that_does_not_read_is_bounded_and_then_cut(tokenizer: ModelTokenizer) -> None:
+    backend = FakeBackend(tokenizer, endless=True, text="the answer " * 20)
+    backend.context_tokens = 2_000_000
+    with (
+        serve(backend, tokenizer, stall_s=0.3) as door,
+        socket.socket() as sock,
+    ):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", door.port))
+        sock.sendall(raw_request(chat(stream=True, max_tokens=1_000_000)))
+        assert backend.ended.wait(30)
+        # What was generated is what fits into socket buffers, not the million that was asked for.
+        assert backend.sent < 200_000
+        assert door.post("/v1/chat/completions", chat(max_tokens=3)).status_code == 200
+
+
+def test_a_connection_that_is_reset_in_the_body_is_harmless(door: Running) -> None:
+    sock = socket.create_connection(("127.0.0.1", door.port))
+    sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+    assert door.post("/v1/chat/completions", chat()).status_code == 200
