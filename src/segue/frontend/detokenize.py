@@ -55,8 +55,10 @@ class Detokenizer:
             self._clean.append(len(self._window))
         new = text[self._sent : stable] if stable > self._sent else ""
         self._sent = max(self._sent, stable)
-        if len(self._window) > _WINDOW_TOKENS:
-            self._shrink()
+        # Only at a clean end is what was sent exactly what the rest of the window will decode to.
+        clean = stable == len(text)
+        if len(self._window) > (_WINDOW_TOKENS if clean else _MAX_WINDOW_TOKENS):
+            self._shrink(text)
         return new
 
     def flush(self) -> str:
@@ -66,7 +68,7 @@ class Detokenizer:
         self._sent = len(text)
         return new
 
-    def _shrink(self) -> None:
+    def _shrink(self, text: str) -> None:
         """Drop the front of the window up to a clean boundary that leaves some context."""
         limit = len(self._window) - _CONTEXT_TOKENS
         cut = max((b for b in self._clean if b <= limit), default=0)
@@ -75,14 +77,12 @@ class Detokenizer:
             cut = limit
         if cut == 0:
             return
-        text = self._decoder.decode(self._window, skip_special=self._skip_special)
         rest = self._window[cut:]
         rest_text = self._decoder.decode(rest, skip_special=self._skip_special)
         if not rest_text and len(self._window) <= _MAX_WINDOW_TOKENS:
             # Only special tokens: a decoder that strips the text's first space would strip again.
             return
-        unsent = len(text) - self._sent
-        self._sent = max(0, len(rest_text) - unsent)
+        self._sent = max(0, len(rest_text) - (len(text) - self._sent))
         self._window = rest
         self._clean = [b - cut for b in self._clean if b > cut]
 

@@ -69,6 +69,7 @@ class HermesParser:
     def __init__(self) -> None:
         self._outside = StopStrings([self._OPEN])
         self._inside: str | None = None
+        self._after_call = False
 
     def feed(self, text: str) -> list[Part]:
         parts: list[Part] = []
@@ -80,12 +81,15 @@ class HermesParser:
                     break
                 body, text = self._inside[:end], self._inside[end + len(self._CLOSE) :]
                 parts += _calls(body) or [self._OPEN + body + self._CLOSE]
-                # The template puts a line break between calls; it is not the model's text.
-                text = text.lstrip("\n")
                 self._inside = None
+                self._after_call = True
                 self._outside = StopStrings([self._OPEN])
             else:
                 before = self._outside.feed(text)
+                if self._after_call:
+                    # The template puts a line break between calls; it is not the model's text.
+                    before = before.lstrip("\n")
+                    self._after_call = not before
                 if before:
                     parts.append(before)
                 if not self._outside.found():

@@ -1,0 +1,137 @@
+"""The frontend as a process would run it: port, canary, drain."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import CONTEXT
+from test_fleet import SECRET, FakeRegistry, Leader
+
+from segue.core.errors import ConfigError
+from segue.core.limits import Limits
+from segue.core.types import Role
+from segue.frontend.http_server import bind
+from segue.frontend.server import FrontendConfig, run_frontend
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+def config(folder: Path, registry: FakeRegistry, **kw: Any) -> FrontendConfig:
+    kw.setdefault("limits", Limits(drain_s=5))
+    return FrontendConfig(
+        registry=registry, model_folder=folder, served_model="tiny", port=0, secret=SECRET, **kw
+    )
+
+
+def test_a_port_in_use_and_a_broken_folder_are_configuration_errors(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"port {port} .* in use"):
+        bind("127.0.0.1", port)
+    sock.close()
+    with pytest.raises(ConfigError, match="cannot listen"):
+        bind("192.0.2.1", 0)
+
+    async def start(folder: Path, **kw: Any) -> None:
+        await run_frontend(config(folder, FakeRegistry(), **kw), asyncio.Event())
+
+    with pytest.raises(ConfigError, match="model folder"):
+        asyncio.run(start(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no placement policy"):
+        asyncio.run(start(model_folder, policy="best"))
+
+
+def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) -> None:
+    async def main() -> None:
+        registry, stop = FakeRegistry(), asyncio.Event()
+        urls: asyncio.Queue[str] = asyncio.Queue()
+        ready: asyncio.Queue[str] = asyncio.Queue()
+        frontend = asyncio.create_task(
+            run_frontend(
+                config(model_folder, registry), stop, on_listening=urls.put_nowait, on_ready=ready.put_nowait
+            )
+        )
+        async with asyncio.timeout(60):
+            url = await urls.get()
+            async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+                assert (await http.get("/health")).status_code == 200
+                answer = await http.get("/ready")
+                assert answer.status_code == 503
+                assert "nobody" in answer.json()["reason"]
+                models = (await http.get("/v1/models")).json()
+                assert models["data"][0]["max_model_len"] == CONTEXT
+                prefill, decode = Leader(Role.PREFILL), Leader(Role.DECODE)
+                for leader in (prefill, decode):
+                    registry.put(await leader.start())
+                assert await ready.get() == url
+                assert (await http.get("/ready")).status_code == 200
+                assert decode.submits[0].request.request_id.startswith("canary")
+                assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 100
+                answer = await http.post("/v1/chat/completions", json=CHAT)
+                assert answer.json()["usage"]["completion_tokens"] == 3
+                metrics = (await http.get("/metrics")).text
+                assert 'segue_replicas{role="decode"} 1.0' in metrics
+                assert "segue_pages{" in metrics
+
+                # A stream that runs while the frontend drains is finished; nothing new is taken.
+                decode.behave = "one"
+                async with http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as s:
+                    lines = s.aiter_lines()
+                    assert "role" in await anext(lines)
+                    stop.set()
+                    refused = await http.post("/v1/chat/completions", json=CHAT)
+                    assert refused.status_code == 503
+                    assert refused.json()["error"]["code"] == "DRAINING"
+                    assert refused.headers["retry-after"] == "1"
+                    assert (await http.get("/ready")).status_code == 503
+                    running = decode.submits[-1].request.request_id
+                    finish(decode, running)
+                    rest = [line async for line in lines if line]
+                assert rest[-1] == "data: [DONE]"
+                assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            await frontend
+        for leader in (prefill, decode):
+            await leader.node.close()
+
+    asyncio.run(main())
+
+
+def finish(leader: Leader, request_id: str) -> None:
+    from segue.core.control import Outputs
+    from segue.core.request import Output
+    from segue.core.types import FinishReason
+
+    leader.session.send(
+        Outputs([Output(request_id=request_id, position=1, token_ids=[6], finish=FinishReason.LENGTH)])
+    )
+
+
+def test_what_does_not_end_within_the_drain_time_is_ended(model_folder: Path) -> None:
+    async def main() -> None:
+        registry, stop = FakeRegistry(), asyncio.Event()
+        ready: asyncio.Queue[str] = asyncio.Queue()
+        frontend = asyncio.create_task(
+            run_frontend(
+                config(model_folder, registry, limits=Limits(drain_s=0.1)), stop, on_ready=ready.put_nowait
+            )
+        )
+        leader = Leader(Role.UNIFIED)
+        async with asyncio.timeout(60):
+            registry.put(await leader.start())
+            async with httpx.AsyncClient(base_url=await ready.get(), timeout=30) as http:
+                leader.behave = "hang"
+                asked = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
+                await leader.until(lambda: len(leader.submits) == 2)
+                stop.set()
+                answer = await asked
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "DRAINING"
+            await frontend
+        await leader.node.close()
+
+    asyncio.run(main())

@@ -1,0 +1,211 @@
+"""Tokens to text, stop strings, tool calls: the parts without I/O."""
+
+import json
+
+import pytest
+from conftest import make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from segue.core.errors import ConfigError
+from segue.frontend.chat import check_messages
+from segue.frontend.detokenize import Detokenizer, StopStrings
+from segue.frontend.problems import BadParam
+from segue.frontend.tokenizer import ModelTokenizer
+from segue.frontend.tools import ForcedParser, Part, ToolCall, ToolParser, parser_for
+
+BYTE_LEVEL = ModelTokenizer(make_tokenizer())
+
+
+def _byte_fallback() -> ModelTokenizer:
+    """Llama's way: `▁` for spaces and `<0xAB>` for bytes that have no piece."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<unk>": 0, **{f"<0x{b:02X}>": b + 1 for b in range(256)}}
+    for piece in ("▁Hello", "▁world", "▁", "a", "你", "!", "▁the"):
+        vocab[piece] = len(vocab)
+    tok = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tok.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return ModelTokenizer(PreTrainedTokenizerFast(tokenizer_object=tok))
+
+
+FALLBACK = _byte_fallback()
+
+
+def stream(tokenizer: ModelTokenizer, ids: list[int], steps: list[int]) -> str:
+    detokenizer = Detokenizer(tokenizer)
+    out, at = "", 0
+    while at < len(ids):
+        step = steps[at % len(steps)] if steps else 1
+        out += detokenizer.feed(ids[at : at + step])
+        at += step
+    return out + detokenizer.flush()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=80), st.lists(st.integers(1, 4), max_size=5))
+def test_streamed_text_is_the_whole_text(text: str, steps: list[int]) -> None:
+    ids = BYTE_LEVEL.encode(text, special=False)
+    assert stream(BYTE_LEVEL, ids, steps) == BYTE_LEVEL.decode(ids, skip_special=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 319), max_size=60), st.lists(st.integers(1, 4), max_size=5))
+def test_streamed_garbage_is_decoded_as_a_whole_would_be(ids: list[int], steps: list[int]) -> None:
+    """Random tokens: broken characters of any length, special tokens between."""
+    assert stream(BYTE_LEVEL, ids, steps) == BYTE_LEVEL.decode(ids, skip_special=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(257, 263).map(lambda i: [i]),
+            st.text(min_size=1, max_size=3).map(lambda s: [b + 1 for b in s.encode()]),
+        ),
+        max_size=20,
+    )
+)
+def test_byte_fallback_streams_exactly(parts: list[list[int]]) -> None:
+    ids = [i for part in parts for i in part]
+    assert stream(FALLBACK, ids, []) == FALLBACK.decode(ids, skip_special=True)
+
+
+def test_half_a_character_is_held_back() -> None:
+    detokenizer = Detokenizer(FALLBACK)
+    shown = [detokenizer.feed([b + 1]) for b in "é你".encode()]
+    assert shown == ["", "é", "", "", "你"]
+
+
+def test_the_bytes_of_tokens_make_the_text() -> None:
+    text = "the é你 answer 🙂"
+    ids = BYTE_LEVEL.encode(text, special=False)
+    assert b"".join(BYTE_LEVEL.token_bytes(i) for i in ids).decode() == text
+    assert FALLBACK.token_bytes(0xE4 + 1) == b"\xe4"
+    assert FALLBACK.token_bytes(257) == b" Hello"
+    assert FALLBACK.token_bytes(10**6) == b""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(1, 4),
+)
+def test_stop_strings_are_found_wherever_pieces_end(text: str, stops: list[str], step: int) -> None:
+    watcher = StopStrings(stops)
+    out = ""
+    for at in range(0, len(text), step):
+        out += watcher.feed(text[at : at + step])
+        assert not any(s in out for s in stops)
+        if watcher.found():
+            break
+    found = [s for s in stops if s in text]
+    assert watcher.found() == bool(found)
+    if found:
+        assert watcher.matched is not None
+        assert text.startswith(out + watcher.matched)
+    else:
+        assert out + watcher.flush() == text
+
+
+def parse(parser: ToolParser | None, text: str, step: int) -> list[Part]:
+    assert parser is not None
+    parts: list[Part] = []
+    for at in range(0, len(text), step):
+        parts += parser.feed(text[at : at + step])
+    parts += parser.finish()
+    joined: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined
+
+
+CALL = '{"name": "f", "arguments": {"city": "Paris"}}'
+LLAMA = CALL.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        ("<tool_call>", f"<tool_call>\n{CALL}\n</tool_call>", ["f"]),
+        (
+            "<tool_call>",
+            f"I will. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
+            ["I will. ", "f", "f"],
+        ),
+        ("<tool_call>", "a < b <tool", ["a < b <tool"]),
+        ("<tool_call>", f"<tool_call>{CALL}", ["f"]),
+        ("<tool_call>", "<tool_call>nonsense</tool_call>!", ["<tool_call>nonsense</tool_call>!"]),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS] [{CALL}, {CALL}]", ["f", "f"]),
+        ("[TOOL_CALLS]", 'Well. [TOOL_CALLS]f[ARGS]{"city": "Paris"}', ["Well. ", "f"]),
+        ("[TOOL_CALLS]", "no call here [TOOL", ["no call here [TOOL"]),
+        ("[TOOL_CALLS]", "[TOOL_CALLS] oops", ["[TOOL_CALLS] oops"]),
+        ("<|python_tag|>", LLAMA, ["f"]),
+        ("<|python_tag|>", f"<|python_tag|>{LLAMA}; {LLAMA}", ["f", "f"]),
+        ("<|python_tag|>", "Plain text {", ["Plain text {"]),
+        ("<|python_tag|>", '{"a": 1}', ['{"a": 1}']),
+    ],
+)
+def test_tool_calls_are_found_in_any_pieces(template: str, text: str, expected: list[str], step: int) -> None:
+    parts = parse(parser_for(template), text, step)
+    assert [p.name if isinstance(p, ToolCall) else p for p in parts] == expected
+    for part in parts:
+        if isinstance(part, ToolCall):
+            assert json.loads(part.arguments) == {"city": "Paris"}
+            assert part.id.startswith("call_")
+
+
+def test_forced_calls() -> None:
+    (call,) = parse(ForcedParser("arguments", "g"), '{"a": 1}', 2)
+    assert isinstance(call, ToolCall)
+    assert (call.name, call.arguments) == ("g", '{"a": 1}')
+    assert len(parse(ForcedParser("calls"), f"[{CALL}, {CALL}]", 3)) == 2
+
+
+def test_a_template_without_tools_has_no_parser() -> None:
+    assert parser_for("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+    assert parser_for(None) is None
+
+
+def test_messages_become_what_templates_expect() -> None:
+    out = check_messages(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+            },
+            {"role": "tool", "content": "5", "tool_call_id": "1"},
+        ]
+    )
+    assert out[0]["content"] == "ab"
+    assert out[1]["content"] == ""
+    assert out[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert out[2]["tool_call_id"] == "1"
+
+
+def test_a_model_without_a_chat_template_says_so() -> None:
+    plain = ModelTokenizer(make_tokenizer(template=None))
+    with pytest.raises(BadParam, match="no chat template"):
+        plain.render([], None, generation_prompt=True, continue_final=False, variables={})
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: object) -> None:
+    with pytest.raises(ConfigError):
+        ModelTokenizer.load(f"{tmp_path}/nothing")
+    with pytest.raises(ConfigError):
+        ModelTokenizer.load(str(tmp_path))

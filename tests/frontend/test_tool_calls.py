@@ -1,0 +1,69 @@
+"""Tool calls through the whole door, with the real client."""
+
+import json
+from typing import Any
+
+import openai
+from conftest import FakeBackend, Running
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+ASK: list[Any] = [{"role": "user", "content": "weather in Paris?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def client(door: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
+
+
+def test_a_call_comes_back_whole(door: Running, backend: FakeBackend) -> None:
+    backend.text = CALL
+    answer = client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+    prompt = door.door.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+    assert '"name": "weather"' in prompt, "the template was given the tools"
+
+
+def test_a_call_is_streamed_as_deltas(door: Running, backend: FakeBackend) -> None:
+    backend.text = "Let me see. " + CALL
+    chunks = list(client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, stream=True))
+    deltas = [c.choices[0].delta for c in chunks]
+    assert "".join(d.content or "" for d in deltas) == "Let me see. "
+    calls = [t for d in deltas for t in d.tool_calls or []]
+    assert calls[0].function is not None
+    assert calls[0].function.name == "weather"
+    text = "".join(t.function.arguments or "" for t in calls if t.function)
+    assert json.loads(text) == {"city": "Paris"}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_tool_choice_is_a_grammar(door: Running, backend: FakeBackend) -> None:
+    backend.text = '{"city": "Paris"}'
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    answer = client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice=named)
+    grammar = backend.requests[0].sampling.grammar
+    assert grammar is not None
+    assert json.loads(grammar.text) == TOOLS[0]["function"]["parameters"]
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.arguments == '{"city": "Paris"}'
+
+
+def test_none_shows_no_tools_and_finds_no_calls(door: Running, backend: FakeBackend) -> None:
+    backend.text = CALL
+    answer = client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice="none")
+    assert answer.choices[0].message.content == CALL
+    assert "weather</tools>" not in door.door.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
