@@ -1,0 +1,148 @@
+"""CPU of the frontend per request and per streamed chunk, with a backend that costs nothing.
+
+    .venv/bin/python bench/frontend.py [--streams 32] [--tokens 200] [--requests 2000] [--json FILE]
+
+The server (door, detokenizer, SSE, uvicorn, uvloop) runs in its own process and reports its own CPU time
+over the run; the client is a plain socket reader. One output is one token, as from decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "frontend"))
+
+BODY = {"messages": [{"role": "user", "content": "the capital of France is Paris and the answer " * 8}]}
+
+
+def server(pipe: Any, folder: str) -> None:
+    """Serve until told to stop; answer `cpu` with this process's CPU seconds."""
+    import uvloop
+    from conftest import make_tokenizer
+
+    from segue.core.limits import Limits
+    from segue.core.request import Output
+    from segue.core.types import FinishReason
+    from segue.frontend.app import Door, DoorSettings, build_app
+    from segue.frontend.http_server import HttpServer, bind
+    from segue.frontend.tokenizer import ModelTokenizer
+    from segue.observe.metrics import Metrics
+
+    make_tokenizer().save_pretrained(folder)
+    tokenizer = ModelTokenizer.load(folder)
+    words = tokenizer.encode(" the answer is Paris and there", special=False)
+
+    class Backend:
+        context_tokens = 4096
+        can_serve = proven = True
+
+        async def changed(self) -> None:
+            await asyncio.Event().wait()
+
+        def cancel(self, request_id: str, reason: object) -> None:
+            pass
+
+        async def submit(self, request: Any, *, budget_s: float) -> Any:
+            last = request.sampling.max_tokens - 1
+            for i in range(last + 1):
+                yield Output(
+                    request_id=request.request_id,
+                    position=i,
+                    token_ids=[words[i % len(words)]],
+                    finish=FinishReason.LENGTH if i == last else None,
+                )
+                if request.sampling.ignore_eos:
+                    await asyncio.sleep(0)
+
+    async def main() -> None:
+        settings = DoorSettings(model="tiny", context_tokens=4096, vocab_size=400, limits=Limits())
+        door = Door(Backend(), tokenizer, settings, Metrics())
+        http = HttpServer(build_app(door), bind("127.0.0.1", 0), drain_s=1)
+        http.start()
+        pipe.send(http.address[1])
+        while await asyncio.to_thread(pipe.recv) != "stop":
+            pipe.send(time.process_time())
+        await http.stop()
+        door.close()
+
+    uvloop.run(main())
+
+
+async def one(port: int, body: dict[str, Any], times: int) -> int:
+    """`times` requests on one connection; the number of stream events read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    events = 0
+    for _ in range(times):
+        writer.write(head + raw)
+        header = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 " in header, header
+        if body.get("stream"):
+            while True:
+                data = await reader.readuntil(b"\r\n")
+                payload = await reader.readexactly(int(data, 16) + 2)
+                events += payload.count(b"data: ")
+                if data == b"0\r\n":
+                    break
+        else:
+            length = int(header.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+    writer.close()
+    return events
+
+
+async def measure(args: argparse.Namespace, pipe: Any, port: int) -> dict[str, float]:
+    def cpu() -> float:
+        pipe.send("cpu")
+        return float(pipe.recv())
+
+    plain = {**BODY, "max_tokens": 1, "temperature": 0}
+    stream = {**BODY, "max_tokens": args.tokens, "stream": True, "ignore_eos": True}
+    await asyncio.gather(*(one(port, plain, 20) for _ in range(8)))
+    each = args.requests // args.streams
+    before = cpu()
+    await asyncio.gather(*(one(port, plain, each) for _ in range(args.streams)))
+    request_us = (cpu() - before) / (each * args.streams) * 1e6
+    before = cpu()
+    events = sum(await asyncio.gather(*(one(port, stream, 4) for _ in range(args.streams))))
+    stream_us = (cpu() - before) * 1e6
+    chunk_us = (stream_us - 4 * args.streams * request_us) / events
+    return {"request_us": request_us, "chunk_us": chunk_us, "chunks": events}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        process = multiprocessing.get_context("spawn").Process(target=server, args=(theirs, folder))
+        process.start()
+        result = asyncio.run(measure(args, ours, ours.recv()))
+        ours.send("stop")
+        process.join(10)
+    print(f"whole request, {args.streams} connections: {result['request_us']:.0f} µs CPU")
+    print(
+        f"streamed chunk, {args.streams} streams: {result['chunk_us']:.1f} µs CPU ({result['chunks']} chunks)"
+    )
+    if args.json:
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
+        args.json.write_text(json.dumps({**result, **machine, "args": sys.argv[1:]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
