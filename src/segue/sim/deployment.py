@@ -1,0 +1,426 @@
+"""A whole deployment in virtual time: registry, instances, frontends, clients and the faults of a scenario."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from segue.bootstrap.records import InstanceRecord
+from segue.bootstrap.store import TOPOLOGY, RegistryStore
+from segue.core.errors import Draining, ErrorCode, PeerLost, SegueError
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role
+from segue.sim.front import Call, FrontNode, Wanted
+from segue.sim.invariants import Checks
+from segue.sim.network import End, Network, Timing
+from segue.sim.node import KVNode, LeaderNode, NodeSpec
+from segue.sim.scenario import Fault, Scenario
+from segue.sim.world import Process, SkewedClock, Violation, World
+
+TTL_S = 3.0
+BUDGET_S = 20.0
+
+
+class Deployment:
+    """Builds and runs one scenario. Raises `Violation` at the first invariant that does not hold."""
+
+    def __init__(self, scenario: Scenario, check_every: int = 8) -> None:
+        self.scenario = scenario
+        self.check_every = check_every
+        self.world = World(scenario.seed)
+        self.timing: Timing = scenario.timing
+        self.network = Network(self.world, scenario.timing)
+        self.one_sided = scenario.one_sided
+        self.secret = b"a secret of the simulator" if scenario.signed else b""
+        self.policy = scenario.policy
+        self.counts: Counter[str] = Counter()
+        self.calls: dict[str, Call] = {}
+        self.rooms: dict[int, Call] = {}
+        self.healed_at = 0.0
+        self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay", "mismatch"}
+        self.allowed_codes = _allowed(scenario)
+        self.checks = Checks(self)
+        self.by_incarnation: dict[Incarnation, Process] = {}
+        self.nodes: dict[str, LeaderNode] = {}
+        self.fronts: dict[str, FrontNode] = {}
+        self._lives: Counter[str] = Counter()
+        self._rng = self.world.rng("deployment")
+        self._registry_process = Process(self.world, "registry")
+        self._store: RegistryStore | None = None
+        self._expiry_at: float | None = None
+        self._resting = False
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The whole scenario: busy time with faults, then peace, then rest."""
+        scenario, world = self.scenario, self.world
+        self._start_registry()
+        for spec in scenario.nodes:
+            self._start_node(spec)
+        for index in range(scenario.fronts):
+            self._start_front(index)
+        for wanted in scenario.requests:
+            world.at(wanted.at, None, self._ask, wanted)
+        for fault in scenario.faults:
+            world.at(fault.at, None, self._strike, fault)
+        longest = max((f.at + f.seconds for f in scenario.faults), default=0.0)
+        last = max((r.at for r in scenario.requests), default=0.0)
+        world.at(1.0, None, self._sweep)
+        self._until(max(longest, last) + 0.5)
+        self._peace()
+        self._until(world.now + BUDGET_S + 2.0, quiet=True)
+        self._resting = True
+        rest_s = BUDGET_S * 1.3 + self.timing.silence_s + 5.0
+        self._until(world.now + rest_s)
+        self.checks.sweep()
+        self.checks.at_rest()
+
+    def _until(self, end: float, quiet: bool = False) -> None:
+        world = self.world
+        while True:
+            at = world.next_at
+            if at is None or at > end:
+                world.now = max(world.now, end) if not quiet else world.now
+                return
+            world.step()
+            if quiet and not world.events % 64 and not any(not c.outcome for c in self.calls.values()):
+                return
+
+    def _sweep(self) -> None:
+        self.checks.sweep()
+        if not self._resting:
+            self.world.after(1.0, None, self._sweep)
+
+    def _peace(self) -> None:
+        """Faults have stopped: everything that was down comes back."""
+        self.world.note("-", "faults have ended")
+        self.healed_at = self.world.now
+
+    def limits(self, spec: NodeSpec) -> Limits:
+        """The bounds of one instance."""
+        return Limits(
+            request_budget_s=BUDGET_S,
+            max_transfers=4096,
+            max_early_destinations=self.scenario.max_early,
+            max_queue=self.scenario.max_queue,
+            max_batch=spec.max_batch,
+            keepalive_s=self.timing.keepalive_s,
+            peer_silence_s=self.timing.silence_s,
+            drain_s=5.0,
+            registry_ttl_s=TTL_S,
+        )
+
+    def leaders(self) -> Iterator[LeaderNode]:
+        """Every live instance."""
+        return (node for node in self.nodes.values() if node.alive)
+
+    # ---- instances and frontends ---------------------------------------------------------------
+
+    def _start_node(self, spec: NodeSpec) -> None:
+        life = self._lives[spec.name]
+        self._lives[spec.name] += 1
+        make = LeaderNode if spec.role is Role.UNIFIED else KVNode
+        node = make(self, spec, life)
+        self.nodes[spec.name] = node
+        self.by_incarnation[node.me] = node
+        self.world.note(node.name, f"starts as {node.me[:8]}")
+        self._register(node)
+
+    def _start_front(self, index: int) -> None:
+        life = self._lives[f"front{index}"]
+        self._lives[f"front{index}"] += 1
+        front = FrontNode(self, index, life)
+        self.fronts[f"front{index}"] = front
+        self.by_incarnation[front.me] = front
+        self._look(front)
+
+    def _process(self, name: str) -> LeaderNode | FrontNode | None:
+        return self.nodes.get(name) or self.fronts.get(name)
+
+    def kill(self, process: LeaderNode | FrontNode) -> None:
+        """SIGKILL, and what the kernel tells others."""
+        if not process.alive:
+            return
+        self.world.note(process.name, "is killed")
+        process.kill()
+        self.network.died(process)
+        if isinstance(process, FrontNode):
+            process.died()
+        if not isinstance(process, KVNode):
+            return
+        for node in self.nodes.values():
+            if not isinstance(node, KVNode):
+                continue
+            if process.me in node.paths:
+                node.paths[process.me].reader_died()
+        for path in process.paths.values():
+            path.writer_died()
+        for key in [k for k in self.checks.reads if k[0] == process.me]:
+            del self.checks.reads[key]
+
+    def leave(self, node: LeaderNode) -> None:
+        """A drained instance goes, as `Instance.close` does."""
+        self.registry_call("leave", node.me)
+        for end in list(self.network.live.get(node, {})):
+            end.close(Draining(f"{node.name} is leaving"))
+        self.kill(node)
+        self.world.after(0.2, None, self._restart, node)
+
+    def _restart(self, old: LeaderNode | FrontNode) -> None:
+        if isinstance(old, LeaderNode):
+            if self.nodes[old.spec.name] is old:
+                self._start_node(old.spec)
+        elif self.fronts[f"front{old.index}"] is old:
+            self._start_front(old.index)
+
+    # ---- the registry --------------------------------------------------------------------------
+
+    def _start_registry(self) -> None:
+        self._store = RegistryStore(SkewedClock(self.world, 0.0, 1.0), ttl_s=TTL_S)
+        self._store.subscribe(TOPOLOGY, self._topology_changed)
+
+    def _register(self, node: LeaderNode) -> None:
+        """The keep-alive of one instance: says the same again, until it leaves."""
+        if not node.alive or node.drain_until is not None:
+            return
+        if self._resting:
+            return
+        self.registry_call("register", node.record(), 0)
+        node.after(TTL_S / 3, self._register, node)
+
+    def registry_call(self, method: str, *args: Any) -> None:
+        """An instance talks to the registry; a lost call is repeated by the next keep-alive."""
+        self.world.after(self.timing.latency_s, self._registry_process, self._registry_do, method, args)
+
+    def _registry_do(self, method: str, args: tuple[Any, ...]) -> None:
+        if self._store is None:
+            return
+        try:
+            getattr(self._store, method)(*args)
+        except SegueError as error:
+            self.world.note("registry", f"{method}: {error}")
+        due = self._store.next_expiry()
+        if due is not None and (self._expiry_at is None or self._expiry_at <= self.world.now):
+            self._expiry_at = due + 1e-6
+            self.world.at(self._expiry_at, self._registry_process, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry_at = None
+        if self._store is not None and not self._resting:
+            self._store.expire()
+            due = self._store.next_expiry()
+            if due is not None:
+                self._expiry_at = due + 1e-6
+                self.world.at(self._expiry_at, self._registry_process, self._expire)
+
+    def _topology_changed(self) -> None:
+        for process in [*self.nodes.values(), *self.fronts.values()]:
+            if process.alive:
+                self._look(process)
+
+    def _look(self, process: LeaderNode | FrontNode) -> None:
+        delay_s = self.timing.latency_s * (1 + self._rng.random())
+        self.world.after(delay_s, process, self._answer, process)
+
+    def _answer(self, process: LeaderNode | FrontNode) -> None:
+        if self._store is None or self._resting:
+            return
+        found = self._store.instances()
+        if found.age_s < TTL_S and self.world.now > TTL_S:
+            # A young registry has not heard of everybody yet: keep what we know until it has.
+            self.world.after(TTL_S - found.age_s + 1e-6, process, self._answer, process)
+            return
+        process.instances_changed({r.incarnation: r for r in found.instances})
+
+    # ---- sessions ------------------------------------------------------------------------------
+
+    def connect(
+        self,
+        dialler: KVNode | FrontNode,
+        record: InstanceRecord,
+        connected: Callable[[End, LeaderNode], None],
+        refused: Callable[[InstanceRecord], None],
+    ) -> None:
+        """Dial the address in `record` and expect its incarnation there."""
+        node = self.nodes.get(record.replicas[0].host if record.replicas else "")
+        cut = node is not None and (
+            node.paused or self.network.blocked(dialler, node) or self.network.blocked(node, dialler)
+        )
+        if node is None or not node.alive or node.drained or node.me != record.incarnation or cut:
+            dialler.after(self.timing.connect_s if cut else self.timing.latency_s, refused, record)
+            return
+        delay_s = self.timing.latency_s * (2 + self._rng.random())
+        dialler.after(delay_s, self._arrived, dialler, node, record, connected, refused)
+
+    def _arrived(
+        self,
+        dialler: KVNode | FrontNode,
+        node: LeaderNode,
+        record: InstanceRecord,
+        connected: Callable[[End, LeaderNode], None],
+        refused: Callable[[InstanceRecord], None],
+    ) -> None:
+        if (
+            not node.alive
+            or node.paused
+            or self.network.blocked(dialler, node)
+            or self.network.blocked(node, dialler)
+        ):
+            dialler.after(self.timing.connect_s, refused, record)
+            return
+        if isinstance(dialler, KVNode) and isinstance(node, KVNode):
+            try:
+                dialler.accept(node)
+                node.accept(dialler)
+            except SegueError as error:
+                self.world.note(dialler.name, f"cannot join {node.name}: {error}")
+                dialler.after(10 * self.timing.retry_s, refused, record)
+                return
+        session = self.network.connect((dialler, dialler), (node, node))
+        node.session_opened(session.ends[1])
+        connected(session.ends[0], node)
+
+    # ---- requests and faults -------------------------------------------------------------------
+
+    def _ask(self, wanted: Wanted) -> None:
+        front = self.fronts[f"front{wanted.front}"]
+        if front.alive:
+            front.after(0.0, front.request, wanted)
+
+    def _strike(self, fault: Fault) -> None:
+        """A fault begins, or lies in wait for the next effect of its trigger's kind."""
+        node = self.nodes.get(fault.node)
+        if fault.trigger and node is not None and node.alive and "mid write" not in fault.kind:
+            node.faults.arm(fault.trigger, lambda: self._now(fault))
+        else:
+            self._now(fault)
+
+    def _now(self, fault: Fault) -> None:
+        self.world.note("fault", fault)
+        world, kind = self.world, fault.kind
+        process = self._process(fault.node)
+        other = self._process(fault.other)
+        match kind:
+            case "registry loss":
+                self._store = None
+                world.after(fault.seconds, None, self._start_registry)
+            case _ if process is None or not process.alive:
+                pass
+            case "crash" | "front crash":
+                self.kill(process)
+                world.after(fault.seconds, None, self._restart, process)
+            case "pause":
+                self._pause(process, fault.seconds)
+            case "crash mid write" | "pause mid write":
+                self._mid_write(fault, process, other)
+            case "break" | "front break" if other is not None:
+                for session in self.network.between(process, other):
+                    session.snap()
+            case "partition" if other is not None:
+                self.network.block(process, other)
+                world.after(fault.seconds, None, self._heal, process, other)
+            case "slow link" | "write fails" | "path cut":
+                self._path_fault(fault, process, other)
+            case _ if isinstance(process, LeaderNode):
+                self._node_fault(fault, process)
+            case _:
+                pass
+
+    def _pause(self, process: LeaderNode | FrontNode, seconds: float) -> None:
+        if process.alive and not process.paused:
+            process.pause()
+            self.network.silent(process)
+            self.world.after(seconds, None, process.resume)
+
+    def _heal(self, a: Process, b: Process) -> None:
+        self.network.heal(a, b)
+        self.healed_at = self.world.now
+
+    def _mid_write(self, fault: Fault, process: Any, other: Any) -> None:
+        path = process.paths.get(other.me) if isinstance(other, KVNode) else None
+        if path is None:
+            return
+        if fault.kind == "crash mid write":
+
+            def strike() -> None:
+                self.kill(process)
+                self.world.after(fault.seconds, None, self._restart, process)
+
+            process.faults.kill_mid_write = strike
+            path.mid_write.append("kill")
+        else:
+            process.faults.pause_mid_write = lambda: self._pause(process, fault.seconds)
+            path.mid_write.append("pause")
+
+    def _path_fault(self, fault: Fault, process: Any, other: Any) -> None:
+        path = process.paths.get(other.me) if isinstance(other, KVNode) else None
+        if path is None:
+            return
+        if fault.kind == "path cut":
+            path.cut()
+        elif fault.kind == "write fails":
+            path.fail_write()
+        else:
+            path.slow = float(fault.amount)
+
+            def normal() -> None:
+                path.slow = 1.0
+
+            self.world.after(fault.seconds, None, normal)
+
+    def _node_fault(self, fault: Fault, node: LeaderNode) -> None:
+        faults = node.faults
+        match fault.kind:
+            case "handler exception":
+                faults.fail_next_machine_step()
+            case "step exception":
+                faults.step_fails += 1
+            case "sequence error":
+                faults.sequence_fails += 1
+            case "engine refuses":
+                faults.fail_next_open()
+            case "squeeze":
+                if not node.squeezed and not node.busy:
+                    node.squeeze(fault.amount * node.pool.total // 64)
+                    node.after(fault.seconds, node.unsqueeze)
+            case "drain":
+                node.drain()
+            case _:
+                raise Violation("scenario", f"no such fault: {fault}")
+
+
+def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
+    """The error codes that this scenario's features can cause; any other has no cause."""
+    code, features = ErrorCode, scenario.features
+    found = set()
+    if features & {"client abort"}:
+        found.add(code.ABORTED_BY_CLIENT)
+    if features - {"client abort", "skew", "leg delay", "mismatch", "bad request"}:
+        # One leg's error cancels the other one, whose reason the peer then hears.
+        found |= {code.PEER_LOST, code.TRANSFER_FAILED, code.DEADLINE_EXCEEDED, code.BOOTSTRAP_TIMEOUT}
+    if features & {"client abort", "leg delay", "bad request"}:
+        found |= {code.TRANSFER_FAILED, code.ABORTED_BY_CLIENT}
+    if features & {"bad request", "mismatch"}:
+        found |= {
+            code.INVALID_REQUEST,
+            code.DEADLINE_EXCEEDED,
+            code.TRANSFER_FAILED,
+            code.BOOTSTRAP_TIMEOUT,
+            code.UNAUTHORIZED,
+        }
+    if features & {"engine refuses"}:
+        found.add(code.INVALID_REQUEST)
+    if features & {"handler exception", "step exception", "sequence error"}:
+        found.add(code.INTERNAL)
+    if features & {"drain"}:
+        found.add(code.DRAINING)
+    if features & {"small pools", "bad request", "squeeze"} or scenario.max_early < 64:
+        found |= {code.OUT_OF_CAPACITY, code.TRANSFER_FAILED}
+    if features & {"squeeze", "small pools", "short deadline"}:
+        found.add(code.DEADLINE_EXCEEDED)
+    return frozenset(found | {code.BOOTSTRAP_UNREACHABLE})
+
+
+__all__ = ["Deployment", "PeerLost"]

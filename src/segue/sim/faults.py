@@ -1,0 +1,97 @@
+"""What can go wrong on one node, and when: at a time, or at the next effect of a kind after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from segue.core.errors import InvalidRequest
+from segue.engine.api import SequenceResult, SequenceStep
+
+if TYPE_CHECKING:
+    from segue.sim.node import LeaderNode
+    from segue.sim.wire import Path
+
+
+class Injected(Exception):
+    """An exception that the simulator put into a handler."""
+
+
+class NodeFaults:
+    """The faults that wait on one node for their moment."""
+
+    def __init__(self, node: LeaderNode) -> None:
+        self.node = node
+        #: name of an effect (or message) → what happens after the next one
+        self.triggers: dict[str, list[Callable[[], None]]] = {}
+        self.step_fails = 0
+        self.sequence_fails = 0
+        self.machine_fails = 0
+        self.kill_mid_write: Callable[[], None] | None = None
+        self.pause_mid_write: Callable[[], None] | None = None
+
+    def arm(self, name: str, action: Callable[[], None]) -> None:
+        """Run `action` right after the next effect called `name`."""
+        self.triggers.setdefault(name, []).append(action)
+
+    def reached(self, name: str, what: Any) -> None:
+        """An effect was carried out."""
+        waiting = self.triggers.pop(name, None)
+        if waiting is not None:
+            waiting.pop()()
+            if waiting:
+                self.triggers[name] = waiting
+
+    # ---- the engine ----------------------------------------------------------------------------
+
+    def spoil(
+        self, steps: Sequence[SequenceStep], run: Callable[[Sequence[SequenceStep]], list[SequenceResult]]
+    ) -> list[SequenceResult]:
+        """Run a step, or let it fail as a whole, or one of its sequences."""
+        if self.step_fails:
+            self.step_fails -= 1
+            raise Injected("the step failed")
+        results = run(steps)
+        if self.sequence_fails and results:
+            self.sequence_fails -= 1
+            at = self.node.rng.randrange(len(results))
+            results[at] = SequenceResult(results[at].seq_id, error="this sequence failed")
+        return results
+
+    def fail_next_open(self) -> None:
+        """The engine refuses the next sequence."""
+        engine = self.node.engine
+        normal = engine.open
+
+        def refuse(*args: Any) -> None:
+            engine.open = normal  # type: ignore[method-assign]
+            raise InvalidRequest("the engine cannot serve this request")
+
+        engine.open = refuse  # type: ignore[method-assign, assignment]
+
+    # ---- the protocol --------------------------------------------------------------------------
+
+    def fail_next_machine_step(self) -> None:
+        """The next step of any machine of this node raises in its handler."""
+        exchange: Any = getattr(self.node, "exchange", None)
+        if exchange is None:
+            return
+        normal = exchange._run
+
+        def run(machine: Any, now: float, out: Any, step: Any, *args: Any, local: bool = False) -> Any:
+            exchange._run = normal
+
+            def broken(*_args: Any) -> None:
+                raise RuntimeError("injected into a handler")
+
+            return normal(machine, now, out, broken, *args, local=local)
+
+        exchange._run = run
+
+    # ---- the transport -------------------------------------------------------------------------
+
+    def mid_write(self, path: Path, what: str) -> None:
+        """A write is half done."""
+        action = self.kill_mid_write if what == "kill" else self.pause_mid_write
+        if action is not None:
+            action()

@@ -1,0 +1,309 @@
+"""A model of the frontend: places, submits to both legs, cancels the other on an error, retries
+before the first token, ends at the deadline. And of its clients, who sometimes leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from segue.balance.base import Ask, Candidate
+from segue.balance.policies import make_policy
+from segue.bootstrap.records import InstanceRecord
+from segue.core.control import Cancel, Load, Outputs, Submit
+from segue.core.errors import (
+    AbortedByClient,
+    BootstrapUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    ErrorInfo,
+    PeerLost,
+    SegueError,
+)
+from segue.core.request import Output, Request, SamplingParams, Ticket, Usage
+from segue.core.types import Incarnation, Placement, Role
+from segue.handoff.ticket import sign
+from segue.sim.network import End
+from segue.sim.world import Process, Violation
+
+if TYPE_CHECKING:
+    from segue.sim.deployment import Deployment
+    from segue.sim.node import LeaderNode
+
+MAX_ATTEMPTS = 4
+
+
+@dataclass(slots=True)
+class Wanted:
+    """One request of a client; part of a scenario."""
+
+    name: str
+    at: float
+    prompt: list[int]
+    sampling: SamplingParams
+    budget_s: float
+    front: int = 0
+    abort_after_s: float | None = None
+    leg_delay_s: tuple[float, float] = (0.0, 0.0)
+    unified: bool = False
+    #: empty, or what is wrong with it
+    bad: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request on its way, and what came of it."""
+
+    wanted: Wanted
+    deadline: float
+    attempt: int = 0
+    room: int = 0
+    ticket: Ticket | None = None
+    legs: dict[Incarnation, Role] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    usage: Usage | None = None
+    outcome: str = ""
+    error: ErrorInfo | None = None
+    rooms: list[int] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.wanted.name}.{self.attempt}"
+
+
+class FrontNode(Process):
+    """One frontend in one life."""
+
+    def __init__(self, deployment: Deployment, index: int, life: int) -> None:
+        super().__init__(deployment.world, f"front{index}" + (f"#{life}" if life else ""))
+        self.deployment = deployment
+        self.index = index
+        self.rng = deployment.world.rng(self.name)
+        self.me = Incarnation(f"{self.rng.getrandbits(128):032x}")
+        self.view: dict[Incarnation, InstanceRecord] = {}
+        self.ends: dict[Incarnation, End] = {}
+        self.loads: dict[Incarnation, Load] = {}
+        self.calls: dict[str, Call] = {}
+        self.in_flight: dict[Incarnation, int] = {}
+        self.placed: list[Ticket] = []
+        policy = deployment.policy
+        self.policies = [make_policy(policy, self.rng.randrange) for _ in range(2)]
+        self._dialling: set[Incarnation] = set()
+
+    # ---- the topology --------------------------------------------------------------------------
+
+    def instances_changed(self, found: dict[Incarnation, InstanceRecord]) -> None:
+        """What the registry says."""
+        self.view = found
+        for incarnation in found:
+            if incarnation not in self.ends:
+                self.dial(incarnation)
+
+    def dial(self, incarnation: Incarnation) -> None:
+        """Keep a session to this leader."""
+        record = self.view.get(incarnation)
+        if record is None or incarnation in self.ends or incarnation in self._dialling:
+            return
+        self._dialling.add(incarnation)
+        self.deployment.connect(self, record, self._connected, self._refused)
+
+    def _connected(self, end: End, peer: LeaderNode) -> None:
+        self._dialling.discard(peer.me)
+        end.data = peer.me
+        self.ends[peer.me] = end
+
+    def _refused(self, record: InstanceRecord) -> None:
+        self._dialling.discard(record.incarnation)
+        self.after(self.deployment.timing.retry_s, self.dial, record.incarnation)
+
+    def session_closed(self, end: End, error: SegueError) -> None:
+        """A leader is gone: its legs have failed."""
+        if self.ends.get(end.data) is not end:
+            return
+        del self.ends[end.data]
+        lost = PeerLost(f"the session to {end.data[:8]} ended", origin=self.name, phase="session").info
+        for call in [c for c in self.calls.values() if end.data in c.legs]:
+            self._leg_failed(call, end.data, lost)
+        self.after(self.deployment.timing.retry_s, self.dial, end.data)
+
+    # ---- a request -----------------------------------------------------------------------------
+
+    def request(self, wanted: Wanted) -> None:
+        """A client asks."""
+        call = Call(wanted, self.world.now + wanted.budget_s)
+        self.deployment.calls[wanted.name] = call
+        self.calls[wanted.name] = call
+        self.after(wanted.budget_s, self._deadline, call)
+        if wanted.abort_after_s is not None:
+            self.after(wanted.abort_after_s, self._client_left, call)
+        self._place(call)
+
+    def _candidates(self, role: Role) -> list[Candidate]:
+        return [
+            Candidate(Placement(i), load=self.loads.get(i), in_flight=self.in_flight.get(i, 0))
+            for i, r in sorted(self.view.items())
+            if r.role is role and not r.draining and r.ready and i in self.ends
+        ]
+
+    def _place(self, call: Call) -> None:
+        if call.outcome:
+            return
+        wanted = call.wanted
+        room = self.rng.getrandbits(63) | 1
+        ask = Ask(room, wanted.prompt)
+        unified = self._candidates(Role.UNIFIED) if wanted.unified else []
+        if unified:
+            prefill = decode = self.policies[0].choose(unified, ask).placement
+        else:
+            left, right = self._candidates(Role.PREFILL), self._candidates(Role.DECODE)
+            if not left or not right:
+                self.after(0.05, self._place, call)  # nobody to serve yet: within the deadline
+                return
+            prefill = self.policies[0].choose(left, ask).placement
+            decode = self.policies[1].choose(right, ask).placement
+        ticket = self._ticket(call, room, prefill, decode)
+        call.ticket, call.room = ticket, ticket.room
+        call.rooms.append(ticket.room)
+        call.legs = {decode.incarnation: Role.DECODE, prefill.incarnation: Role.PREFILL}
+        if prefill == decode:
+            call.legs = {decode.incarnation: Role.DECODE}
+        self.deployment.rooms[ticket.room] = call
+        self.placed.append(ticket)
+        for incarnation, role in call.legs.items():
+            self.in_flight[incarnation] = self.in_flight.get(incarnation, 0) + 1
+            delay_s = wanted.leg_delay_s[role is Role.PREFILL] if call.attempt == 0 else 0.0
+            if delay_s:
+                self.after(delay_s, self._submit, call, call.attempt, incarnation, ticket)
+            else:
+                self._submit(call, call.attempt, incarnation, ticket)
+
+    def _ticket(self, call: Call, room: int, prefill: Placement, decode: Placement) -> Ticket:
+        bad, budget_s, attempt = call.wanted.bad, call.deadline - self.world.now, call.attempt
+        if bad == "room 0":
+            room = 0
+        elif bad == "negative room":
+            room = -5
+        elif bad == "negative attempt":
+            attempt = -1
+        elif bad == "nan budget":
+            budget_s = float("nan")
+        elif bad == "infinite budget":
+            budget_s = float("inf")
+        elif bad == "wrong replica":
+            prefill, decode = Placement(prefill.incarnation, 7), Placement(decode.incarnation, 7)
+        elif bad == "repeated ticket" and self.placed:
+            return self.placed[self.rng.randrange(len(self.placed))]
+        ticket = Ticket(room=room, attempt=attempt, prefill=prefill, decode=decode, budget_s=budget_s)
+        return sign(ticket, self.deployment.secret) if 0 <= room < 2**64 else ticket
+
+    def _submit(self, call: Call, attempt: int, incarnation: Incarnation, ticket: Ticket) -> None:
+        if call.outcome or call.attempt != attempt or incarnation not in call.legs:
+            return
+        wanted = call.wanted
+        prompt = wanted.prompt
+        if wanted.bad == "token outside the vocabulary":
+            prompt = [*prompt, 10**9]
+        elif wanted.bad == "empty prompt":
+            prompt = []
+        elif wanted.bad == "long prompt":
+            prompt = prompt * 200
+        request = Request(request_id=call.request_id, prompt=prompt, sampling=wanted.sampling)
+        end = self.ends.get(incarnation)
+        if end is None:
+            gone = PeerLost("the session ended", origin=self.name, phase="submit").info
+            self._leg_failed(call, incarnation, gone)
+            return
+        self.world.note(self.name, f"submit room={ticket.room:x} {call.request_id} to {incarnation[:8]}")
+        end.send(Submit(request, ticket))
+        if wanted.bad == "repeated id":
+            end.send(Submit(request, ticket))
+
+    # ---- what comes back -----------------------------------------------------------------------
+
+    def session_received(self, end: End, message: Any) -> None:
+        """Outputs of a leader."""
+        if isinstance(message, Load):
+            self.loads[end.data] = message
+        elif isinstance(message, Outputs):
+            for output in message.outputs:
+                self._output(end.data, output)
+
+    def _output(self, leader: Incarnation, output: Output) -> None:
+        name, _, attempt = output.request_id.rpartition(".")
+        call = self.calls.get(name)
+        if call is None or call.outcome or str(call.attempt) != attempt or leader not in call.legs:
+            return
+        if output.error is not None:
+            self.deployment.checks.error(call, output.error, call.legs[leader])
+            self._leg_failed(call, leader, output.error)
+            return
+        if output.position != len(call.tokens):
+            raise Violation(
+                "24", f"{name}: token {output.position} where {len(call.tokens)} was due", tuple(call.rooms)
+            )
+        call.tokens += output.token_ids
+        call.usage = output.usage or call.usage
+        self.deployment.checks.tokens(call)
+        if output.finish is not None:
+            self._end(call, "done")
+
+    def _leg_failed(self, call: Call, leader: Incarnation, error: ErrorInfo) -> None:
+        role = call.legs.pop(leader)
+        self._left(leader)
+        if role is Role.PREFILL and call.tokens:
+            return  # decode has everything: prefill's end no longer matters
+        self._cancel(call, error)
+        left_s = call.deadline - self.world.now
+        if call.tokens or not error.retryable or call.attempt + 1 >= MAX_ATTEMPTS or left_s < 0.05:
+            self._end(call, "failed", error)
+            return
+        call.attempt += 1
+        self.deployment.counts["retries"] += 1
+        self.after(0.01, self._place, call)
+
+    def _left(self, leader: Incarnation) -> None:
+        self.in_flight[leader] -= 1
+        if not self.in_flight[leader]:
+            del self.in_flight[leader]
+
+    def _cancel(self, call: Call, error: ErrorInfo) -> None:
+        for leader in call.legs:
+            self._left(leader)
+            end = self.ends.get(leader)
+            if end is not None:
+                end.send(Cancel(call.request_id, error))
+        call.legs = {}
+
+    def _deadline(self, call: Call) -> None:
+        if not call.outcome:
+            late = BootstrapUnreachable if not call.rooms else DeadlineExceeded
+            error = late("not finished in time", origin=self.name, phase="frontend", room=call.room).info
+            self._cancel(call, error)
+            self._end(call, "late", error)
+
+    def _client_left(self, call: Call) -> None:
+        if not call.outcome:
+            error = AbortedByClient("the client left", origin=self.name, phase="frontend").info
+            self._cancel(call, error)
+            self._end(call, "aborted", error)
+
+    def _end(self, call: Call, outcome: str, error: ErrorInfo | None = None) -> None:
+        call.outcome, call.error = outcome, error
+        del self.calls[call.wanted.name]
+        if outcome == "done":
+            for leader in list(call.legs):
+                self._left(leader)
+                if call.legs[leader] is Role.PREFILL and error is None:
+                    continue
+            call.legs = {}
+        self.world.note(
+            self.name, f"{outcome} {call.wanted.name} rooms={[f'{r:x}' for r in call.rooms]} {error or ''}"
+        )
+        self.deployment.checks.ended(call)
+
+    def died(self) -> None:
+        """The process was killed: its clients see their connections end."""
+        for call in self.calls.values():
+            call.outcome = "frontend died"
+            call.error = ErrorInfo(code=ErrorCode.PEER_LOST, text="the frontend died", origin=self.name)
+        self.calls.clear()

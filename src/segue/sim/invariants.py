@@ -1,0 +1,395 @@
+"""The invariants of `handoff.md`, checked while a scenario runs.
+
+Cheap ones at each effect, those over one node's tables after its leader's turns, those over everybody
+at intervals and at rest. Each raises `Violation` with the number of the invariant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from segue.core.errors import ErrorCode, ErrorInfo, Internal
+from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.handoff import api
+from segue.handoff.messages import Destination, Drained
+from segue.sim.engine import reference
+from segue.sim.node import VOCAB, Exposed, KVNode, LeaderNode
+from segue.sim.world import Violation
+
+if TYPE_CHECKING:
+    from segue.sim.deployment import Deployment
+    from segue.sim.front import Call
+
+NEXT = {
+    None: {KVPoll.BOOTSTRAPPING},
+    KVPoll.BOOTSTRAPPING: {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED},
+    KVPoll.WAITING_FOR_INPUT: {KVPoll.TRANSFERRING, KVPoll.FAILED},
+    KVPoll.TRANSFERRING: {KVPoll.SUCCESS, KVPoll.FAILED},
+    KVPoll.SUCCESS: set[KVPoll](),
+    KVPoll.FAILED: set[KVPoll](),
+}
+
+
+@dataclass(slots=True)
+class Half:
+    """What one node's effects said of one hand-off."""
+
+    node: KVNode
+    opened_at: float
+    phase: KVPoll | None = None
+    ended_at: float | None = None
+    #: the session to the peer was up when it ended
+    connected: bool = False
+    quarantined: bool = False
+    released_at: float | None = None
+    epoch: int = 0
+    pages: tuple[int, ...] = ()
+
+
+class Checks:
+    """The ledger of a deployment, and its rules."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.world = deployment.world
+        #: (incarnation, transfer) → half
+        self.halves: dict[tuple[Incarnation, TransferId], Half] = {}
+        self.open: dict[tuple[Incarnation, TransferId], Half] = {}
+        self.reads: dict[tuple[Incarnation, Incarnation, int], TransferId] = {}
+        self._turns = 0
+        timing = deployment.timing
+        #: within which one side learns of the other's end (16) or gets its memory back (18)
+        self.bound_s = (
+            timing.silence_s + timing.keepalive_s + 3 * timing.break_seen_s + timing.connect_s + 2.0
+        )
+
+    # ---- each effect ---------------------------------------------------------------------------
+
+    def effect(self, node: KVNode, effect: Any) -> None:
+        """Look at one effect of a node's exchange before it is carried out."""
+        kind = type(effect)
+        if kind is api.Phase:
+            self._phase(node, effect)
+        elif kind is api.Send:
+            if isinstance(effect.message, Destination):
+                self._published(node, effect.message)
+            elif isinstance(effect.message, Drained):
+                self._drained(node, effect.message.transfer)
+        elif kind is api.PostWrite:
+            self._posted(node, effect)
+        elif kind is api.Release:
+            self._released(node, effect.transfer)
+        elif kind is api.Quarantined:
+            half = self._half(node, effect.transfer)
+            if half.quarantined or half.phase is not KVPoll.FAILED:
+                raise Violation(
+                    "3", f"{node.name} quarantined {effect.transfer} again or alive", (effect.transfer.room,)
+                )
+            half.quarantined = True
+
+    def _half(self, node: KVNode, transfer: TransferId) -> Half:
+        half = self.halves.get((node.me, transfer))
+        if half is None:
+            raise Violation("1", f"{node.name} speaks of {transfer}, which it never opened", (transfer.room,))
+        return half
+
+    def _phase(self, node: KVNode, effect: api.Phase) -> None:
+        key = (node.me, effect.transfer)
+        half = self.halves.get(key)
+        room = (effect.transfer.room,)
+        if effect.phase is KVPoll.BOOTSTRAPPING:
+            if half is not None:
+                raise Violation("1", f"a second half of {effect.transfer} on {node.name}", room)
+            half = self.halves[key] = self.open[key] = Half(node, self.world.now)
+            if node.spec.role is Role.DECODE:
+                self.deployment.counts["hand-offs"] += 1
+        elif half is None:
+            raise Violation("1", f"a phase of {effect.transfer}, which {node.name} never opened", room)
+        if effect.phase not in NEXT[half.phase]:
+            raise Violation(
+                "2", f"{node.name}: {effect.transfer} from {half.phase} to {effect.phase.name}", room
+            )
+        half.phase = effect.phase
+        if not effect.phase.terminal:
+            return
+        half.ended_at = self.world.now
+        peer = effect.transfer.decode if node.spec.role is Role.PREFILL else effect.transfer.prefill
+        half.connected = peer in node.peers
+        if effect.phase is KVPoll.SUCCESS:
+            if node.spec.role is Role.DECODE and (
+                effect.metadata is None or effect.metadata.transfer != effect.transfer
+            ):
+                raise Violation("7", f"{effect.transfer} succeeded with the metadata {effect.metadata}", room)
+            self.deployment.counts["succeeded" if node.spec.role is Role.DECODE else "committed"] += 1
+        else:
+            self._root_cause(effect.error, room)
+
+    def _root_cause(self, error: ErrorInfo | None, rooms: tuple[int, ...]) -> None:
+        """25, and no reason that nothing in this scenario can give."""
+        if error is None or not error.origin or not error.phase:
+            raise Violation("25", f"a failure without origin or phase: {error}", rooms)
+        self._explained(error, rooms)
+
+    def _explained(self, error: ErrorInfo, rooms: tuple[int, ...]) -> None:
+        allowed = self.deployment.allowed_codes
+        if error.code not in allowed:
+            raise Violation("12", f"{error.code} without a cause in this scenario: {error}", rooms)
+        if error.code is ErrorCode.INTERNAL and not any(
+            text in error.text for text in ("injected", "Injected", "this sequence failed")
+        ):
+            raise Violation("12", f"an internal error that nobody injected: {error}", rooms)
+
+    def _published(self, node: KVNode, message: Destination) -> None:
+        half = self._half(node, message.transfer)
+        half.epoch, half.pages = message.epoch, tuple(message.pages)
+        if message.epoch in node.exposed:
+            raise Violation("13", f"{node.name} uses epoch {message.epoch:x} again", (message.transfer.room,))
+        others = [e for e in node.exposed.values() if e.pages & set(message.pages)]
+        if others:
+            raise Violation(
+                "3", f"{node.name} publishes pages of {others[0].transfer}", (message.transfer.room,)
+            )
+        node.exposed[message.epoch] = Exposed(message.transfer, set(message.pages))
+        for page in message.pages:
+            if node.pool.references(page) != 1:
+                raise Violation(
+                    "3", f"{node.name} publishes page {page}, which others use", (message.transfer.room,)
+                )
+
+    def _posted(self, node: KVNode, effect: api.PostWrite) -> None:
+        room = (effect.transfer.room,)
+        half = self._half(node, effect.transfer)
+        other = self.halves.get((effect.transfer.decode, effect.transfer))
+        if half.phase is not None and half.phase.terminal:
+            raise Violation("2", f"{node.name} writes for {effect.transfer}, which has ended", room)
+        if other is None or other.epoch != effect.epoch:
+            raise Violation(
+                "8", f"{node.name} writes under epoch {effect.epoch:x}, which was not given", room
+            )
+        half.epoch = effect.epoch
+        self.reads[node.me, effect.transfer.decode, effect.epoch] = effect.transfer
+
+    def _released(self, node: KVNode, transfer: TransferId) -> None:
+        half = self._half(node, transfer)
+        if half.released_at is not None:
+            raise Violation("3", f"{node.name} released {transfer} twice", (transfer.room,))
+        if half.phase is None or not half.phase.terminal:
+            raise Violation("3", f"{node.name} released {transfer}, which has not ended", (transfer.room,))
+        half.released_at = self.world.now
+        self.open.pop((node.me, transfer), None)
+        if node.spec.role is Role.DECODE:
+            node.exposed.pop(half.epoch, None)
+            if half.quarantined:
+                self.deployment.counts["quarantined"] += 1
+        elif half.epoch:
+            self.reads.pop((node.me, transfer.decode, half.epoch), None)
+
+    def _drained(self, node: KVNode, transfer: TransferId) -> None:
+        """4: the word that no write is in flight must be true."""
+        path = node.paths.get(transfer.decode)
+        half = self.halves.get((node.me, transfer))
+        if path is not None and half is not None and half.epoch and path.busy_with(half.epoch):
+            raise Violation(
+                "4", f"{node.name} says {transfer} is drained while a write runs", (transfer.room,)
+            )
+
+    def reading(self, node: KVNode, peer: Incarnation, epoch: int) -> None:
+        """3: what the transport reads on prefill is still the hand-off's own."""
+        if (node.me, peer, epoch) not in self.reads:
+            raise Violation("3", f"{node.name} sends pages of epoch {epoch:x} that it has given up")
+
+    # ---- one node ------------------------------------------------------------------------------
+
+    def after_turn(self, node: LeaderNode) -> None:
+        """The node's own tables; the O(n) ones each few turns."""
+        pool = node.pool
+        if pool.free + pool.used + pool.quarantined != pool.total or pool.free < 0 or pool.quarantined < 0:
+            raise Violation("3", f"{node.name}: free + used + quarantined is not total")
+        self._turns += 1
+        if self._turns % self.deployment.check_every == 0:
+            self.node(node)
+
+    def node(self, node: LeaderNode) -> None:
+        """Everything about one node."""
+        try:
+            if node.squeezed:
+                node.pool.check_integrity()
+            else:
+                node.role.check_integrity()
+            if isinstance(node, KVNode):
+                node.exchange.check_integrity()
+        except (AssertionError, Internal) as exc:
+            raise Violation("3", f"{node.name}: {exc}") from exc
+        self._page_owners(node)
+        self._deadlines(node)
+        self._bounds(node)
+
+    def _page_owners(self, node: LeaderNode) -> None:
+        """3: the leases on each page are those of its known owners."""
+        role: Any = node.role
+        owners: Counter[int] = Counter(node.squeezed)
+        jobs = {id(job): job for job in role.jobs.values()}
+        if isinstance(node, KVNode):
+            jobs |= {id(entry.job): entry.job for entry in role.table._entries.values()}
+        for job in jobs.values():
+            owners.update(job.pages)
+        for leaf in role.tree._recent:
+            owners.update(leaf.pages)
+        counts = node.pool._counts
+        for page, count in enumerate(counts):
+            if count != owners[page]:
+                held = tuple(j.ticket.room for j in jobs.values() if page in j.pages)
+                raise Violation(
+                    "3", f"page {page} of {node.name} has {count} leases, {owners[page]} owners", held
+                )
+
+    def _deadlines(self, node: LeaderNode) -> None:
+        """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps."""
+        role: Any = node.role
+        slack_s = 1.0
+        since_s = self.world.now - max(node.resumed_at, 0.0)
+        now = node.clock.now()
+        if node.paused or since_s < slack_s:
+            return
+        for job in role.jobs.values():
+            if not now <= job.deadline + slack_s:
+                raise Violation("15", f"{node.name}: a job outlived its deadline", (job.ticket.room,))
+        if isinstance(node, KVNode):
+            for machine in node.exchange._machines.values():
+                if not machine.phase.terminal and not now <= machine.deadline + slack_s:
+                    raise Violation(
+                        "15",
+                        f"{node.name}: {machine.transfer} outlived its deadline",
+                        (machine.transfer.room,),
+                    )
+
+    def _bounds(self, node: LeaderNode) -> None:
+        """20 and 22."""
+        role: Any = node.role
+        if len(role.jobs) > node.limits.max_queue:
+            raise Violation("20", f"{node.name} holds {len(role.jobs)} jobs")
+        if isinstance(node, KVNode) and node.exchange.sizes()["peers"] > len(node.peers):
+            raise Violation("22", f"{node.name} remembers peers without a session")
+
+    # ---- everybody -----------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """16, 13 and 18: what one side ended, the other learns; and memory comes back."""
+        now = self.world.now
+        lives = self.deployment.by_incarnation
+        for (me, transfer), half in list(self.open.items()):
+            node = half.node
+            if not node.alive:
+                del self.open[me, transfer]
+                continue
+            peer = transfer.decode if node.spec.role is Role.PREFILL else transfer.prefill
+            other = lives.get(peer)
+            if node.paused or other is None or other.paused:
+                continue
+            awake = max(node.resumed_at, other.resumed_at, self.deployment.healed_at)
+            if half.ended_at is None:
+                twin = self.halves.get((peer, transfer))
+                if not other.alive:
+                    since = max(awake, other.died_at, half.opened_at)
+                    if peer in node.peers and now - since > self.bound_s:
+                        raise Violation("13", f"{node.name}: {transfer} outlived its peer", (transfer.room,))
+                elif twin is not None and twin.ended_at is not None and twin.connected:
+                    since = max(awake, twin.ended_at)
+                    if half.opened_at < twin.ended_at and now - since > self.bound_s:
+                        raise Violation(
+                            "16", f"{node.name} did not hear of the end of {transfer}", (transfer.room,)
+                        )
+                continue
+            since = max(awake, half.ended_at, 0.0 if other.alive else other.died_at)
+            connected = peer in node.peers and (other.alive and me in getattr(other, "peers", {}))
+            if now - since > self.bound_s + (0.0 if connected or not other.alive else 5.0) and (
+                connected or not other.alive
+            ):
+                raise Violation(
+                    "18", f"{node.name} still holds {transfer}, which has ended", (transfer.room,)
+                )
+
+    # ---- frontends -----------------------------------------------------------------------------
+
+    def tokens(self, call: Call) -> None:
+        """24, as soon as it can be seen; 23 with the first token."""
+        wanted = call.wanted
+        expected = reference(wanted.prompt, wanted.sampling, VOCAB, len(call.tokens))
+        if call.tokens != expected:
+            raise Violation("24", f"{wanted.name} got {call.tokens}, not {expected}", tuple(call.rooms))
+        usage = call.usage
+        if usage is not None and (
+            usage.prompt_tokens != usage.decode_cached + usage.prefill_cached + usage.computed
+            or usage.prompt_tokens != len(wanted.prompt)
+            or min(usage.decode_cached, usage.prefill_cached, usage.computed) < 0
+        ):
+            raise Violation("23", f"{wanted.name}: {usage}", tuple(call.rooms))
+
+    def error(self, call: Call, error: ErrorInfo, role: Role) -> None:
+        """An error that came from a leader; 19: nothing between the leaders fails what decode has."""
+        rooms = tuple(call.rooms)
+        if not error.origin or not error.phase and error.code not in _AT_THE_DOOR:
+            raise Violation("25", f"{call.wanted.name}: no origin or phase in {error}", rooms)
+        if call.wanted.bad:
+            return
+        self._explained(error, rooms)
+        if role is Role.DECODE and call.tokens and error.code not in _AFTER_COMMIT:
+            raise Violation("19", f"{call.wanted.name} failed after its first token: {error}", rooms)
+
+    def ended(self, call: Call) -> None:
+        """A request has its one end."""
+        self.deployment.counts[call.outcome] += 1
+        if call.outcome == "done":
+            wanted = call.wanted
+            if len(call.tokens) != wanted.sampling.max_tokens:
+                raise Violation(
+                    "24", f"{wanted.name} ended after {len(call.tokens)} tokens", tuple(call.rooms)
+                )
+
+    # ---- at rest -------------------------------------------------------------------------------
+
+    def at_rest(self) -> None:
+        """15, 21: everything has ended and everything is back."""
+        for name, call in self.deployment.calls.items():
+            if not call.outcome:
+                raise Violation("15", f"{name} never ended", tuple(call.rooms))
+            if self.deployment.calm and not call.wanted.bad and call.outcome not in ("done", "aborted"):
+                raise Violation(
+                    "12", f"{name} {call.outcome} though nothing went wrong: {call.error}", tuple(call.rooms)
+                )
+        for node in self.deployment.leaders():
+            self._at_rest(node)
+        if self.reads:
+            raise Violation("21", f"{len(self.reads)} hand-offs still read their source pages")
+
+    def _at_rest(self, node: LeaderNode) -> None:
+        self.node(node)
+        sizes = {f"role {k}": v for k, v in node.role.sizes().items()}
+        sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
+        if isinstance(node, KVNode):
+            sizes |= {k: v for k, v in node.exchange.sizes().items() if k != "peers"}
+            sizes |= {"handles": len(node.handles), "exposed": len(node.exposed), "grants": len(node.grants)}
+        held = {k: v for k, v in sizes.items() if v}
+        if held:
+            rooms = tuple(t.room for t in getattr(node, "handles", {}))
+            raise Violation("21", f"{node.name} at rest still has {held}", rooms)
+        pool, role = node.pool, node.role
+        tree: Any = getattr(role, "tree", None)
+        if pool.quarantined or pool.free + tree.pages != pool.total:
+            raise Violation(
+                "21", f"{node.name} at rest: {pool.free} pages free, {tree.pages} cached of {pool.total}"
+            )
+
+
+_AT_THE_DOOR = frozenset(
+    {
+        ErrorCode.INVALID_REQUEST,
+        ErrorCode.UNAUTHORIZED,
+        ErrorCode.DRAINING,
+        ErrorCode.OUT_OF_CAPACITY,
+        ErrorCode.DEADLINE_EXCEEDED,
+    }
+)
+_AFTER_COMMIT = frozenset({ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED})

@@ -1,0 +1,132 @@
+"""Running seeds: one seed, many, shrinking a failing one, telling its story."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from segue.sim.deployment import Deployment
+from segue.sim.engine import WrongKV
+from segue.sim.scenario import Scenario, make_scenario
+from segue.sim.world import Violation
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run of one scenario gave. `rule` is empty when every invariant held."""
+
+    seed: int
+    events: int
+    virtual_s: float
+    counts: dict[str, int]
+    features: list[str]
+    rule: str = ""
+    text: str = ""
+    rooms: tuple[int, ...] = ()
+    timeline: list[str] = field(default_factory=list)
+    digest: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """An invariant was broken."""
+        return bool(self.rule)
+
+
+def run_scenario(
+    scenario: Scenario, *, timeline: bool = False, digest: bool = False, check_every: int = 8
+) -> Outcome:
+    """Run one scenario to its end, or to the first invariant that does not hold."""
+    deployment = Deployment(scenario, check_every)
+    world = deployment.world
+    rule = text = ""
+    rooms: tuple[int, ...] = ()
+    try:
+        deployment.run()
+    except Violation as exc:
+        rule, text, rooms = exc.rule, str(exc), exc.rooms
+    except WrongKV as exc:
+        rule, text = "5", str(exc)
+    except Exception as exc:
+        rule, text = "crash", f"{type(exc).__name__}: {exc}"
+        if timeline:
+            import traceback
+
+            text += "\n" + "".join(traceback.format_tb(exc.__traceback__)[-6:])
+    outcome = Outcome(
+        seed=scenario.seed,
+        events=world.events,
+        virtual_s=world.now,
+        counts=dict(deployment.counts),
+        features=sorted(scenario.features),
+        rule=rule,
+        text=text,
+        rooms=rooms,
+        digest=world.digest() if digest else "",
+    )
+    if timeline:
+        outcome.timeline = tell(deployment, rooms)
+    return outcome
+
+
+def tell(deployment: Deployment, rooms: tuple[int, ...], limit: int = 200) -> list[str]:
+    """The events of these rooms, and everything that has none; the last `limit` lines."""
+    # All rooms of the request: an earlier attempt is part of the story.
+    wanted = set(rooms)
+    for room in rooms:
+        call = deployment.rooms.get(room)
+        if call is not None:
+            wanted.update(call.rooms)
+    marks = [f"{room:x}" for room in wanted]
+    lines: list[str] = []
+    for time, who, what in deployment.world.trace:
+        transfer = getattr(what, "transfer", None) or getattr(
+            getattr(what, "message", None), "transfer", None
+        )
+        if transfer is not None:
+            if transfer.room not in wanted:
+                continue
+        elif isinstance(what, str) and wanted and "room" in what and not any(m in what for m in marks):
+            continue
+        elif not isinstance(what, str) and type(what).__name__ == "Tick":
+            continue
+        text = what if isinstance(what, str) else _short(repr(what))
+        lines.append(f"{time * 1e3:12.3f} ms  {who:<12} {text}")
+    return lines[-limit:]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 240 else text[:237] + "..."
+
+
+def shrink(
+    scenario: Scenario, rule: str, *, budget: int = 150, run: Callable[[Scenario], Outcome] = run_scenario
+) -> Scenario:
+    """Fewer requests and faults that still break the same rule (delta debugging, at most `budget` runs)."""
+    names = scenario.names
+    size = max(1, len(names) // 2)
+    while budget > 0 and names:
+        start, smaller = 0, False
+        while start < len(names) and budget > 0:
+            rest = names[:start] + names[start + size :]
+            budget -= 1
+            if run(scenario.only(frozenset(rest))).rule == rule:
+                names, smaller = rest, True
+            else:
+                start += size
+        if size == 1 and not smaller:
+            break
+        size = max(1, size // 2) if not smaller or size > 1 else 1
+    return scenario.only(frozenset(names))
+
+
+def replay_command(scenario: Scenario, whole: Scenario) -> str:
+    """The one command that shows this run again."""
+    if len(scenario.names) == len(whole.names):
+        return f"segue sim --seed {scenario.seed}"
+    return f"segue sim --seed {scenario.seed} --only {','.join(scenario.names)}"
+
+
+def load(seed: int, only: str = "") -> Scenario:
+    """The scenario of `seed`, cut down to the named requests and faults if there are any."""
+    scenario = make_scenario(seed)
+    return scenario.only(frozenset(only.split(","))) if only else scenario

@@ -1,0 +1,308 @@
+"""A scenario: everything that a seed decides before anything runs, as lists that can be shortened."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+from segue.balance.policies import POLICY_NAMES
+from segue.core.request import SamplingParams
+from segue.core.types import Role
+from segue.sim.front import Wanted
+from segue.sim.network import Timing
+from segue.sim.node import VOCAB, NodeSpec
+
+#: The features of swarm testing: each seed draws a subset. Every fault belongs to one of them.
+FEATURES = (
+    "crash",
+    "crash mid write",
+    "pause",
+    "pause mid write",
+    "break",
+    "front break",
+    "partition",
+    "slow link",
+    "write fails",
+    "path cut",
+    "handler exception",
+    "step exception",
+    "sequence error",
+    "engine refuses",
+    "squeeze",
+    "registry loss",
+    "drain",
+    "front crash",
+    "client abort",
+    "bad request",
+    "skew",
+    "small pools",
+    "leg delay",
+    "short deadline",
+    "mismatch",
+)
+
+BAD = (
+    "room 0",
+    "negative room",
+    "negative attempt",
+    "nan budget",
+    "infinite budget",
+    "wrong replica",
+    "repeated ticket",
+    "repeated id",
+    "token outside the vocabulary",
+    "empty prompt",
+    "long prompt",
+)
+
+#: Where a fault can strike: right after the next one of these.
+TRIGGERS = (
+    "Publish",
+    "Destination",
+    "Accepted",
+    "ChunkPosted",
+    "Metadata",
+    "Committed",
+    "Failed",
+    "Abort",
+    "Drained",
+    "Gone",
+    "PostWrite",
+    "Grant",
+    "Fence",
+    "Phase",
+    "Release",
+    "Quarantined",
+    "<Destination",
+    "<ChunkPosted",
+    "<Metadata",
+    "<Committed",
+    "<Failed",
+    "<Abort",
+    "<Drained",
+    "",
+    "",
+    "",
+    "",
+    "",
+    "",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: what, where (`node` and, for some, `other`, both names), when and how long."""
+
+    name: str
+    kind: str
+    at: float
+    node: str
+    other: str = ""
+    seconds: float = 0.0
+    amount: int = 0
+    trigger: str = ""
+
+
+@dataclass(slots=True)
+class Scenario:
+    """What a seed decides. `timing` and `nodes` are small; requests and faults can be left out."""
+
+    seed: int
+    features: frozenset[str]
+    one_sided: bool
+    signed: bool
+    policy: str
+    fronts: int
+    timing: Timing
+    nodes: list[NodeSpec]
+    requests: list[Wanted]
+    faults: list[Fault] = field(default_factory=list)
+    busy_s: float = 1.0
+    max_queue: int = 64
+    max_early: int = 64
+
+    def only(self, names: frozenset[str]) -> Scenario:
+        """The same scenario with no other requests and faults than these."""
+        return replace(
+            self,
+            requests=[r for r in self.requests if r.name in names],
+            faults=[f for f in self.faults if f.name in names],
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of everything that can be left out."""
+        return [f.name for f in self.faults] + [r.name for r in self.requests]
+
+
+def make_scenario(seed: int) -> Scenario:
+    """The scenario of `seed`; always the same one."""
+    rng = random.Random(f"segue {seed}")
+    share = rng.choice((0.0, 0.1, 0.25, 0.25, 0.5))
+    features = frozenset(f for f in FEATURES if rng.random() < share)
+    timing = Timing(
+        latency_s=rng.choice((0.0001, 0.0005, 0.002)),
+        hop_s=rng.choice((0.00002, 0.0002, 0.002)),
+        step_s=rng.choice((0.0005, 0.002, 0.005)),
+        slice_s=rng.choice((0.0001, 0.001, 0.004)),
+        link_bytes_s=rng.choice((2e5, 2e6, 2e7)),
+        break_seen_s=rng.choice((0.001, 0.02, 0.2)),
+    )
+    nodes = _nodes(rng, features)
+    requests = rng.choice((30, 60, 60, 120, 200))
+    gap_s = rng.choice((0.0005, 0.002, 0.005, 0.02))
+    busy_s = requests * gap_s + 0.05
+    scenario = Scenario(
+        seed=seed,
+        features=features,
+        one_sided=rng.random() < 0.6,
+        signed=rng.random() < 0.5,
+        policy=rng.choice(POLICY_NAMES),
+        fronts=rng.choice((1, 1, 2, 3)),
+        timing=timing,
+        nodes=nodes,
+        requests=[],
+        busy_s=busy_s,
+        max_queue=rng.choice((16, 64, 256)) if "small pools" in features else 512,
+        max_early=rng.choice((2, 8, 64)),
+    )
+    scenario.requests = _requests(rng, scenario, requests, gap_s)
+    scenario.faults = _faults(rng, scenario)
+    return scenario
+
+
+def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
+    found: list[NodeSpec] = []
+    chunk, layers = rng.choice((4, 8, 16, 64)), rng.choice((1, 1, 2))
+    counts = (
+        (Role.PREFILL, rng.choice((1, 1, 2, 3))),
+        (Role.DECODE, rng.choice((1, 1, 2, 3))),
+        (Role.UNIFIED, rng.choice((0, 0, 0, 1))),
+    )
+    same_page = rng.choice((2, 4, 4, 8))
+    mixed = rng.random() < 0.3
+    for role, count in counts:
+        page = rng.choice((2, 4, 8)) if mixed else same_page
+        for index in range(count):
+            tokens = rng.choice((48, 64, 96, 160)) if "small pools" in features else 2048
+            skew = "skew" in features
+            odd = "mismatch" in features and index and rng.random() < 0.6
+            found.append(
+                NodeSpec(
+                    name=f"{role.value}{index}",
+                    role=role,
+                    pages=max(tokens // page, 8),
+                    page_tokens=page,
+                    chunk_tokens=chunk,
+                    max_batch=rng.choice((2, 4, 16)),
+                    model="another" if odd and rng.random() < 0.5 else "lineage-1",
+                    layers=3 - layers if odd else layers,
+                    clock_offset_s=rng.uniform(0, 1e6) if skew else 0.0,
+                    clock_rate=rng.choice((0.9, 0.99, 1.0, 1.01, 1.1)) if skew else 1.0,
+                    pace=rng.choice((0.5, 1.0, 2.0)),
+                )
+            )
+    return found
+
+
+def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) -> list[Wanted]:
+    features, found = scenario.features, list[Wanted]()
+    bases = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(4)]
+    longest = rng.choice((6, 12, 24))
+    at = 0.02
+    shares_prefixes = rng.random() < 0.5
+    for index in range(count):
+        at += rng.expovariate(1.0 / gap_s)
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
+        if shares_prefixes and rng.random() < 0.6:
+            prompt = rng.choice(bases)[: rng.randint(2, 20)] + prompt[:6]
+        greedy = rng.random() < 0.3
+        sampling = SamplingParams(
+            max_tokens=rng.choice((1, 1, 2, 4, 8)),
+            temperature=0.0 if greedy else 1.0,
+            seed=rng.randrange(2**31),
+        )
+        abort = "client abort" in features and rng.random() < 0.3
+        late = "leg delay" in features and rng.random() < 0.3
+        delays = (rng.expovariate(200), rng.expovariate(200)) if late else (0.0, 0.0)
+        if late and rng.random() < 0.2:
+            delays = (0.0, 3.0) if rng.random() < 0.5 else (3.0, 0.0)
+        short = "short deadline" in features and rng.random() < 0.3
+        found.append(
+            Wanted(
+                name=f"r{index}",
+                at=at,
+                prompt=prompt,
+                sampling=sampling,
+                budget_s=rng.uniform(0.002, 0.1) if short else rng.choice((8.0, 15.0)),
+                front=rng.randrange(scenario.fronts),
+                abort_after_s=rng.expovariate(50) if abort else None,
+                leg_delay_s=delays,
+                unified=rng.random() < 0.3,
+                bad=rng.choice(BAD) if "bad request" in features and rng.random() < 0.15 else "",
+            )
+        )
+    return found
+
+
+def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
+    kv = [n.name for n in scenario.nodes if n.role is not Role.UNIFIED]
+    everybody = [n.name for n in scenario.nodes]
+    prefills = [n.name for n in scenario.nodes if n.role is Role.PREFILL]
+    decodes = [n.name for n in scenario.nodes if n.role is Role.DECODE]
+    fronts = [f"front{i}" for i in range(scenario.fronts)]
+    found: list[Fault] = []
+    intensity = rng.choice((1, 2, 2, 4))
+
+    def add(kind: str, count: int, nodes: list[str], others: list[str] | None = None, **more: float) -> None:
+        for _ in range(rng.randint(1, max(1, count))):
+            seconds = rng.choice((0.003, 0.05, 0.5, 4.0, 4.0))
+            found.append(
+                Fault(
+                    name=f"f{len(found)}",
+                    kind=kind,
+                    at=rng.uniform(0.02, 0.02 + scenario.busy_s),
+                    node=rng.choice(nodes),
+                    other=rng.choice(others) if others else "",
+                    seconds=more.get("seconds", seconds),
+                    amount=rng.randint(1, 64),
+                    trigger=rng.choice(TRIGGERS),
+                )
+            )
+
+    for feature in FEATURES:
+        if feature not in scenario.features:
+            continue
+        match feature:
+            case "crash":
+                add(feature, intensity, everybody, seconds=rng.choice((0.01, 0.3, 3.0)))
+            case "crash mid write":
+                add(feature, intensity, prefills, decodes, seconds=rng.choice((0.01, 0.3)))
+            case "pause":
+                add(feature, intensity, everybody)
+            case "pause mid write":
+                add(feature, 2 * intensity, prefills, decodes)
+            case "break" | "path cut":
+                add(feature, 3 * intensity, prefills, decodes)
+            case "front break":
+                add(feature, 2 * intensity, everybody, fronts)
+            case "partition":
+                a, b = (prefills, decodes) if rng.random() < 0.5 else (decodes, prefills)
+                add(feature, intensity, a, b)
+            case "slow link":
+                add(feature, intensity, prefills, decodes)
+            case "write fails":
+                add(feature, 4 * intensity, prefills, decodes)
+            case "handler exception":
+                add(feature, 3 * intensity, kv)
+            case "step exception" | "sequence error" | "engine refuses" | "squeeze":
+                add(feature, 2 * intensity, everybody)
+            case "registry loss":
+                add(feature, 1, ["registry"])
+            case "drain":
+                add(feature, intensity, everybody, seconds=0.2)
+            case "front crash":
+                add(feature, 1, fronts, seconds=0.1)
+            case _:
+                pass
+    return found
