@@ -12,6 +12,7 @@ from segue.core.errors import ConfigError, Internal, InvalidRequest
 from segue.core.request import SamplingParams
 from segue.engine.api import SequenceStep
 from segue.engine.model_fingerprint import fingerprint
+from segue.engine.model_fused import Head, PlainProduct
 from segue.engine.runner import load_engine
 from segue.transport.memory import allocate
 
@@ -241,6 +242,21 @@ def test_a_broken_weights_file_is_a_configuration_error(folder, tmp_path):
     weights.unlink()
     with pytest.raises(ConfigError, match="no safetensors"):
         fingerprint(copy)
+
+
+def test_tokens_that_tie_in_bfloat16_are_told_apart():
+    """Two logits near 25 that bfloat16 rounds to one value: the better one must win."""
+    weight = torch.full((50, 8), -1.0, dtype=torch.bfloat16)
+    weight[20], weight[30] = 3.125, 3.125
+    weight[30, 0] = 3.140625
+    hidden = torch.ones(2, 8, dtype=torch.bfloat16)
+    product = PlainProduct(weight, None, None)
+    rounded = product(hidden)
+    assert rounded[0, 20] == rounded[0, 30]
+    logits = Head(weight, product, None).logits(hidden)
+    assert logits.dtype == torch.float32
+    assert logits.argmax(-1).tolist() == [30, 30]
+    assert logits[0, 30] - logits[0, 20] == 0.015625
 
 
 def test_page_lists_of_the_driver_really_scatter():

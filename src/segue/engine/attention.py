@@ -64,7 +64,7 @@ class StepContext:
             self.pool.layer_k[layer].index_copy_(0, packed.slots, key)
             self.pool.layer_v[layer].index_copy_(0, packed.slots, value)
         if packed.decodes is not None:
-            queries = query.unsqueeze(2).split(1)
+            queries = torch.split(query.unsqueeze(2), 1)
             parts = packed.decodes[window]
             outputs = [
                 _flash(q, part[at], part[at + 1], scale=scale)[0]
