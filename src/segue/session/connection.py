@@ -104,6 +104,8 @@ class Owner(Protocol):
 
 
 class State(enum.Enum):
+    """Where one connection stands. ENDED is final."""
+
     PREAMBLE = enum.auto()
     HANDSHAKE = enum.auto()
     OPEN = enum.auto()
