@@ -1,6 +1,8 @@
 """Tokens to text, stop strings, tool calls: the parts without I/O."""
 
 import json
+import threading
+import time
 
 import pytest
 from conftest import make_tokenizer
@@ -196,6 +198,35 @@ def test_messages_become_what_templates_expect() -> None:
     assert out[1]["content"] == ""
     assert out[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert out[2]["tool_call_id"] == "1"
+
+
+def test_a_long_text_does_not_stop_the_other_threads() -> None:
+    """Else one long prompt stops `/health` and every stream for seconds."""
+    text = "the capital of France is " * 40_000
+    assert BYTE_LEVEL.encode(text[:5000], special=False) == BYTE_LEVEL._fast.encode(text[:5000]).ids
+    done = threading.Event()
+
+    def work() -> None:
+        BYTE_LEVEL.encode(text, special=False)
+        done.set()
+
+    beats = 0
+    beating = threading.Event()
+
+    def beat() -> None:
+        nonlocal beats
+        while not done.is_set():
+            beats += 1
+            beating.set()
+            time.sleep(0.0005)
+
+    other = threading.Thread(target=beat)
+    other.start()
+    beating.wait()
+    before = beats
+    work()
+    other.join()
+    assert beats - before > 20
 
 
 def test_a_model_without_a_chat_template_says_so() -> None:

@@ -29,7 +29,9 @@ class Detokenizer:
     """Incremental decoding over a short window of the last tokens.
 
     The window begins at a *clean* boundary: a place where the text so far did not end in a partial
-    character. So the concatenation of all `feed` results and `flush` equals `decode` of all ids.
+    character. So the concatenation of all `feed` results and `flush` equals `decode` of all ids. (One
+    exception cannot be helped: a byte-fallback decoder that meets a broken byte turns the whole run of byte
+    tokens before it into U+FFFD, also the characters that were sent already.)
     """
 
     def __init__(self, decoder: Decoder, *, skip_special: bool = True) -> None:

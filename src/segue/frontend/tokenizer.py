@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from segue.core.errors import ConfigError
 from segue.frontend.problems import BadParam
 
+_SHORT_CHARS = 4096
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
@@ -60,7 +61,12 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids; with `special` the tokens that the model expects around a text are added."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
+        if len(text) <= _SHORT_CHARS:
+            short: list[int] = self._fast.encode(text, add_special_tokens=special).ids
+            return short
+        # `encode` keeps the interpreter's lock for as long as it takes (2 s for 4 MB), and with it the event
+        # loop; the batch call lets it go.
+        ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
