@@ -91,6 +91,7 @@ class GrantView:
         return bool(self._slots[slot] == wanted)
 
     def close(self) -> None:
-        """Unmap."""
-        del self._slots
-        self._map.close()
+        """Unmap. Idempotent."""
+        if not self._map.closed:
+            del self._slots
+            self._map.close()
