@@ -31,6 +31,7 @@ class Served:
         self.line = self.process.stdout.readline().strip()
         self.url = self.line.removeprefix("ready ")
         if not self.line.startswith("ready "):
+            self.process.stdout.close()
             self.process.wait(start_s)
             raise AssertionError(f"not ready: exit {self.process.returncode}\n{self.log()}")
 
@@ -73,5 +74,7 @@ class Served:
                 raise
         if kind is not None:
             sys.stderr.write(self.log()[-6000:])
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         self._log.close()
         os.unlink(self._log.name)
