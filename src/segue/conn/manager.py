@@ -218,7 +218,11 @@ class KVManager:
 
     def _handle(self, event: api.Event) -> None:
         now = self.clock.now()
-        for effect in self.exchange.handle(event, now):
+        try:
+            effects = self.exchange.handle(event, now)
+        except SegueError as error:
+            effects = api.refusal(event, error.info)
+        for effect in effects:
             self._carry_out(effect)
         self._arm(now)
 

@@ -233,3 +233,14 @@ class Quarantined:
 
 
 Effect = Send | PostWrite | Grant | Fence | Phase | Release | Quarantined
+
+
+def refusal(event: Event, error: ErrorInfo) -> list[Effect]:
+    """What to report when `Exchange.handle` refused `event`: a half that was not opened has failed.
+
+    Handles hear of it like of any other end; without it their engine would wait for a hand-off that
+    does not exist. Raises `error` again for every other event: only opening can be refused.
+    """
+    if not isinstance(event, OpenSender | OpenReceiver):
+        raise error.exception()
+    return [Phase(event.transfer, KVPoll.FAILED, error=error), Release(event.transfer)]

@@ -49,7 +49,6 @@ class Deployment:
         self._registry_process = Process(self.world, "registry")
         self._store: RegistryStore | None = None
         self._expiry_at: float | None = None
-        self._resting = False
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -71,7 +70,6 @@ class Deployment:
         self._until(max(longest, last) + 0.5)
         self._peace()
         self._until(world.now + BUDGET_S + 2.0, quiet=True)
-        self._resting = True
         rest_s = BUDGET_S * 1.3 + self.timing.silence_s + 5.0
         self._until(world.now + rest_s)
         self.checks.sweep()
@@ -90,8 +88,7 @@ class Deployment:
 
     def _sweep(self) -> None:
         self.checks.sweep()
-        if not self._resting:
-            self.world.after(1.0, None, self._sweep)
+        self.world.after(1.0, None, self._sweep)
 
     def _peace(self) -> None:
         """Faults have stopped: everything that was down comes back."""
@@ -185,8 +182,6 @@ class Deployment:
         """The keep-alive of one instance: says the same again, until it leaves."""
         if not node.alive or node.drain_until is not None:
             return
-        if self._resting:
-            return
         self.registry_call("register", node.record(), 0)
         node.after(TTL_S / 3, self._register, node)
 
@@ -208,7 +203,7 @@ class Deployment:
 
     def _expire(self) -> None:
         self._expiry_at = None
-        if self._store is not None and not self._resting:
+        if self._store is not None:
             self._store.expire()
             due = self._store.next_expiry()
             if due is not None:
@@ -225,7 +220,7 @@ class Deployment:
         self.world.after(delay_s, process, self._answer, process)
 
     def _answer(self, process: LeaderNode | FrontNode) -> None:
-        if self._store is None or self._resting:
+        if self._store is None:
             return
         found = self._store.instances()
         if found.age_s < TTL_S and self.world.now > TTL_S:

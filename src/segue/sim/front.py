@@ -200,14 +200,7 @@ class FrontNode(Process):
         if call.outcome or call.attempt != attempt or incarnation not in call.legs:
             return
         wanted = call.wanted
-        prompt = wanted.prompt
-        if wanted.bad == "token outside the vocabulary":
-            prompt = [*prompt, 10**9]
-        elif wanted.bad == "empty prompt":
-            prompt = []
-        elif wanted.bad == "long prompt":
-            prompt = prompt * 200
-        request = Request(request_id=call.request_id, prompt=prompt, sampling=wanted.sampling)
+        request = Request(request_id=call.request_id, prompt=wanted.prompt, sampling=wanted.sampling)
         end = self.ends.get(incarnation)
         if end is None:
             gone = PeerLost("the session ended", origin=self.name, phase="submit").info

@@ -330,7 +330,7 @@ class Checks:
     def error(self, call: Call, error: ErrorInfo, role: Role) -> None:
         """An error that came from a leader; 19: nothing between the leaders fails what decode has."""
         rooms = tuple(call.rooms)
-        if not error.origin or not error.phase and error.code not in _AT_THE_DOOR:
+        if not error.origin or (not error.phase and error.code not in _AT_THE_DOOR):
             raise Violation("25", f"{call.wanted.name}: no origin or phase in {error}", rooms)
         if call.wanted.bad:
             return

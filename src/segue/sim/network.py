@@ -201,7 +201,7 @@ class Network:
     def _heard_nothing(self, source: Process, target: Process, since: float) -> None:
         """On `target`: has `source` been silent all the time since then?"""
         cut = self._blocked.get((source, target), self.world.now) <= since
-        asleep = source.alive and source.paused or source.resumed_at >= self.world.now
+        asleep = (source.alive and source.paused) or source.resumed_at >= self.world.now
         if not cut and not asleep:
             return
         for end in list(self.live.get(target, {})):

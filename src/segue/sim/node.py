@@ -377,7 +377,10 @@ class KVNode(LeaderNode):
         except IllegalEvent as exc:
             raise Violation("2", f"{self.name}: {exc}", self._rooms(event)) from exc
         except SegueError as error:
+            effects = api.refusal(event, error.info)
             self.world.note(self.name, f"refused: {error}")
+            for effect in effects:
+                self._report(effect)  # type: ignore[arg-type]
             return
         for effect in effects:
             if not self.alive:

@@ -85,9 +85,9 @@ def tell(deployment: Deployment, rooms: tuple[int, ...], limit: int = 200) -> li
         if transfer is not None:
             if transfer.room not in wanted:
                 continue
-        elif isinstance(what, str) and wanted and "room" in what and not any(m in what for m in marks):
-            continue
-        elif not isinstance(what, str) and type(what).__name__ == "Tick":
+        elif (isinstance(what, str) and wanted and "room" in what and not any(m in what for m in marks)) or (
+            not isinstance(what, str) and type(what).__name__ == "Tick"
+        ):
             continue
         text = what if isinstance(what, str) else _short(repr(what))
         lines.append(f"{time * 1e3:12.3f} ms  {who:<12} {text}")

@@ -227,6 +227,13 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
         delays = (rng.expovariate(200), rng.expovariate(200)) if late else (0.0, 0.0)
         if late and rng.random() < 0.2:
             delays = (0.0, 3.0) if rng.random() < 0.5 else (3.0, 0.0)
+        bad = rng.choice(BAD) if "bad request" in features and rng.random() < 0.15 else ""
+        if bad == "token outside the vocabulary":
+            prompt = [*prompt, rng.choice((10**9, -1, VOCAB))]
+        elif bad == "empty prompt":
+            prompt = []
+        elif bad == "long prompt":
+            prompt = prompt * 200
         short = "short deadline" in features and rng.random() < 0.3
         found.append(
             Wanted(
@@ -239,7 +246,7 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
                 abort_after_s=rng.expovariate(50) if abort else None,
                 leg_delay_s=delays,
                 unified=rng.random() < 0.3,
-                bad=rng.choice(BAD) if "bad request" in features and rng.random() < 0.15 else "",
+                bad=bad,
             )
         )
     return found

@@ -151,7 +151,7 @@ class Path:
     def busy_with(self, epoch: int) -> bool:
         """Whether a write of `epoch` is under way or waits."""
         running = self._running
-        return running is not None and running.epoch == epoch or any(w.epoch == epoch for w in self._queue)
+        return (running is not None and running.epoch == epoch) or any(w.epoch == epoch for w in self._queue)
 
     # ---- faults --------------------------------------------------------------------------------
 
