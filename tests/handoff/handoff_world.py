@@ -453,12 +453,19 @@ class World:
 
     def settle(self) -> None:
         """Everything under way arrives; no engine does anything new."""
+        steps: list[Callable[[], bool]] = [
+            lambda: self.deliver(Role.PREFILL),
+            lambda: self.deliver(Role.DECODE),
+            lambda: self.land(self.rng.randrange(8)),
+            lambda: self.finish(self.rng.randrange(8)),
+            lambda: self.answer_fence(self.prefill),
+            lambda: self.answer_fence(self.decode),
+            self.notice,
+        ]
         moved = True
         while moved:
-            moved = self.deliver(Role.PREFILL) or self.deliver(Role.DECODE) or self.land() or self.finish()
-            moved = (
-                moved or self.answer_fence(self.prefill) or self.answer_fence(self.decode) or self.notice()
-            )
+            self.rng.shuffle(steps)
+            moved = any(step() for step in steps)
 
     def work(self) -> None:
         """Engines carry on without faults until nothing moves."""
@@ -471,11 +478,23 @@ class World:
             for job in list(self.prefill.jobs.values()):
                 moved = self.send_chunk(job, self.rng.randint(1, 20)) or self.send_metadata(job) or moved
 
+    def _check_both_know(self) -> None:
+        """With a session and nothing under way, neither side waits for one that has ended, unless
+        so many ended that the oldest were forgotten: then the deadline ends the wait."""
+        if any(n.exchange.sizes()["ended"] == self.limits.max_transfers for n in self.nodes()):
+            return
+        for transfer, sender in self.prefill.jobs.items():
+            receiver = self.decode.jobs.get(transfer)
+            if receiver is not None:
+                ends = (sender.phases[-1].terminal, receiver.phases[-1].terminal)
+                assert ends[0] == ends[1], f"one side has ended, the other waits: {sender} {receiver}"
+
     def come_to_rest(self) -> None:
         """Faults stop; sessions return, deadlines pass; then nothing may be left anywhere."""
         self.settle()
         self.connect()
         self.settle()
+        self._check_both_know()
         self.advance(200.0)
         self.settle()
         for node in self.nodes():
@@ -484,6 +503,7 @@ class World:
                 assert job.releases == 1, (node.role, job)
                 assert sum(phase.terminal for phase in job.phases) == 1
             assert not node.owner
+            assert not any(node.epochs.values()), "an epoch is still open in the transport"
             sizes = node.exchange.sizes()
             assert (sizes["transfers"], sizes["early"], sizes["epochs"]) == (0, 0, 0), sizes
             assert node.exchange.quarantined_pages() == 0

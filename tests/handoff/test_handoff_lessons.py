@@ -184,6 +184,23 @@ def test_lesson_10_even_if_the_other_half_is_opened_later(failing: Role) -> None
     w.come_to_rest()
 
 
+@pytest.mark.parametrize("failing", [Role.PREFILL, Role.DECODE])
+def test_lesson_10_even_if_there_was_no_session_when_it_failed(failing: Role) -> None:
+    w = World()
+    w.cut()
+    w.notice()
+    w.notice()
+    s, r = pair(w)
+    node, job, other = (w.prefill, s, r) if failing is Role.PREFILL else (w.decode, r, s)
+    w.abort(node, job)
+    w.settle()
+    assert not other.phases[-1].terminal
+    w.connect()
+    w.settle()
+    assert other.errors == job.errors
+    w.come_to_rest()
+
+
 def test_lesson_14_metadata_is_one_message_that_names_its_transfer() -> None:
     """Many hand-offs at once, their metadata mixed: each gets its own, a foreign one is refused."""
     w = World()

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from segue.core.errors import ErrorCode
 from segue.core.limits import Limits
-from segue.core.types import KVPoll, Role
+from segue.core.types import KVPoll, Role, TransferId
 
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
 INDEX = st.integers(0, 7)
@@ -33,29 +34,29 @@ class Handoffs(RuleBasedStateMachine):
     def start(self, one_sided: bool, sizes: tuple[int, int], seed: int, small: bool) -> None:
         limits = Limits(max_transfers=4, max_early_destinations=1) if small else Limits()
         self.world = World(seed, one_sided=one_sided, page_tokens=sizes, limits=limits)
-        self.unopened: list[tuple[Role, object, int, int]] = []
+        self.unopened: list[tuple[Role, TransferId, int, int, float]] = []
 
     @rule(prompt=st.integers(1, 20), cached=st.integers(0, 20), budget=st.sampled_from([5.0, 60.0]))
     def request(self, prompt: int, cached: int, budget: float) -> None:
         """A request reaches one side now; the other one later, or never."""
         transfer = self.world.new_transfer()
         for role in Role.PREFILL, Role.DECODE:
-            self.unopened.append((role, transfer, prompt, min(cached, prompt)))
-        self.budget = budget
+            self.unopened.append((role, transfer, prompt, min(cached, prompt), self.world.now + budget))
 
     @rule(index=INDEX)
     def open(self, index: int) -> None:
         if not self.unopened:
             return
         world = self.world
-        role, transfer, prompt, prefix = self.unopened.pop(index % len(self.unopened))
+        role, transfer, prompt, prefix, deadline = self.unopened.pop(index % len(self.unopened))
         node = world.prefill if role is Role.PREFILL else world.decode
-        if node.exchange.sizes()["transfers"] >= world.limits.max_transfers:
+        budget = deadline - world.now
+        if budget <= 0 or node.exchange.sizes()["transfers"] >= world.limits.max_transfers:
             return
         if role is Role.PREFILL:
-            world.open_sender(transfer, prompt, self.budget)
+            world.open_sender(transfer, prompt, budget)
         else:
-            world.open_receiver(transfer, prompt, prefix, self.budget)
+            world.open_receiver(transfer, prompt, prefix, budget)
 
     @rule(index=INDEX)
     def publish(self, index: int) -> None:
@@ -120,9 +121,9 @@ class Handoffs(RuleBasedStateMachine):
         self.world.crash(role)
         self.unopened = [u for u in self.unopened if self._still_there(u)]
 
-    def _still_there(self, entry: tuple[Role, object, int, int]) -> bool:
+    def _still_there(self, entry: tuple[Role, TransferId, int, int, float]) -> bool:
         transfer = entry[1]
-        return transfer.prefill == self.world.prefill.me or transfer.decode == self.world.decode.me  # type: ignore[attr-defined]
+        return transfer.prefill == self.world.prefill.me or transfer.decode == self.world.decode.me
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 20.0]))
     def advance(self, seconds: float) -> None:
@@ -172,7 +173,6 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
     rng_sizes = [(4, 4), (4, 3), (2, 8), (8, 2)]
     machine.start(bool(seed % 2), rng_sizes[seed // 2 % 4], seed, seed % 3 == 0)
     rng = machine.world.rng
-    machine.budget = 60.0
     names = [n for n in WEIGHTS if faults or n not in {"abort", "advance", "cut", "crash", "duplicate"}]
     weights = [WEIGHTS[n] for n in names]
     for _ in range(steps):
@@ -210,3 +210,14 @@ def test_random_walks_keep_every_invariant(block: int) -> None:
                     ends[job.phases[-1]] += 1
     assert ends[KVPoll.SUCCESS] > 20, "the walks must also reach the good end"
     assert ends[KVPoll.FAILED] > 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_faults_everything_that_was_asked_of_both_sides_succeeds(seed: int) -> None:
+    world = walk(4 * seed + 1, 300, faults=False)
+    both = set(world.prefill.jobs) & set(world.decode.jobs)
+    jobs = [node.jobs[t] for t in both for node in world.nodes()]
+    refused = [job for job in jobs if job.errors and job.errors[0].code is ErrorCode.OUT_OF_CAPACITY]
+    assert all(job.phases[-1] is KVPoll.SUCCESS for job in jobs if job not in refused)
+    assert len(refused) <= 2 * world.prefill.exchange.counters["early_refused"]
+    assert len(jobs) >= 6

@@ -13,6 +13,7 @@ from segue.core.errors import (
     AbortedByClient,
     ErrorCode,
     InvalidRequest,
+    MetadataMismatch,
     OutOfCapacity,
     PeerLost,
     SegueError,
@@ -529,7 +530,7 @@ def test_a_chunk_that_is_not_the_next_planned_one_fails_the_transfer(
 ) -> None:
     w = Case().waiting()
     effects = w.from_prefill(w.chunk(**changes))
-    assert kinds(effects) == ["Fence", "FAILED", "Failed", "Abort", "Quarantined"]
+    assert kinds(effects) == ["FAILED", "Failed", "Abort", "Fence", "Quarantined"]
     assert w.r is not None
     assert w.r.errors[0].code is ErrorCode.TRANSFER_FAILED
     assert words in w.r.errors[0].text
@@ -578,6 +579,16 @@ def test_news_before_anything_was_published_is_refused(message: str) -> None:
     w = Case().open()
     effects = w.from_prefill(getattr(w, message)())
     assert kinds(effects) == ["FAILED", "Failed", "Release"]
+
+
+def test_the_tally_itself_refuses_metadata_of_another_transfer() -> None:
+    w = Case().waiting()
+    machine = w.decode.exchange._machines[w.transfer]
+    assert isinstance(machine, ReceiverMachine)
+    assert machine.tally is not None
+    with pytest.raises(MetadataMismatch, match="came for"):
+        machine.tally.note_metadata(w.metadata(transfer=w.new_transfer()))
+    assert machine.tally.metadata is None
 
 
 def test_moved_names_the_rank_that_owns_the_room() -> None:
@@ -689,7 +700,7 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
     else:
         abort = [] if cause in ("down", "dead") else ["Abort"]
         proven = ["Release"] if cause in ("drained", "gone", "dead") else []
-        assert effects == ["Fence", "FAILED", *failed, *abort, "Quarantined", *proven]
+        assert effects == ["FAILED", *failed, *abort, "Fence", "Quarantined", *proven]
         assert w.receiver_state == ("-" if proven else "QUARANTINED")
         assert w.decode.exchange.quarantined_pages() == (0 if proven else 3)
     assert w.r is not None
@@ -738,8 +749,10 @@ def test_the_same_incarnation_is_asked_again_after_a_break() -> None:
     w.notice()
     assert (w.sender_state, w.receiver_state) == ("DRAINING", "QUARANTINED")
     w.connect()
-    assert [type(m).__name__ for _, m in w.queues[Role.PREFILL]] == ["Abort"]
+    assert [type(m).__name__ for _, m in w.queues[Role.PREFILL]] == ["Failed", "Abort"]
     w.deliver(Role.PREFILL)
+    w.deliver(Role.PREFILL)
+    w.deliver(Role.DECODE)  # prefill says again, too, that it has failed
     assert not w.queues[Role.DECODE], "no answer while the write is in flight"
     assert not w.answer_fence(w.prefill)
     w.land()

@@ -41,6 +41,7 @@ from segue.handoff.api import (
     WriteBroken,
     WriteLanded,
 )
+from segue.handoff.integrity import Tables
 from segue.handoff.link import Link, Local, make_link
 from segue.handoff.machine import IllegalEvent, Machine, Timer
 from segue.handoff.memory import Deadlines, Early, Ended
@@ -163,26 +164,8 @@ class Exchange:
 
     def check_integrity(self) -> None:
         """Look at everything; raises Internal with what is wrong."""
-        problems = [m.broken_rule() for m in self._machines.values()]
-        problems += [f"{t} has ended but is kept" for t, m in self._machines.items() if m.ended]
-        for name, table in (("early", self._early), ("ended", self._ended)):
-            problems += [f"{t} is live and {name}" for t in table if t in self._machines]
-        problems += [f"{t} is early and ended" for t in self._early if t in self._ended]
-        problems += [
-            f"{t} has no deadline"
-            for t, m in self._machines.items()
-            if not m.phase.terminal and not m.timer.live
-        ]
-        limits = self._local.limits
-        if len(self._machines) > limits.max_transfers or len(self._ended) > limits.max_transfers:
-            problems.append("more transfers than limits.max_transfers")
-        if len(self._early) > limits.max_early_destinations:
-            problems.append("more early destinations than limits.max_early_destinations")
-        timers = [m.timer for m in self._machines.values()]
-        timers += [e.timer for e in self._early.values()] + [e.timer for e in self._ended.values()]
-        if sum(timer.live for timer in timers) != self._deadlines.live:
-            problems.append("the deadline heap and the tables disagree")
-        found = [p for p in problems if p]
+        tables = Tables(self._machines, self._early, self._ended, self._epochs)
+        found = tables.problems(self._deadlines.live, self._local.limits)
         if found:
             raise Internal("; ".join(found))
 
@@ -325,6 +308,14 @@ class Exchange:
         self._links[event.peer] = link
         for machine in self._bound_to(event.peer):
             self._run(machine, now, out, machine.peer_up, link)
+        # A failure while there was no session must not stay one-way: the peer's half may be waiting,
+        # or still to come.
+        for transfer, ended in self._ended.items():
+            if ended.error is not None and not ended.told and self._peer_of(transfer) == event.peer:
+                out.append(Send(event.peer, Failed(transfer, ended.error)))
+
+    def _peer_of(self, transfer: TransferId) -> Incarnation:
+        return transfer.decode if self._local.role is Role.PREFILL else transfer.prefill
 
     def _peer_down(self, event: PeerDown, now: float, out: list[Effect]) -> None:
         link = self._links.pop(event.peer, None)
@@ -385,7 +376,7 @@ class Exchange:
             # If our half is still to come, it must not wait for a peer that has given up.
             error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
             until = now + self._local.limits.request_budget_s
-            self._bury(transfer, KVPoll.FAILED, error, None, until, False, now)
+            self._bury_unopened(transfer, error, until, now)
         if type(message) in _UNANSWERED:
             return
         ended = self._ended.get(transfer)
@@ -427,7 +418,7 @@ class Exchange:
     def _end_early(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
         early = self._early.pop(transfer)
         self._deadlines.cancel(early.timer)
-        self._bury(transfer, KVPoll.FAILED, error, None, early.timer.at, False, now)
+        self._bury_unopened(transfer, error, early.timer.at, now)
 
     def _aborted(self, transfer: TransferId, peer: Incarnation) -> ErrorInfo:
         text = "the peer ended this hand-off before it began here"
@@ -485,27 +476,23 @@ class Exchange:
         del self._machines[machine.transfer]
         if self._epochs.get((machine.peer, machine.epoch)) is machine:
             del self._epochs[machine.peer, machine.epoch]
-        self._bury(machine.transfer, machine.phase, machine.error, machine.timer, machine.deadline, True, now)
+        ended = Ended(machine.phase, machine.error, machine.timer, opened=True, told=machine.told)
+        self._bury(machine.transfer, ended, machine.deadline, now)
 
-    def _bury(
-        self,
-        transfer: TransferId,
-        phase: KVPoll,
-        error: ErrorInfo | None,
-        timer: Timer | None,
-        until: float,
-        opened: bool,
-        now: float,
-    ) -> None:
+    def _bury_unopened(self, transfer: TransferId, error: ErrorInfo, until: float, now: float) -> None:
+        timer = Timer(transfer, until)
+        self._deadlines.add(timer)
+        self._bury(transfer, Ended(KVPoll.FAILED, error, timer, opened=False, told=True), until, now)
+
+    def _bury(self, transfer: TransferId, ended: Ended, until: float, now: float) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
         meets it; the oldest goes when there are too many."""
         until = max(until, now + self._local.limits.peer_silence_s)
-        if timer is None or not timer.live or timer.at < until:
-            if timer is not None:
-                self._deadlines.cancel(timer)
-            timer = Timer(transfer, until)
-            self._deadlines.add(timer)
-        self._ended[transfer] = Ended(phase, error, timer, opened)
+        if not ended.timer.live or ended.timer.at < until:
+            self._deadlines.cancel(ended.timer)
+            ended.timer = Timer(transfer, until)
+            self._deadlines.add(ended.timer)
+        self._ended[transfer] = ended
         if len(self._ended) > self._local.limits.max_transfers:
             oldest = next(iter(self._ended))
             self._deadlines.cancel(self._ended.pop(oldest).timer)

@@ -15,10 +15,10 @@ import msgspec
 
 from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
 from segue.core.types import Incarnation, KVPoll, TransferId
-from segue.handoff.api import Effect
+from segue.handoff.api import Effect, Send
 from segue.handoff.lease import Lease, LeaseState
 from segue.handoff.link import Link, Local
-from segue.handoff.messages import HandoffMessage
+from segue.handoff.messages import Failed, HandoffMessage
 from segue.layout.planner import PairPlan
 
 
@@ -58,6 +58,7 @@ class Machine:
         "prompt_tokens",
         "state",
         "timer",
+        "told",
         "transfer",
         "transport",
     )
@@ -87,6 +88,8 @@ class Machine:
         self.prefix_tokens = 0
         self.epoch = 0
         self.transport = ""
+        #: The peer ended this hand-off itself, so it need not hear of it again.
+        self.told = False
 
     @property
     def phase(self) -> KVPoll:
@@ -134,6 +137,11 @@ class Machine:
         """What a passed deadline means in this phase."""
         text = f"the deadline passed in {self.phase.name} after {now - self.opened_at:.3f} s"
         return self.problem(DeadlineExceeded, text, now)
+
+    def retell(self, out: list[Effect]) -> None:
+        """Say again that this hand-off has failed: a session that broke may have lost it."""
+        if self.phase is KVPoll.FAILED and self.error is not None and not self.told:
+            out.append(Send(self.peer, Failed(self.transfer, self.error)))
 
     def broken_rule(self) -> str:
         """The first invariant of this object that does not hold, or an empty string."""

@@ -26,12 +26,14 @@ class Early:
 
 @dataclass(slots=True)
 class Ended:
-    """A tombstone. `opened` says whether this side ever had a machine for it."""
+    """A tombstone. `opened` says whether this side ever had a machine for it; `told`, that the
+    peer knows of the end by itself."""
 
     phase: KVPoll
     error: ErrorInfo | None
     timer: Timer
     opened: bool
+    told: bool
 
 
 class Deadlines:

@@ -147,6 +147,7 @@ class ReceiverMachine(Machine):
             out.append(Phase(self.transfer, KVPoll.WAITING_FOR_INPUT))
         elif self.state is ReceiverState.QUARANTINED:
             # The same incarnation is back: its word is proof, so ask for it again.
+            self.retell(out)
             out.append(Send(self.peer, Abort(self.transfer)))
 
     def peer_down(self, error: ErrorInfo, dead: bool, now: float, out: list[Effect]) -> None:
@@ -229,14 +230,10 @@ class ReceiverMachine(Machine):
         if self.phase.terminal:
             return
         self.error = error
+        self.told = told
         published = self.lease.state is LeaseState.PUBLISHED
-        if published:
-            self.go(ReceiverStep.FAIL)
-            self.lease.end(LeaseStep.FAIL)
-            out.append(Fence(self.transfer, self.epoch))
-        else:
-            self.go(ReceiverStep.FAIL)
-            self.lease.end(LeaseStep.UNUSED)
+        self.go(ReceiverStep.FAIL)
+        self.lease.end(LeaseStep.FAIL if published else LeaseStep.UNUSED)
         out.append(Phase(self.transfer, KVPoll.FAILED, error=error))
         if not told and not lost:
             out.append(Send(self.peer, Failed(self.transfer, error)))
@@ -245,6 +242,8 @@ class ReceiverMachine(Machine):
             return
         if not lost:
             out.append(Send(self.peer, Abort(self.transfer)))
+        # After the words: a write that the fence refuses must not reach prefill before the reason does.
+        out.append(Fence(self.transfer, self.epoch))
         out.append(Quarantined(self.transfer, self.lease.pages))
 
     def broken_rule(self) -> str:

@@ -229,6 +229,7 @@ class SenderMachine(Machine):
 
     def peer_up(self, link: Link, now: float, out: list[Effect]) -> None:
         self.peer_name = link.name
+        self.retell(out)
         if link.error is not None and not self.phase.terminal:
             raise link.error.exception()
 
@@ -367,6 +368,7 @@ class SenderMachine(Machine):
         if self.phase.terminal:
             return
         self.error = error
+        self.told = told
         posted = self.lease.state is LeaseState.PUBLISHED
         self.go(SenderStep.FAIL_POSTED if posted else SenderStep.FAIL)
         self._in_flight.clear()
