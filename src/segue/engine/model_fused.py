@@ -191,8 +191,7 @@ class FusedLayer(nn.Module):
         inner = self.up.times(normed, self.gate.activated(normed))
         if self.after_norm is None:
             return self.down.plus(inner, x)
-        out: Tensor = x + self.after_norm(self.down(inner))
-        return out
+        return x + self.after_norm(self.down(inner))
 
     __call__ = forward  # no hooks are ever registered: spare the dispatch
 
@@ -219,7 +218,7 @@ class ProductMaker:
         self._act = config.hidden_activation if gemma else config.hidden_act
         self._packed = dtype == "bfloat16" and self._act in _ACTIVATIONS and torch._C._has_mkldnn
 
-    def joined(self, *linears: nn.Linear) -> Any:
+    def joined(self, *linears: nn.Linear) -> Product:
         """One product that gives the outputs of all `linears` side by side."""
         weight = linears[0].weight.detach()
         if len(linears) > 1:
