@@ -1,4 +1,4 @@
-"""A whole deployment in virtual time: registry, instances, frontends, clients and the faults of a scenario."""
+"""A whole deployment in virtual time: registry, instances, frontends, clients, and a scenario's faults."""
 
 from __future__ import annotations
 
@@ -211,7 +211,8 @@ class Deployment:
                 self.world.at(self._expiry_at, self._registry_process, self._expire)
 
     def _topology_changed(self) -> None:
-        for process in [*self.nodes.values(), *self.fronts.values()]:
+        processes: list[LeaderNode | FrontNode] = [*self.nodes.values(), *self.fronts.values()]
+        for process in processes:
             if process.alive:
                 self._look(process)
 

@@ -59,6 +59,7 @@ class Checks:
         self.open: dict[tuple[Incarnation, TransferId], Half] = {}
         self.reads: dict[tuple[Incarnation, Incarnation, int], TransferId] = {}
         self._turns = 0
+        self._orphaned: dict[tuple[Incarnation, TransferId], float] = {}
         timing = deployment.timing
         #: within which one side learns of the other's end (16) or gets its memory back (18)
         self.bound_s = (
@@ -88,6 +89,27 @@ class Checks:
                     "3", f"{node.name} quarantined {effect.transfer} again or alive", (effect.transfer.room,)
                 )
             half.quarantined = True
+
+    def scope(self, node: KVNode, event: Any, effects: list[Any]) -> None:
+        """12 and 13: an event changes its own hand-off, a lost peer exactly those bound to it."""
+        if isinstance(event, api.Tick):
+            return
+        if isinstance(event, api.PeerUp | api.PeerDown):
+            prefill = node.spec.role is Role.PREFILL
+            for effect in effects:
+                transfer = effect.message.transfer if isinstance(effect, api.Send) else effect.transfer
+                if event.peer != (transfer.decode if prefill else transfer.prefill):
+                    raise Violation("13", f"{node.name}: {event} touched {transfer}", (transfer.room,))
+            return
+        own = event.message.transfer if isinstance(event, api.Received) else event.transfer
+        for effect in effects:
+            transfer = effect.message.transfer if isinstance(effect, api.Send) else effect.transfer
+            if transfer != own:
+                raise Violation("12", f"{node.name}: {event} touched {transfer}", (transfer.room, own.room))
+        if isinstance(event, api.AbortTransfer):
+            phase = node.exchange.phase(own)
+            if phase is not None and not phase.terminal:
+                raise Violation("18", f"{node.name} was told to end {own} and did not", (own.room,))
 
     def _half(self, node: KVNode, transfer: TransferId) -> Half:
         half = self.halves.get((node.me, transfer))
@@ -225,6 +247,8 @@ class Checks:
         self._page_owners(node)
         self._deadlines(node)
         self._bounds(node)
+        if isinstance(node, KVNode):
+            self._orphans(node)
 
     def _page_owners(self, node: LeaderNode) -> None:
         """3: the leases on each page are those of its known owners."""
@@ -265,6 +289,27 @@ class Checks:
                         (machine.transfer.room,),
                     )
 
+    def _orphans(self, node: KVNode) -> None:
+        """18 and 21: a job and its hand-off end together, give or take a turn of each thread."""
+        role: Any = node.role
+        since_s = self.world.now - node.resumed_at
+        found: set[TransferId] = set()
+        for transfer, entry in role.table._entries.items():
+            phase = node.exchange.phase(transfer)
+            if entry.job.ended and phase is not None and not phase.terminal:
+                found.add(transfer)
+        if node.spec.role is Role.PREFILL:
+            for job in role.jobs.values():
+                half = self.halves.get((node.me, job.transfer))
+                if half is not None and half.released_at is not None:
+                    found.add(job.transfer)
+        for transfer in found:
+            first = self._orphaned.setdefault((node.me, transfer), self.world.now)
+            if min(self.world.now - first, since_s) > 1.0:
+                raise Violation(
+                    "18", f"{node.name}: only one of job and hand-off of {transfer} ended", (transfer.room,)
+                )
+
     def _bounds(self, node: LeaderNode) -> None:
         """20 and 22."""
         role: Any = node.role
@@ -278,6 +323,9 @@ class Checks:
     def sweep(self) -> None:
         """16, 13 and 18: what one side ended, the other learns; and memory comes back."""
         now = self.world.now
+        for leader in self.deployment.leaders():
+            if not leader.paused and not leader.busy:
+                self.node(leader)
         lives = self.deployment.by_incarnation
         for (me, transfer), half in list(self.open.items()):
             node = half.node
@@ -343,10 +391,11 @@ class Checks:
         self.deployment.counts[call.outcome] += 1
         if call.outcome == "done":
             wanted = call.wanted
-            if len(call.tokens) != wanted.sampling.max_tokens:
-                raise Violation(
-                    "24", f"{wanted.name} ended after {len(call.tokens)} tokens", tuple(call.rooms)
-                )
+            count = len(call.tokens)
+            # A generation may also end where the context or the pool of its instance does.
+            ends = {min(512, n.pages * n.page_tokens) for n in self.deployment.scenario.nodes}
+            if count != wanted.sampling.max_tokens and len(wanted.prompt) + count not in ends:
+                raise Violation("24", f"{wanted.name} ended after {count} tokens", tuple(call.rooms))
 
     # ---- at rest -------------------------------------------------------------------------------
 

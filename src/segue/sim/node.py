@@ -11,13 +11,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.handles import Change, KVReceiver, KVSender
 from segue.conn.peers import join
+from segue.core.clock import Clock
 from segue.core.control import Cancel, Outputs, Submit
 from segue.core.errors import Draining, ErrorInfo, Internal, PeerLost, SegueError, TransferFailed
 from segue.core.limits import Limits
@@ -71,6 +72,7 @@ class Exposed:
 
 
 VOCAB = 1000
+H = TypeVar("H", KVSender, KVReceiver)
 
 
 class LeaderNode(Process):
@@ -84,7 +86,8 @@ class LeaderNode(Process):
         self.me = Incarnation(f"{self.rng.getrandbits(128):032x}")
         self.peer_name = f"{self.me}/0"
         self.world_timing: Timing = deployment.timing
-        self.clock = SkewedClock(deployment.world, spec.clock_offset_s, spec.clock_rate)
+        self.skewed = SkewedClock(deployment.world, spec.clock_offset_s, spec.clock_rate)
+        self.clock: Clock = self.skewed
         self.limits: Limits = deployment.limits(spec)
         self.engine = LineageEngine(
             lineage_spec(spec.pages, spec.page_tokens, spec.layers), vocab_size=VOCAB, context_tokens=512
@@ -230,7 +233,7 @@ class LeaderNode(Process):
         deadlines = [d for d in (self.role.next_deadline(), self.drain_until) if d is not None]
         if not deadlines:
             return
-        at = self.world.now + self.clock.delay_until(min(deadlines)) + 1e-6
+        at = self.world.now + self.skewed.delay_until(min(deadlines)) + 1e-6
         if self._wake_at is None or at < self._wake_at - 1e-9:
             self._wake_at = at
             self.world.at(at, self, self._timer)
@@ -347,7 +350,7 @@ class KVNode(LeaderNode):
         """See `roles.handoffs.Handoffs`."""
         return self._remember(transfer, KVReceiver(self, transfer))
 
-    def _remember(self, transfer: TransferId, handle: Any) -> Any:
+    def _remember(self, transfer: TransferId, handle: H) -> H:
         if self.handles.setdefault(transfer, handle) is not handle:
             raise Internal(f"transfer {transfer} exists already", room=transfer.room)
         return handle
@@ -382,6 +385,7 @@ class KVNode(LeaderNode):
             for effect in effects:
                 self._report(effect)  # type: ignore[arg-type]
             return
+        self.deployment.checks.scope(self, event, effects)
         for effect in effects:
             if not self.alive:
                 return
@@ -427,7 +431,7 @@ class KVNode(LeaderNode):
         deadline = self.exchange.next_deadline()
         if deadline is None:
             return
-        at = self.world.now + self.clock.delay_until(deadline) + 1e-6
+        at = self.world.now + self.skewed.delay_until(deadline) + 1e-6
         if self._tick_at is None or at < self._tick_at - 1e-9:
             self._tick_at = at
             self.world.at(at, self, self._tick, at)

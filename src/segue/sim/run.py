@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from segue.handoff import api
 from segue.sim.deployment import Deployment
 from segue.sim.engine import WrongKV
-from segue.sim.scenario import Scenario, make_scenario
+from segue.sim.scenario import Fault, Scenario, make_scenario
 from segue.sim.world import Violation
 
 
@@ -76,26 +78,54 @@ def tell(deployment: Deployment, rooms: tuple[int, ...], limit: int = 200) -> li
         call = deployment.rooms.get(room)
         if call is not None:
             wanted.update(call.rooms)
-    marks = [f"{room:x}" for room in wanted]
     lines: list[str] = []
     for time, who, what in deployment.world.trace:
-        transfer = getattr(what, "transfer", None) or getattr(
-            getattr(what, "message", None), "transfer", None
-        )
-        if transfer is not None:
-            if transfer.room not in wanted:
-                continue
-        elif (isinstance(what, str) and wanted and "room" in what and not any(m in what for m in marks)) or (
-            not isinstance(what, str) and type(what).__name__ == "Tick"
-        ):
+        if isinstance(what, api.Tick) or not _concerns(what, wanted):
             continue
-        text = what if isinstance(what, str) else _short(repr(what))
+        text = what if isinstance(what, str) else describe(what)
         lines.append(f"{time * 1e3:12.3f} ms  {who:<12} {text}")
     return lines[-limit:]
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 240 else text[:237] + "..."
+def _concerns(what: Any, rooms: set[int]) -> bool:
+    """Whether a note belongs to one of `rooms`, or to none at all. No rooms: everything does."""
+    if not rooms:
+        return True
+    if isinstance(what, str):
+        return "room" not in what or any(f"{room:x}" in what for room in rooms)
+    message = getattr(what, "message", what)
+    transfer = getattr(message, "transfer", None)
+    return transfer is None or transfer.room in rooms
+
+
+def describe(what: Any) -> str:
+    """One line for an event, an effect or a fault."""
+    if isinstance(what, Fault):
+        return (
+            f"{what.kind} {what.name}: {what.node} {what.other} {what.seconds:.3f} s after {what.trigger!r}"
+        )
+    if isinstance(what, api.Send):
+        return f"  → {describe(what.message)}"
+    if isinstance(what, api.Received):
+        return f"← {describe(what.message)}"
+    if isinstance(what, api.PeerUp | api.PeerDown):
+        why = f" dead={what.dead} ({what.error.text})" if isinstance(what, api.PeerDown) else ""
+        return f"{type(what).__name__} {what.peer[:8]}{why}"
+    parts = [type(what).__name__]
+    if isinstance(what, api.Effect):
+        parts.insert(0, " ")
+    transfer = getattr(what, "transfer", None)
+    if transfer is not None:
+        parts.append(str(transfer))
+    for name in ("phase", "epoch", "tag", "span", "pages", "prefix_tokens", "proven", "sequence", "final"):
+        value = getattr(what, name, None)
+        if value is not None:
+            shown = f"{value:x}" if name == "epoch" else getattr(value, "name", None) or str(value)
+            parts.append(f"{name}={shown}")
+    problem = getattr(what, "error", None)
+    if problem is not None:
+        parts.append(f"{problem.code}: {problem.text}")
+    return " ".join(parts)
 
 
 def shrink(

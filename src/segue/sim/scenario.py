@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from segue.balance.policies import POLICY_NAMES
 from segue.core.request import SamplingParams
 from segue.core.types import Role
+from segue.sim.engine import reference
 from segue.sim.front import Wanted
 from segue.sim.network import Timing
 from segue.sim.node import VOCAB, NodeSpec
@@ -210,12 +211,18 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
     bases = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(4)]
     longest = rng.choice((6, 12, 24))
     at = 0.02
-    shares_prefixes = rng.random() < 0.5
+    shares_prefixes, follow_ups = rng.random() < 0.5, rng.random() < 0.5
     for index in range(count):
         at += rng.expovariate(1.0 / gap_s)
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
         if shares_prefixes and rng.random() < 0.6:
             prompt = rng.choice(bases)[: rng.randint(2, 20)] + prompt[:6]
+        if found and follow_ups and rng.random() < 0.3:
+            # The next turn of a conversation: what decode has cached of the last one is found again.
+            last = rng.choice(found)
+            said = reference(last.prompt, last.sampling, VOCAB, last.sampling.max_tokens)
+            if not last.bad and len(last.prompt) < 80:
+                prompt = last.prompt + said[: rng.randint(0, len(said))] + prompt[:4]
         greedy = rng.random() < 0.3
         sampling = SamplingParams(
             max_tokens=rng.choice((1, 1, 2, 4, 8)),

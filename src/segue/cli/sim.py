@@ -1,0 +1,111 @@
+"""`segue sim`: run the production control plane in virtual time, seed by seed, under faults."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from segue.core.errors import ConfigError
+from segue.sim.run import Outcome, load, replay_command, run_scenario, shrink
+
+#: Runs that may be spent on making a failing scenario smaller.
+SHRINK_RUNS = 200
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The flags of `segue sim`."""
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="the first seed (default 0)")
+    command.add_argument("--seeds", type=int, metavar="N", help="how many seeds to run (default 1)")
+    command.add_argument(
+        "--hand-offs", type=int, metavar="N", help="run seeds until there were this many hand-offs"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
+    command.add_argument(
+        "--only", default="", metavar="NAMES", help="of one seed, only these requests and faults (r3,f1)"
+    )
+
+
+def sim(args: argparse.Namespace) -> int:
+    """Run what `args` say; 1 when an invariant did not hold, with its story and how to replay it."""
+    if args.only and ((args.seeds or 1) != 1 or args.hand_offs):
+        raise ConfigError("--only shows one seed; leave --seeds and --hand-offs out")
+    if (args.seeds is not None and args.seeds < 1) or (args.hand_offs is not None and args.hand_offs < 1):
+        raise ConfigError("--seeds and --hand-offs must be at least 1")
+    counts: Counter[str] = Counter()
+    rules: Counter[str] = Counter()
+    failed: list[Outcome] = []
+    seed, events, virtual_s, started = args.seed, 0, 0.0, time.perf_counter()
+    shown_at = started
+    while True:
+        outcome = run_scenario(load(seed, args.only))
+        counts.update(outcome.counts)
+        events, virtual_s = events + outcome.events, virtual_s + outcome.virtual_s
+        if outcome.failed:
+            failed.append(outcome)
+            rules[outcome.rule] += 1
+            if len(failed) == 1:
+                _show(seed, args.only, outcome)
+        seed += 1
+        now = time.perf_counter()
+        if now - shown_at > 2.0 and sys.stderr.isatty():
+            shown_at = now
+            print(f"\r{seed - args.seed} seeds, {counts['hand-offs']} hand-offs ", end="", file=sys.stderr)
+        if args.hand_offs and counts["hand-offs"] < args.hand_offs:
+            continue
+        if seed - args.seed >= (args.seeds or 1):
+            break
+    took_s = time.perf_counter() - started
+    result = {
+        "first_seed": args.seed,
+        "seeds": seed - args.seed,
+        "events": events,
+        "hand_offs": counts["hand-offs"],
+        "hand_offs_per_s": counts["hand-offs"] / took_s,
+        "virtual_hours": virtual_s / 3600,
+        "seconds": took_s,
+        "counts": dict(sorted(counts.items())),
+        "failed_seeds": [o.seed for o in failed],
+        "broken_rules": dict(rules),
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(
+        f"{result['seeds']} seeds, {events} events, {counts['hand-offs']} hand-offs, {virtual_s / 3600:.1f} "
+        f"virtual hours in {took_s:.1f} s: {result['hand_offs_per_s']:.0f} hand-offs/s, "
+        f"{len(failed)} seeds broke an invariant"
+    )
+    return 1 if failed else 0
+
+
+def _show(seed: int, only: str, outcome: Outcome) -> None:
+    """The smallest version of a failure that can be found, its timeline and its replay command."""
+    whole = load(seed)
+    small = load(seed, only)
+    if not only:
+        small = shrink(small, outcome.rule, budget=SHRINK_RUNS)
+    told = run_scenario(small, timeline=True)
+    print(f"seed {seed} broke invariant {told.text or outcome.text}")
+    for line in told.timeline:
+        print(line)
+    for fault in small.faults:
+        print(f"  fault {fault}")
+    for wanted in small.requests[:20]:
+        print(f"  request {wanted}")
+    print(f"features: {', '.join(outcome.features)}")
+    print(f"replay: {replay_command(small, whole)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m segue.cli.sim`, the same command without the rest of segue."""
+    parser = argparse.ArgumentParser(prog="segue sim", description=__doc__)
+    add_arguments(parser)
+    return sim(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
