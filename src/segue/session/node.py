@@ -341,8 +341,14 @@ class SessionNode:
         """The session with `incarnation`, once it is open; the caller bounds the wait."""
         while (session := self._open.get(incarnation)) is None:
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._arrivals.setdefault(incarnation, []).append(arrival)
-            await arrival
+            waiting = self._arrivals.setdefault(incarnation, [])
+            waiting.append(arrival)
+            try:
+                await arrival
+            finally:
+                waiting.remove(arrival)
+                if not waiting and self._arrivals.get(incarnation) is waiting:
+                    del self._arrivals[incarnation]
         return session
 
     def _dial_failure(self, host: str, port: int, error: OSError) -> SegueError:
