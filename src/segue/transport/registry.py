@@ -102,7 +102,7 @@ def choose(ours: Mapping[str, Endpoint], theirs: Mapping[str, Endpoint]) -> str 
     return None
 
 
-class _ShmHost(msgspec.Struct):
+class _ShmHost(msgspec.Struct, frozen=True):
     """The part of `shm.ShmAddress` that says where it is; read without loading `shm`."""
 
     version: int
