@@ -1,4 +1,4 @@
-"""The one thread of `shm` that copies: a queue of jobs, each cut into slices.
+"""The threads of `shm` that copy: a queue of jobs, each cut into slices that they share.
 
 Between two slices a job looks whether it was cancelled here or its epoch ended at the receiver.
 numpy copies a two-dimensional block in one call without the interpreter's lock, so a slice costs
@@ -11,7 +11,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from segue.transport.ranges import pieces
 Then = Callable[[], None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """One write. `allowed` says whether the receiver still grants its epoch."""
 
@@ -37,11 +37,37 @@ class Job:
     target: mmap.mmap
     allowed: Callable[[], bool]
     posted: float = field(default_factory=time.perf_counter)
-    cut: SegueError | None = None
+    error: SegueError | None = None
+    active: int = 0  # threads that copy a slice of it right now
 
-    def failed(self, error: SegueError) -> WriteFailed:
-        """The event that ends this job without success."""
-        return WriteFailed(self.peer, self.epoch, self.tag, error)
+    def event(self) -> TransportEvent:
+        """The one event that ends it."""
+        if self.error is not None:
+            return WriteFailed(self.peer, self.epoch, self.tag, self.error)
+        seconds = time.perf_counter() - self.posted
+        return Written(self.peer, self.epoch, self.tag, self.nbytes, seconds)
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A job with slices that nobody has taken yet; `ahead` is the next one, None at the end."""
+
+    job: Job
+    slices: Iterator[list[CopyBlock]]
+    ahead: list[CopyBlock] | None
+
+    def take(self) -> list[CopyBlock]:
+        taken = self.ahead or []
+        self.ahead = next(self.slices, None)
+        return taken
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """What is to be said once none of `jobs` is being copied any more."""
+
+    jobs: set[Job]
+    report: Then
 
 
 def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
@@ -53,8 +79,22 @@ def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
     )
 
 
+def slices(blocks: Sequence[CopyBlock], slice_bytes: int) -> Iterator[list[CopyBlock]]:
+    """The blocks in groups of at most `slice_bytes`: one test and one lock for many small ones."""
+    group: list[CopyBlock] = []
+    size = 0
+    for piece in pieces(blocks, slice_bytes):
+        if group and size + piece.nbytes > slice_bytes:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.nbytes
+    if group:
+        yield group
+
+
 class Copier:
-    """Runs jobs in order. `emit` is called on this thread."""
+    """Runs jobs, the oldest first; threads share the slices of one. `emit` is called on them."""
 
     def __init__(
         self,
@@ -64,115 +104,139 @@ class Copier:
         *,
         slice_bytes: int,
         max_jobs: int,
+        threads: int,
     ) -> None:
         self._emit = emit
         self._on_crash = on_crash
         self._slice_bytes = slice_bytes
         self._max_jobs = max_jobs
         self._wake = threading.Condition()
-        self._jobs: deque[Job] = deque()
-        self._running: Job | None = None
-        self._after: list[Then] = []
+        self._queue: deque[_Queued] = deque()
+        self._active: set[Job] = set()
+        self._waiting: list[_Waiting] = []
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)
+        ]
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: Job) -> bool:
-        """Queue `job`; False when the queue is full or the thread is ending."""
+        """Queue `job`; False when the queue is full or the threads are ending."""
+        parts = slices(job.blocks, self._slice_bytes)
+        queued = _Queued(job, parts, next(parts, []))
         with self._wake:
-            if self._stopping or len(self._jobs) >= self._max_jobs:
+            if self._stopping or len(self._queue) >= self._max_jobs:
                 return False
-            self._jobs.append(job)
-            self._wake.notify()
+            self._queue.append(queued)
+            self._wake.notify(-(-job.nbytes // self._slice_bytes) or 1)
         return True
 
     def cancel(self, peer: str, epoch: int | None, error: SegueError, then: Then) -> Then | None:
         """End the jobs of `peer` (of `epoch`, or of all if None) with `error`, and then run `then`.
 
-        Queued jobs never start. If one of them is running, it stops at the end of its slice
-        and this thread reports; None is returned. Else the caller must run what is returned.
+        What nobody copies right now never starts again. If a slice of one is being copied, that
+        thread reports at its end and None is returned; else the caller must run what is returned.
         """
 
         def hit(job: Job) -> bool:
             return job.peer == peer and (epoch is None or job.epoch == epoch)
 
         with self._wake:
-            failed = [job for job in self._jobs if hit(job)]
+            failed = [queued.job for queued in self._queue if hit(queued.job)]
             if failed:
-                self._jobs = deque(job for job in self._jobs if not hit(job))
+                self._queue = deque(queued for queued in self._queue if not hit(queued.job))
+            active = {job for job in self._active if hit(job)}
+            for job in (*failed, *active):
+                job.error = job.error or error
+            idle = [job for job in failed if job not in active]
 
             def report() -> None:
-                for job in failed:
-                    self._emit(job.failed(error))
+                for job in idle:
+                    self._emit(job.event())
                 then()
 
-            if self._running is not None and hit(self._running):
-                self._running.cut = error
-                self._after.append(report)
+            if active:
+                self._waiting.append(_Waiting(active, report))
                 return None
         return report
 
     def stop(self, timeout_s: float) -> bool:
-        """Drop the queue, stop a running job at its next slice, end the thread. True when ended."""
+        """Drop the queue, let running slices end, end the threads. True when they have ended."""
         with self._wake:
             self._stopping = True
-            self._jobs.clear()
-            if self._running is not None:
-                self._running.cut = TransferFailed("the transport is closing")
-            self._wake.notify()
-        if threading.current_thread() is self._thread:
-            return True
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+            self._queue.clear()
+            self._wake.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(t.is_alive() for t in self._threads if t is not threading.current_thread())
 
     def _run(self) -> None:
         try:
-            while (job := self._next()) is not None:
-                event = self._copy(job)
-                with self._wake:
-                    self._running = None
-                    after, self._after = self._after, []
-                del job  # its mappings may be closed by what follows
-                self._emit(event)
-                for then in after:
-                    then()
+            while self._turn():
+                pass
         except BaseException as exc:
             with self._wake:
                 self._stopping = True
-                lost = [*([self._running] if self._running else []), *self._jobs]
-                self._jobs.clear()
-                self._running = None
+                lost = {*self._active, *(queued.job for queued in self._queue)}
+                self._queue.clear()
+                self._active.clear()
+                waiting, self._waiting = self._waiting, []
+                self._wake.notify_all()
             for job in lost:
-                self._emit(job.failed(Internal(f"the copying thread has failed: {exc!r}")))
+                job.error = Internal(f"a copying thread has failed: {exc!r}")
+                self._emit(job.event())
+            for entry in waiting:
+                entry.report()
             self._on_crash(exc)
             raise
 
-    def _next(self) -> Job | None:
+    def _turn(self) -> bool:
+        """Copy one slice, and say what ends with it. False when the copier stops."""
         with self._wake:
-            while not self._jobs and not self._stopping:
+            while not self._queue and not self._stopping:
                 self._wake.wait()
             if self._stopping:
-                return None
-            self._running = self._jobs.popleft()
-            return self._running
+                return False
+            queued = self._queue[0]
+            job, blocks = queued.job, queued.take()
+            if queued.ahead is None:
+                self._queue.popleft()
+            job.active += 1
+            self._active.add(job)
+        if job.error is None and not job.allowed():
+            job.error = TransferFailed(
+                f"epoch {job.epoch:x} is not granted by {job.peer[:8]}", retryable=False
+            )
+        if job.error is None:
+            for block in blocks:
+                copy_block(job.source, job.target, block)
+        with self._wake:
+            job.active -= 1
+            if job.error is not None and self._queue and self._queue[0].job is job:
+                self._queue.popleft()
+            idle = not job.active
+            ended = idle and not any(queued.job is job for queued in self._queue)
+            ready = self._settle(job) if idle and not ended else []
+        if ended:
+            self._emit(job.event())  # before anybody can be told that nothing is in flight
+            with self._wake:
+                ready = self._settle(job)
+        for entry in ready:
+            entry.report()
+        return True
 
-    def _copy(self, job: Job) -> TransportEvent:
-        budget = 0
-        for piece in pieces(job.blocks, self._slice_bytes):
-            if budget < piece.nbytes:
-                budget = self._slice_bytes
-                if job.cut is not None:
-                    return job.failed(job.cut)
-                if not job.allowed():
-                    return job.failed(
-                        TransferFailed(
-                            f"epoch {job.epoch:x} is not granted by {job.peer[:8]}", retryable=False
-                        )
-                    )
-            copy_block(job.source, job.target, piece)
-            budget -= piece.nbytes
-        return Written(job.peer, job.epoch, job.tag, job.nbytes, time.perf_counter() - job.posted)
+    def _settle(self, job: Job) -> list[_Waiting]:
+        """Nobody copies `job` now: who was waiting for that. Under the lock."""
+        self._active.discard(job)
+        for entry in self._waiting:
+            entry.jobs.discard(job)
+        ready = [entry for entry in self._waiting if not entry.jobs]
+        if ready:
+            self._waiting = [entry for entry in self._waiting if entry.jobs]
+        return ready
