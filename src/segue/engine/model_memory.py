@@ -13,8 +13,7 @@ def keep_freed_memory() -> None:
     """Let malloc keep what a step frees, for the next step.
 
     By default glibc gives blocks of megabytes (activations, logits) back to the kernel, and each
-    step pays for their page faults again: 6 ms of an 80 ms step at batch 16. Other C libraries are
-    left as they are.
+    step pays for their page faults again. Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

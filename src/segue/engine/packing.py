@@ -16,7 +16,8 @@ import torch
 from segue.engine.api import SequenceStep
 from segue.engine.kvpool import KVPool
 
-#: More runs than this are gathered into one copy; fewer are attended one by one (see `bench/engine.py`).
+#: More runs than this are gathered into one copy; fewer are attended one by one. A guess: each run costs
+#: a kernel call and a merge, a gather costs a pass over the KV; where they meet is not measured yet.
 MAX_RUNS = 3
 #: Rows of queries that share one mask under a sliding window: bounds the mask's memory.
 WINDOW_ROWS = 512
