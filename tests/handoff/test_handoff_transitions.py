@@ -844,8 +844,11 @@ def test_early_destinations_are_bounded_and_expire() -> None:
     assert w.prefill.exchange.next_deadline() == 3.0
     w.advance(4.0)
     assert w.prefill.exchange.sizes()["early"] == 0
-    w.from_decode(w.destination(transfer=second))
+    assert w.from_decode(w.destination(transfer=w.new_transfer())) == []
     assert w.prefill.exchange.sizes()["early"] == 1
+    late = w.open_sender(second, PROMPT)
+    assert late is not None
+    assert late.errors == [sent.message.error]
 
 
 @pytest.mark.parametrize("budget_s", [float("nan"), float("inf"), -1.0, 1e300])

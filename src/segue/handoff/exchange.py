@@ -396,6 +396,8 @@ class Exchange:
                 "limits.max_early_destinations allows"
             )
             error = self._record(OutOfCapacity(text).info, message.transfer, link.name)
+            # If the request comes after all, it fails at once for the same reason.
+            self._bury_unopened(message.transfer, error, now + limits.request_budget_s, now)
             out.append(Send(link.peer, Failed(message.transfer, error)))
             return
         # A NaN from the wire must not get into the heap: it compares as false with everything.
