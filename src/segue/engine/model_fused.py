@@ -203,7 +203,7 @@ class FusedLayer(nn.Module):
             qk = self.qk_norm(qk)
         cos, sin = step.rotation(position_embeddings, self.head_dim)
         turned = (qk * cos).addcmul_(qk.roll(self.head_dim // 2, -1), sin)
-        query, key = torch.split(turned, (self.heads, self.kv_heads), 1)
+        query, key = torch.split(turned, [self.heads, self.kv_heads], 1)
         out = step.attend(self.index, query, key, value, self.scale, self.window)
         return out.view(-1, self.heads * self.head_dim)
 
