@@ -54,7 +54,9 @@ def prompts(seed: int, count: int, longest: int) -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-def answer(made: Deployment, wanted: list[list[int]], tag: str, **sampling: object) -> list[list[int]]:
+def answer(
+    made: Deployment, wanted: list[list[int]], tag: str, count: int = COUNT, **sampling: object
+) -> list[list[int]]:
     """All prompts at once, spread over the instances at random."""
     rng = random.Random(tag)
     prefills = made.by_role(Role.PREFILL) or made.by_role(Role.UNIFIED)
@@ -62,7 +64,7 @@ def answer(made: Deployment, wanted: list[list[int]], tag: str, **sampling: obje
     for i, prompt in enumerate(wanted):
         p, d = rng.choice(prefills), rng.choice(decodes)
         made.front.submit(
-            f"{tag}{i}", prompt, p, d, max_tokens=COUNT, ignore_eos=True, **{"temperature": 0.0, **sampling}
+            f"{tag}{i}", prompt, p, d, max_tokens=count, ignore_eos=True, **{"temperature": 0.0, **sampling}
         )
     return [made.front.tokens(f"{tag}{i}") for i in range(len(wanted))]
 
@@ -141,3 +143,18 @@ def test_unequal_page_sizes_between_the_sides(folder: Callable[[str], Path]) -> 
 
     with deployment(*ONE_ONE, make_engine=make, chunk_tokens=64) as made:
         assert answer(made, asked, "r") == generate(folder("llama"), asked, COUNT)
+
+
+def test_retraction_keeps_the_tokens_equal(folder: Callable[[str], Path]) -> None:
+    asked = [[3 + (7 * i + k) % 90 for k in range(44)] for i in range(6)]
+    path = folder("llama")
+
+    def make() -> tuple[Engine, Memory]:
+        page = load_engine(path, dtype="float32", pool_bytes=2**20).spec.page_bytes
+        engine = load_engine(path, dtype="float32", pool_bytes=page * 14)
+        return engine, engine.memory
+
+    with deployment(*ONE_ONE, make_engine=make, chunk_tokens=64) as made:
+        assert answer(made, asked, "r", 60) == generate(path, asked, 60)
+        [decode] = made.by_role(Role.DECODE)
+        assert decode.role.generation.retractions > 0, "the pool was too large to need one"

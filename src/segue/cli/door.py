@@ -30,7 +30,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 record = await _first_record(registry, stop)
                 if record is None:
                     return
-                model, name = record.served_model, name or record.served_model
+                model, name = record.source or record.served_model, name or record.served_model
             try:
                 folder = await asyncio.to_thread(resolve, model, config.cache)
             except ConfigError as exc:

@@ -1,0 +1,110 @@
+"""The parts started by hand, and what a user hears who starts them wrongly."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from served import Served
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+SMALL = ("--dtype", "float32", "--kv-gib", "0.1", "--threads-per-worker", "1")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "segue.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_prefill_decode_and_frontend_by_hand(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(os.urandom(32).hex())
+    secret.chmod(0o600)
+    port = free_port()
+    url, trust = f"http://127.0.0.1:{port}", ("--secret-file", str(secret))
+    with (
+        Served(
+            "--bootstrap-port", str(port), "--model", "smollm2", *SMALL, *trust, command="prefill"
+        ) as prefill,
+        Served("--registry", url, "--model", "smollm2", *SMALL, *trust, command="decode") as decode,
+        Served("--registry", url, "--port", "0", *trust, command="frontend") as frontend,
+    ):
+        body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert "Paris" in answer.json()["choices"][0]["text"]
+        stranger = tmp_path / "other"
+        stranger.write_text("x" * 64)
+        refused = run(
+            "decode", "--registry", url, "--model", "smollm2", *SMALL, "--secret-file", str(stranger)
+        )
+        assert refused.returncode in (1, 2)
+        assert "secret" in refused.stderr
+        assert "Traceback" not in refused.stderr
+        assert httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).status_code == 200
+        for part in (frontend, decode, prefill):
+            assert part.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("serve", "--model", "/no/such/folder"), "/no/such/folder"),
+        (("serve", "--prefill", "none"), "--prefill"),
+        (("serve", "--transport", "pigeon"), "pigeon"),
+        (("decode", "--model", "smollm2"), "--registry"),
+        (("prefill", "--model", "smollm2", "--host", "0.0.0.0"), "--advertise-host"),
+        (("prefill", "--model", "smollm2", "--tp", "2"), "tp"),
+        (("frontend",), "registry"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(arguments: tuple[str, ...], text: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_broken_gguf_is_one_sentence(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + os.urandom(4096))
+    done = run("serve", "--model", str(broken), "--cache", str(tmp_path / "cache"))
+    assert done.returncode == 2
+    assert "broken.gguf" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments in (
+            ("serve", "--port", port),
+            ("prefill", "--model", "smollm2", "--bootstrap-port", port),
+        ):
+            done = run(*arguments, *SMALL)
+            assert done.returncode == 2, done.stderr
+            assert port in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_a_second_signal_ends_everything_at_once() -> None:
+    with Served(*SMALL, "--port", "0") as made:
+        body = {"model": "smollm2", "prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{made.url}/v1/completions", json=body, timeout=60) as stream:
+            next(stream.iter_lines())
+            made.stop(signals=2, within_s=10)
