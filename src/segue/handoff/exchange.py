@@ -464,6 +464,7 @@ class Exchange:
             self.counters["internal_errors"] += 1
             text = f"{type(error).__name__} in the hand-off's handler: {error}"
             machine.fail(machine.problem(Internal, text, now), now, out)
+            result = self._once_more(machine, now, out, step, args)
         if machine.epoch and (machine.peer, machine.epoch) not in self._epochs:
             self._epochs[machine.peer, machine.epoch] = machine
         if machine.ended:
@@ -473,6 +474,24 @@ class Exchange:
             machine.timer = Timer(machine.transfer, machine.deadline)
             self._deadlines.add(machine.timer)
         return result
+
+    def _once_more(
+        self,
+        machine: Machine,
+        now: float,
+        out: list[Effect],
+        step: Callable[..., bool | None],
+        args: tuple[object, ...],
+    ) -> bool | None:
+        """The event whose handler broke may have been the proof that a failed hand-off's memory waits
+        for. A proof comes only once, so the failed machine is shown it again, once."""
+        if machine.ended:
+            return True
+        try:
+            return step(*args, now, out)
+        except Exception:
+            self.counters["internal_errors"] += 1
+            return True
 
     def _forget(self, machine: Machine, now: float) -> None:
         del self._machines[machine.transfer]

@@ -39,6 +39,7 @@ class DecodeRole(Desk):
     def _admit(self, job: Job, now: float) -> None:
         if job.ticket.decode.incarnation != self.me or job.ticket.decode.dp_rank != self.dp_rank:
             raise InvalidRequest("the ticket names another decode replica")
+        self.table.check_free(job)
         receiver = self.handoffs.receiver(job.transfer)
         self.table.add(job, receiver)
         job.enter("reserve", now)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from segue.conn.handles import KVReceiver, KVSender
-from segue.core.errors import Internal
+from segue.core.errors import Internal, InvalidRequest
 from segue.core.types import TransferId
 from segue.roles.job import Job
 
@@ -38,6 +38,15 @@ class HandoffTable(Generic[HandleT]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def check_free(self, job: Job) -> None:
+        """Raises InvalidRequest if another request has this very room, attempt and pair."""
+        if job.transfer in self._entries:
+            raise InvalidRequest(
+                f"room {job.ticket.room}, attempt {job.ticket.attempt} is in use; "
+                "each request needs a room of its own",
+                room=job.ticket.room,
+            )
 
     def add(self, job: Job, handle: HandleT) -> None:
         """Raises Internal if the transfer is there already."""

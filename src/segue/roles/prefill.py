@@ -38,6 +38,7 @@ class PrefillRole(Desk):
     def _admit(self, job: Job, now: float) -> None:
         if job.ticket.prefill.incarnation != self.me or job.ticket.prefill.dp_rank != self.dp_rank:
             raise InvalidRequest("the ticket names another prefill replica")
+        self.table.check_free(job)
         sender = self.handoffs.sender(job.transfer)
         self.table.add(job, sender)
         job.enter("bootstrap", now)

@@ -38,7 +38,7 @@ class Deployment:
         self.calls: dict[str, Call] = {}
         self.rooms: dict[int, Call] = {}
         self.healed_at = 0.0
-        self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay", "mismatch"}
+        self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay"}
         self.allowed_codes = _allowed(scenario)
         self.checks = Checks(self)
         self.by_incarnation: dict[Incarnation, Process] = {}
@@ -412,7 +412,7 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
         found.add(code.INTERNAL)
     if features & {"drain"}:
         found.add(code.DRAINING)
-    if features & {"small pools", "bad request", "squeeze"} or scenario.max_early < 64:
+    if features:
         found |= {code.OUT_OF_CAPACITY, code.TRANSFER_FAILED}
     if features & {"squeeze", "small pools", "short deadline"}:
         found.add(code.DEADLINE_EXCEEDED)

@@ -81,8 +81,12 @@ class NodeFaults:
         def run(machine: Any, now: float, out: Any, step: Any, *args: Any, local: bool = False) -> Any:
             exchange._run = normal
 
-            def broken(*_args: Any) -> None:
-                raise RuntimeError("injected into a handler")
+            calls = iter((True,))
+
+            def broken(*given: Any) -> Any:
+                if next(calls, False):
+                    raise RuntimeError("injected into a handler")
+                return step(*given)
 
             return normal(machine, now, out, broken, *args, local=local)
 

@@ -111,6 +111,11 @@ class Checks:
             if phase is not None and not phase.terminal:
                 raise Violation("18", f"{node.name} was told to end {own} and did not", (own.room,))
 
+    def is_over(self, node: KVNode, event: Any) -> bool:
+        """Whether the hand-off that `event` speaks of has ended here and let everything go."""
+        half = self.halves.get((node.me, getattr(event, "transfer", None)))  # type: ignore[arg-type]
+        return half is not None and half.released_at is not None
+
     def _half(self, node: KVNode, transfer: TransferId) -> Half:
         half = self.halves.get((node.me, transfer))
         if half is None:
@@ -122,12 +127,14 @@ class Checks:
         half = self.halves.get(key)
         room = (effect.transfer.room,)
         if effect.phase is KVPoll.BOOTSTRAPPING:
-            if half is not None:
+            # A tombstone lives as long as anything of the first life can be under way, no longer.
+            until_s = 0.85 * self.deployment.timing.silence_s
+            if half is not None and (half.ended_at is None or self.world.now < half.ended_at + until_s):
                 raise Violation("1", f"a second half of {effect.transfer} on {node.name}", room)
             half = self.halves[key] = self.open[key] = Half(node, self.world.now)
             if node.spec.role is Role.DECODE:
                 self.deployment.counts["hand-offs"] += 1
-        elif half is None:
+        if half is None:
             raise Violation("1", f"a phase of {effect.transfer}, which {node.name} never opened", room)
         if effect.phase not in NEXT[half.phase]:
             raise Violation(

@@ -165,7 +165,7 @@ def make_scenario(seed: int) -> Scenario:
         requests=[],
         busy_s=busy_s,
         max_queue=rng.choice((16, 64, 256)) if "small pools" in features else 512,
-        max_early=rng.choice((2, 8, 64)),
+        max_early=rng.choice((2, 8, 64)) if "small pools" in features else 1024,
     )
     scenario.requests = _requests(rng, scenario, requests, gap_s)
     scenario.faults = _faults(rng, scenario)

@@ -1,0 +1,35 @@
+"""Two requests with one room: the second is the client's mistake, and the first does not notice."""
+
+from __future__ import annotations
+
+import pytest
+from pair import FRONT, VOCAB, Node, Pair
+
+from segue.core.control import Submit
+from segue.core.errors import ErrorCode
+from segue.core.request import Request, SamplingParams, Ticket
+from segue.core.types import Placement
+from segue.sim.engine import reference
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_room_in_use_is_an_invalid_request_and_not_a_bug(side: str) -> None:
+    pair = Pair()
+    sampling = pair.submit("first", [1, 2, 3], 4)
+    pair.pump()
+    node: Node = getattr(pair, side)
+    ticket = Ticket(
+        room=pair.rooms,
+        attempt=0,
+        prefill=Placement(pair.prefill.me),
+        decode=Placement(pair.decode.me),
+        budget_s=50.0,
+    )
+    request = Request(request_id="second", prompt=[4, 5], sampling=SamplingParams(max_tokens=2))
+    node.role.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    pair.run()
+    [error] = [o.error for o in pair.outputs["second"] if o.error is not None]
+    assert error.code is ErrorCode.INVALID_REQUEST
+    assert "room of its own" in error.text
+    assert pair.tokens("first") == reference([1, 2, 3], sampling, VOCAB, 4)
+    pair.at_rest()
