@@ -139,10 +139,9 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     drained = []
 
     def hold(effect: api.Effect) -> bool:
-        held = isinstance(effect, api.PostWrite) or (
+        return isinstance(effect, api.PostWrite) or (
             isinstance(effect, api.Fence) and effect.transfer.prefill == pair.prefill.me and not drained
         )
-        return held
 
     pair.lose = hold
     pair.submit("r", list(range(40)), 4)

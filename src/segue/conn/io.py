@@ -72,6 +72,7 @@ class IoThread:
             return
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result(10)
+            asyncio.run_coroutine_threadsafe(self.loop.shutdown_default_executor(), self.loop).result(10)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(10)
         self.loop.close()
