@@ -90,14 +90,17 @@ class IoLoop:
         return threading.current_thread() is self._thread
 
     def stop(self, last: Call, timeout_s: float) -> bool:
-        """Run `last` on the thread as its last call, end it and free its descriptors.
+        """Run `last` on the thread as its last call (here, if the thread has crashed) and end it.
 
         False when the thread did not end within `timeout_s` (it then still owns them). On the
         loop's own thread it runs `last` now and the loop ends when the callback returns.
         """
 
+        ran = False
+
         def end() -> None:
-            self._running = False
+            nonlocal ran
+            self._running, ran = False, True
             last()
 
         if self.inside():
@@ -106,7 +109,11 @@ class IoLoop:
         self.post(end)
         self._wake()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        if not ran:  # the thread had crashed before; nobody else uses its things now
+            end()
+        return True
 
     def _run(self) -> None:
         try:

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from conformance_harness import Pair, PeerProcess, until
+
+from segue.transport.registry import NAMES, OK, available
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test that takes `name` runs for every transport; one that cannot work here says why."""
+    if "name" in metafunc.fixturenames:
+        reasons = available()
+        metafunc.parametrize(
+            "name",
+            [
+                pytest.param(
+                    name, marks=[] if reasons[name] == OK else pytest.mark.skip(f"{name}: {reasons[name]}")
+                )
+                for name in NAMES
+            ],
+        )
+
+
+def _descriptors() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # the listing's own
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After each test: no thread, no descriptor and no mapping of a pool more than before."""
+    gc.collect()
+    threads, descriptors = set(threading.enumerate()), _descriptors()
+    yield
+    gc.collect()
+    until(lambda: set(threading.enumerate()) <= threads, f"threads left: {threading.enumerate()}")
+    assert _descriptors() == descriptors
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        assert not [line for line in maps if "memfd:segue" in line]
+
+
+@pytest.fixture
+def pair(name: str) -> Iterator[Callable[..., Pair]]:
+    """Makes connected pairs of the transport and closes them."""
+    pairs: list[Pair] = []
+
+    def make(nbytes: int, target_bytes: int | None = None) -> Pair:
+        pairs.append(Pair(name, nbytes, target_bytes))
+        return pairs[-1]
+
+    yield make
+    for made in pairs:
+        made.close()
+
+
+@pytest.fixture
+def peer(name: str) -> Iterator[Callable[[str, int], PeerProcess]]:
+    """Starts processes that hold the other side, and ends them."""
+    if name == "fake":
+        pytest.skip("fake moves no byte between processes")
+    peers: list[PeerProcess] = []
+
+    def start(me: str, nbytes: int) -> PeerProcess:
+        peers.append(PeerProcess(name, me, nbytes))
+        return peers[-1]
+
+    yield start
+    for made in peers:
+        made.close()

@@ -1,0 +1,68 @@
+"""A transport in a process of its own: commands in and events out, one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+
+import msgspec
+import numpy as np
+
+from segue.core.errors import SegueError
+from segue.layout.blocks import CopyBlock
+from segue.transport.base import Endpoint, TransportEvent
+from segue.transport.memory import allocate
+from segue.transport.registry import create
+
+_lock = threading.Lock()
+
+
+def say(**line: object) -> None:
+    with _lock:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+def sink(event: TransportEvent) -> None:
+    fields = {k: getattr(event, k) for k in ("peer", "epoch", "tag", "proven") if k in event.__slots__}
+    say(event=type(event).__name__, **fields)
+
+
+def main(name: str, me: str, nbytes: int) -> None:
+    memory = allocate(nbytes)
+    transport = create(name, sink, me=me)
+    say(endpoint=msgspec.json.encode(transport.register(memory)).decode())
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command["do"]:
+            case "connect":
+                try:
+                    endpoint = msgspec.json.decode(command["endpoint"], type=Endpoint)
+                    transport.connect(command["peer"], endpoint, 5)
+                    say(connect="ok")
+                except SegueError as exc:
+                    say(connect=str(exc))
+            case "grant":
+                transport.grant(command["peer"], command["epoch"])
+                say(grant="ok")
+            case "fence":
+                transport.fence(command["peer"], command["epoch"])
+            case "fill":
+                np.frombuffer(memory.buffer, np.uint8)[:] = command["byte"]
+                say(fill="ok")
+            case "write":
+                block = CopyBlock(*command["block"])
+                for tag in range(command.get("times", 1)):
+                    transport.write(command["peer"], command["epoch"], tag, [block])
+                say(write="ok")
+            case "count":
+                say(count=int(np.count_nonzero(np.frombuffer(memory.buffer, np.uint8) == command["byte"])))
+            case "vanish":
+                os._exit(0)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

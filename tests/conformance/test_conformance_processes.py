@@ -1,0 +1,126 @@
+"""The same rooms with the other side in another process, which is killed at the worst moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from conformance_harness import PeerProcess, Side, until
+
+from segue.layout.blocks import CopyBlock
+from segue.transport.base import PeerGone, WriteFailed, Written
+from segue.transport.fake import FakeNet
+
+MiB = 2**20
+Peers = Callable[[str, int], PeerProcess]
+
+
+@pytest.fixture
+def side(name: str) -> Iterator[Callable[[str, int], Side]]:
+    sides: list[Side] = []
+
+    def make(me: str, nbytes: int) -> Side:
+        sides.append(Side(name, me, nbytes, FakeNet()))
+        return sides[-1]
+
+    yield make
+    for made in sides:
+        made.close()
+
+
+def join(writer: PeerProcess, reader: Side) -> None:
+    endpoint = msgspec.json.encode(reader.endpoint).decode()
+    assert writer.ask("connect", peer=reader.me, endpoint=endpoint)["connect"] == "ok"
+
+
+def test_writes_from_another_process(peer: Peers, side: Callable[[str, int], Side]) -> None:
+    reader, writer = side("bbbb/0", 8 * MiB), peer("aaaa/0", 8 * MiB)
+    join(writer, reader)
+    writer.ask("fill", byte=5)
+    reader.transport.grant(writer.me, 3)
+    writer.tell("write", peer=reader.me, epoch=3, block=[0, 4096, 60, 100, 200, 300])
+    assert writer.wait("event")["event"] == "Written"
+    assert np.count_nonzero(reader.array) == 6000
+    assert (reader.array[4096 : 4096 + 100] == 5).all()
+
+
+def test_writes_into_another_process(peer: Peers, side: Callable[[str, int], Side]) -> None:
+    writer, reader = side("aaaa/0", 8 * MiB), peer("bbbb/0", 8 * MiB)
+    writer.array[:] = 6
+    writer.transport.connect(reader.me, reader.endpoint, 5)
+    reader.ask("grant", peer=writer.me, epoch=3)
+    writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 17, 1, 5 * MiB)])
+    assert isinstance(writer.outcome(3, 1), Written)
+    assert reader.ask("count", byte=6)["count"] == 5 * MiB
+    writer.transport.write(reader.me, 3, 2, [CopyBlock(0, 8 * MiB - 1, 1, 2)])
+    assert isinstance(writer.outcome(3, 2), WriteFailed)
+    assert reader.ask("count", byte=6)["count"] == 5 * MiB
+
+
+def test_a_writer_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Side]) -> None:
+    """`PeerGone(proven=True)`, and from then on not one byte changes."""
+    reader, writer = side("bbbb/0", 256 * MiB), peer("aaaa/0", 256 * MiB)
+    join(writer, reader)
+    writer.ask("fill", byte=5)
+    reader.transport.grant(writer.me, 3)
+    writer.tell("write", peer=reader.me, epoch=3, block=[0, 0, 1, 256 * MiB], times=50)
+    until(lambda: bool(reader.array[0] == 5), "the first byte never landed")
+    writer.kill()
+    gone = reader.take(PeerGone, proven=True)
+    assert gone.peer == writer.me
+    reader.array[:] = 0
+    assert reader.fence(writer.me, 3).proven
+    assert not reader.array.any()
+
+
+def test_a_reader_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Side]) -> None:
+    writer, reader = side("aaaa/0", 256 * MiB), peer("bbbb/0", 256 * MiB)
+    writer.transport.connect(reader.me, reader.endpoint, 5)
+    reader.ask("grant", peer=writer.me, epoch=3)
+    for tag in range(20):
+        writer.transport.write(reader.me, 3, tag, [CopyBlock(0, 0, 1, 256 * MiB)])
+    writer.outcome(3, 0)
+    reader.kill()
+    writer.take(PeerGone, peer=reader.me)
+    ends = [writer.outcome(3, tag) for tag in range(20)]
+    assert isinstance(ends[-1], WriteFailed)
+    writer.fence(reader.me, 3)
+
+
+def test_an_idle_peer_that_dies_is_noticed(peer: Peers, side: Callable[[str, int], Side]) -> None:
+    reader, writer = side("bbbb/0", MiB), peer("aaaa/0", MiB)
+    join(writer, reader)
+    writer.tell("vanish")
+    assert reader.take(PeerGone, peer=writer.me).proven
+    assert reader.fence(writer.me, 1).proven
+
+
+def test_a_paused_writer_cannot_write_after_the_abort(peer: Peers, side: Callable[[str, int], Side]) -> None:
+    """Stopped in mid-write, fenced, continued: its late write fails; memory is quiet once proven."""
+    reader, writer = side("bbbb/0", 256 * MiB), peer("aaaa/0", 256 * MiB)
+    join(writer, reader)
+    writer.ask("fill", byte=5)
+    reader.transport.grant(writer.me, 3)
+    writer.tell("write", peer=reader.me, epoch=3, block=[0, 0, 1, 256 * MiB], times=4)
+    until(lambda: bool(reader.array[0] == 5), "the first byte never landed")
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    try:
+        proven = reader.fence(writer.me, 3).proven
+        if proven:
+            reader.array[:] = 0
+    finally:
+        os.kill(writer.process.pid, signal.SIGCONT)
+    writer.tell("fence", peer=reader.me, epoch=3)
+    while (line := writer.wait("event"))["event"] != "Fenced":
+        assert line["event"] in ("Written", "WriteFailed")
+    assert line["proven"] is True
+    if not proven:  # the writer's word is the proof
+        reader.array[:] = 0
+    writer.tell("write", peer=reader.me, epoch=3, block=[0, 0, 1, MiB])
+    assert writer.wait("event")["event"] == "WriteFailed"
+    assert not reader.array.any()
+    assert writer.process.poll() is None

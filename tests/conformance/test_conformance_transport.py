@@ -1,0 +1,395 @@
+"""One suite that every transport passes: bytes, epochs, fences, refusals and leaks, in one process."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from conformance_harness import Pair, Side, content, each_token
+
+from segue.core.errors import ConfigError, PeerRefused, SegueError
+from segue.core.types import RankCoord
+from segue.layout.blocks import CopyBlock
+from segue.layout.spec import KVShape, PoolSpec
+from segue.transport.base import Endpoint, Fenced, PeerGone, WriteFailed, Written
+from segue.transport.fake import FakeNet
+
+MiB = 2**20
+Pairs = Callable[..., Pair]
+
+
+def fill(side: Side, seed: int = 1) -> None:
+    side.array[:] = np.random.default_rng(seed).integers(1, 256, side.memory.nbytes, np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 4096, 65537, 3 * MiB + 5])
+def test_one_range(pair: Pairs, nbytes: int) -> None:
+    p = pair(4 * MiB, 5 * MiB)
+    fill(p.writer)
+    p.grant(3)
+    done = p.move(3, 1, CopyBlock(11, MiB + 13, 1, nbytes))
+    assert isinstance(done, Written)
+    assert (done.peer, done.nbytes) == (p.reader.me, nbytes)
+    expected = np.zeros(5 * MiB, np.uint8)
+    expected[MiB + 13 : MiB + 13 + nbytes] = p.writer.array[11 : 11 + nbytes]
+    assert np.array_equal(p.reader.array, expected)
+
+
+def test_the_first_and_the_last_byte(pair: Pairs) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.grant(3)
+    assert isinstance(p.move(3, 1, CopyBlock(MiB - 1, 0, 1, 1), CopyBlock(0, MiB - 1, 1, 1)), Written)
+    assert (p.reader.array[0], p.reader.array[-1]) == (p.writer.array[-1], p.writer.array[0])
+    assert np.count_nonzero(p.reader.array) == 2
+
+
+def test_nothing_to_move_is_written(pair: Pairs) -> None:
+    p = pair(MiB)
+    p.grant(3)
+    assert isinstance(p.move(3, 1), Written)
+    assert isinstance(p.move(3, 2, CopyBlock(0, 0, 0, 100), CopyBlock(0, 0, 100, 0)), Written)
+
+
+def test_thousands_of_ranges(pair: Pairs) -> None:
+    p = pair(4 * MiB)
+    fill(p.writer)
+    p.grant(3)
+    rng = random.Random(5)
+    blocks, expected = [], np.zeros(4 * MiB, np.uint8)
+    for cell in rng.sample(range(4 * MiB // 512), 6000):
+        source, length = rng.randrange(4 * MiB - 512), rng.randrange(1, 513)
+        blocks.append(CopyBlock(source, cell * 512, 1, length))
+        expected[cell * 512 : cell * 512 + length] = p.writer.array[source : source + length]
+    done = p.move(3, 1, *blocks)
+    assert isinstance(done, Written)
+    assert done.nbytes == sum(b.nbytes for b in blocks)
+    assert np.array_equal(p.reader.array, expected)
+
+
+def test_a_block_of_very_many_rows_of_one_byte(pair: Pairs) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.grant(3)
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 100_000, 1, 3, 7)), Written)
+    assert np.array_equal(p.reader.array[:700_000:7], p.writer.array[:300_000:3])
+    assert np.count_nonzero(p.reader.array) == 100_000
+
+
+def test_exact_bytes_of_a_hand_off(pair: Pairs) -> None:
+    """Content = f(room, layer, token, head), from pages of one pool into other pages of another."""
+    shape = KVShape(layers=4, kv_heads=3, k_dim=8, v_dim=8, dtype="bfloat16", item_bytes=2)
+    source = PoolSpec(shape=shape, coord=RankCoord(), page_tokens=16, pages=40, layer_count=4, head_count=3)
+    target = msgspec.structs.replace(source, pages=64)
+    p = pair(source.nbytes, target.nbytes)
+    rng = random.Random(3)
+    tokens, taken_source, taken_target = 90, rng.sample(range(40), 18), rng.sample(range(64), 18)
+    rooms = [
+        (room, taken_source[6 * i : 6 * i + 6], taken_target[6 * i : 6 * i + 6])
+        for i, room in enumerate((5, 6, 7))
+    ]
+    for room, pages, into in rooms:
+        for layer, value, token, at, nbytes in each_token(source, pages, tokens):
+            p.writer.array[at : at + nbytes] = content(source, room, layer, value, token)
+        page = 16 * source.k_token_bytes
+        p.grant(room)
+        p.write(
+            room,
+            0,
+            *(
+                CopyBlock(a * page, b * page, 8, page, source.pages * page, target.pages * page)
+                for a, b in zip(pages, into, strict=True)
+            ),
+        )
+    for room, _, into in rooms:
+        assert isinstance(p.writer.outcome(room, 0), Written)
+        for layer, value, token, at, nbytes in each_token(target, into, tokens):
+            assert np.array_equal(
+                p.reader.array[at : at + nbytes], content(target, room, layer, value, token)
+            )
+    untouched = set(range(64)) - set(taken_target)
+    for _, _, _, at, nbytes in each_token(target, sorted(untouched), 16 * len(untouched)):
+        assert not p.reader.array[at : at + nbytes].any()
+
+
+def test_one_gibibyte(pair: Pairs) -> None:
+    p = pair(1024 * MiB)
+    words = p.writer.array.view(np.uint64)
+    words[:] = np.arange(len(words), dtype=np.uint64)
+    del words
+    p.grant(3)
+    done = p.move(3, 1, CopyBlock(0, 0, 1, 1024 * MiB))
+    assert isinstance(done, Written)
+    assert done.nbytes == 2**30
+    assert np.array_equal(p.reader.array, p.writer.array)
+
+
+def test_concurrent_writes_of_many_hand_offs(pair: Pairs) -> None:
+    p = pair(8 * MiB)
+    fill(p.writer)
+    cells = 8 * 32
+    cell = 8 * MiB // cells
+
+    def run(worker: int) -> None:
+        for i in range(32):
+            at = (worker * 32 + i) * cell
+            p.write(100 + worker, i, CopyBlock(at, at, 16, cell // 32, cell // 16, cell // 16))
+
+    for worker in range(8):
+        p.grant(100 + worker)
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for worker in range(8):
+        for i in range(32):
+            assert isinstance(p.writer.outcome(100 + worker, i), Written)
+    written = p.reader.array.reshape(-1, 2, cell // 32)
+    assert np.array_equal(written[:, 0], p.writer.array.reshape(-1, 2, cell // 32)[:, 0])
+    assert not written[:, 1].any()
+
+
+def test_both_ways_at_once(pair: Pairs) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.reader.transport.connect(p.writer.me, p.writer.endpoint, 5)
+    p.grant(3)
+    p.writer.transport.grant(p.reader.me, 4)
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 1000)), Written)
+    p.reader.transport.write(p.writer.me, 4, 9, [CopyBlock(0, MiB - 1000, 1, 1000)])
+    assert isinstance(p.reader.outcome(4, 9), Written)
+    assert np.array_equal(p.writer.array[-1000:], p.writer.array[:1000])
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        CopyBlock(0, MiB - 10, 1, 11),
+        CopyBlock(MiB - 10, 0, 1, 11),
+        CopyBlock(0, 0, 3, 100, 100, MiB // 2),
+        CopyBlock(0, 0, 3, 100, MiB // 2, 100),
+        CopyBlock(-1, 0, 1, 10),
+        CopyBlock(0, -1, 1, 10),
+        CopyBlock(0, 2**63, 1, 10),
+        CopyBlock(0, 0, 2, 100, 100, 50),
+        CopyBlock(0, 0, 2**40, 1, 0, 1),
+        CopyBlock(0, 100, -1, 10),
+    ],
+)
+def test_outside_either_memory_is_refused_before_a_byte_moves(pair: Pairs, bad: CopyBlock) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.grant(3)
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 5000), bad), WriteFailed)
+    assert not p.reader.array.any()
+    assert isinstance(p.move(3, 2, CopyBlock(0, 0, 1, 5000)), Written)
+
+
+def test_an_epoch_that_was_not_granted_does_not_land(pair: Pairs) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.grant(3)
+    p.reader.transport.grant("cccc/0", 4)
+    for epoch in (4, 5):
+        assert isinstance(p.move(epoch, 1, CopyBlock(0, 0, 1, 5000)), WriteFailed)
+    assert not p.reader.array.any()
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 5000)), Written)
+
+
+def test_lesson_06_a_late_write_after_an_abort_does_not_land(pair: Pairs) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.grant(3)
+    p.grant(4)
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 100)), Written)
+    fenced = p.reader.fence(p.writer.me, 3)
+    assert isinstance(p.move(3, 2, CopyBlock(0, 4096, 1, 100)), WriteFailed)
+    assert not p.reader.array[100:].any()
+    assert fenced.peer == p.writer.me
+    assert isinstance(p.move(4, 3, CopyBlock(0, 8192, 1, 100)), Written)  # others are not touched
+
+
+def test_lesson_07_an_epoch_ended_at_the_writer_starts_nothing(pair: Pairs) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.grant(3)
+    assert p.writer.fence(p.reader.me, 3).proven
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 100)), WriteFailed)
+    assert not p.reader.array.any()
+
+
+def test_fence_is_idempotent_and_answers_for_the_unknown(pair: Pairs) -> None:
+    p = pair(MiB)
+    p.grant(3)
+    for side, peer in ((p.writer, p.reader.me), (p.reader, p.writer.me), (p.writer, "cccc/0")):
+        side.fence(peer, 3)
+        side.fence(peer, 3)
+        side.fence(peer, 99)
+        assert len([e for e in side.log if isinstance(e, Fenced) and e.peer == peer]) == 3
+
+
+def test_a_write_to_a_stranger_fails(pair: Pairs) -> None:
+    p = pair(MiB)
+    p.writer.transport.write("cccc/0", 3, 1, [CopyBlock(0, 0, 1, 1)])
+    failed = p.writer.outcome(3, 1)
+    assert isinstance(failed, WriteFailed)
+    assert failed.peer == "cccc/0"
+
+
+def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
+    p = pair(MiB)
+    stranger = Side(name, "cccc/0", MiB, p.net)
+    try:
+        address = msgspec.msgpack.decode(p.reader.endpoint.data)
+        address["key"] = bytes(len(address["key"]))
+        forged = Endpoint(name, MiB, msgspec.msgpack.encode(address))
+        with pytest.raises(PeerRefused, match="wrong key"):
+            stranger.transport.connect(p.reader.me, forged, 5)
+        p.reader.transport.grant(stranger.me, 3)
+        stranger.transport.write(p.reader.me, 3, 1, [CopyBlock(0, 0, 1, 1)])
+        assert isinstance(stranger.outcome(3, 1), WriteFailed)
+        stranger.transport.connect(p.reader.me, p.reader.endpoint, 5)
+        stranger.transport.write(p.reader.me, 3, 2, [CopyBlock(0, 0, 1, 1)])
+        assert isinstance(stranger.outcome(3, 2), Written)
+    finally:
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", msgspec.msgpack.encode({"version": 1}), msgspec.msgpack.encode([1])]
+)
+def test_an_unreadable_endpoint_is_refused(name: str, pair: Pairs, data: bytes) -> None:
+    p = pair(MiB)
+    with pytest.raises(PeerRefused):
+        p.writer.transport.connect("cccc/0", Endpoint(name, MiB, data), 5)
+
+
+def test_another_version_or_transport_is_refused(name: str, pair: Pairs) -> None:
+    p = pair(MiB)
+    address = msgspec.msgpack.decode(p.reader.endpoint.data)
+    newer = msgspec.msgpack.encode({**address, "version": 2})
+    for endpoint in (Endpoint(name, MiB, newer), Endpoint("other", MiB, p.reader.endpoint.data)):
+        with pytest.raises(PeerRefused):
+            p.writer.transport.connect("cccc/0", endpoint, 5)
+
+
+def test_connect_is_idempotent_and_fails_when_nobody_listens(name: str, pair: Pairs) -> None:
+    p = pair(MiB)
+    p.writer.transport.connect(p.reader.me, p.reader.endpoint, 5)
+    gone = Side(name, "cccc/0", MiB, p.net)
+    gone.close()
+    with pytest.raises(SegueError):
+        p.writer.transport.connect("cccc/0", gone.endpoint, 5)
+    p.grant(3)
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 1)), Written)
+
+
+def test_one_memory_once(pair: Pairs) -> None:
+    p = pair(MiB)
+    with pytest.raises(ConfigError):
+        p.writer.transport.register(p.writer.memory)
+
+
+# ---- fences and ends while bytes move ----------------------------------------------------------------
+
+
+def test_cancel_in_flight_at_the_writer(pair: Pairs) -> None:
+    """After `Fenced` at the writer nothing changes at the destination, whatever the source becomes."""
+    p = pair(32 * MiB)
+    p.writer.array[:] = 1
+    p.grant(3)
+    p.grant(4)
+    for tag in range(16):
+        p.write(3, tag, CopyBlock(0, 0, 1, 32 * MiB))
+    p.write(4, 0, CopyBlock(0, 0, 1, 10))
+    assert p.writer.fence(p.reader.me, 3).proven
+    ends = [p.writer.outcome(3, tag) for tag in range(16)]
+    fenced = next(i for i, e in enumerate(p.writer.log) if isinstance(e, Fenced))
+    told = [i for i, e in enumerate(p.writer.log) if isinstance(e, Written | WriteFailed) and e.epoch == 3]
+    assert len(told) == len(ends) == 16
+    assert max(told) < fenced
+    assert isinstance(p.writer.outcome(4, 0), Written)
+    p.writer.array[:] = 2
+    assert not (p.reader.array == 2).any()
+
+
+def test_fence_in_flight_at_the_receiver(pair: Pairs) -> None:
+    """If the receiver's fence is proven, no byte lands after it, while a write is running."""
+    p = pair(64 * MiB)
+    p.writer.array[:] = 1
+    p.grant(3)
+    for tag in range(8):
+        p.write(3, tag, CopyBlock(0, 0, 1, 64 * MiB))
+    if p.reader.fence(p.writer.me, 3).proven:
+        p.reader.array[:] = 0
+    else:  # one-sided: the writer's own fence is the proof
+        assert p.writer.fence(p.reader.me, 3).proven
+        p.reader.array[:] = 0
+    ends = [p.writer.outcome(3, tag) for tag in range(8)]
+    assert isinstance(ends[-1], WriteFailed) or p.writer.transport.name == "fake"
+    assert not p.reader.array.any()
+
+
+def test_close_of_the_writer_in_flight_is_a_proof_for_the_receiver(pair: Pairs) -> None:
+    p = pair(64 * MiB)
+    p.writer.array[:] = 1
+    p.grant(3)
+    for tag in range(8):
+        p.write(3, tag, CopyBlock(0, 0, 1, 64 * MiB))
+    p.writer.transport.close()
+    told = len(p.writer.log)
+    gone = p.reader.take(PeerGone)
+    assert (gone.peer, gone.proven) == (p.writer.me, True)
+    p.reader.array[:] = 0
+    assert p.reader.fence(p.writer.me, 3).proven
+    assert not p.reader.array.any()
+    assert len(p.writer.log) == told  # no event after close
+
+
+def test_close_of_the_receiver_in_flight_fails_the_writes(pair: Pairs) -> None:
+    p = pair(16 * MiB)
+    p.grant(3)
+    for tag in range(8):
+        p.write(3, tag, CopyBlock(0, 0, 1, 16 * MiB))
+    p.reader.transport.close()
+    p.writer.take(PeerGone, peer=p.reader.me)
+    for tag in range(8):
+        p.writer.outcome(3, tag)
+    assert isinstance(p.move(3, 99, CopyBlock(0, 0, 1, 1)), WriteFailed)
+
+
+def test_close_is_idempotent_and_ends_everything(name: str) -> None:
+    side = Side(name, "aaaa/0", MiB, FakeNet())
+    side.transport.close()
+    side.transport.close()
+    side.transport.grant("bbbb/0", 1)
+    side.transport.fence("bbbb/0", 1)
+    with pytest.raises(SegueError):
+        side.transport.connect("bbbb/0", side.endpoint, 1)
+    assert side.log == []
+    side.memory.close()
+
+
+def test_lesson_09_the_next_peer_of_the_same_name_works(name: str, pair: Pairs) -> None:
+    p = pair(MiB)
+    fill(p.writer)
+    p.writer.transport.close()
+    p.reader.take(PeerGone)
+    again = Side(name, p.writer.me, MiB, p.net)
+    try:
+        again.array[:] = 9
+        again.transport.connect(p.reader.me, p.reader.endpoint, 5)
+        p.grant(8)
+        again.transport.write(p.reader.me, 8, 1, [CopyBlock(0, 0, 1, 77)])
+        assert isinstance(again.outcome(8, 1), Written)
+        assert np.count_nonzero(p.reader.array == 9) == 77
+    finally:
+        again.close()

@@ -1,0 +1,297 @@
+"""The small rooms under the transports: registry, handshake, fake, ranges, loop, books."""
+
+from __future__ import annotations
+
+import threading
+
+import msgspec
+import pytest
+
+from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferFailed
+from segue.layout.blocks import CopyBlock
+from segue.transport import handshake, ranges
+from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.epochs import Ended, Grants
+from segue.transport.fake import FakeNet, FakeTransport
+from segue.transport.ioloop import IoLoop
+from segue.transport.memory import allocate
+from segue.transport.registry import NAMES, OK, available, choose, create
+
+# ---- registry ------------------------------------------------------------------------------------
+
+
+def test_an_unknown_transport_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="fake, shm, tcp, nixl, mooncake, mori, ascend, cuda_ipc"):
+        create("carrier-pigeon", lambda _e: None, me="a/0")
+
+
+def test_one_that_cannot_be_used_says_why() -> None:
+    assert set(available()) == set(NAMES)
+    assert available()["shm"] == available()["tcp"] == available()["fake"] == OK
+    with pytest.raises(ConfigError, match="cannot be used here"):
+        create("nixl", lambda _e: None, me="a/0")
+
+
+def _shm(host: str, version: int = 1) -> Endpoint:
+    data = msgspec.msgpack.encode({"version": version, "name": b"x", "key": b"k", "host": host})
+    return Endpoint("shm", 1, data)
+
+
+def test_auto_chooses_shm_on_one_host_and_tcp_between_hosts() -> None:
+    tcp = Endpoint("tcp", 1, b"")
+    fake = Endpoint("fake", 1, b"")
+    here, there = {"shm": _shm("h1"), "tcp": tcp}, {"shm": _shm("h2"), "tcp": tcp}
+    assert choose(here, here) == "shm"
+    assert choose(here, there) == choose(there, here) == "tcp"
+    assert choose({"shm": _shm("h1")}, {"shm": _shm("h2")}) is None
+    assert choose(here, {"shm": _shm("h1", version=2), "tcp": tcp}) == "tcp"
+    assert choose(here, {"shm": Endpoint("shm", 1, b"\xc1"), "tcp": tcp}) == "tcp"
+    assert choose({"fake": fake}, {"fake": fake, "tcp": tcp}) == "fake"
+    assert choose({"tcp": tcp}, {"shm": _shm("h1")}) is None
+
+
+def test_real_endpoints_of_this_host_choose_shm() -> None:
+    memory = allocate(4096)
+    sides = []
+    for me in ("a/0", "b/0"):
+        made = {name: create(name, lambda _e: None, me=me) for name in ("shm", "tcp")}
+        sides.append((made, {name: t.register(memory) for name, t in made.items()}))
+    assert choose(sides[0][1], sides[1][1]) == "shm"
+    for made, _ in sides:
+        for transport in made.values():
+            transport.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("name", ["fake", "shm", "tcp"])
+@pytest.mark.parametrize("me", ["", "ä/0", "a\n/0", "x" * 200])
+def test_a_name_that_cannot_travel_is_refused(name: str, me: str) -> None:
+    with pytest.raises(ConfigError):
+        create(name, lambda _e: None, me=me)
+
+
+# ---- handshake -----------------------------------------------------------------------------------
+
+
+def _hello() -> handshake.Hello:
+    return handshake.Hello("aaaa/0", b"g" * 16, 1, 4)
+
+
+def test_both_ends_prove_the_key_and_it_never_travels() -> None:
+    key = handshake.new_key()
+    listener, writer = handshake.Listener(key), handshake.Writer(key, _hello())
+    frames = [listener.challenge()]
+    frames.append(writer.respond(frames[0]))
+    hello, verdict = listener.accept(frames[1])
+    writer.finish(verdict)
+    assert hello == _hello()
+    assert all(key not in frame for frame in (*frames, verdict))
+
+
+def test_a_recorded_answer_is_worthless_for_another_challenge() -> None:
+    key = handshake.new_key()
+    writer = handshake.Writer(key, _hello())
+    recorded = writer.respond(handshake.Listener(key).challenge())
+    with pytest.raises(PeerRefused, match="wrong key"):
+        handshake.Listener(key).accept(recorded)
+
+
+def test_each_flipped_bit_is_refused() -> None:
+    key = handshake.new_key()
+    listener, writer = handshake.Listener(key), handshake.Writer(key, _hello())
+    good = writer.respond(listener.challenge())
+    for i in range(len(good)):
+        bad = bytearray(good)
+        bad[i] ^= 1
+        with pytest.raises(PeerRefused):
+            listener.accept(bytes(bad))
+    listener.accept(good)
+
+
+def test_refusals_carry_their_reason() -> None:
+    key = handshake.new_key()
+    listener, writer = handshake.Listener(key), handshake.Writer(key, _hello())
+    writer.respond(listener.challenge())
+    with pytest.raises(PeerRefused, match="another user"):
+        writer.finish(listener.refuse("another user"))
+
+
+# ---- fake ----------------------------------------------------------------------------------------
+
+
+class Sides:
+    def __init__(self, *, hold: bool = False, copy: bool = True) -> None:
+        net = FakeNet()
+        self.log: list[TransportEvent] = []
+        self.told: list[TransportEvent] = []
+        self.source, self.target = allocate(4096), allocate(4096)
+        self.writer = FakeTransport(self.log.append, me="a/0", net=net, copy=copy, hold=hold)
+        self.reader = FakeTransport(self.told.append, me="b/0", net=net, copy=copy)
+        self.writer.register(self.source)
+        self.writer.connect("b/0", self.reader.register(self.target), 1)
+        self.source.buffer[:4] = b"abcd"
+
+    def write(self, tag: int, at: int = 0, epoch: int = 3) -> None:
+        self.writer.write("b/0", epoch, tag, [CopyBlock(0, at, 1, 4)])
+
+
+def test_fake_holds_until_told_in_any_order() -> None:
+    s = Sides(hold=True)
+    s.reader.grant("a/0", 3)
+    for tag in range(3):
+        s.write(tag, at=10 * tag)
+    assert s.log == []
+    assert s.target.buffer[:40] == bytes(40)
+    assert s.writer.deliver(1, index=1) == 1
+    assert [e.tag for e in s.log if isinstance(e, Written)] == [1]
+    assert s.target.buffer[10:14] == b"abcd"
+    assert s.writer.deliver() == 2
+    assert [e.tag for e in s.log if isinstance(e, Written)] == [1, 0, 2]
+
+
+def test_fake_refuses_a_held_write_whose_epoch_ended_meanwhile() -> None:
+    s = Sides(hold=True)
+    s.reader.grant("a/0", 3)
+    s.write(1)
+    s.reader.fence("a/0", 3)
+    assert s.told == [Fenced("a/0", 3, True)]
+    s.writer.deliver()
+    assert isinstance(s.log[0], WriteFailed)
+    assert s.target.buffer[:4] == bytes(4)
+
+
+def test_fake_fails_on_request_and_dies_like_a_process() -> None:
+    s = Sides(hold=True)
+    s.reader.grant("a/0", 3)
+    s.writer.fail_next(TransferFailed("on purpose"))
+    s.write(1)
+    s.write(2)
+    s.writer.deliver(0)
+    assert [str(e.error) for e in s.log if isinstance(e, WriteFailed)] == ["on purpose"]
+    s.reader.crash()
+    s.writer.deliver()
+    assert [type(e) for e in s.log[1:]] == [WriteFailed, PeerGone]
+    assert not s.told
+
+
+def test_fake_never_nests_its_events() -> None:
+    depth: list[int] = []
+    order: list[TransportEvent] = []
+
+    def sink(event: TransportEvent) -> None:
+        assert not depth
+        depth.append(1)
+        order.append(event)
+        if isinstance(event, Written) and event.tag < 3:
+            writer.write("b/0", 3, event.tag + 1, [CopyBlock(0, 0, 1, 1)])
+        depth.pop()
+
+    memory = allocate(4096)
+    writer = FakeTransport(sink, me="a/0")
+    writer.connect("b/0", writer.register(memory), 1)
+    writer.write("b/0", 3, 0, [CopyBlock(0, 0, 1, 1)])
+    assert [e.tag for e in order if isinstance(e, Written)] == [0, 1, 2, 3]
+    memory.close()
+
+
+def test_fake_without_a_net_completes_and_moves_nothing() -> None:
+    log: list[TransportEvent] = []
+    memory = allocate(4096)
+    memory.buffer[:3] = b"abc"
+    writer = FakeTransport(log.append, me="a/0")
+    endpoint = writer.register(memory)
+    writer.connect("b/0", endpoint, 1)
+    writer.write("b/0", 3, 1, [CopyBlock(0, 100, 1, 3)])
+    assert isinstance(log[0], Written)
+    assert memory.buffer[100:103] == bytes(3)
+    memory.close()
+
+
+# ---- ranges, books, loop ----------------------------------------------------------------------------
+
+
+def test_more_rows_than_the_limit_are_refused() -> None:
+    with pytest.raises(TransferFailed, match="rows"):
+        ranges.check([CopyBlock(0, 0, ranges.MAX_ROWS + 1, 1, 0, 1)], 10, 2**40)
+
+
+def test_pieces_keep_the_bytes_and_the_limit() -> None:
+    blocks = [CopyBlock(0, 5, 7, 10, 20, 30), CopyBlock(1, 500, 2, 100, 0, 100), CopyBlock(0, 900, 1, 3)]
+    for limit in (1, 9, 25, 64, 1000):
+        cut = list(ranges.pieces(blocks, limit))
+        assert all(0 < b.nbytes <= limit for b in cut)
+        assert sum(b.nbytes for b in cut) == sum(b.nbytes for b in blocks)
+
+
+def test_grants_are_bounded() -> None:
+    grants = Grants(limit=3)
+    assert [grants.add("a", e) for e in (1, 2, 2)] == [True, True, False]
+    grants.add("b", 1)
+    with pytest.raises(OutOfCapacity):
+        grants.add("b", 2)
+    assert grants.remove("a", 1)
+    assert not grants.remove("a", 1)
+    assert grants.remove_peer("a") == {2}
+    assert len(grants) == 1
+
+
+def test_ended_forgets_only_the_oldest() -> None:
+    ended = Ended(limit=2)
+    for epoch in (1, 2, 3):
+        ended.add("a", epoch)
+    assert [("a", e) in ended for e in (1, 2, 3)] == [False, True, True]
+
+
+def test_the_loop_runs_calls_in_order_and_timers_by_time() -> None:
+    loop = IoLoop("test-loop", lambda _exc: None)
+    seen: list[object] = []
+    done = threading.Event()
+    loop.start()
+
+    def arm() -> None:
+        loop.later(0.02, done.set)
+        loop.later(0.01, lambda: seen.append("late"))
+        loop.later(0.0, lambda: seen.append("soon"))
+        loop.later(0.0, lambda: seen.append("never")).cancel()
+
+    for i in range(100):
+        loop.post(lambda i=i: seen.append(i))  # type: ignore[misc]
+    loop.post(arm)
+    assert done.wait(30)
+    assert loop.stop(lambda: seen.append("last"), 30)
+    assert seen == [*range(100), "soon", "late", "last"]
+    loop.post(lambda: seen.append("dropped"))
+
+
+def test_lesson_22_a_loop_that_crashes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    crashes: list[BaseException] = []
+    hooked: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args.exc_value))
+    loop = IoLoop("test-loop", crashes.append)
+    loop.start()
+    loop.post(lambda: {}["missing"])  # type: ignore[arg-type]
+    loop._thread.join(30)
+    assert [type(e) for e in crashes] == [type(e) for e in hooked] == [KeyError]
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_lesson_22_a_sink_that_raises_fails_the_peers_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread of a transport that dies takes nothing with it silently."""
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    gone = threading.Event()
+
+    def sink(event: TransportEvent) -> None:
+        if isinstance(event, Fenced):
+            raise KeyError("a bug in the owner")
+        if isinstance(event, PeerGone):
+            gone.set()
+
+    memory = allocate(4096)
+    transport = create(name, sink, me="a/0")
+    transport.connect("a/0", transport.register(memory), 30)
+    transport.fence("a/0", 1)
+    assert gone.wait(30)
+    transport.close()
+    memory.close()

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from segue.core.errors import BootstrapTimeout, ConfigError, OutOfCapacity, PeerRefused
+from segue.layout.blocks import CopyBlock
+from segue.transport import handshake
+from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
+from segue.transport.memory import Memory, allocate, available_bytes, sealed
+from segue.transport.shm import ShmAddress, ShmTransport
+from segue.transport.shm_table import SLOTS, GrantTable, GrantView
+
+MiB = 2**20
+
+
+class Reader:
+    def __init__(self, **options: float) -> None:
+        self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+        self.memory = allocate(MiB)
+        self.transport = ShmTransport(self.events.put, me="bbbb/0", **options)  # type: ignore[arg-type]
+        self.endpoint = self.transport.register(self.memory)
+        self.address = msgspec.msgpack.decode(self.endpoint.data, type=ShmAddress)
+
+    def next(self) -> TransportEvent:
+        return self.events.get(timeout=30)
+
+    def enter(self, name: str = "rogue/0") -> tuple[socket.socket, list[int]]:
+        """A hand-made writer, so that it can misbehave."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(30)
+        sock.connect(self.address.name)
+        door = handshake.Writer(self.address.key, handshake.Hello(name, bytes(16), 0, 1))
+        sock.send(door.respond(sock.recv(1000)))
+        verdict, fds, _, _ = socket.recv_fds(sock, 1000, 2)
+        door.finish(verdict)
+        return sock, fds
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.transport.close()
+    made.memory.close()
+
+
+def test_a_closed_socket_of_a_living_process_is_no_proof(reader: Reader) -> None:
+    sock, fds = reader.enter()
+    sock.close()
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert (gone.peer, gone.proven) == ("rogue/0", False)
+    reader.transport.fence("rogue/0", 1)
+    assert reader.next() == Fenced("rogue/0", 1, proven=False)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_goodbye_is_a_proof(reader: Reader) -> None:
+    sock, fds = reader.enter()
+    for fd in fds:
+        os.close(fd)
+    sock.send(b"goodbye")
+    sock.close()
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert gone.proven
+
+
+def test_a_second_connection_of_a_name_keeps_it_alive(reader: Reader) -> None:
+    first, fds1 = reader.enter()
+    second, fds2 = reader.enter()
+    first.send(b"goodbye")
+    first.close()
+    reader.transport.fence("rogue/0", 1)
+    assert reader.next() == Fenced("rogue/0", 1, proven=False)
+    second.send(b"goodbye")
+    second.close()
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert gone.proven
+    for fd in (*fds1, *fds2):
+        os.close(fd)
+
+
+def test_a_process_that_died_with_its_socket_inherited_is_dead(reader: Reader) -> None:
+    """A fork of the writer keeps the socket open: the pidfd still tells of the writer's death."""
+    keeps, told = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        reader.enter()
+        if os.fork() == 0:
+            os.close(told)
+            os.read(keeps, 1)
+        os._exit(0)
+    os.close(keeps)
+    os.waitpid(writer, 0)
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert gone.proven
+    os.close(told)
+
+
+def test_a_writer_cannot_change_the_grants_or_shrink_the_pool(reader: Reader) -> None:
+    sock, (pool, table) = reader.enter()
+    with pytest.raises(PermissionError):
+        mmap.mmap(table, 4096)
+    for fd in (pool, table):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+        os.close(fd)
+    sock.close()
+
+
+@pytest.mark.parametrize("frame", [b"x", b"", bytes(handshake.RESPONSE_BYTES), bytes(4000)])
+def test_noise_at_the_door_is_refused(reader: Reader, frame: bytes) -> None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(30)
+    sock.connect(reader.address.name)
+    sock.recv(1000)
+    sock.send(frame)
+    answer = sock.recv(1000)
+    assert answer == b"" or b"not a segue stream" in answer
+    sock.close()
+    rogue, fds = reader.enter()  # the door still opens
+    rogue.close()
+    for fd in fds:
+        os.close(fd)
+
+
+def test_strangers_are_bounded_in_number_and_time() -> None:
+    reader = Reader(max_strangers=2, handshake_s=0.3)
+    socks = []
+    for _ in range(3):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(30)
+        sock.connect(reader.address.name)
+        socks.append(sock)
+    frames = [sock.recv(1000) for sock in socks]
+    assert [len(f) for f in frames] == [handshake.CHALLENGE_BYTES, handshake.CHALLENGE_BYTES, 0]
+    assert socks[0].recv(1000) == b""  # the deadline passed
+    for sock in socks:
+        sock.close()
+    reader.transport.close()
+    reader.memory.close()
+
+
+def test_connect_has_a_deadline(reader: Reader) -> None:
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    silent.bind(b"\0segue-test-silent-%d" % os.getpid())
+    silent.listen(1)
+    address = msgspec.structs.replace(reader.address, name=b"\0segue-test-silent-%d" % os.getpid())
+    endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(address))
+    with pytest.raises(BootstrapTimeout):
+        reader.transport.connect("cccc/0", endpoint, 0.1)
+    silent.close()
+
+
+def test_another_host_is_refused(reader: Reader) -> None:
+    address = msgspec.structs.replace(reader.address, host="elsewhere")
+    endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(address))
+    with pytest.raises(PeerRefused, match="one host"):
+        reader.transport.connect("cccc/0", endpoint, 5)
+
+
+def test_an_endpoint_that_promises_too_much_is_refused(reader: Reader) -> None:
+    endpoint = msgspec.structs.replace(reader.endpoint, nbytes=2 * MiB)
+    with pytest.raises(PeerRefused, match="not what its endpoint says"):
+        reader.transport.connect("bbbb/0", endpoint, 5)
+
+
+def test_memory_that_can_shrink_is_refused() -> None:
+    transport = ShmTransport(lambda _e: None, me="aaaa/0")
+    fd = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    memory = Memory(mmap.mmap(fd, 4096), fd)
+    with pytest.raises(ConfigError, match="sealed"):
+        transport.register(memory)
+    transport.close()
+    memory.close()
+
+
+def test_writing_to_itself(reader: Reader) -> None:
+    """Both ends in one process, even in one transport."""
+    reader.memory.buffer[:3] = b"abc"
+    reader.transport.connect("bbbb/0", reader.endpoint, 5)
+    reader.transport.grant("bbbb/0", 3)
+    reader.transport.write("bbbb/0", 3, 1, [CopyBlock(0, 100, 1, 3)])
+    assert isinstance(reader.next(), Written)
+    assert reader.memory.buffer[100:103] == b"abc"
+
+
+def test_grants_are_bounded_and_found() -> None:
+    table = GrantTable()
+    view = GrantView(table.fd)
+    from segue.transport.shm_table import token
+
+    for epoch in range(1, SLOTS + 1):
+        table.add("aaaa/0", epoch)
+    table.add("aaaa/0", 5)  # again: the same slot
+    with pytest.raises(OutOfCapacity):
+        table.add("aaaa/0", SLOTS + 1)
+    slot = view.find(token("aaaa/0", 77))
+    assert slot >= 0
+    assert view.holds(slot, token("aaaa/0", 77))
+    table.remove("aaaa/0", 77)
+    assert not view.holds(slot, token("aaaa/0", 77))
+    assert view.find(token("bbbb/0", 78)) == -1
+    table.remove_peer("aaaa/0")
+    assert len(table) == 0
+    view.close()
+    table.close()
+
+
+def test_allocated_memory_is_sealed_and_zero() -> None:
+    memory = allocate(5000)
+    assert memory.nbytes == 8192
+    assert sealed(memory.fd)
+    assert not np.frombuffer(memory.buffer, np.uint8).any()
+    memory.close()
+
+
+def test_memory_that_the_host_does_not_have_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel would fill such a memfd until it kills processes, so it must not even be asked."""
+
+    def asked(*_args: object) -> None:
+        raise AssertionError("the kernel was asked for the memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", asked)
+    with pytest.raises(OutOfCapacity, match="--kv-gib"):
+        allocate(available_bytes() + 2**30)
+
+
+def test_what_is_available_is_a_part_of_the_host() -> None:
+    assert 0 < available_bytes() < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE

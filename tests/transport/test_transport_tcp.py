@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
+from segue.layout.blocks import CopyBlock
+from segue.transport import handshake, tcp_wire
+from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.memory import allocate
+from segue.transport.tcp import TcpAddress, TcpTransport
+
+MiB = 2**20
+
+
+class Reader:
+    def __init__(self, **options: float) -> None:
+        self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+        self.memory = allocate(MiB)
+        self.transport = TcpTransport(self.events.put, me="bbbb/0", **options)  # type: ignore[arg-type]
+        self.endpoint = self.transport.register(self.memory)
+        self.address = msgspec.msgpack.decode(self.endpoint.data, type=TcpAddress)
+
+    def next(self) -> TransportEvent:
+        return self.events.get(timeout=30)
+
+    def knock(self) -> socket.socket:
+        sock = socket.create_connection((self.address.host, self.address.port), 30)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def enter(self, name: str = "rogue/0", group: bytes = bytes(16)) -> socket.socket:
+        """A hand-made writer, so that it can misbehave."""
+        sock = self.knock()
+        door = handshake.Writer(self.address.key, handshake.Hello(name, group, 0, 1))
+        sock.sendall(door.respond(exactly(sock, handshake.CHALLENGE_BYTES)))
+        door.finish(exactly(sock, handshake.VERDICT_BYTES))
+        return sock
+
+    def close(self) -> None:
+        self.transport.close()
+        self.memory.close()
+
+
+def exactly(sock: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        more = sock.recv(nbytes - len(data))
+        assert more, "closed"
+        data += more
+    return data
+
+
+def part(epoch: int, rows: list[tuple[int, int]], nbytes: int | None = None, ident: int = 1) -> bytes:
+    total = sum(length for _, length in rows) if nbytes is None else nbytes
+    header = tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, len(rows), epoch, ident, total)
+    return header + b"".join(struct.pack("<QQ", *row) for row in rows)
+
+
+def answer(sock: socket.socket) -> tuple[int, int]:
+    magic, status, ident = tcp_wire.ACK.unpack(exactly(sock, tcp_wire.ACK.size))
+    assert magic == tcp_wire.MAGIC
+    return status, ident
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    yield made
+    made.close()
+
+
+def test_a_part_lands_and_is_answered(reader: Reader) -> None:
+    reader.transport.grant("rogue/0", 9)
+    sock = reader.enter()
+    sock.sendall(part(9, [(100, 3), (10, 2)], ident=77) + b"abcde")
+    assert answer(sock) == (tcp_wire.LANDED, 77)
+    assert (reader.memory.buffer[100:103], reader.memory.buffer[10:12]) == (b"abc", b"de")
+    sock.close()
+
+
+def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
+    reader.transport.grant("rogue/0", 9)
+    sock = reader.enter()
+    sock.sendall(part(9, [(0, 6)]) + b"abc")
+    while reader.memory.buffer[:3] != b"abc":
+        pass
+    reader.transport.fence("rogue/0", 9)
+    assert reader.next() == Fenced("rogue/0", 9, proven=True)
+    sock.sendall(b"def")
+    assert answer(sock) == (tcp_wire.REFUSED, 1)
+    assert reader.memory.buffer[:6] == b"abc\0\0\0"
+    reader.transport.grant("rogue/0", 10)  # the stream is in step for the next part
+    sock.sendall(part(10, [(0, 1)], ident=2) + b"z")
+    assert answer(sock) == (tcp_wire.LANDED, 2)
+    sock.close()
+
+
+@pytest.mark.parametrize(
+    "rows", [[(MiB, 1)], [(MiB - 1, 2)], [(2**64 - 1, 2)], [(2**63, 1)], [(0, 1), (MiB + 1, 1)]]
+)
+def test_a_range_outside_the_pool_is_drained_and_refused(reader: Reader, rows: list[tuple[int, int]]) -> None:
+    reader.transport.grant("rogue/0", 9)
+    sock = reader.enter()
+    sock.sendall(part(9, rows) + b"x" * sum(n for _, n in rows))
+    assert answer(sock) == (tcp_wire.OUTSIDE, 1)
+    assert not np.frombuffer(reader.memory.buffer, np.uint8).any()
+    sock.sendall(part(9, [(0, 1)], ident=2) + b"z")
+    assert answer(sock) == (tcp_wire.LANDED, 2)
+    sock.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        bytes(tcp_wire.HEADER.size),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 2, 1, 9, 1, 1),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, 0, 9, 1, 1),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, tcp_wire.MAX_PART_ROWS + 1, 9, 1, tcp_wire.MAX_PART_BYTES),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, 1, 9, 1, tcp_wire.MAX_PART_BYTES + 1),
+        part(9, [(0, 5)], nbytes=4),
+        part(9, [(0, 0), (0, 5)]),
+        part(9, [(0, 2**64 - 1), (0, 6)], nbytes=5),
+    ],
+)
+def test_an_illegal_part_ends_the_streams_of_that_peer_only(reader: Reader, frame: bytes) -> None:
+    for peer in ("rogue/0", "other/0"):
+        reader.transport.grant(peer, 9)
+    other, sock = reader.enter("other/0"), reader.enter()
+    sock.sendall(frame)
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert (gone.peer, gone.proven) == ("rogue/0", True)
+    assert not np.frombuffer(reader.memory.buffer, np.uint8).any()
+    other.sendall(part(9, [(0, 1)]) + b"z")
+    assert answer(other) == (tcp_wire.LANDED, 1)
+    other.close()
+    sock.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(min_size=1, max_size=600))
+def test_lesson_17_random_bytes_before_the_handshake(shared: Reader, data: bytes) -> None:
+    sock = shared.knock()
+    sock.sendall(data)
+    sock.shutdown(socket.SHUT_WR)
+    try:
+        while sock.recv(1000):
+            pass
+    except ConnectionResetError:
+        pass
+    sock.close()
+    shared.enter("after/0").close()
+    assert isinstance(shared.next(), PeerGone)
+    assert not np.frombuffer(shared.memory.buffer, np.uint8).any()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=0, max_size=5),
+    nbytes=st.one_of(st.none(), st.integers(0, 2**64 - 1)),
+    epoch=st.integers(0, 2**64 - 1),
+    noise=st.binary(max_size=300),
+)
+def test_lesson_22_random_parts_after_the_handshake(
+    shared: Reader, rows: list[tuple[int, int]], nbytes: int | None, epoch: int, noise: bytes
+) -> None:
+    """Whatever an authenticated peer sends without a grant, memory is untouched and we live."""
+    sock = shared.enter()
+    sock.sendall(part(epoch, rows, nbytes) + noise)
+    sock.close()
+    gone = shared.next()
+    assert isinstance(gone, PeerGone)
+    assert gone.proven
+    assert not np.frombuffer(shared.memory.buffer, np.uint8).any()
+
+
+def test_strangers_are_bounded_in_number_and_time() -> None:
+    reader = Reader(max_strangers=2, handshake_s=0.3)
+    socks = [reader.knock() for _ in range(3)]
+    first = [sock.recv(1000) for sock in socks]
+    assert [len(f) for f in first] == [handshake.CHALLENGE_BYTES, handshake.CHALLENGE_BYTES, 0]
+    assert socks[0].recv(1000) == b""  # the deadline passed
+    for sock in socks:
+        sock.close()
+    reader.close()
+
+
+def test_a_writer_that_stalls_in_a_part_is_cut() -> None:
+    reader = Reader(stall_s=0.2)
+    reader.transport.grant("rogue/0", 9)
+    sock = reader.enter()
+    sock.sendall(part(9, [(0, 6)]) + b"abc")
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert "stalled" in str(gone.error)
+    sock.close()
+    reader.close()
+
+
+class Mute:
+    """A listener that lets a writer in and then never answers."""
+
+    def __init__(self, key: bytes) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(30)
+        self.key = key
+
+    def admit(self) -> socket.socket:
+        sock, _ = self.listener.accept()
+        door = handshake.Listener(self.key)
+        sock.sendall(door.challenge())
+        _, verdict = door.accept(exactly(sock, handshake.RESPONSE_BYTES))
+        sock.sendall(verdict)
+        return sock
+
+
+def _mute_pair(stall_s: float) -> tuple[Reader, Mute, socket.socket]:
+    import threading
+
+    writer, mute = Reader(stall_s=stall_s, streams=1), Mute(handshake.new_key())
+    address = TcpAddress(version=1, host="127.0.0.1", port=mute.listener.getsockname()[1], key=mute.key)
+    endpoint = msgspec.structs.replace(writer.endpoint, data=msgspec.msgpack.encode(address))
+    admitted: list[socket.socket] = []
+    thread = threading.Thread(target=lambda: admitted.append(mute.admit()))
+    thread.start()
+    writer.transport.connect("mute/0", endpoint, 30)
+    thread.join()
+    return writer, mute, admitted[0]
+
+
+def test_a_receiver_that_never_answers_is_gone_in_bounded_time() -> None:
+    writer, mute, sock = _mute_pair(0.2)
+    writer.transport.write("mute/0", 9, 1, [CopyBlock(0, 0, 1, 100)])
+    writer.transport.fence("mute/0", 9)
+    assert isinstance(writer.next(), WriteFailed)
+    assert writer.next() == Fenced("mute/0", 9, proven=False)  # bytes may be under way
+    gone = writer.next()
+    assert isinstance(gone, PeerGone)
+    assert not gone.proven
+    for s in (sock, mute.listener):
+        s.close()
+    writer.close()
+
+
+def test_an_answer_to_nothing_ends_the_path() -> None:
+    writer, mute, sock = _mute_pair(30)
+    sock.sendall(tcp_wire.ACK.pack(tcp_wire.MAGIC, 0, 1234))
+    gone = writer.next()
+    assert isinstance(gone, PeerGone)
+    assert isinstance(gone.error, TransferFailed)
+    for s in (sock, mute.listener):
+        s.close()
+    writer.close()
+
+
+def test_a_listener_that_does_not_know_the_key_gets_no_kv(reader: Reader) -> None:
+    import threading
+
+    mute = Mute(b"another key 1234")
+    address = TcpAddress(
+        version=1, host="127.0.0.1", port=mute.listener.getsockname()[1], key=handshake.new_key()
+    )
+    endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(address))
+
+    def impostor() -> None:
+        sock, _ = mute.listener.accept()
+        sock.sendall(handshake.Listener(mute.key).challenge())
+        exactly(sock, handshake.RESPONSE_BYTES)
+        sock.sendall(struct.pack(">4sHB32s128s", b"SGUE", 1, 1, bytes(32), b""))
+        sock.close()
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with pytest.raises(PeerRefused, match="could not prove"):
+        reader.transport.connect("mute/0", endpoint, 30)
+    thread.join()
+    mute.listener.close()
+
+
+def test_connect_has_a_deadline(reader: Reader) -> None:
+    silent = socket.create_server(("127.0.0.1", 0))
+    address = TcpAddress(version=1, host="127.0.0.1", port=silent.getsockname()[1], key=bytes(16))
+    endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(address))
+    with pytest.raises(BootstrapTimeout):
+        reader.transport.connect("cccc/0", endpoint, 0.1)
+    silent.close()
+
+
+def test_a_port_in_use_is_one_sentence(reader: Reader) -> None:
+    transport = TcpTransport(lambda _e: None, me="aaaa/0", port=reader.address.port)
+    memory = allocate(4096)
+    with pytest.raises(ConfigError, match="choose another port"):
+        transport.register(memory)
+    transport.close()
+    memory.close()
+
+
+def test_a_peer_that_connects_anew_replaces_its_old_streams(reader: Reader) -> None:
+    reader.transport.grant("rogue/0", 9)
+    old = reader.enter(group=b"1" * 16)
+    new = reader.enter(group=b"2" * 16)
+    assert old.recv(1) == b""
+    new.sendall(part(9, [(0, 1)]) + b"z")
+    assert answer(new) == (tcp_wire.LANDED, 1)
+    assert reader.events.empty()  # the peer is not gone
+    new.close()
+    old.close()
+
+
+@pytest.mark.parametrize("streams", [1, 3, 8])
+def test_streams_share_a_write_and_it_is_told_once(streams: int) -> None:
+    events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+    reader = Reader()
+    source = allocate(MiB)
+    source.buffer[:] = np.random.default_rng(1).bytes(MiB)
+    writer = TcpTransport(events.put, me="aaaa/0", streams=streams, part_bytes=50_000)
+    writer.register(source)
+    writer.connect("bbbb/0", reader.endpoint, 30)
+    reader.transport.grant("aaaa/0", 9)
+    writer.write("bbbb/0", 9, 1, [CopyBlock(0, 0, 1, MiB)])
+    done = events.get(timeout=30)
+    assert isinstance(done, Written)
+    assert done.nbytes == MiB
+    assert reader.memory.buffer[:] == source.buffer[:]
+    assert events.empty()
+    writer.close()
+    reader.close()
+    source.close()
+
+
+# ---- tcp_wire ------------------------------------------------------------------------------------
+
+
+@given(
+    blocks=st.lists(
+        st.builds(
+            CopyBlock,
+            st.integers(0, 1000),
+            st.integers(0, 1000),
+            st.integers(0, 20),
+            st.integers(0, 300),
+            st.integers(0, 500),
+            st.integers(300, 500),
+        ),
+        max_size=8,
+    ),
+    part_bytes=st.integers(1, 2000),
+)
+def test_cut_covers_each_byte_once_within_the_limits(blocks: list[CopyBlock], part_bytes: int) -> None:
+    wanted = sorted(
+        (b.src_offset + r * b.src_stride + i, b.dst_offset + r * b.dst_stride + i)
+        for b in blocks
+        for r in range(b.rows)
+        for i in range(b.row_bytes)
+    )
+    found = []
+    for rows in tcp_wire.cut(blocks, part_bytes):
+        assert 0 < rows.nbytes <= part_bytes
+        assert int(rows.target[:, 1].sum()) == int(rows.source[:, 1].sum()) == rows.nbytes
+        for (source, length), (target, _) in zip(rows.source.tolist(), rows.target.tolist(), strict=True):
+            found += [(source + i, target + i) for i in range(length)]
+    assert sorted(found) == wanted
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
+    limit=st.integers(1, 400),
+    steps=st.lists(st.integers(1, 60), min_size=2000, max_size=2000),
+)
+@settings(max_examples=30)
+def test_a_cursor_visits_each_byte_once(lengths: list[int], limit: int, steps: list[int]) -> None:
+    memory = np.zeros((len(lengths), 100), np.uint8)
+    rows = np.array([(memory[i].ctypes.data, n) for i, n in enumerate(lengths)], np.uint64)
+    cursor = tcp_wire.Cursor(rows)
+    visited = []
+    base = memory.ctypes.data
+    for step in steps:
+        if not cursor.left:
+            break
+        address, count = cursor.window(limit)
+        assert 1 <= count <= tcp_wire.IOV_MAX
+        iov = np.ctypeslib.as_array(
+            (__import__("ctypes").c_uint64 * (2 * count)).from_address(address)
+        ).reshape(-1, 2)
+        reachable = [int(a) + i - base for a, n in iov.tolist() for i in range(int(n))]
+        assert reachable
+        moved = min(step, len(reachable))
+        visited += reachable[:moved]
+        cursor.advance(moved)
+    assert visited == [i * 100 + k for i, n in enumerate(lengths) for k in range(n)]
