@@ -35,6 +35,8 @@ class Deployment:
         self.secret = b"a secret of the simulator" if scenario.signed else b""
         self.policy = scenario.policy
         self.counts: Counter[str] = Counter()
+        #: faults that took place, by kind
+        self.struck: Counter[str] = Counter()
         self.calls: dict[str, Call] = {}
         self.rooms: dict[int, Call] = {}
         self.healed_at = 0.0
@@ -295,6 +297,7 @@ class Deployment:
 
     def _now(self, fault: Fault) -> None:
         self.world.note("fault", fault)
+        self.struck[fault.kind] += 1
         world, kind = self.world, fault.kind
         process = self._process(fault.node)
         other = self._process(fault.other)

@@ -271,6 +271,10 @@ class FrontNode(Process):
         if not call.outcome:
             late = BootstrapUnreachable if not call.rooms else DeadlineExceeded
             error = late("not finished in time", origin=self.name, phase="frontend", room=call.room).info
+            if self.deployment.scenario.forgetful:
+                for leader in call.legs:
+                    self._left(leader)
+                call.legs = {}
             self._cancel(call, error)
             self._end(call, "late", error)
 

@@ -224,10 +224,15 @@ class Checks:
                 "4", f"{node.name} says {transfer} is drained while a write runs", (transfer.room,)
             )
 
-    def reading(self, node: KVNode, peer: Incarnation, epoch: int) -> None:
+    def reading(self, node: KVNode, peer: Incarnation, epoch: int, pages: set[int]) -> None:
         """3: what the transport reads on prefill is still the hand-off's own."""
-        if (node.me, peer, epoch) not in self.reads:
+        transfer = self.reads.get((node.me, peer, epoch))
+        if transfer is None:
             raise Violation("3", f"{node.name} sends pages of epoch {epoch:x} that it has given up")
+        role: Any = node.role
+        entry = role.table.get(transfer)
+        if entry is None or not pages <= set(entry.job.pages):
+            raise Violation("3", f"{node.name} reads pages that {transfer} does not own", (transfer.room,))
 
     # ---- one node ------------------------------------------------------------------------------
 
@@ -256,6 +261,7 @@ class Checks:
         self._bounds(node)
         if isinstance(node, KVNode):
             self._orphans(node)
+            self._hidden_quarantine(node)
 
     def _page_owners(self, node: LeaderNode) -> None:
         """3: the leases on each page are those of its known owners."""
@@ -279,7 +285,7 @@ class Checks:
     def _deadlines(self, node: LeaderNode) -> None:
         """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps."""
         role: Any = node.role
-        slack_s = 1.0
+        slack_s = 0.3
         since_s = self.world.now - max(node.resumed_at, 0.0)
         now = node.clock.now()
         if node.paused or since_s < slack_s:
@@ -315,6 +321,20 @@ class Checks:
             if min(self.world.now - first, since_s) > 1.0:
                 raise Violation(
                     "18", f"{node.name}: only one of job and hand-off of {transfer} ended", (transfer.room,)
+                )
+
+    def _hidden_quarantine(self, node: KVNode) -> None:
+        """3: pages that wait for a proof are counted as such, or nobody would hear the alarm."""
+        role: Any = node.role
+        for transfer in list(role.table._entries):
+            half = self.halves.get((node.me, transfer))
+            if half is None or not half.quarantined or half.released_at is not None or half.ended_at is None:
+                continue
+            if min(self.world.now - half.ended_at, self.world.now - node.resumed_at) < 1.0:
+                continue
+            if not set(half.pages) <= set(node.pool._holds):
+                raise Violation(
+                    "3", f"{node.name} does not count {transfer} as quarantined", (transfer.room,)
                 )
 
     def _bounds(self, node: LeaderNode) -> None:

@@ -499,9 +499,10 @@ class KVNode(LeaderNode):
         for to, chunk in data:
             memory[to : to + len(chunk)] = chunk
 
-    def check_source(self, path: Path, epoch: int) -> None:
+    def check_source(self, path: Path, epoch: int, part: list[tuple[int, int, int]]) -> None:
         """Invariant 3, on prefill: what is being read still belongs to its hand-off."""
-        self.deployment.checks.reading(self, path.reader.me, epoch)
+        pages = {page for at, _, size in part for page in self.pages_at(at, size)}
+        self.deployment.checks.reading(self, path.reader.me, epoch, pages)
 
     def pages_at(self, offset: int, nbytes: int) -> set[int]:
         """The pages that a range of the pool's bytes touches."""

@@ -27,6 +27,7 @@ class Outcome:
     rooms: tuple[int, ...] = ()
     timeline: list[str] = field(default_factory=list)
     digest: str = ""
+    struck: dict[str, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -64,6 +65,7 @@ def run_scenario(
         text=text,
         rooms=rooms,
         digest=world.digest() if digest else "",
+        struck=dict(deployment.struck),
     )
     if timeline:
         outcome.timeline = tell(deployment, rooms)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from segue.balance.policies import POLICY_NAMES
 from segue.core.request import SamplingParams
 from segue.core.types import Role
@@ -90,6 +92,10 @@ TRIGGERS = (
 )
 
 
+#: After these, the next thing that a node handles may well be a proof.
+PROOFS = ("Fence", "Fence", "<Failed", "<Abort", "Abort", "<Drained", "PostWrite", "Destination", "", "")
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault: what, where (`node` and, for some, `other`, both names), when and how long."""
@@ -119,6 +125,8 @@ class Scenario:
     requests: list[Wanted]
     faults: list[Fault] = field(default_factory=list)
     busy_s: float = 1.0
+    #: frontends that do not cancel at a deadline: instances must end such requests themselves
+    forgetful: bool = False
     max_queue: int = 64
     max_early: int = 64
 
@@ -164,6 +172,7 @@ def make_scenario(seed: int) -> Scenario:
         nodes=nodes,
         requests=[],
         busy_s=busy_s,
+        forgetful="short deadline" in features and rng.random() < 0.5,
         max_queue=rng.choice((16, 64, 256)) if "small pools" in features else 512,
         max_early=rng.choice((2, 8, 64)) if "small pools" in features else 1024,
     )
@@ -242,6 +251,8 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
         elif bad == "long prompt":
             prompt = prompt * 200
         short = "short deadline" in features and rng.random() < 0.3
+        if short and rng.random() < 0.2:
+            sampling = structs.replace(sampling, max_tokens=60)
         found.append(
             Wanted(
                 name=f"r{index}",
@@ -269,6 +280,8 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
     intensity = rng.choice((1, 2, 2, 4))
 
     def add(kind: str, count: int, nodes: list[str], others: list[str] | None = None, **more: float) -> None:
+        # A handler that breaks on a proof is worth more tries than one that breaks anywhere.
+        triggers = PROOFS if kind == "handler exception" else TRIGGERS
         for _ in range(rng.randint(1, max(1, count))):
             seconds = rng.choice((0.003, 0.05, 0.5, 4.0, 4.0))
             found.append(
@@ -280,7 +293,7 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
                     other=rng.choice(others) if others else "",
                     seconds=more.get("seconds", seconds),
                     amount=rng.randint(1, 64),
-                    trigger=rng.choice(TRIGGERS),
+                    trigger=rng.choice(triggers),
                 )
             )
 
@@ -297,7 +310,9 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
             case "pause mid write":
                 add(feature, 2 * intensity, prefills, decodes)
             case "break" | "path cut":
-                add(feature, 3 * intensity, prefills, decodes)
+                add(feature, 2 * intensity, prefills, decodes)
+                if feature == "break":
+                    add(feature, 2 * intensity, decodes, prefills)
             case "front break":
                 add(feature, 2 * intensity, everybody, fronts)
             case "partition":

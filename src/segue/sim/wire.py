@@ -94,14 +94,14 @@ class Path:
         if self.one_sided:
             self.writer.after(took_s, self._copied, write, part)
         else:
-            self.writer.check_source(self, write.epoch)
+            self.writer.check_source(self, write.epoch, part)
             memory = self.writer.engine.memory
             data = [(to, bytes(memory[at : at + size])) for at, to, size in part]
             self.writer.world.after(took_s, self.reader, self._arrived, write, data)
 
     def _copied(self, write: Write, part: list[tuple[int, int, int]]) -> None:
         """One-sided: our own copy, into whatever lies there now."""
-        self.writer.check_source(self, write.epoch)
+        self.writer.check_source(self, write.epoch, part)
         memory = self.writer.engine.memory
         self.reader.landing(self, write.epoch, [(to, bytes(memory[at : at + size])) for at, to, size in part])
         self._after_slice(write, True)

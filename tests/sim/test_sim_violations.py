@@ -1,0 +1,315 @@
+"""Each checker of the simulator can fail: a violation made by hand is reported under its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from segue.core.errors import ErrorCode, ErrorInfo, Internal
+from segue.core.request import Usage
+from segue.core.types import KVPoll, Role, TransferId
+from segue.handoff import api
+from segue.handoff.messages import Destination, Drained, Metadata
+from segue.sim.deployment import Deployment
+from segue.sim.front import Call
+from segue.sim.node import KVNode
+from segue.sim.run import describe, tell
+from segue.sim.scenario import make_scenario
+from segue.sim.world import Violation
+
+CALM = next(seed for seed in range(500) if not make_scenario(seed).features)
+
+
+class Stage:
+    """A deployment that ran to rest, and what a test needs to spoil it."""
+
+    def __init__(self) -> None:
+        self.deployment = Deployment(make_scenario(CALM))
+        self.deployment.run()
+        self.checks = self.deployment.checks
+        nodes = [n for n in self.deployment.leaders() if isinstance(n, KVNode)]
+        self.prefill = next(n for n in nodes if n.spec.role is Role.PREFILL)
+        self.decode = next(n for n in nodes if n.spec.role is Role.DECODE)
+        self.transfer = TransferId(77, 0, self.prefill.me, self.decode.me)
+
+    def phases(self, node: KVNode, *phases: KVPoll) -> None:
+        for phase in phases:
+            error = Internal("injected", origin="x", phase="y").info if phase is KVPoll.FAILED else None
+            metadata = None
+            if phase is KVPoll.SUCCESS and node is self.decode:
+                metadata = Metadata(transfer=self.transfer, prompt_tokens=4, first_token=1)
+            self.checks.effect(node, api.Phase(self.transfer, phase, error=error, metadata=metadata))
+
+    def destination(self, pages: list[int], epoch: int = 5) -> api.Send:
+        message = Destination(
+            transfer=self.transfer,
+            epoch=epoch,
+            budget_s=1.0,
+            prompt_tokens=4,
+            prefix_tokens=0,
+            pages=pages,
+            transport="tcp",
+            plan_hash=0,
+        )
+        return api.Send(self.prefill.me, message)
+
+    def call(self) -> Call:
+        return next(c for c in self.deployment.calls.values() if c.tokens)
+
+
+@pytest.fixture(scope="module")
+def ran() -> None:
+    Stage()  # the calm scenario itself holds
+
+
+B, W, T, S, F = (
+    KVPoll.BOOTSTRAPPING,
+    KVPoll.WAITING_FOR_INPUT,
+    KVPoll.TRANSFERRING,
+    KVPoll.SUCCESS,
+    KVPoll.FAILED,
+)
+
+
+def second_half(stage: Stage) -> None:
+    stage.phases(stage.decode, B, B)
+
+
+def never_opened(stage: Stage) -> None:
+    stage.phases(stage.decode, W)
+
+
+def after_the_end(stage: Stage) -> None:
+    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    stage.phases(stage.decode, B, F, W)
+
+
+def skipped_phase(stage: Stage) -> None:
+    stage.phases(stage.decode, B, T)
+
+
+def released_twice(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W, T, S)
+    for _ in range(2):
+        stage.checks.effect(stage.decode, api.Release(stage.transfer))
+
+
+def released_alive(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    stage.checks.effect(stage.decode, api.Release(stage.transfer))
+
+
+def quarantined_alive(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    stage.checks.effect(stage.decode, api.Quarantined(stage.transfer, 1))
+
+
+def leaked_page(stage: Stage) -> None:
+    stage.decode.pool.allocate(1)
+    stage.checks._page_owners(stage.decode)
+
+
+def published_free_page(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    free = next(p for p in range(stage.decode.pool.total) if not stage.decode.pool.references(p))
+    stage.checks.effect(stage.decode, stage.destination([free]))
+
+
+def epoch_used_again(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    [page] = stage.decode.pool.allocate(1)
+    for _ in range(2):
+        stage.checks.effect(stage.decode, stage.destination([page]))
+
+
+def write_after_release(stage: Stage) -> None:
+    stage.decode.landing(stage.prefill.paths[stage.decode.me], 99, [(0, b"x")])
+
+
+def write_beside_the_pages(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    [page] = stage.decode.pool.allocate(1)
+    stage.checks.effect(stage.decode, stage.destination([page]))
+    other = (page + 1) % stage.decode.pool.total
+    at = stage.decode.engine.spec.offset(0, False, other * stage.decode.spec.page_tokens)
+    stage.decode.landing(stage.prefill.paths[stage.decode.me], 5, [(at, b"x" * 8)])
+
+
+def false_drained(stage: Stage) -> None:
+    stage.phases(stage.prefill, B)
+    stage.checks.halves[stage.prefill.me, stage.transfer].epoch = 5
+    path: Any = stage.prefill.paths[stage.decode.me]
+    path.busy_with = lambda epoch: epoch == 5
+    stage.checks.effect(stage.prefill, api.Send(stage.decode.me, Drained(stage.transfer)))
+
+
+def reads_what_it_gave_up(stage: Stage) -> None:
+    stage.checks.reading(stage.prefill, stage.decode.me, 99, set())
+
+
+def reads_pages_of_others(stage: Stage) -> None:
+    stage.checks.reads[stage.prefill.me, stage.decode.me, 99] = stage.transfer
+    stage.checks.reading(stage.prefill, stage.decode.me, 99, {0})
+
+
+def foreign_metadata(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W, T)
+    other = Metadata(transfer=TransferId(1, 0, "a", "b"), prompt_tokens=4, first_token=1)  # type: ignore[arg-type]
+    stage.checks.effect(stage.decode, api.Phase(stage.transfer, S, metadata=other))
+
+
+def writes_without_being_told(stage: Stage) -> None:
+    stage.phases(stage.prefill, B, W, T)
+    stage.checks.effect(stage.prefill, api.PostWrite(stage.transfer, 5, 0, 0, 0, ()))
+
+
+def another_transfer_touched(stage: Stage) -> None:
+    event = api.AbortTransfer(TransferId(78, 0, stage.prefill.me, stage.decode.me), Internal("x").info)
+    stage.checks.scope(stage.decode, event, [api.Release(stage.transfer)])
+
+
+def another_peer_touched(stage: Stage) -> None:
+    event = api.PeerDown("other", Internal("x").info)  # type: ignore[arg-type]
+    stage.checks.scope(stage.decode, event, [api.Release(stage.transfer)])
+
+
+def without_a_cause(stage: Stage) -> None:
+    stage.phases(stage.decode, B, F)
+
+
+def without_an_origin(stage: Stage) -> None:
+    stage.phases(stage.decode, B)
+    nameless = ErrorInfo(code=ErrorCode.PEER_LOST, text="?")
+    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=nameless))
+
+
+def outlived_its_deadline(stage: Stage) -> None:
+    deadline = stage.decode.clock.now() + 5.0
+    stage.decode.exchange.handle(api.OpenReceiver(stage.transfer, 4, deadline), stage.decode.clock.now())
+    stage.deployment.world.now += 10.0
+    stage.checks._deadlines(stage.decode)
+
+
+def peer_not_told(stage: Stage) -> None:
+    stage.phases(stage.prefill, B, W, T)
+    stage.deployment.world.now += 1.0
+    stage.phases(stage.decode, B, W, T, S)
+    stage.checks.effect(stage.decode, api.Release(stage.transfer))
+    stage.deployment.world.now += 100.0
+    stage.checks.sweep()
+
+
+def memory_not_given_back(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W, T, S)
+    stage.deployment.world.now += 100.0
+    stage.checks.sweep()
+
+
+def after_the_first_token(stage: Stage) -> None:
+    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    lost = ErrorInfo(code=ErrorCode.PEER_LOST, text="gone", origin="x", phase="y")
+    stage.checks.error(stage.call(), lost, Role.DECODE)
+
+
+def wrong_token(stage: Stage) -> None:
+    call = stage.call()
+    call.tokens[-1] = (call.tokens[-1] + 1) % 1000
+    stage.checks.tokens(call)
+
+
+def tokens_missing(stage: Stage) -> None:
+    call = stage.call()
+    call.tokens.clear()
+    stage.checks.ended(call)
+
+
+def usage_does_not_add_up(stage: Stage) -> None:
+    call = stage.call()
+    call.usage = Usage(prompt_tokens=len(call.wanted.prompt), computed=len(call.wanted.prompt) + 1)
+    stage.checks.tokens(call)
+
+
+def too_many_jobs(stage: Stage) -> None:
+    role: Any = stage.decode.role
+    role.jobs = dict.fromkeys(range(10_000))
+    stage.checks._bounds(stage.decode)
+
+
+def peers_remembered(stage: Stage) -> None:
+    stage.decode.peers.clear()
+    stage.checks._bounds(stage.decode)
+
+
+def never_ended(stage: Stage) -> None:
+    stage.call().outcome = ""
+    stage.checks.at_rest()
+
+
+def handle_left(stage: Stage) -> None:
+    stage.decode.receiver(stage.transfer)
+    stage.checks.at_rest()
+
+
+def quarantined_at_rest(stage: Stage) -> None:
+    stage.decode.pool.quarantine(stage.decode.pool.allocate(1))
+    stage.checks._at_rest(stage.decode)
+
+
+CASES: list[tuple[str, Callable[[Stage], None]]] = [
+    ("1", second_half),
+    ("1", never_opened),
+    ("2", after_the_end),
+    ("2", skipped_phase),
+    ("3", released_twice),
+    ("3", released_alive),
+    ("3", quarantined_alive),
+    ("3", leaked_page),
+    ("3", published_free_page),
+    ("13", epoch_used_again),
+    ("4", write_after_release),
+    ("4", write_beside_the_pages),
+    ("4", false_drained),
+    ("3", reads_what_it_gave_up),
+    ("3", reads_pages_of_others),
+    ("7", foreign_metadata),
+    ("8", writes_without_being_told),
+    ("12", another_transfer_touched),
+    ("13", another_peer_touched),
+    ("12", without_a_cause),
+    ("25", without_an_origin),
+    ("15", outlived_its_deadline),
+    ("16", peer_not_told),
+    ("18", memory_not_given_back),
+    ("19", after_the_first_token),
+    ("24", wrong_token),
+    ("24", tokens_missing),
+    ("23", usage_does_not_add_up),
+    ("20", too_many_jobs),
+    ("22", peers_remembered),
+    ("15", never_ended),
+    ("21", handle_left),
+    ("3", quarantined_at_rest),
+]
+
+
+@pytest.mark.usefixtures("ran")
+@pytest.mark.parametrize(("rule", "spoil"), CASES, ids=[f"{r}-{f.__name__}" for r, f in CASES])
+def test_a_violation_is_seen(rule: str, spoil: Callable[[Stage], None]) -> None:
+    stage = Stage()
+    with pytest.raises(Violation) as caught:
+        spoil(stage)
+    assert caught.value.rule == rule, str(caught.value)
+
+
+def test_the_story_of_a_room_is_readable() -> None:
+    stage = Stage()
+    call = stage.call()
+    lines = tell(stage.deployment, tuple(call.rooms))
+    story = "\n".join(lines)
+    for word in ("submit", "Publish", "→ Destination", "← Destination", "SUCCESS", "done"):
+        assert word in story
+    others = [r for r in stage.deployment.rooms if r not in call.rooms]
+    assert not any(f"{room:x}." in story for room in others)
+    assert describe(api.Release(call and stage.transfer)).strip().startswith("Release")

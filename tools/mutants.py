@@ -1,0 +1,126 @@
+"""Sabotage the production code, one line at a time, and see whether the simulator notices.
+
+    .venv/bin/python tools/mutants.py [--seeds N] [--only NAME] [--jobs N] [--json FILE]
+
+Each sabotage of `mutants_table.py` is applied to a temporary copy of `src`; the working tree is never
+touched. The simulator runs seeds until one breaks an invariant. Exit status 1 if a sabotage survives, or if
+the unchanged code does not pass the same seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants_table import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Runs in the copy: seeds until one fails, then one line of JSON.
+HUNT = """
+import json, sys, segue
+from segue.sim.run import load, run_scenario
+assert segue.__file__.startswith(sys.argv[1]), segue.__file__
+first, count = int(sys.argv[2]), int(sys.argv[3])
+hand_offs = 0
+for index in range(count):
+    outcome = run_scenario(load(first + index))
+    hand_offs += outcome.counts.get("hand-offs", 0)
+    if outcome.failed:
+        print(json.dumps([index + 1, hand_offs, outcome.rule, outcome.text[:160]]))
+        break
+else:
+    print(json.dumps([0, hand_offs, "", ""]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Catch:
+    """How many seeds and hand-offs it took; `seeds` 0 means that nothing noticed."""
+
+    seeds: int
+    hand_offs: int
+    rule: str
+    text: str
+
+
+def apply(source: Path, mutant: Mutant) -> None:
+    """Change the one place that `mutant` names. ValueError if it is not there exactly once."""
+    path = source / "segue" / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.name}: its text occurs {text.count(mutant.old)} times in {mutant.file}")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def hunt(mutant: Mutant | None, first: int, seeds: int, timeout_s: float) -> Catch:
+    """Run seeds over a copy of `src` with `mutant` in it, until one fails."""
+    with tempfile.TemporaryDirectory(prefix="segue-mutant-") as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        if mutant is not None:
+            apply(source, mutant)
+        words = [sys.executable, "-c", HUNT, str(source), str(first), str(seeds)]
+        environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(
+                words, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Catch(1, 0, "hang", f"no end within {timeout_s:.0f} s")
+        if done.returncode != 0:
+            raise RuntimeError(f"the hunt itself failed:\n{done.stderr[-2000:]}")
+        return Catch(*json.loads(done.stdout))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=400, help="how many seeds a sabotage may survive")
+    parser.add_argument("--only", default="", help="only sabotages whose name contains this")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    mutants = [m for m in MUTANTS if args.only in m.name]
+
+    def work(mutant: Mutant | None) -> Catch:
+        return hunt(mutant, args.first, args.seeds, args.timeout_s)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = pool.map(work, mutants)
+        found: dict[str, Catch] = {}
+        for mutant, catch in zip(mutants, results, strict=True):
+            found[mutant.name] = catch
+            shown = f"{catch.seeds:4d} seeds  [{catch.rule}]" if catch.seeds else " SURVIVED    "
+            print(f"{shown:<24} {mutant.name}: {mutant.why}", flush=True)
+    longest = max((c.seeds for c in found.values()), default=0)
+    sound = hunt(None, args.first, longest, args.timeout_s * 10)
+    survivors = [name for name, catch in found.items() if not catch.seeds]
+    caught = [c.seeds for c in found.values() if c.seeds]
+    if caught:
+        print(
+            f"{len(caught)} of {len(found)} caught; seeds to catch one: median {statistics.median(caught):g}, "
+            f"most {max(caught)}"
+        )
+    if sound.seeds:
+        print(f"the unchanged code fails too, at seed {args.first + sound.seeds - 1}: {sound.text}")
+    if survivors:
+        print(f"survived: {', '.join(survivors)}")
+    if args.json:
+        report = {name: [c.seeds, c.hand_offs, c.rule, c.text] for name, c in found.items()}
+        args.json.write_text(json.dumps({"mutants": report, "median": statistics.median(caught)}, indent=1))
+    return 1 if survivors or sound.seeds else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,449 @@
+"""One-line sabotages of the production code; the simulator must catch each of them.
+
+Each names a file under `src/segue`, a text that occurs there exactly once, what replaces it, and why a
+reviewer might have let it pass. A sabotage that changes nothing observable has no place here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One sabotage."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+
+
+RECEIVER, SENDER, EXCHANGE = "handoff/receiver.py", "handoff/sender.py", "handoff/exchange.py"
+DECODE, PREFILL, BASE = "roles/decode.py", "roles/prefill.py", "roles/base.py"
+PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
+
+MUTANTS = (
+    # ---- fences and proofs -----------------------------------------------------------------
+    Mutant(
+        "release without proof",
+        RECEIVER,
+        "out.append(Quarantined(self.transfer, self.lease.pages))",
+        "self._prove(out)",
+        "a failed receiver gives its published pages back at once",
+    ),
+    Mutant(
+        "unproven fence is a proof",
+        RECEIVER,
+        "return self._prove(out) if proven else self.state is ReceiverState.QUARANTINED",
+        "return self._prove(out)",
+        "the answer to a fence is taken as a proof, whatever it says",
+    ),
+    Mutant(
+        "a lost session is a death",
+        RECEIVER,
+        "        if dead:\n            self._prove(out)",
+        "        self._prove(out)",
+        "silence is taken as proof that the peer cannot write any more",
+    ),
+    Mutant(
+        "Drained before the fence",
+        SENDER,
+        "        if posted:\n            return\n        self.lease.end(LeaseStep.UNUSED)",
+        "        if posted:\n            out.append(Send(self.peer, Drained(self.transfer)))\n            return\n"
+        "        self.lease.end(LeaseStep.UNUSED)",
+        "prefill promises that no write runs before it knows",
+    ),
+    Mutant(
+        "source pages not leased while written",
+        SENDER,
+        "if len(part) and self.lease.state is LeaseState.HELD:",
+        "if False:",
+        "a failing sender forgets that the transport still reads its pages",
+    ),
+    Mutant(
+        "sender skips its fence",
+        SENDER,
+        "            out.append(Fence(self.transfer, self.epoch))\n        out.append(Phase(self.transfer, KVPoll.FAILED",
+        "            out.append(Release(self.transfer))\n        out.append(Phase(self.transfer, KVPoll.FAILED",
+        "source pages are released while writes run",
+    ),
+    Mutant(
+        "receiver skips its fence",
+        RECEIVER,
+        "        out.append(Fence(self.transfer, self.epoch))\n        out.append(Quarantined(",
+        "        out.append(Quarantined(",
+        "the transport goes on accepting writes of a failed hand-off",
+    ),
+    Mutant(
+        "no fence after success",
+        RECEIVER,
+        "        out.append(Send(self.peer, Committed(self.transfer)))\n        out.append(Fence(self.transfer, self.epoch))\n",
+        "        out.append(Send(self.peer, Committed(self.transfer)))\n",
+        "the grant of a finished hand-off stays",
+    ),
+    Mutant(
+        "no grant",
+        RECEIVER,
+        "        out.append(Grant(self.transfer, epoch))\n",
+        "",
+        "the transport is never told that writes may land",
+    ),
+    Mutant(
+        "the proof is not asked for again",
+        RECEIVER,
+        "            out.append(Send(self.peer, Abort(self.transfer)))\n\n    def peer_down",
+        "            pass\n\n    def peer_down",
+        "after a reconnection nobody asks for the word that was lost",
+    ),
+    Mutant(
+        "no Abort",
+        RECEIVER,
+        "        if not lost:\n            out.append(Send(self.peer, Abort(self.transfer)))\n",
+        "        if lost:\n            out.append(Send(self.peer, Abort(self.transfer)))\n",
+        "decode fails and asks a lost peer, not the one that is there, for a proof",
+    ),
+    Mutant(
+        "Drained is no proof",
+        RECEIVER,
+        "            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)\n            self._prove(out)\n",
+        "            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)\n",
+        "the peer's word is heard and nothing is released",
+    ),
+    Mutant(
+        "no Drained",
+        SENDER,
+        "        out.append(Send(self.peer, Drained(self.transfer)))\n        out.append(Release(self.transfer))\n        return True",
+        "        out.append(Release(self.transfer))\n        return True",
+        "prefill forgets to give its word",
+    ),
+    Mutant(
+        "no Gone",
+        EXCHANGE,
+        '        self.counters["gone_answers"] += 1\n        out.append(Send(event.peer, Gone(transfer)))',
+        '        self.counters["gone_answers"] += 1',
+        "a question about a finished hand-off is not answered",
+    ),
+    Mutant(
+        "the proof is shown once only",
+        EXCHANGE,
+        "            result = self._once_more(machine, now, out, step, args)\n",
+        "",
+        "a handler that broke on the proof never sees it again",
+    ),
+    # ---- commit ------------------------------------------------------------------------------
+    Mutant(
+        "no metadata gate",
+        "handoff/tally.py",
+        "return not self.pending and self.metadata is not None",
+        "return not self.pending",
+        "decode runs before it knows the first token",
+    ),
+    Mutant(
+        "one chunk is enough",
+        "handoff/tally.py",
+        "        if message.final:\n            self.pending.discard(pair)",
+        "        self.pending.discard(pair)",
+        "responders are counted and not what they sent",
+    ),
+    Mutant(
+        "forget Committed",
+        RECEIVER,
+        "        out.append(Send(self.peer, Committed(self.transfer)))\n",
+        "",
+        "prefill holds its pages until the deadline",
+    ),
+    Mutant(
+        "announced before it landed",
+        SENDER,
+        "while queue and queue[0].landed:",
+        "while queue:",
+        "a chunk is announced when another one has landed",
+    ),
+    Mutant(
+        "landed at once",
+        SENDER,
+        "final, landed=not pair_blocks)",
+        "final, landed=True)",
+        "posting a write is taken for its completion",
+    ),
+    # ---- failure is told, and bounded ---------------------------------------------------------
+    Mutant(
+        "decode's failure is not told",
+        RECEIVER,
+        "        if not told and not lost:\n            out.append(Send(self.peer, Failed(self.transfer, error)))\n        if not published:",
+        "        if not published:",
+        "a receiver that had published nothing dies in silence",
+    ),
+    Mutant(
+        "no deadline while transferring",
+        "handoff/machine.py",
+        "if not self.phase.terminal:\n            self.fail(self.deadline_error(now), now, out)",
+        "if not self.phase.terminal and self.phase is not KVPoll.TRANSFERRING:\n            self.fail(self.deadline_error(now), now, out)",
+        "one phase has no deadline",
+    ),
+    Mutant(
+        "no deadline in a role",
+        BASE,
+        "            self.fail(job, late.info, now)",
+        '            if job.phase not in ("reserve", "decode"):\n                self.fail(job, late.info, now)',
+        "two queues have no deadline",
+    ),
+    Mutant(
+        "sender ignores a lost peer",
+        SENDER,
+        "        self.fail(self.fill(error, now), now, out, lost=True)",
+        "        self.peer_name = self.peer_name",
+        "the peer is gone and the sender waits",
+    ),
+    Mutant(
+        "every lost peer fails everybody",
+        EXCHANGE,
+        "return [m for m in self._machines.values() if m.peer == peer]",
+        "return list(self._machines.values())",
+        "one peer's end is taken for all peers' ends",
+    ),
+    Mutant(
+        "abort does nothing",
+        EXCHANGE,
+        "            self._run(machine, now, out, machine.fail, machine.fill(event.error, now))",
+        "            machine.error = event.error",
+        "a cancelled request leaves its hand-off behind",
+    ),
+    Mutant(
+        "a handle's abort does nothing",
+        "conn/handles.py",
+        "        self._owner.post(api.AbortTransfer(self.transfer, info))",
+        "        self.error = info",
+        "the engine's abort does not reach the protocol",
+    ),
+    Mutant(
+        "an exception ends the loop",
+        EXCHANGE,
+        "            machine.fail(machine.problem(Internal, text, now), now, out)\n",
+        "            raise\n",
+        "one hand-off's handler takes everybody down",
+    ),
+    Mutant(
+        "latched phase",
+        RECEIVER,
+        "        _S.QUARANTINED: KVPoll.FAILED,",
+        "        _S.QUARANTINED: KVPoll.TRANSFERRING,",
+        "a failed receiver looks as if it went on",
+    ),
+    # ---- identity ----------------------------------------------------------------------------
+    Mutant(
+        "no tombstone",
+        EXCHANGE,
+        "        self._bury(machine.transfer, ended, machine.deadline, now)",
+        "        self._deadlines.cancel(machine.timer)",
+        "what is over is forgotten at once",
+    ),
+    Mutant(
+        "epochs start again",
+        EXCHANGE,
+        "epoch = self._last_epoch + 1",
+        "epoch = self._last_epoch or 1",
+        "an epoch is used for two hand-offs",
+    ),
+    Mutant(
+        "early destination stays",
+        EXCHANGE,
+        "early = self._early.pop(event.transfer, None)",
+        "early = self._early.get(event.transfer)",
+        "a parked destination is used and kept",
+    ),
+    Mutant(
+        "early destination outlives its session",
+        EXCHANGE,
+        "            self._end_early(transfer, self._record(event.error, transfer, name), now)",
+        "            self._early[transfer] = self._early[transfer]",
+        "a destination of a lost peer is obeyed later",
+    ),
+    Mutant(
+        "lost peers are remembered",
+        EXCHANGE,
+        "link = self._links.pop(event.peer, None)",
+        "link = self._links.get(event.peer)",
+        "tables grow with every peer that ever was",
+    ),
+    Mutant(
+        "opened after its end",
+        EXCHANGE,
+        "        if ended is None:\n            return False\n        ended.opened = True",
+        "        if ended is None or not ended.opened:\n            return False\n        ended.opened = True",
+        "a half whose peer has given up waits for it",
+    ),
+    Mutant(
+        "rooms are not checked",
+        "handoff/ticket.py",
+        "    if not 1 <= ticket.room < 2**64 or not 0 <= ticket.attempt < 2**16:",
+        "    if ticket.room == 1 << 70:",
+        "a client's room 0 gets as far as the leader's loop",
+    ),
+    Mutant(
+        "a budget that is no number",
+        "handoff/ticket.py",
+        "    if not math.isfinite(ticket.budget_s):",
+        "    if math.isinf(ticket.budget_s):",
+        "a deadline that never comes",
+    ),
+    # ---- leases of roles ---------------------------------------------------------------------
+    Mutant(
+        "quarantine forgotten",
+        DECODE,
+        "                entry.quarantined = True\n                self.pool.quarantine(self._published(job))",
+        "                entry.quarantined = False",
+        "pages that a peer may write are not marked",
+    ),
+    Mutant(
+        "pages released at the abort",
+        DECODE,
+        "            entry.handle.abort(error)",
+        "            entry.handle.abort(error)\n            self.pool.release(job.pages)\n            job.pages = []",
+        "decode takes its pages back before the peer has let go",
+    ),
+    Mutant(
+        "source pages released at the abort",
+        PREFILL,
+        "            entry.handle.abort(error)",
+        "            entry.handle.abort(error)\n            self.pool.release(job.pages)\n            job.pages = []",
+        "prefill takes its pages back while the transport reads them",
+    ),
+    Mutant(
+        "cached pages released twice",
+        DECODE,
+        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n",
+        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n"
+        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n",
+        "a shared prefix loses a lease that others count on",
+    ),
+    Mutant(
+        "cached pages not released",
+        DECODE,
+        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n",
+        "",
+        "a failed hand-off keeps its cached prefix",
+    ),
+    Mutant(
+        "match not given back",
+        DECODE,
+        "            self.pool.release(match.pages)\n            return False",
+        "            return False",
+        "a full pool leaks a lease at each look",
+    ),
+    Mutant(
+        "source pages never released",
+        PREFILL,
+        "                self.pool.release(job.pages)\n                job.pages = []\n                self.table.remove",
+        "                job.pages = []\n                self.table.remove",
+        "prefill's pages are gone after a hand-off",
+    ),
+    Mutant(
+        "published from one page too far",
+        DECODE,
+        "return job.pages[job.cached // self.pool.page_tokens :]",
+        "return job.pages[job.cached // self.pool.page_tokens + 1 :]",
+        "prefix off by one",
+    ),
+    Mutant(
+        "a success after the end",
+        DECODE,
+        "        if job.ended:\n            return  # its frontend left",
+        "        if job.ended and job.tokens < 0:\n            return  # its frontend left",
+        "a request that was cancelled as it landed runs anyway",
+    ),
+    Mutant(
+        "prefill's job stays",
+        PREFILL,
+        "                self.end(job, None, now)",
+        "                job.enter('done', now)",
+        "a finished request keeps its place",
+    ),
+    Mutant(
+        "handles are kept",
+        "conn/handles.py",
+        "        self._owner.forget(self.transfer)",
+        "        self.released = True",
+        "one handle leaks per hand-off",
+    ),
+    Mutant(
+        "sequences stay open",
+        BASE,
+        "        self.engine.close(job.seq_id)\n",
+        "",
+        "the engine keeps every sequence",
+    ),
+    # ---- pages, prefixes, generation -----------------------------------------------------------
+    Mutant(
+        "freed with other owners",
+        PAGES,
+        "            if counts[page] == held:\n                freed.append(page)",
+        "            freed.append(page)",
+        "the first owner to leave frees the page",
+    ),
+    Mutant(
+        "shared twice",
+        PAGES,
+        "        for page in pages:\n            counts[page] += 1\n        self.version += 1",
+        "        for page in pages:\n            counts[page] += 2\n        self.version += 1",
+        "a cached page is never free again",
+    ),
+    Mutant(
+        "quarantine is not counted down",
+        PAGES,
+        "        self._quarantined -= len(freed)\n",
+        "",
+        "capacity shrinks with each failure",
+    ),
+    Mutant(
+        "a match without a lease",
+        PREFIX,
+        "        self._pool.share(pages)\n        found",
+        "        found",
+        "cached pages are used without owning them",
+    ),
+    Mutant(
+        "the first page decides",
+        PREFIX,
+        "            if tokens[at : at + len(child.tokens)] == child.tokens:",
+        "            if at + len(child.tokens) <= len(tokens):",
+        "a prefix is taken for equal after its first page",
+    ),
+    Mutant(
+        "cached before it is computed",
+        "roles/prompts.py",
+        '        job.enter("prefill", now)',
+        '        desk.remember(job, len(prompt))\n        job.enter("prefill", now)',
+        "others find pages that are still being written",
+    ),
+    Mutant(
+        "one token too many remembered",
+        "roles/generation.py",
+        "            self.desk.remember(job, job.computed)",
+        "            self.desk.remember(job, job.computed + 1)",
+        "the last token's KV was never computed, but is cached",
+    ),
+    Mutant(
+        "retraction forgets a page",
+        "roles/generation.py",
+        "held = desk.pool.pages_for(job.computed)",
+        "held = desk.pool.pages_for(job.computed - 1)",
+        "a retracted sequence comes back without its last page",
+    ),
+    Mutant(
+        "prefix off by one",
+        "layout/planner.py",
+        "dst_slot + token - dst_token)",
+        "dst_slot + token - dst_token + (token % 2))",
+        "bytes land one token too far",
+    ),
+    Mutant(
+        "models are not compared",
+        "conn/peers.py",
+        "    if theirs.model != mine.model:",
+        "    if not theirs.model:",
+        "KV of another model is let in",
+    ),
+)
