@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from segue.core.request import SamplingParams
 from segue.engine.api import HostPages, ModelInfo, SequenceResult, SequenceStep
@@ -71,6 +71,16 @@ class Copied:
 class _Open:
     tokens: list[int]
     sampling: SamplingParams
+    #: the lineage after each of the first tokens, as far as it was needed
+    states: list[int] = field(default_factory=list)
+
+    def lineage_to(self, end: int) -> list[int]:
+        """`states`, for the first `end` tokens at least."""
+        states = self.states
+        while len(states) < end:
+            at = len(states)
+            states.append(lineage(self.tokens[at : at + 1], states[-1] if states else SEED))
+        return states
 
 
 class LineageEngine:
@@ -99,6 +109,16 @@ class LineageEngine:
             dtype="lineage",
         )
         self.computed_tokens = 0
+        #: of each plane (K or V of a layer): where it begins, what marks it, and how it is called
+        self._planes = [
+            (
+                spec.offset(layer, value, 0),
+                layer ^ (VALUE_MARK if value else 0),
+                f"layer {layer}, {'KV'[value]}",
+            )
+            for layer in range(spec.layer_count)
+            for value in (False, True)
+        ]
         self._open: dict[int, _Open] = {}
 
     # ---- sequences ---------------------------------------------------------------------------
@@ -132,18 +152,17 @@ class LineageEngine:
         end = step.start + len(step.tokens)
         if list(step.tokens) != opened.tokens[step.start : end]:
             raise WrongKV(f"sequence {step.seq_id} was given other tokens than its own")
-        state = SEED
+        states = opened.lineage_to(end)
         for position in range(end):
-            state = lineage(opened.tokens[position : position + 1], state)
             slot = self._slot(step.pages, position)
             if position >= step.start:
-                self._write(slot, state)
+                self._write(slot, states[position])
             else:
-                self._check(step.seq_id, position, slot, state)
+                self._check(step.seq_id, position, slot, states[position])
         self.computed_tokens += len(step.tokens)
         if not step.sample:
             return None
-        token = next_token(state, opened.sampling, self.info.vocab_size)
+        token = next_token(states[end - 1], opened.sampling, self.info.vocab_size)
         opened.tokens.append(token)
         return SequenceResult(step.seq_id, token)
 
@@ -152,19 +171,16 @@ class LineageEngine:
         return pages[page] * self.spec.page_tokens + inside
 
     def _write(self, slot: int, state: int) -> None:
-        for layer in range(self.spec.layer_count):
-            _WORD.pack_into(self.memory, self.spec.offset(layer, False, slot), state ^ layer)
-            _WORD.pack_into(self.memory, self.spec.offset(layer, True, slot), state ^ layer ^ VALUE_MARK)
+        for base, mark, _ in self._planes:
+            _WORD.pack_into(self.memory, base + slot * _WORD.size, state ^ mark)
 
     def _check(self, seq_id: int, position: int, slot: int, state: int) -> None:
-        for layer in range(self.spec.layer_count):
-            for value, mark in ((False, 0), (True, VALUE_MARK)):
-                found = _WORD.unpack_from(self.memory, self.spec.offset(layer, value, slot))[0]
-                if found != state ^ layer ^ mark:
-                    raise WrongKV(
-                        f"sequence {seq_id}, token {position}, layer {layer}, {'V' if value else 'K'}: "
-                        f"page {slot // self.spec.page_tokens} holds somebody else's KV"
-                    )
+        for base, mark, plane in self._planes:
+            if _WORD.unpack_from(self.memory, base + slot * _WORD.size)[0] != state ^ mark:
+                raise WrongKV(
+                    f"sequence {seq_id}, token {position}, {plane}: "
+                    f"page {slot // self.spec.page_tokens} holds somebody else's KV"
+                )
 
     # ---- retraction --------------------------------------------------------------------------
 

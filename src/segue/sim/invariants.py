@@ -6,7 +6,6 @@ at intervals and at rest. Each raises `Violation` with the number of the invaria
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -266,21 +265,21 @@ class Checks:
     def _page_owners(self, node: LeaderNode) -> None:
         """3: the leases on each page are those of its known owners."""
         role: Any = node.role
-        owners: Counter[int] = Counter(node.squeezed)
+        owners = [0] * node.pool.total
         jobs = {id(job): job for job in role.jobs.values()}
         if isinstance(node, KVNode):
             jobs |= {id(entry.job): entry.job for entry in role.table._entries.values()}
-        for job in jobs.values():
-            owners.update(job.pages)
-        for leaf in role.tree._recent:
-            owners.update(leaf.pages)
+        held = [node.squeezed, *(job.pages for job in jobs.values()), *(n.pages for n in role.tree._recent)]
+        for pages in held:
+            for page in pages:
+                owners[page] += 1
         counts = node.pool._counts
-        for page, count in enumerate(counts):
-            if count != owners[page]:
-                held = tuple(j.ticket.room for j in jobs.values() if page in j.pages)
-                raise Violation(
-                    "3", f"page {page} of {node.name} has {count} leases, {owners[page]} owners", held
-                )
+        if owners == counts:
+            return
+        page = next(p for p, count in enumerate(counts) if count != owners[p])
+        rooms = tuple(j.ticket.room for j in jobs.values() if page in j.pages)
+        text = f"page {page} of {node.name} has {counts[page]} leases, {owners[page]} owners"
+        raise Violation("3", text, rooms)
 
     def _deadlines(self, node: LeaderNode) -> None:
         """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps."""
@@ -351,7 +350,8 @@ class Checks:
         """16, 13 and 18: what one side ended, the other learns; and memory comes back."""
         now = self.world.now
         for leader in self.deployment.leaders():
-            if not leader.paused and not leader.busy:
+            # What is empty stays as it was when it was last looked at.
+            if not leader.paused and not leader.busy and any(leader.role.sizes().values()):
                 self.node(leader)
         lives = self.deployment.by_incarnation
         for (me, transfer), half in list(self.open.items()):

@@ -194,7 +194,7 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
     for role, count in counts:
         page = rng.choice((2, 4, 8)) if mixed else same_page
         for index in range(count):
-            tokens = rng.choice((48, 64, 96, 160)) if "small pools" in features else 2048
+            tokens = rng.choice((48, 64, 96, 160)) if "small pools" in features else 1024
             skew = "skew" in features
             odd = "mismatch" in features and index and rng.random() < 0.6
             found.append(
