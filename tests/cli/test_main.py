@@ -62,7 +62,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "fragment"),
     [
         (["explain", "abc"], "segue explain is not part of version"),
-        (["sim", "--seed", "1"], "segue sim is not part of version"),
+        (["advise"], "segue advise is not part of version"),
         (["decod"], "did you mean decode?"),
         (["serve", "--page-token", "8"], "did you mean --page-tokens?"),
         (["serve", "--port"], "--port"),

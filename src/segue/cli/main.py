@@ -20,7 +20,7 @@ from segue.core.types import Role
 Handler = Callable[[argparse.Namespace], int]
 
 #: Commands that other versions have or will have; saying so is better than "invalid choice".
-ABSENT = ("advise", "explain", "sim")
+ABSENT = ("advise", "explain")
 
 _EXAMPLES = {
     "serve": "segue serve --model smollm2 --prefill 1 --decode 2",
@@ -28,6 +28,7 @@ _EXAMPLES = {
     "decode": "segue decode --model smollm2 --registry http://127.0.0.1:8998",
     "unified": "segue unified --model smollm2 --registry http://127.0.0.1:8998",
     "frontend": "segue frontend --registry http://127.0.0.1:8998 --port 8000",
+    "sim": "segue sim --seeds 200",
     "bench": "segue bench http://127.0.0.1:8000 --requests 64 --concurrency 8 --json result.json",
     "doctor": "segue doctor",
     "version": "segue version",
@@ -65,6 +66,7 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
         for pipe in ("--lifeline-fd", "--report-fd"):
             made[name].add_argument(pipe, type=int, help=argparse.SUPPRESS)
     _bench_arguments(command("bench", "measure a server that speaks the OpenAI API", _bench))
+    _sim_arguments(command("sim", "run the control plane in virtual time, under faults", _sim))
     doctor = command("doctor", "look at this host: what works, what is missing, what is slow", _doctor)
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.add_argument("--cache", metavar="DIR", help="folder for fetched and converted models")
@@ -138,6 +140,18 @@ def _bench(args: argparse.Namespace) -> int:
     from segue.cli.bench import bench
 
     return bench(args)
+
+
+def _sim_arguments(command: argparse.ArgumentParser) -> None:
+    from segue.cli.sim import add_arguments
+
+    add_arguments(command)
+
+
+def _sim(args: argparse.Namespace) -> int:
+    from segue.cli.sim import sim
+
+    return sim(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:
