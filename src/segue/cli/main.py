@@ -143,7 +143,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _sim_arguments(command: argparse.ArgumentParser) -> None:
-    from segue.cli.sim import add_arguments
+    from segue.cli.sim_flags import add_arguments
 
     add_arguments(command)
 

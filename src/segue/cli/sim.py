@@ -8,26 +8,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from segue.core.errors import ConfigError
 from segue.sim.run import Outcome, load, replay_command, run_scenario, shrink
 
 #: Runs that may be spent on making a failing scenario smaller.
 SHRINK_RUNS = 200
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The flags of `segue sim`."""
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="the first seed (default 0)")
-    command.add_argument("--seeds", type=int, metavar="N", help="how many seeds to run (default 1)")
-    command.add_argument(
-        "--hand-offs", type=int, metavar="N", help="run seeds until there were this many hand-offs"
-    )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
-    command.add_argument(
-        "--only", default="", metavar="NAMES", help="of one seed, only these requests and faults (r3,f1)"
-    )
 
 
 def sim(args: argparse.Namespace) -> int:
