@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+from segue.cli.sim_flags import add_arguments
 from segue.core.errors import ConfigError
 from segue.sim.run import Outcome, load, replay_command, run_scenario, shrink
 
