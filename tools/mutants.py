@@ -1,3 +1,4 @@
+# ruff: noqa: T201
 """Sabotage the production code, one line at a time, and see whether the simulator notices.
 
     .venv/bin/python tools/mutants.py [--seeds N] [--only NAME] [--jobs N] [--json FILE]

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """One-line sabotages of the production code; the simulator must catch each of them.
 
 Each names a file under `src/segue`, a text that occurs there exactly once, what replaces it, and why a

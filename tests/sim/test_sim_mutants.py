@@ -1,0 +1,54 @@
+"""The sabotage tool: its table fits the code, it catches, and it never touches the working tree."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def mutants() -> ModuleType:
+    tool("mutants_table")
+    return tool("mutants")
+
+
+def test_each_sabotage_names_one_place(mutants: ModuleType) -> None:
+    table = mutants.MUTANTS
+    assert len(table) >= 30
+    assert len({m.name for m in table}) == len(table)
+    for mutant in table:
+        text = (ROOT / "src" / "segue" / mutant.file).read_text()
+        times = text.count(mutant.old)
+        assert times == 1, f"{mutant.name}: occurs {times} times in {mutant.file}; bring the table up to date"
+        assert mutant.new != mutant.old
+        compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+
+
+def test_a_sabotage_is_caught_in_a_copy(mutants: ModuleType) -> None:
+    mutant = next(m for m in mutants.MUTANTS if m.name == "unproven fence is a proof")
+    path = ROOT / "src" / "segue" / mutant.file
+    before = path.read_bytes()
+    catch = mutants.hunt(mutant, 0, 60, 120.0)
+    assert catch.seeds > 0
+    assert catch.rule == "4"
+    assert path.read_bytes() == before
+
+
+def test_the_unchanged_code_survives(mutants: ModuleType) -> None:
+    assert mutants.hunt(None, 0, 5, 120.0).seeds == 0
