@@ -380,13 +380,15 @@ def test_close_is_idempotent_and_ends_everything(name: str) -> None:
 
 def test_lesson_09_the_next_peer_of_the_same_name_works(name: str, pair: Pairs) -> None:
     p = pair(MiB)
-    fill(p.writer)
+    p.grant(7)
     p.writer.transport.close()
     p.reader.take(PeerGone)
     again = Side(name, p.writer.me, MiB, p.net)
     try:
         again.array[:] = 9
         again.transport.connect(p.reader.me, p.reader.endpoint, 5)
+        again.transport.write(p.reader.me, 7, 0, [CopyBlock(0, 0, 1, 77)])
+        assert isinstance(again.outcome(7, 0), WriteFailed)  # the old grants ended with the old peer
         p.grant(8)
         again.transport.write(p.reader.me, 8, 1, [CopyBlock(0, 0, 1, 77)])
         assert isinstance(again.outcome(8, 1), Written)

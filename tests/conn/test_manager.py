@@ -279,3 +279,25 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
         rest(decode)
         assert len(os.listdir("/proc/self/fd")) == fds
         assert me.memory_info().rss - rss < 8 * 2**20
+
+
+def test_lesson_20_metadata_too_large_for_a_frame_ends_its_own_hand_off_only() -> None:
+    small = msgspec.structs.replace(LIMITS, max_frame_bytes=64 * 1024)
+    with sides(limits=small) as (prefill, decode):
+        _, sender, receiver = begin(prefill, decode, 33)
+        receiver.send_metadata(range(9))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        huge = Metadata(
+            transfer=sender.transfer, prompt_tokens=33, first_token=7, timeline={"x" * 100_000: 1.0}
+        )
+        sender.send(Span(0, 33), range(PAGES), huge)
+        for side, handle in ((prefill, sender), (decode, receiver)):
+            while handle.poll() is not KVPoll.FAILED:
+                side.changes.get(timeout=10)
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.REQUEST_TOO_LARGE
+            side.wait_release(handle.transfer)
+            handle.clear()
+        hand_over(prefill, decode, 33, 8)
+        rest(prefill)
+        rest(decode)

@@ -33,3 +33,14 @@ def test_a_room_in_use_is_an_invalid_request_and_not_a_bug(side: str) -> None:
     assert "room of its own" in error.text
     assert pair.tokens("first") == reference([1, 2, 3], sampling, VOCAB, 4)
     pair.at_rest()
+
+
+def test_two_prompts_of_one_length_under_one_room_are_an_error_and_not_an_answer() -> None:
+    pair = Pair()
+    pair.submit("first", [1, 2, 3, 4, 5], 4, to=(True, False))
+    pair.rooms -= 1
+    pair.submit("second", [9, 8, 7, 6, 5], 4, to=(False, True))
+    pair.run()
+    assert pair.tokens("second") == []
+    assert pair.errors("second") == [ErrorCode.METADATA_MISMATCH.value]
+    pair.at_rest()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ctypes
 import queue
+import random
 import socket
 import struct
 from collections.abc import Iterator
@@ -109,6 +111,21 @@ def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
     sock.sendall(part(10, [(0, 1)], ident=2) + b"z")
     assert answer(sock) == (tcp_wire.LANDED, 2)
     sock.close()
+
+
+def test_the_rest_of_a_part_wakes_the_reader_however_little_it_is() -> None:
+    """Found by the bench: with less left than the low-water mark the stream slept until it was cut."""
+    reader = Reader(slice_bytes=1000, lowat_bytes=1000)
+    reader.transport.grant("rogue/0", 9)
+    sock = reader.enter()
+    sock.sendall(part(9, [(0, 17_200)]) + b"a" * 500)
+    while reader.memory.buffer[499:500] != b"a":
+        pass
+    sock.sendall(b"a" * 16_700)
+    assert answer(sock) == (tcp_wire.LANDED, 1)
+    assert reader.memory.buffer[:17_201] == b"a" * 17_200 + b"\0"
+    sock.close()
+    reader.close()
 
 
 @pytest.mark.parametrize(
@@ -362,6 +379,7 @@ def test_streams_share_a_write_and_it_is_told_once(streams: int) -> None:
     ),
     part_bytes=st.integers(1, 2000),
 )
+@settings(deadline=None)
 def test_cut_covers_each_byte_once_within_the_limits(blocks: list[CopyBlock], part_bytes: int) -> None:
     wanted = sorted(
         (b.src_offset + r * b.src_stride + i, b.dst_offset + r * b.dst_stride + i)
@@ -381,26 +399,23 @@ def test_cut_covers_each_byte_once_within_the_limits(blocks: list[CopyBlock], pa
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30),
     limit=st.integers(1, 400),
-    steps=st.lists(st.integers(1, 60), min_size=2000, max_size=2000),
+    seed=st.integers(0, 2**32),
 )
-@settings(max_examples=30)
-def test_a_cursor_visits_each_byte_once(lengths: list[int], limit: int, steps: list[int]) -> None:
+@settings(max_examples=30, deadline=None)
+def test_a_cursor_visits_each_byte_once(lengths: list[int], limit: int, seed: int) -> None:
     memory = np.zeros((len(lengths), 100), np.uint8)
     rows = np.array([(memory[i].ctypes.data, n) for i, n in enumerate(lengths)], np.uint64)
     cursor = tcp_wire.Cursor(rows)
     visited = []
     base = memory.ctypes.data
-    for step in steps:
-        if not cursor.left:
-            break
+    steps = random.Random(seed)
+    while cursor.left:
         address, count = cursor.window(limit)
         assert 1 <= count <= tcp_wire.IOV_MAX
-        iov = np.ctypeslib.as_array(
-            (__import__("ctypes").c_uint64 * (2 * count)).from_address(address)
-        ).reshape(-1, 2)
+        iov = np.ctypeslib.as_array((ctypes.c_uint64 * (2 * count)).from_address(address)).reshape(-1, 2)
         reachable = [int(a) + i - base for a, n in iov.tolist() for i in range(int(n))]
-        assert reachable
-        moved = min(step, len(reachable))
+        assert 0 < len(reachable) <= limit
+        moved = min(steps.randrange(1, 60), len(reachable))
         visited += reachable[:moved]
         cursor.advance(moved)
     assert visited == [i * 100 + k for i, n in enumerate(lengths) for k in range(n)]

@@ -231,11 +231,18 @@ class KVManager:
             case api.Send():
                 peer = self._peers.get(effect.peer)
                 if peer is not None:
-                    peer.session.send(effect.message)
+                    self._send(peer.session, effect.message)
             case api.PostWrite() | api.Grant() | api.Fence():
                 self._move(effect)
             case api.Phase() | api.Release() | api.Quarantined():
                 self._report(effect)
+
+    def _send(self, session: Session, message: HandoffMessage) -> None:
+        """A message that cannot be sent (too large for a frame) ends its own hand-off, and no other."""
+        try:
+            session.send(message)
+        except SegueError as error:
+            self.io.loop.call_soon(self._handle, api.AbortTransfer(message.transfer, error.info))
 
     def _report(self, change: Change) -> None:
         handle = self._handles.get(change.transfer)

@@ -88,12 +88,14 @@ class Metadata(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """P→D: what decode needs besides KV. `transfer` must be the receiver's own.
 
     `prefill_cached` and `computed` count prompt tokens. `timeline` holds prefill's durations in
-    seconds (`queue`, `bootstrap`, `prefill`).
+    seconds (`queue`, `bootstrap`, `prefill`). `prompt_hash` is over the prompt's tokens: two requests
+    under one room must not become one answer.
     """
 
     transfer: TransferId
     prompt_tokens: int
     first_token: int
+    prompt_hash: int = 0
     first_logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prefill_cached: int = 0

@@ -128,6 +128,10 @@ class DecodeRole(Desk):
             text = f"prefill's first token {metadata.first_token} is outside the vocabulary"
             self.fail(job, MetadataMismatch(text).info, now)
             return
+        if metadata.prompt_hash != job.prompt_hash:
+            text = "prefill computed another prompt under this room; each request needs a room of its own"
+            self.fail(job, MetadataMismatch(text, retryable=False).info, now)
+            return
         job.computed = len(job.prompt)
         job.prompt_logprobs = metadata.prompt_logprobs or []
         job.usage = first_usage(len(job.prompt), job.cached, metadata.prefill_cached, metadata.computed)

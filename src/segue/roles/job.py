@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+
+import msgspec
 
 from segue.core.request import Request, SamplingParams, Ticket, TokenLogprob, Usage
 from segue.core.types import Incarnation, TransferId
@@ -59,6 +62,13 @@ class Job:
         """The hand-off's identity (meaningless on a unified instance)."""
         t = self.ticket
         return TransferId(t.room, t.attempt, t.prefill.incarnation, t.decode.incarnation)
+
+    @property
+    def prompt_hash(self) -> int:
+        """64 bits over the prompt's tokens, the same on every host."""
+        # The msgpack encoding of a list of integers is unique.
+        digest = hashlib.blake2b(msgspec.msgpack.encode(self.request.prompt), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
     def enter(self, phase: str, now: float) -> None:
         """Begin `phase`; the time spent in the last one goes into the timeline under its name."""

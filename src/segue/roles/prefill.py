@@ -127,6 +127,7 @@ class PrefillRole(Desk):
             transfer=job.transfer,
             prompt_tokens=len(job.prompt),
             first_token=token,
+            prompt_hash=job.prompt_hash,
             first_logprob=result.logprob,
             prompt_logprobs=job.prompt_logprobs or None,
             prefill_cached=job.cached,

@@ -409,7 +409,9 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
             code.BOOTSTRAP_TIMEOUT,
             code.UNAUTHORIZED,
         }
-    if features & {"engine refuses"}:
+    if features & {"bad request"}:
+        found.add(code.METADATA_MISMATCH)  # two requests under one room
+    if features & {"engine refuses", "small pools"}:
         found.add(code.INVALID_REQUEST)
     if features & {"handler exception", "step exception", "sequence error"}:
         found.add(code.INTERNAL)

@@ -26,7 +26,7 @@ class NodeFaults:
         self.triggers: dict[str, list[Callable[[], None]]] = {}
         self.step_fails = 0
         self.sequence_fails = 0
-        self.machine_fails = 0
+        self._machine_armed = False
         self.kill_mid_write: Callable[[], None] | None = None
         self.pause_mid_write: Callable[[], None] | None = None
 
@@ -74,12 +74,14 @@ class NodeFaults:
     def fail_next_machine_step(self) -> None:
         """The next step of any machine of this node raises in its handler."""
         exchange: Any = getattr(self.node, "exchange", None)
-        if exchange is None:
+        if exchange is None or self._machine_armed:
             return
+        self._machine_armed = True
         normal = exchange._run
 
         def run(machine: Any, now: float, out: Any, step: Any, *args: Any, local: bool = False) -> Any:
             exchange._run = normal
+            self._machine_armed = False
 
             calls = iter((True,))
 

@@ -89,7 +89,9 @@ class InStream:
         try:
             for _ in range(_MAX_STEPS):
                 if not self._step():
-                    return
+                    break
+            # Whatever is still to come must be able to wake us.
+            self._set_lowat(min(self._cursor.left, self._lowat_bytes) if self._cursor is not None else 1)
         except SegueError as exc:
             self._broken(exc)
         except OSError as exc:
@@ -122,9 +124,7 @@ class InStream:
         rows = tcp_wire.parse_rows(data, header)
         if not tcp_wire.inside(rows, self._pool.nbytes):
             self._status, self._drain = tcp_wire.OUTSIDE, header.nbytes
-        elif (self._peer, header.epoch) not in self._grants:
-            self._status, self._drain = tcp_wire.REFUSED, header.nbytes
-        else:
+        else:  # whether its epoch is granted is looked up before each slice
             rows[:, 0] += self._pool.address
             self._status, self._cursor = tcp_wire.LANDED, Cursor(rows)
 
@@ -138,16 +138,12 @@ class InStream:
         if not cursor.left:
             self._answer()
             return True
-        if moved >= self._lowat_bytes:
-            return True
-        self._set_lowat(min(cursor.left, self._lowat_bytes))
-        return False
+        return moved >= self._lowat_bytes
 
     def _throw_away(self) -> bool:
         try:
             moved = self._sock.recv_into(self._scratch, min(self._drain, _SCRATCH_BYTES))
         except BlockingIOError:
-            self._set_lowat(1)
             return False
         self._check_end(moved)
         self._drain -= moved
@@ -159,7 +155,6 @@ class InStream:
         assert self._header is not None
         ack = tcp_wire.ACK.pack(tcp_wire.MAGIC, self._status, self._header.part)
         self._header = self._cursor = None
-        self._set_lowat(1)
         try:
             sent = self._sock.send(ack, socket.MSG_NOSIGNAL)
         except BlockingIOError:

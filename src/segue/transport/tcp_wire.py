@@ -83,30 +83,46 @@ class Cursor:
     """A position in a vector of (address, length) rows; `MemoryError`-free and bounds-free: the rows
     were checked. Whoever makes one keeps the memory behind the addresses alive."""
 
-    __slots__ = ("_ends", "_first", "_iov", "_rows", "done", "nbytes")
+    __slots__ = ("_ends", "_first", "_iov", "_rows", "_trimmed", "done", "nbytes")
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._iov = rows.copy()
         self._ends = np.cumsum(rows[:, 1].astype(np.int64))
         self._first = 0
+        self._trimmed = -1  # the row that the last window showed only in part
         self.done = 0
         self.nbytes = int(self._ends[-1])
 
     def window(self, limit_bytes: int) -> tuple[int, int]:
-        """Address and count of the next iovecs: at most IOV_MAX, little more than `limit_bytes`."""
-        last = int(self._ends.searchsorted(self.done + limit_bytes))
+        """Address and count of the next iovecs: at most IOV_MAX and at most `limit_bytes` in all."""
+        self._restore()
+        stop = self.done + limit_bytes
+        last = int(self._ends.searchsorted(stop))
+        if last < len(self._iov) and last - self._first < IOV_MAX:
+            self._iov[last, 1] -= np.uint64(int(self._ends[last]) - stop)
+            self._trimmed = last
         count = min(last + 1, len(self._iov), self._first + IOV_MAX) - self._first
         return self._iov.ctypes.data + self._first * ROW_BYTES, count
 
     def advance(self, nbytes: int) -> None:
         """`nbytes` of the window were moved."""
+        self._restore()
         self.done += nbytes
-        self._first = first = int(self._ends.searchsorted(self.done, "right"))
-        if first < len(self._iov):
-            address, length = self._rows[first].tolist()
-            moved = self.done - (int(self._ends[first]) - length)
-            self._iov[first] = (address + moved, length - moved)
+        self._first = int(self._ends.searchsorted(self.done, "right"))
+        self._show(self._first)
+
+    def _restore(self) -> None:
+        if self._trimmed >= 0:
+            self._show(self._trimmed)
+            self._trimmed = -1
+
+    def _show(self, row: int) -> None:
+        """Make `row` what is left of it."""
+        if row < len(self._iov):
+            address, length = self._rows[row].tolist()
+            moved = max(0, self.done - (int(self._ends[row]) - length))
+            self._iov[row] = (address + moved, length - moved)
 
     @property
     def left(self) -> int:
