@@ -4,8 +4,8 @@
     .venv/bin/python tools/mutants.py [--seeds N] [--only NAME] [--jobs N] [--json FILE]
 
 Each sabotage of `mutants_table.py` is applied to a temporary copy of `src`; the working tree is never
-touched. The simulator runs seeds until one breaks an invariant. Exit status 1 if a sabotage survives, or if
-the unchanged code does not pass the same seeds.
+touched. The simulator runs seeds until one breaks an invariant. Exit status 1 if a sabotage survives, or
+if the unchanged code does not pass the same seeds.
 """
 
 from __future__ import annotations

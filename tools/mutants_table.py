@@ -441,6 +441,13 @@ MUTANTS = (
         "bytes land one token too far",
     ),
     Mutant(
+        "prompts are not compared",
+        DECODE,
+        "        if metadata.prompt_hash != job.prompt_hash:",
+        "        if metadata.prompt_tokens != len(job.prompt):",
+        "two requests under one room become one answer",
+    ),
+    Mutant(
         "models are not compared",
         "conn/peers.py",
         "    if theirs.model != mine.model:",
