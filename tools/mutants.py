@@ -109,9 +109,9 @@ def main() -> int:
     survivors = [name for name, catch in found.items() if not catch.seeds]
     caught = [c.seeds for c in found.values() if c.seeds]
     if caught:
+        median = statistics.median(caught)
         print(
-            f"{len(caught)} of {len(found)} caught; seeds to catch one: median {statistics.median(caught):g}, "
-            f"most {max(caught)}"
+            f"{len(caught)} of {len(found)} caught; seeds to catch one: median {median:g}, most {max(caught)}"
         )
     if sound.seeds:
         print(f"the unchanged code fails too, at seed {args.first + sound.seeds - 1}: {sound.text}")

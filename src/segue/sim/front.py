@@ -24,6 +24,7 @@ from segue.core.request import Output, Request, SamplingParams, Ticket, Usage
 from segue.core.types import Incarnation, Placement, Role
 from segue.handoff.ticket import sign
 from segue.sim.network import End
+from segue.sim.node import VOCAB
 from segue.sim.world import Process, Violation
 
 if TYPE_CHECKING:
@@ -200,7 +201,10 @@ class FrontNode(Process):
         if call.outcome or call.attempt != attempt or incarnation not in call.legs:
             return
         wanted = call.wanted
-        request = Request(request_id=call.request_id, prompt=wanted.prompt, sampling=wanted.sampling)
+        prompt = wanted.prompt
+        if wanted.bad == "mixed legs" and call.legs[incarnation] is Role.PREFILL:
+            prompt = [(prompt[0] + 1) % VOCAB, *prompt[1:]]  # a router has mixed up two requests
+        request = Request(request_id=call.request_id, prompt=prompt, sampling=wanted.sampling)
         end = self.ends.get(incarnation)
         if end is None:
             gone = PeerLost("the session ended", origin=self.name, phase="submit").info

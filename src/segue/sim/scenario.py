@@ -56,6 +56,7 @@ BAD = (
     "token outside the vocabulary",
     "empty prompt",
     "long prompt",
+    "mixed legs",
 )
 
 #: Where a fault can strike: right after the next one of these.
