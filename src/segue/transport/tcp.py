@@ -30,10 +30,12 @@ from segue.transport.memory import Memory
 from segue.transport.tcp_in import Door, InStream, Pool
 from segue.transport.tcp_out import Path, open_streams
 
-DEFAULT_STREAMS = 2
+DEFAULT_STREAMS = (
+    1  # on loopback more only cost header and wake-ups (bench/transport.py); a fast NIC wants more
+)
 PART_BYTES = 16 * 2**20
-SLICE_BYTES = 1 * 2**20
-LOWAT_BYTES = 256 * 2**10
+SLICE_BYTES = 4 * 2**20  # at most this much lands after a fence was called, before it is answered
+LOWAT_BYTES = 512 * 2**10  # fewer wake-ups per byte; with 64 KiB a hand-off took 1.6 times as long
 MAX_STREAMS_PER_PEER = 64
 _CLOSE_S = 5.0
 
