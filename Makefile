@@ -11,7 +11,7 @@ STAMP := $(VENV)/.segue-setup
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak bench fmt clean
+.PHONY: help setup serve test soak mutants bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +37,9 @@ test: setup ## format, lint, strict types, tests; stops at the first that fails
 
 soak: setup ## the long tests that 'make test' leaves out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
+
+mutants: setup ## sabotage the hand-off, one line at a time; the simulator must catch each
+	@$(BIN)/python tools/mutants.py --seeds 800 $(ARGS)
 
 bench: setup ## serve the default model and measure it (ARGS="--requests 64 …")
 	@$(BIN)/python bench/serve.py $(ARGS)

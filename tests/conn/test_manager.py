@@ -217,11 +217,15 @@ def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object],
             assert text in said.get(timeout=10)
             transfer = TransferId(new_room(), 0, prefill.me, decode.me)
             receiver = decode.manager.receiver(transfer)
-            receiver.init(5, 0.2)
+            receiver.init(5, 60)
             while receiver.poll() is not KVPoll.FAILED:
                 decode.changes.get(timeout=10)
             assert receiver.error is not None
-            assert receiver.error.code is ErrorCode.DEADLINE_EXCEEDED
+            assert receiver.error.code in (
+                ErrorCode.PEER_REFUSED,
+                ErrorCode.LAYOUT_MISMATCH,
+                ErrorCode.UNAUTHORIZED,
+            )
     finally:
         logging.getLogger("segue.conn").removeHandler(handler)
 

@@ -411,7 +411,11 @@ class KVManager:
             limit_s = self.config.limits.connect_s
             return await self._node.connect(host, port, expect=incarnation, timeout_s=limit_s)
 
-        dialer = Dialer(connect, f"{host}:{port}")
+        def refused(error: SegueError) -> None:
+            # What waits for this peer need not wait for its deadline to hear why.
+            self._handle(api.PeerDown(incarnation, error.info))
+
+        dialer = Dialer(connect, f"{host}:{port}", refused)
         self._dialers[incarnation] = dialer
         dialer.start(self.io.loop)
 

@@ -88,11 +88,17 @@ class Dialer:
     """Keeps one session open: connects, and after a loss connects again with growing pauses.
 
     The pauses are timers of the loop and end at `stop`. Two failures in a row for the same reason
-    are logged once.
+    are logged once. `refused` hears of every refusal that trying again will not mend by itself.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[object]], address: str) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[object]],
+        address: str,
+        refused: Callable[[SegueError], None],
+    ) -> None:
         self._connect = connect
+        self._refused = refused
         self._address = address
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -120,6 +126,8 @@ class Dialer:
                 if str(error) != said:
                     said = str(error)
                     log.warning("cannot join %s: %s", self._address, said)
+                if not error.info.retryable:
+                    self._refused(error)
                 await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
                 pause_s = min(MAX_RETRY_S, 2 * pause_s)
                 continue
