@@ -224,12 +224,38 @@ class Desk:
         sequence = (job.prompt + job.output)[: whole * self.pool.page_tokens]
         self.tree.insert(sequence, job.pages[:whole])
 
+    # ---- what others see ---------------------------------------------------------------------
+
+    def load(self) -> Load:
+        """What placement needs."""
+        running = self._running()
+        return Load(
+            dp_rank=self.dp_rank,
+            running=running,
+            waiting=len(self.jobs) - running,
+            tokens=self._tokens(),
+            pages_free=self.pool.free + self.tree.evictable,
+            pages_total=self.pool.total,
+            pages_quarantined=self.pool.quarantined,
+            draining=self.draining,
+        )
+
+    def _running(self) -> int:
+        raise Internal("a role says what runs")
+
+    def _tokens(self) -> int:
+        """Tokens of all requests here, a measure of work and memory."""
+        return sum(job.tokens for job in self.jobs.values())
+
+    def sizes(self) -> dict[str, int]:
+        """Tables whose entries belong to requests; all zero at rest."""
+        return self._counts()
+
     def drain(self) -> None:
         """Take no new requests from now on."""
         self.draining = True
 
     def _counts(self) -> dict[str, int]:
-        """Tables whose entries belong to requests; all zero at rest."""
         return {"jobs": len(self.jobs), "by_seq": len(self.by_seq)}
 
     def check_integrity(self) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from segue.conn.handles import Change, KVSender
-from segue.core.control import Load
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest
 from segue.core.types import KVPoll, Span, TransferId
 from segue.engine.api import SequenceResult, SequenceStep
@@ -142,22 +141,11 @@ class PrefillRole(Desk):
         """Nothing is queued, running or in flight."""
         return not self.jobs and not len(self.table)
 
-    def load(self) -> Load:
-        """What placement needs."""
-        return Load(
-            dp_rank=self.dp_rank,
-            running=len(self.prompts.running),
-            waiting=len(self.jobs) - len(self.prompts.running),
-            tokens=sum(len(j.prompt) - j.computed for j in self.jobs.values()),
-            pages_free=self.pool.free + self.tree.evictable,
-            pages_total=self.pool.total,
-            pages_quarantined=self.pool.quarantined,
-            draining=self.draining,
-        )
+    def _running(self) -> int:
+        return len(self.prompts.running)
 
-    def sizes(self) -> dict[str, int]:
-        """Tables whose entries belong to requests; all zero at rest."""
-        return self._counts()
+    def _tokens(self) -> int:
+        return sum(len(j.prompt) - j.computed for j in self.jobs.values())
 
     def _counts(self) -> dict[str, int]:
         return {**super()._counts(), "handoffs": len(self.table), "prompts": len(self.prompts)}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from segue.conn.handles import Change
-from segue.core.control import Load
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest
 from segue.core.types import Span
 from segue.engine.api import SequenceResult, SequenceStep
@@ -84,23 +83,8 @@ class UnifiedRole(Desk):
         """Nothing is queued or running."""
         return not self.jobs
 
-    def load(self) -> Load:
-        """What placement needs."""
-        running = len(self.generation.running) + len(self.prompts.running)
-        return Load(
-            dp_rank=self.dp_rank,
-            running=running,
-            waiting=len(self.jobs) - running,
-            tokens=sum(j.tokens for j in self.jobs.values()),
-            pages_free=self.pool.free + self.tree.evictable,
-            pages_total=self.pool.total,
-            pages_quarantined=self.pool.quarantined,
-            draining=self.draining,
-        )
-
-    def sizes(self) -> dict[str, int]:
-        """Tables whose entries belong to requests; all zero at rest."""
-        return self._counts()
+    def _running(self) -> int:
+        return len(self.generation.running) + len(self.prompts.running)
 
     def _counts(self) -> dict[str, int]:
         return {
