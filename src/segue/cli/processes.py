@@ -86,7 +86,7 @@ def _command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[st
 
 def _announce(url: str, model: str) -> None:
     question = {"role": "user", "content": "What is the capital of France?"}
-    body = shlex.quote(json.dumps({"model": model, "messages": [question]}))
+    body = shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": [question]}))
     print(
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d {body}", file=sys.stderr
     )
