@@ -3,8 +3,7 @@
 One prefill and one decode process serve the default model; one request is in flight at a time. The
 overhead of a hand-off is the time from the end of prefill's last forward to the moment at which
 decode's next step can include the request, less the time that the transport took for the last
-chunk. Both stamps are CLOCK_MONOTONIC of one host. The path without torch in the way is measured
-in the same run with `--dtype` and model as given; nothing else should run on the machine.
+chunk. Both stamps are CLOCK_MONOTONIC of one host; nothing else should run on it.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ class Front:
         *,
         max_tokens: int = 4,
         budget_s: float = 60.0,
+        only: Instance | None = None,
         **sampling_options: Any,
     ) -> SamplingParams:
         sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, **sampling_options})
@@ -78,7 +79,7 @@ class Front:
         )
         self.done[name] = threading.Event()
         message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)
-        for me in {prefill.me, decode.me}:
+        for me in {prefill.me, decode.me} if only is None else {only.me}:
             self.io.post(self.sessions[me].send, message)
         return sampling
 

@@ -7,6 +7,7 @@ A role is a pure object that the leader's loop drives: `submit`, `cancel`, `on_c
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,7 +17,6 @@ from segue.core.errors import (
     DeadlineExceeded,
     Draining,
     ErrorInfo,
-    Internal,
     InvalidRequest,
     OutOfCapacity,
     SegueError,
@@ -53,7 +53,7 @@ class Role(Protocol):
     def check_integrity(self) -> None: ...
 
 
-class Desk:
+class Desk(ABC):
     """The jobs of one instance, from the door to their one end.
 
     Subclasses release what a job holds in `_drop` and say in `_admit` where a new job goes.
@@ -138,11 +138,13 @@ class Desk:
         heapq.heappush(self._deadlines, (job.deadline, job.seq_id))
         return job
 
+    @abstractmethod
     def _admit(self, job: Job, now: float) -> None:
-        raise Internal("a role says where a job goes")
+        """Where a new job goes. Raises a SegueError to refuse it."""
 
+    @abstractmethod
     def _drop(self, job: Job, error: ErrorInfo | None, now: float) -> None:
-        raise Internal("a role says how a job lets go")
+        """Let go of what a job holds; `error` is None after a success."""
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -240,8 +242,9 @@ class Desk:
             draining=self.draining,
         )
 
+    @abstractmethod
     def _running(self) -> int:
-        raise Internal("a role says what runs")
+        """Requests that the next step works on."""
 
     def _tokens(self) -> int:
         """Tokens of all requests here, a measure of work and memory."""
