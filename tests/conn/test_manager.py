@@ -305,3 +305,42 @@ def test_lesson_20_metadata_too_large_for_a_frame_ends_its_own_hand_off_only() -
         hand_over(prefill, decode, 33, 8)
         rest(prefill)
         rest(decode)
+
+
+def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    """After a pause longer than every tombstone (SIGSTOP) a chunk may come for nothing that is known."""
+    with sides() as (prefill, decode):
+        transfer, sender, receiver = begin(prefill, decode, 8)
+        receiver.abort()
+        prefill.wait_release(transfer)
+        forgotten = threading.Event()
+
+        def forget() -> None:
+            prefill.manager.exchange._ended.clear()
+            forgotten.set()
+
+        prefill.manager.io.post(forget)
+        assert forgotten.wait(10)
+        with caplog.at_level(logging.WARNING):
+            sender.send(Span(0, 8), range(PAGES), Metadata(transfer=transfer, prompt_tokens=8, first_token=1))
+            sender.clear()
+            sender.send(Span(0, 8), range(PAGES))
+            rest(prefill)
+        assert sender.poll() is KVPoll.FAILED
+        assert caplog.records == []
+
+
+def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
+    with sides() as (prefill, decode):
+        transfer, sender, receiver = begin(prefill, decode, 8)
+        receiver.send_metadata(range(2, 4))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        sender.send(Span(3, 8), range(PAGES))  # not from token 0
+        prefill.wait_release(transfer)
+        decode.wait_release(transfer)
+        for handle in (sender, receiver):
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.INTERNAL
+            handle.clear()
+        rest(prefill)
+        rest(decode)

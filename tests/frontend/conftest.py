@@ -90,6 +90,9 @@ class FakeBackend:
     async def changed(self) -> None:
         await asyncio.Event().wait()
 
+    def sizes(self) -> dict[str, int]:
+        return {"streams": len(self.open)}
+
     def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
         assert 0 < budget_s <= 600
         if self.refuse is not None:

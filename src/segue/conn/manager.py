@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -47,8 +47,8 @@ class KVConfig:
 
     `model` is the fingerprint that both sides must share, `transports` the names to offer, in
     order of preference. `host:port` is where sessions listen (port 0: any); transports listen
-    on `host` at `transport_port` (0: any); `advertise` is the address peers are told if `host` is
-    another one. `secret` is mandatory beyond loopback.
+    on `host` at `transport_port` (0: any); `advertise` and `advertise_transport_port` are what peers
+    are told if it is something else. `secret` is mandatory beyond loopback.
     """
 
     role: Role
@@ -59,6 +59,7 @@ class KVConfig:
     port: int = 0
     transport_port: int = 0
     advertise: str | None = None
+    advertise_transport_port: int | None = None
     secret: bytes | None = None
     dp_rank: int = 0
     dp_size: int = 1
@@ -103,6 +104,7 @@ class KVManager:
                 host=config.host,
                 port=config.transport_port,
                 advertise=config.advertise,
+                advertise_port=config.advertise_transport_port,
             )
             for name in config.transports
         }
@@ -206,6 +208,20 @@ class KVManager:
         """Do not dial this leader any more (it left the registry). An open session goes on."""
         self.io.post(self._remove_peer, incarnation)
 
+    @property
+    def sessions(self) -> Mapping[Incarnation, Session]:
+        """The open sessions, peers' and frontends'; a live view for the I/O thread."""
+        return self._node.sessions
+
+    def problems(self) -> list[str]:
+        """What is wrong with the tables, whatever happens at the moment; call it on the I/O thread."""
+        found = [f"no session for peer {name[:8]}" for name in self._peers if name not in self.sessions]
+        try:
+            self.exchange.check_integrity()
+        except SegueError as error:
+            found.append(str(error))
+        return found
+
     def sizes(self) -> dict[str, int]:
         """The number of entries of every table, for leak checks: all zero at rest but `peers`."""
         return {**self.exchange.sizes(), "handles": len(self._handles)}
@@ -221,10 +237,21 @@ class KVManager:
         try:
             effects = self.exchange.handle(event, now)
         except SegueError as error:
-            effects = api.refusal(event, error.info)
+            effects = self._refused(event, error, now)
         for effect in effects:
             self._carry_out(effect)
         self._arm(now)
+
+    def _refused(self, event: api.Event, error: SegueError, now: float) -> list[api.Effect]:
+        """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
+        if not isinstance(event, api.Publish | api.SendChunk | api.SendMetadata):
+            return api.refusal(event, error.info)
+        handle = self._handles.get(event.transfer)
+        if handle is None or handle.poll().terminal:
+            # After a long pause not even the tombstone is left, and the engine could not know yet.
+            log.debug("too late for its hand-off: %s", error)
+            return []
+        return self.exchange.handle(api.AbortTransfer(event.transfer, error.info), now)
 
     def _carry_out(self, effect: api.Effect) -> None:
         match effect:

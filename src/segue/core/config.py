@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
 from segue.core.settings import integer, number, required, switch, text
-from segue.core.types import Role
+from segue.core.types import Integrity, Role
 
 DEFAULT_MODEL = "smollm2"
 BALANCE_METHODS = (
@@ -25,6 +25,10 @@ BALANCE_METHODS = (
     "prefix_aware",
 )
 LOG_LEVELS = ("debug", "info", "warning", "error")
+INTEGRITIES = tuple(mode.value for mode in Integrity)
+INTEGRITY_HELP = (
+    "what of each chunk of KV is checked by a checksum after it has landed; prefill's setting decides"
+)
 DTYPES = ("bfloat16", "float16", "float32")
 
 #: Pools are resident from the start, so without a word from the user they stay modest.
@@ -130,7 +134,11 @@ class ServeConfig:
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
     )
+    integrity: str = text(INTEGRITY_HELP, "full", choices=INTEGRITIES, metavar="MODE")
     policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
+    instance_doors: bool = switch(
+        "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
+    )
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -169,6 +177,7 @@ class ServeConfig:
             role=role,
             registry=registry,
             transport=self.transport,
+            http_port=0 if self.instance_doors else None,
             engine=dataclasses.replace(
                 self.engine,
                 served_model_name=served_name(self.model, self.engine.served_model_name),
@@ -208,7 +217,13 @@ class InstanceConfig:
     host: str = text("address that peers connect to", "127.0.0.1", metavar="H")
     advertise_host: str | None = text("address that peers are told (default: --host)", metavar="H")
     port: int = integer("port of the control channel; 0 takes a free one", 0, high=65535)
+    advertise_port: int | None = integer(
+        "control port that peers are told, behind a proxy or NAT (default: --port)", low=1, high=65535
+    )
     data_port: int = integer("port of the tcp transport; 0 takes a free one", 0, high=65535)
+    advertise_data_port: int | None = integer(
+        "data port that peers are told, behind a proxy or NAT (default: --data-port)", low=1, high=65535
+    )
     http_port: int | None = integer("open an HTTP door for other people's routers", high=65535)
     dp: int = integer("data-parallel ranks", 1, low=1, high=4096)
     tp: int = integer("tensor-parallel ranks", 1, low=1, high=4096)
@@ -228,6 +243,7 @@ class InstanceConfig:
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
     )
+    integrity: str = text(INTEGRITY_HELP, "full", choices=INTEGRITIES, metavar="MODE")
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)

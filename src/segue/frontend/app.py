@@ -12,6 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -45,6 +46,7 @@ from segue.frontend.params import ModelCard
 from segue.frontend.plan import Plan, Planner
 from segue.frontend.problems import BadParam, UnknownModel, error_body
 from segue.frontend.tokenizer import ModelTokenizer
+from segue.observe.integrity import NodeState, busy, process_facts
 from segue.observe.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger("segue.frontend")
@@ -311,6 +313,22 @@ class Door:
         )
         return self._json(request, {"ready": ready, "reason": why}, 200 if ready else 503)
 
+    async def integrity(self, request: HttpRequest) -> Response:
+        tables = {"calls": self.calls, "bodies": self._bodies.used_bytes, **self.backend.sizes()}
+        descriptors, segments, rss_bytes = process_facts()
+        state = NodeState(
+            role="frontend",
+            incarnation="",
+            at_rest=not busy(tables),
+            problems=[f"{name} is negative: {count}" for name, count in tables.items() if count < 0],
+            tables=tables,
+            sessions=[],
+            descriptors=descriptors,
+            segments=segments,
+            rss_bytes=rss_bytes,
+        )
+        return self._json(request, msgspec.to_builtins(state))
+
     async def version(self, request: HttpRequest) -> Response:
         return self._json(request, {"version": __version__})
 
@@ -362,6 +380,7 @@ def build_app(door: Door) -> Starlette:
         Route("/health", door.health, methods=["GET"]),
         Route("/ready", door.ready, methods=["GET"]),
         Route("/version", door.version, methods=["GET"]),
+        Route("/integrity", door.integrity, methods=["GET"]),
         Route("/metrics", door.scrape, methods=["GET"]),
     ]
     return Starlette(

@@ -27,6 +27,10 @@ class Backend(Protocol):
         """A generation has succeeded on workers that are still there."""
         ...
 
+    def sizes(self) -> dict[str, int]:
+        """What requests hold here, by table; all zero at rest."""
+        ...
+
     async def changed(self) -> None:
         """Returns when `can_serve` or `proven` may have changed."""
         ...

@@ -38,15 +38,15 @@ class BodyBudget:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._used_bytes = 0
+        self.used_bytes = 0
 
     def take(self, nbytes: int) -> None:
-        if self._used_bytes + nbytes > self._limit_bytes:
+        if self.used_bytes + nbytes > self._limit_bytes:
             raise OutOfCapacity("too many request bodies are being read")
-        self._used_bytes += nbytes
+        self.used_bytes += nbytes
 
     def give_back(self, nbytes: int) -> None:
-        self._used_bytes -= nbytes
+        self.used_bytes -= nbytes
 
 
 def request_id_of(scope: Scope) -> str:

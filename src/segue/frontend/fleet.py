@@ -132,6 +132,9 @@ class FleetBackend:
         """Requests that were admitted and have not ended."""
         return len(self._streams)
 
+    def sizes(self) -> dict[str, int]:
+        return {"streams": len(self._streams), **self.replicas.sizes()}
+
     async def changed(self) -> None:
         await self._signal.wait()
 

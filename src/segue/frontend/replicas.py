@@ -148,6 +148,14 @@ class Replicas:
         """Replicas of `role` that may be given a request."""
         return [r for r in self._known.values() if r.record.role is role and r.usable]
 
+    def sizes(self) -> dict[str, int]:
+        """What runs on the replicas; all zero at rest."""
+        return {
+            "legs": sum(len(r.legs) for r in self),
+            "tokens": sum(r.tokens for r in self),
+            "unlisted": sum(not r.listed for r in self),
+        }
+
     def start(self) -> None:
         """Begin to watch the registry."""
         self._tasks = [asyncio.create_task(self._watch(role), name=f"watch-{role}") for role in SERVING]

@@ -23,7 +23,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation
+from segue.core.types import Incarnation, TransferId
 from segue.engine.api import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree, allocate_evicting
@@ -40,6 +40,8 @@ class Role(Protocol):
     def cancel(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None: ...
     def frontend_gone(self, origin: Incarnation, error: ErrorInfo, now: float) -> None: ...
     def on_change(self, change: Change, now: float) -> None: ...
+    def broken(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None: ...
+    def broken_handoff(self, transfer: TransferId, error: ErrorInfo, now: float) -> None: ...
     def advance(self, now: float) -> None: ...
     def plan(self, now: float) -> list[SequenceStep]: ...
     def complete(self, results: Sequence[SequenceResult], now: float) -> None: ...
@@ -174,8 +176,24 @@ class Desk(ABC):
         job.ended = True
         del self.jobs[job.key]
         del self.by_seq[job.seq_id]
-        self.engine.close(job.seq_id)
-        self._drop(job, error, now)
+        try:
+            self.engine.close(job.seq_id)
+        finally:  # what it holds comes back even if the engine has a bug
+            self._drop(job, error, now)
+
+    def broken(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None:
+        """Something of this request was not handled, by a bug: it ends with `error`, known or not."""
+        job = self.jobs.get((origin, request_id))
+        if job is None:
+            self._answer(origin, request_id, self._located(error, 0))
+        else:
+            self.fail(job, error, now)
+
+    def broken_handoff(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
+        """As `broken`, for the request whose hand-off is `transfer`; one that has ended stays ended."""
+        job = next((j for j in self.jobs.values() if j.transfer == transfer), None)
+        if job is not None:
+            self.fail(job, error, now)
 
     def _answer(self, origin: Incarnation, request_id: str, error: ErrorInfo) -> None:
         self.outbox.append((origin, Output(request_id=request_id, error=error)))

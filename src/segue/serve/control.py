@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 from segue.conn.io import IoThread
@@ -77,8 +78,12 @@ class Host(Protocol):
     io: IoThread
     address: tuple[str, int]
 
+    @property
+    def sessions(self) -> Mapping[Incarnation, Session]: ...
     def start(self) -> tuple[str, int]: ...
     def close(self) -> None: ...
+    def sizes(self) -> dict[str, int]: ...
+    def problems(self) -> list[str]: ...
 
 
 class ControlHost:
@@ -117,6 +122,19 @@ class ControlHost:
             self.close()
             raise
         return self.address
+
+    @property
+    def sessions(self) -> Mapping[Incarnation, Session]:
+        """As `KVManager.sessions`."""
+        return self._node.sessions
+
+    def sizes(self) -> dict[str, int]:
+        """There are no hand-offs."""
+        return {}
+
+    def problems(self) -> list[str]:
+        """There is nothing that could be wrong."""
+        return []
 
     def close(self) -> None:
         """As `KVManager.close`."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -16,21 +17,27 @@ from starlette.routing import Route
 
 from segue import __version__
 from segue.core.control import Load
+from segue.core.errors import SegueError
 from segue.frontend.http_server import HttpServer, bind
+from segue.observe.integrity import NodeState
 from segue.observe.metrics import CONTENT_TYPE
+
+_JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What the door shows; each is asked for on the I/O thread when a request comes.
 
-    `counts` are table sizes and counters by name, `alive` whether the leader's loop still runs.
+    `counts` are table sizes and counters by name, `alive` whether the leader's loop still runs,
+    `integrity` what a look at everything finds.
     """
 
     about: dict[str, object]
     load: Callable[[], Load | None]
     counts: Callable[[], dict[str, int]]
     alive: Callable[[], bool]
+    integrity: Callable[[], Awaitable[NodeState]]
 
 
 class _Numbers(Collector):
@@ -73,6 +80,13 @@ def open_door(facts: Facts, host: str, port: int) -> HttpServer:
     async def server_info(request: Request) -> Response:
         return JSONResponse(facts.about | {"version": __version__})
 
+    async def integrity(request: Request) -> Response:
+        try:
+            state = await facts.integrity()
+        except SegueError as error:
+            return Response(msgspec.json.encode({"error": error.info}), error.status, media_type=_JSON)
+        return Response(msgspec.json.encode(state), media_type=_JSON)
+
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
 
@@ -80,6 +94,7 @@ def open_door(facts: Facts, host: str, port: int) -> HttpServer:
         Route("/health", health),
         Route("/server_info", server_info),
         Route("/get_server_info", server_info),
+        Route("/integrity", integrity),
         Route("/metrics", metrics),
     ]
     server = HttpServer(Starlette(routes=routes), bind(host, port), drain_s=1.0)

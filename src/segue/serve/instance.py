@@ -35,6 +35,7 @@ from segue.roles.prefill import PrefillRole
 from segue.roles.unified import UnifiedRole
 from segue.serve.control import ControlHost, FrontendSessions, Host
 from segue.serve.door import Facts, open_door
+from segue.serve.integrity import look
 from segue.serve.leader import Drain, Leader
 from segue.transport.memory import Memory
 
@@ -109,6 +110,7 @@ class Instance:
             port=config.port,
             transport_port=config.data_port,
             advertise=config.advertise_host,
+            advertise_transport_port=config.advertise_data_port,
             secret=config.secret or None,
             limits=self.limits,
             incarnation=self.me,
@@ -161,12 +163,13 @@ class Instance:
                 "load_balance_method": config.load_balance,
             },
             load=lambda: self.frontends.load,
-            counts=lambda: host.sizes() if isinstance(host, KVManager) else {},
+            counts=host.sizes,
             alive=lambda: self.leader.running,
+            integrity=lambda: look(self.leader, host, role=config.role.value, me=self.me),
         )
 
     def _record(self) -> InstanceRecord:
-        port = self.host.address[1]
+        port = self.config.advertise_port or self.host.address[1]
         return InstanceRecord(
             incarnation=self.me,
             role=self.config.role,

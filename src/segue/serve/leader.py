@@ -59,6 +59,10 @@ class Ask:
 Item = FromFrontend | FrontendGone | Change | Drain | Ask
 
 
+def _kind(item: Item) -> str:
+    return type(item.message if isinstance(item, FromFrontend) else item).__name__
+
+
 class Leader:
     """See the module's text. `send` delivers outputs to a frontend, `report` the load to all;
     both only pass on to the I/O thread and never block."""
@@ -150,8 +154,24 @@ class Leader:
                     question(self.role)
                 case api.Phase() | api.Release() | api.Quarantined():
                     self.role.on_change(item, now)
-        except Exception:  # the boundary: one request's failure never changes another's outcome
+        except Exception as exc:  # the boundary: one request's failure never changes another's outcome
             log.exception("an item was not handled kind=%s", type(item).__name__)
+            self._broken(item, Internal(f"a bug while handling {_kind(item)}: {exc!r}").info, now)
+
+    def _broken(self, item: Item, error: ErrorInfo, now: float) -> None:
+        """Handling `item` hit a bug: its request ends now, on both sides, and not by its deadline."""
+        try:
+            match item:
+                case FromFrontend(origin, Submit() as submit):
+                    self.role.broken(origin, submit.request.request_id, error, now)
+                case FromFrontend(origin, Cancel() as cancel):
+                    self.role.broken(origin, cancel.request_id, error, now)
+                case api.Phase() | api.Release() | api.Quarantined():
+                    self.role.broken_handoff(item.transfer, error, now)
+                case _:
+                    pass  # it belongs to no single request
+        except Exception:  # the same bug again: the frontend has its answer, the log the rest
+            log.exception("a broken request was not ended kind=%s", type(item).__name__)
 
     def _drained(self) -> bool:
         if self._drain_until is None:

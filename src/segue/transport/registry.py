@@ -54,13 +54,14 @@ def create(
     host: str = "127.0.0.1",
     port: int = 0,
     advertise: str | None = None,
+    advertise_port: int | None = None,
     streams: int | None = None,
 ) -> Transport:
     """A transport by name. `me` is what its peers call it: incarnation, `/`, rank; `grant` and
     `PeerGone` on the other side use exactly this name.
 
-    `host:port` (0: any free port) is where it listens, `advertise` the address that peers are told if
-    it is another one, and `streams` the number of connections per peer; only transports with a
+    `host:port` (0: any free port) is where it listens, `advertise` and `advertise_port` what peers are
+    told if it is something else, and `streams` the number of connections per peer; only transports with a
     network use them. Raises ConfigError for an unknown name, one that cannot be used here, or a
     port in use.
     """
@@ -81,7 +82,13 @@ def create(
     from segue.transport.tcp import DEFAULT_STREAMS, TcpTransport
 
     return TcpTransport(
-        on_event, me=me, host=host, port=port, advertise=advertise, streams=streams or DEFAULT_STREAMS
+        on_event,
+        me=me,
+        host=host,
+        port=port,
+        advertise=advertise,
+        advertise_port=advertise_port,
+        streams=streams or DEFAULT_STREAMS,
     )
 
 

@@ -52,9 +52,9 @@ class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
 class TcpTransport:
     """`Transport` over TCP. `me` is what peers call this side.
 
-    It listens on `host:port` (0: any free port) from `register` on and tells peers `advertise`
-    (default: `host`). `streams` connections are opened per peer. A peer that takes or gives no
-    byte of a write for `stall_s`, or acknowledges none, is gone.
+    It listens on `host:port` (0: any free port) from `register` on and tells peers `advertise` and
+    `advertise_port` (default: where it listens). `streams` connections are opened per peer. A peer
+    that takes or gives no byte of a write for `stall_s`, or acknowledges none, is gone.
     """
 
     name = "tcp"
@@ -67,6 +67,7 @@ class TcpTransport:
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
+        advertise_port: int | None = None,
         streams: int = DEFAULT_STREAMS,
         part_bytes: int = PART_BYTES,
         slice_bytes: int = SLICE_BYTES,
@@ -84,6 +85,7 @@ class TcpTransport:
         self._on_event = on_event
         self._me = handshake.checked_name(me)
         self._host, self._port, self._advertise = host, port, advertise or host
+        self._advertise_port = advertise_port
         self._streams = streams
         self._part_bytes = part_bytes
         self._slice_bytes = slice_bytes
@@ -130,7 +132,8 @@ class TcpTransport:
                 handshake_s=self._handshake_s,
             )
             self._loop.post(self._door.open)
-        address = TcpAddress(version=1, host=self._advertise, port=listener.getsockname()[1], key=key)
+        told_port = self._advertise_port or listener.getsockname()[1]
+        address = TcpAddress(version=1, host=self._advertise, port=told_port, key=key)
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
 
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:

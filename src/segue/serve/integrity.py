@@ -1,0 +1,76 @@
+"""A look at everything an instance holds, taken on the threads that own it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from segue.core.errors import DeadlineExceeded, Draining
+from segue.core.types import Incarnation
+from segue.observe.integrity import NodeState, busy, process_facts
+from segue.roles.base import Role as RoleLogic
+from segue.serve.control import Host
+from segue.serve.leader import Ask, Leader
+
+#: A leader answers between two steps; one that does not in this time is stuck.
+ANSWER_S = 10.0
+
+_Seen = tuple[dict[str, int], dict[str, int], list[str]]
+
+
+async def look(leader: Leader, host: Host, *, role: str, me: Incarnation) -> NodeState:
+    """The state of the instance; call it on its I/O loop. Raises Draining when its leader has left,
+    DeadlineExceeded when it does not answer."""
+    if not leader.running:
+        raise Draining("the leader's loop has ended")
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_Seen] = loop.create_future()
+
+    def tell(seen: _Seen) -> None:
+        if not answer.done():
+            answer.set_result(seen)
+
+    def question(logic: RoleLogic) -> None:
+        seen = _of_role(logic)
+        loop.call_soon_threadsafe(tell, seen)
+
+    leader.inbox.put(Ask(question))
+    try:
+        tables, pages, problems = await asyncio.wait_for(answer, ANSWER_S)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the leader did not answer within {ANSWER_S:g} s") from None
+    tables = tables | host.sizes()
+    problems = problems + host.problems()
+    at_rest = not busy(tables)
+    if at_rest and (pages["used"] or pages["quarantined"]):
+        problems.append(f"at rest, but of {pages['total']} pages {pages['used']} are used "
+                        f"and {pages['quarantined']} quarantined")  # fmt: skip
+    descriptors, segments, rss_bytes = process_facts()
+    return NodeState(
+        role=role,
+        incarnation=me,
+        at_rest=at_rest,
+        problems=problems,
+        tables=tables,
+        sessions=sorted(name[:8] for name in host.sessions),
+        pages=pages,
+        descriptors=descriptors,
+        segments=segments,
+        rss_bytes=rss_bytes,
+    )
+
+
+def _of_role(logic: RoleLogic) -> _Seen:
+    problems = []
+    try:
+        logic.check_integrity()
+    except AssertionError as error:
+        problems.append(str(error) or "an integrity check of the role failed")
+    load = logic.load()
+    used = load.pages_total - load.pages_free - load.pages_quarantined
+    pages = {
+        "total": load.pages_total,
+        "free": load.pages_free,
+        "used": used,
+        "quarantined": load.pages_quarantined,
+    }
+    return logic.sizes(), pages, problems

@@ -1,0 +1,118 @@
+"""A bug in the handling of one item ends the request that it belongs to, on both sides, and no other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from deployment import VOCAB, Deployment, deployment
+
+from segue.core.errors import ErrorCode
+from segue.core.types import KVPoll, Role
+from segue.handoff import api
+from segue.sim.engine import reference
+
+
+def rest(made: Deployment) -> None:
+    until = time.monotonic() + 10
+    while any(any(r.ask().values()) for r in made.running):
+        assert time.monotonic() < until, [r.ask() for r in made.running]
+
+
+def break_once(owner: object, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
+    """The first call of `owner.name` for which `when` holds raises, as a bug would."""
+    right = getattr(owner, name)
+
+    def broken(*args: Any) -> Any:
+        if when(*args):
+            setattr(owner, name, right)
+            raise KeyError("a bug")
+        return right(*args)
+
+    setattr(owner, name, broken)
+
+
+def phase_is(phase: KVPoll) -> Callable[..., bool]:
+    return lambda change, _now: isinstance(change, api.Phase) and change.phase is phase
+
+
+@pytest.mark.parametrize(
+    ("side", "method", "when"),
+    [
+        (Role.PREFILL, "submit", lambda *_: True),
+        (Role.DECODE, "submit", lambda *_: True),
+        (Role.PREFILL, "on_change", phase_is(KVPoll.WAITING_FOR_INPUT)),
+        (Role.DECODE, "on_change", phase_is(KVPoll.SUCCESS)),
+        (Role.DECODE, "on_change", phase_is(KVPoll.TRANSFERRING)),
+    ],
+)
+def test_a_bug_ends_its_own_request_at_once_and_typed(
+    side: Role, method: str, when: Callable[..., bool]
+) -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        [broken] = made.by_role(side)
+        break_once(broken.role, method, when)
+        made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
+        # Its budget is a minute; the answer comes long before.
+        error = made.front.wait("bad", 10)[-1].error
+        assert error is not None
+        assert error.code is ErrorCode.INTERNAL, error
+        assert "a bug" in error.text
+        # What the frontend does with an error on one leg; a half that was never told must not stay.
+        made.front.cancel("bad", p, d)
+        rest(made)
+        sampling = made.front.submit("good", [1, 2, 3], p, d)
+        assert made.front.tokens("good") == reference([1, 2, 3], sampling, VOCAB, 4)
+        rest(made)
+
+
+def test_an_engine_that_breaks_on_the_end_of_a_request_keeps_none_of_its_pages() -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        break_once(d.engine, "close")
+        made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
+        made.front.cancel("bad", p, d)
+        rest(made)
+
+
+def test_every_instance_says_what_it_holds() -> None:
+    with deployment(Role.PREFILL, Role.DECODE, http_port=0) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        made.front.submit("r", list(range(50)), p, d, max_tokens=700)
+        while "r" not in made.front.outputs:
+            assert not made.front.done["r"].wait(0.01)
+        states = {i.config.role: look(i) for i in (p, d)}
+        assert not states[Role.DECODE]["at_rest"]
+        assert states[Role.DECODE]["pages"]["used"] > 0
+        made.front.cancel("r", p, d)
+        rest(made)
+        for instance, peer in ((p, d), (d, p)):
+            state = look(instance)
+            assert state["at_rest"], state
+            assert state["problems"] == []
+            assert state["pages"]["used"] == state["pages"]["quarantined"] == 0
+            assert state["pages"]["free"] == state["pages"]["total"] == 256
+            assert state["sessions"] == sorted([made.front.me[:8], peer.me[:8]])
+            assert state["descriptors"] > 0
+
+
+def test_what_is_wrong_is_said() -> None:
+    with deployment(Role.PREFILL, Role.DECODE, http_port=0) as made:
+        [d] = made.by_role(Role.DECODE)
+        [leaked] = d.role.pool.allocate(1)
+        state = look(d)
+        assert state["at_rest"]
+        assert any("used at rest" in problem for problem in state["problems"]), state
+        d.role.pool.release([leaked])
+        assert look(d)["problems"] == []
+
+
+def look(instance: Any) -> dict[str, Any]:
+    host, port = instance.door.address
+    answer = httpx.get(f"http://{host}:{port}/integrity", timeout=20)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
