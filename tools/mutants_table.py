@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "no Drained",
         SENDER,
-        "        out.append(Send(self.peer, Drained(self.transfer)))\n        out.append(Release(self.transfer))\n        return True",
-        "        out.append(Release(self.transfer))\n        return True",
+        "        out.append(Send(self.peer, Drained(self.transfer)))\n        self._let_go(out)\n        return True",
+        "        self._let_go(out)\n        return True",
         "prefill forgets to give its word",
     ),
     Mutant(
@@ -137,8 +137,8 @@ MUTANTS = (
     Mutant(
         "no metadata gate",
         "handoff/tally.py",
-        "return not self.pending and self.metadata is not None",
-        "return not self.pending",
+        "return not self.pending and not self.unverified and self.metadata is not None",
+        "return not self.pending and not self.unverified",
         "decode runs before it knows the first token",
     ),
     Mutant(
@@ -158,8 +158,8 @@ MUTANTS = (
     Mutant(
         "announced before it landed",
         SENDER,
-        "while queue and queue[0].landed:",
-        "while queue:",
+        "while queue and queue[0].landed and queue[0].summed:",
+        "while queue and queue[0].summed:",
         "a chunk is announced when another one has landed",
     ),
     Mutant(
@@ -446,6 +446,13 @@ MUTANTS = (
         "        if metadata.prompt_hash != job.prompt_hash:",
         "        if metadata.prompt_tokens != len(job.prompt):",
         "two requests under one room become one answer",
+    ),
+    Mutant(
+        "spent ticket accepted",
+        BASE,
+        "        self._spent.spend(ticket, deadline, now)\n",
+        "",
+        "a ticket that was seen before places another request",
     ),
     Mutant(
         "models are not compared",

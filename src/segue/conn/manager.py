@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from segue.conn.digest import Digester
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import IoThread, MonotonicClock
 from segue.conn.peers import Dialer, Peer, join
@@ -23,7 +24,7 @@ from segue.core.clock import Clock
 from segue.core.control import ControlMessage
 from segue.core.errors import Internal, SegueError, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role, TransferId, new_incarnation
+from segue.core.types import Incarnation, Integrity, Role, TransferId, new_incarnation
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
@@ -48,7 +49,8 @@ class KVConfig:
     `model` is the fingerprint that both sides must share, `transports` the names to offer, in
     order of preference. `host:port` is where sessions listen (port 0: any); transports listen
     on `host` at `transport_port` (0: any); `advertise` and `advertise_transport_port` are what peers
-    are told if it is something else. `secret` is mandatory beyond loopback.
+    are told if it is something else. `secret` is mandatory beyond loopback. `integrity` is what the checksums
+    of chunks that this side sends cover.
     """
 
     role: Role
@@ -63,6 +65,7 @@ class KVConfig:
     secret: bytes | None = None
     dp_rank: int = 0
     dp_size: int = 1
+    integrity: Integrity = Integrity.FULL
     limits: Limits = field(default_factory=Limits)
     incarnation: Incarnation = field(default_factory=new_incarnation)
 
@@ -126,7 +129,9 @@ class KVManager:
             origin=f"{config.role.value} {config.incarnation[:8]} dp{config.dp_rank}",
             limits=config.limits,
             info=self.info,
+            integrity=config.integrity,
         )
+        self._digester = Digester(memory, partial(self.io.post, self._handle), config.limits.max_transfers)
         self._node = SessionNode(
             incarnation=config.incarnation,
             role=config.role,
@@ -145,6 +150,7 @@ class KVManager:
         Raises ConfigError when the port is in use or a secret is missing beyond loopback.
         """
         self.io.start()
+        self._digester.start()
         try:
             listen = self._node.listen(self.config.host, self.config.port)
             self.address = self.io.call(listen, self.config.limits.connect_s)
@@ -167,6 +173,7 @@ class KVManager:
         finally:
             for transport in self._transports.values():
                 transport.close()
+            self._digester.close()
             self.io.stop()
 
     async def _close_sessions(self) -> None:
@@ -261,6 +268,8 @@ class KVManager:
                     self._send(peer.session, effect.message)
             case api.PostWrite() | api.Grant() | api.Fence():
                 self._move(effect)
+            case api.Digest():
+                self._digester.submit(effect)
             case api.Phase() | api.Release() | api.Quarantined():
                 self._report(effect)
 

@@ -177,6 +177,7 @@ class ServeConfig:
             role=role,
             registry=registry,
             transport=self.transport,
+            integrity=self.integrity,
             http_port=0 if self.instance_doors else None,
             engine=dataclasses.replace(
                 self.engine,

@@ -52,6 +52,14 @@ class Role(enum.StrEnum):
     FRONTEND = "frontend"
 
 
+class Integrity(enum.StrEnum):
+    """How much of a chunk its checksum covers: all of it, one layer in several, or nothing."""
+
+    FULL = "full"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+
 class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """The identity of one hand-off; never reused.
 

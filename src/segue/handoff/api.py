@@ -13,6 +13,7 @@ from segue.core.errors import ErrorInfo
 from segue.core.types import Incarnation, KVPoll, Span, TransferId
 from segue.handoff.messages import HandoffMessage, LeaderInfo, Metadata
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content
 
 # ---- events ------------------------------------------------------------------------------------
 
@@ -130,6 +131,16 @@ class WriteBroken:
 
 
 @dataclass(frozen=True, slots=True)
+class Digested:
+    """Hashing: the answer to the `Digest` with this `tag`. `error` says why there is no checksum."""
+
+    transfer: TransferId
+    tag: int
+    checksum: int
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FenceDone:
     """Transport: the answer to `Fence`; `proven` as in `transport.base.Fenced`."""
 
@@ -154,6 +165,7 @@ Event = (
     | Received
     | WriteLanded
     | WriteBroken
+    | Digested
     | FenceDone
     | Tick
 )
@@ -179,6 +191,20 @@ class PostWrite:
     source: int
     target: int
     blocks: tuple[CopyBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Either side: hash `content` in the pool of local rank `rank` (`layout.content.checksum`).
+
+    Answered by exactly one `Digested`. Prefill hashes what it sends, decode what has landed. The
+    pages are read until the answer, so `Release` does not come before it.
+    """
+
+    transfer: TransferId
+    tag: int
+    rank: int
+    content: Content
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +258,7 @@ class Quarantined:
     pages: int
 
 
-Effect = Send | PostWrite | Grant | Fence | Phase | Release | Quarantined
+Effect = Send | PostWrite | Digest | Grant | Fence | Phase | Release | Quarantined
 
 
 def refusal(event: Event, error: ErrorInfo) -> list[Effect]:

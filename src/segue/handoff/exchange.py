@@ -20,9 +20,10 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.core.types import Incarnation, Integrity, KVPoll, Role, TransferId
 from segue.handoff.api import (
     AbortTransfer,
+    Digested,
     Effect,
     Event,
     FenceDone,
@@ -72,7 +73,8 @@ _UNANSWERED = frozenset({Gone, Drained, Committed})
 class Exchange:
     """All hand-offs of one leader in one incarnation.
 
-    `origin` is how errors that begin here name this side (`prefill 3fa94c01 dp0`). `handle` raises a
+    `origin` is how errors that begin here name this side (`prefill 3fa94c01 dp0`). `integrity` is what a
+    sender's checksums cover; a receiver verifies whatever it is given. `handle` raises a
     `SegueError` for an illegal local event, and then nothing has changed; everything that a peer
     or the transport does wrong becomes the failure of one hand-off, or a count in `counters`.
     """
@@ -85,10 +87,11 @@ class Exchange:
         limits: Limits,
         info: LeaderInfo,
         transport: str = "",
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         if role not in (Role.PREFILL, Role.DECODE):
             raise IllegalEvent(f"a {role} has no hand-offs")
-        self._local = Local(role, me, origin, limits, info)
+        self._local = Local(role, me, origin, limits, info, integrity)
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
         self._early: dict[TransferId, Early] = {}
@@ -117,6 +120,7 @@ class Exchange:
             Received: self._received,
             WriteLanded: self._write_landed,
             WriteBroken: self._write_broken,
+            Digested: self._digested,
             FenceDone: self._fence_done,
             Tick: self._tick,
         }
@@ -286,6 +290,11 @@ class Exchange:
     def _write_broken(self, event: WriteBroken, now: float, out: list[Effect]) -> None:
         machine = self._machines.get(event.transfer)
         if not isinstance(machine, SenderMachine) or not self._run(machine, now, out, machine.broken, event):
+            self.counters["late_events"] += 1
+
+    def _digested(self, event: Digested, now: float, out: list[Effect]) -> None:
+        machine = self._machines.get(event.transfer)
+        if machine is None or not self._run(machine, now, out, machine.digested, event):
             self.counters["late_events"] += 1
 
     def _fence_done(self, event: FenceDone, now: float, out: list[Effect]) -> None:

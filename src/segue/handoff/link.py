@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from segue.core.errors import ErrorInfo, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, Integrity, Role
 from segue.handoff.api import PeerUp
 from segue.handoff.messages import LeaderInfo
 from segue.layout.planner import PairPlan, plan_pair
@@ -21,6 +21,7 @@ class Local:
     origin: str
     limits: Limits
     info: LeaderInfo
+    integrity: Integrity
 
     def name_of(self, peer: Incarnation) -> str:
         """How errors name a peer of which nothing but the incarnation is known."""

@@ -15,7 +15,7 @@ import msgspec
 
 from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
 from segue.core.types import Incarnation, KVPoll, TransferId
-from segue.handoff.api import Effect, Send
+from segue.handoff.api import Digested, Effect, Send
 from segue.handoff.lease import Lease, LeaseState
 from segue.handoff.link import Link, Local
 from segue.handoff.messages import Failed, HandoffMessage
@@ -171,6 +171,10 @@ class Machine:
     def peer_down(self, error: ErrorInfo, dead: bool, now: float, out: list[Effect]) -> None:
         """The session to this hand-off's peer has ended."""
         raise Internal(f"{type(self).__name__} cannot lose a peer")
+
+    def digested(self, event: Digested, now: float, out: list[Effect]) -> bool:
+        """A checksum of our own bytes; False when nobody asked (any more)."""
+        raise Internal(f"{type(self).__name__} cannot read")
 
     def fence_done(self, proven: bool, now: float, out: list[Effect]) -> bool:
         """The transport's answer to our fence; False when nobody asked (any more)."""

@@ -14,7 +14,7 @@ from segue.core.request import TokenLogprob
 from segue.core.types import Span, TransferId
 from segue.layout.spec import PoolSpec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +68,10 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """P→D: a chunk has landed at the destination, for one (source rank, destination rank) pair.
 
-    `span` is in tokens of the prompt. `final` marks the pair's last chunk. `checksum` is over
-    the chunk's bytes in token order, or None where checksums are off. `wire_s` is the time the
-    transport took for it.
+    `span` is in tokens of the prompt. `final` marks the pair's last chunk. `checksum` is the XXH3-64 of
+    the chunk's content as prefill holds it, in the canonical order of `layout.content`, over one
+    layer in `every` (1: all); None where checksums are off or the chunk is empty. Decode verifies
+    whatever it is given. `wire_s` is the time the transport took for it.
     """
 
     transfer: TransferId
@@ -81,6 +82,7 @@ class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nbytes: int
     final: bool
     checksum: int | None = None
+    every: int = 1
     wire_s: float = 0.0
 
 

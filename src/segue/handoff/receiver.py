@@ -8,7 +8,18 @@ from typing import ClassVar
 
 from segue.core.errors import DeadlineExceeded, DpRankConflict, ErrorInfo, TransferFailed
 from segue.core.types import Incarnation, KVPoll, TransferId
-from segue.handoff.api import Effect, Fence, Grant, Phase, Publish, Quarantined, Release, Send
+from segue.handoff.api import (
+    Digest,
+    Digested,
+    Effect,
+    Fence,
+    Grant,
+    Phase,
+    Publish,
+    Quarantined,
+    Release,
+    Send,
+)
 from segue.handoff.lease import LeaseState, LeaseStep
 from segue.handoff.link import Link, Local
 from segue.handoff.machine import IllegalEvent, Machine
@@ -25,6 +36,7 @@ from segue.handoff.messages import (
     Moved,
 )
 from segue.handoff.tally import Tally, expected_pages, page_problem
+from segue.layout.content import Sample
 
 
 class ReceiverState(enum.StrEnum):
@@ -47,9 +59,10 @@ class ReceiverStep(enum.StrEnum):
     PUBLISH = "Publish"
     CHUNK = "ChunkPosted received"
     METADATA = "Metadata received"
+    DIGESTED = "Digested"
     COMPLETE = "tally complete"
     FAIL = "fails"
-    PROOF = "fence proven"
+    PROOF = "fence proven, nothing read"
 
 
 _S, _E = ReceiverState, ReceiverStep
@@ -65,17 +78,18 @@ RECEIVER_TABLE: Mapping[ReceiverState, Mapping[ReceiverStep, ReceiverState]] = {
     _S.TRANSFERRING: {
         _E.CHUNK: _S.TRANSFERRING,
         _E.METADATA: _S.TRANSFERRING,
+        _E.DIGESTED: _S.TRANSFERRING,
         _E.COMPLETE: _S.SUCCESS,
         _E.FAIL: _S.QUARANTINED,
     },
-    _S.QUARANTINED: {_E.PROOF: _S.FAILED},
+    _S.QUARANTINED: {_E.DIGESTED: _S.QUARANTINED, _E.PROOF: _S.FAILED},
     _S.SUCCESS: {},
     _S.FAILED: {},
 }
 
 
 class ReceiverMachine(Machine):
-    """Publishes pages, tallies what lands in them, commits; or fails and waits for a fence."""
+    """Publishes pages, tallies and verifies what lands in them, commits; or fails and waits for a fence."""
 
     TABLE = RECEIVER_TABLE
     PHASES: ClassVar[Mapping[ReceiverState, KVPoll]] = {
@@ -89,7 +103,7 @@ class ReceiverMachine(Machine):
     }
     ENDS: ClassVar[frozenset[ReceiverState]] = frozenset({_S.SUCCESS, _S.FAILED})
 
-    __slots__ = ("tally",)
+    __slots__ = ("_proven", "pages", "tally")
 
     def __init__(
         self,
@@ -103,6 +117,9 @@ class ReceiverMachine(Machine):
     ) -> None:
         super().__init__(local, transfer, peer, peer_name, prompt_tokens, deadline, now)
         self.tally: Tally | None = None
+        self.pages: tuple[int, ...] = ()
+        #: No write can land any more; a verification may still read.
+        self._proven = False
 
     # ---- the engine ----------------------------------------------------------------------------
 
@@ -119,6 +136,7 @@ class ReceiverMachine(Machine):
             raise IllegalEvent(f"cannot publish {problem}", room=self.transfer.room)
         self.go(ReceiverStep.PUBLISH)
         self.lease.publish(len(pages))
+        self.pages = tuple(pages)
         self.epoch = epoch
         self.prefix_tokens = event.prefix_tokens
         self.tally = Tally(self.transfer, plan, event.prefix_tokens, self.prompt_tokens)
@@ -182,7 +200,40 @@ class ReceiverMachine(Machine):
         self.go(ReceiverStep.CHUNK)
         if first:
             out.append(Phase(self.transfer, KVPoll.TRANSFERRING))
+        self._verify(message, out)
         self._commit_if_complete(out)
+
+    def _verify(self, message: ChunkPosted, out: list[Effect]) -> None:
+        """Have the bytes that landed hashed, if prefill said what their checksum must be."""
+        tally, plan = self.tally, self.plan
+        if tally is None or plan is None or message.checksum is None or len(message.span) == 0:
+            return
+        page = plan.target_page_tokens
+        content = plan.target_content(
+            message.source,
+            message.target,
+            message.span,
+            self.pages,
+            self.prefix_tokens // page * page,
+            Sample(message.every, self.transfer.room + message.sequence),
+        )
+        out.append(Digest(self.transfer, tally.verify(message), message.target, content))
+
+    def digested(self, event: Digested, now: float, out: list[Effect]) -> bool:
+        """What a landed chunk's checksum is; False if nobody asked. Raises ChecksumMismatch."""
+        tally = self.tally
+        message = None if tally is None else tally.unverified.pop(event.tag, None)
+        if tally is None or message is None:
+            return False
+        self.go(ReceiverStep.DIGESTED)
+        if self.state is ReceiverState.QUARANTINED:
+            self._let_go(out)
+        elif event.error is not None:
+            self.fail(self.fill(event.error, now), now, out)
+        else:
+            tally.judge(message, event.checksum)
+            self._commit_if_complete(out)
+        return True
 
     def _metadata(self, message: Metadata, out: list[Effect]) -> None:
         if self.phase.terminal or not self._open_tally("metadata").note_metadata(message):
@@ -207,13 +258,20 @@ class ReceiverMachine(Machine):
         return self._prove(out) if proven else self.state is ReceiverState.QUARANTINED
 
     def _prove(self, out: list[Effect]) -> bool:
-        """No write can land any more: the pages leave quarantine. False if there was none."""
+        """No write can land any more. False if there is no quarantine."""
         if self.state is not ReceiverState.QUARANTINED:
             return False
+        self._proven = True
+        self._let_go(out)
+        return True
+
+    def _let_go(self, out: list[Effect]) -> None:
+        """The pages leave quarantine once nobody can write into them and nobody reads them."""
+        if not self._proven or (self.tally is not None and self.tally.unverified):
+            return
         self.go(ReceiverStep.PROOF)
         self.lease.end(LeaseStep.PROOF)
         out.append(Release(self.transfer))
-        return True
 
     def deadline_error(self, now: float) -> ErrorInfo:
         if self.tally is None:
@@ -251,4 +309,6 @@ class ReceiverMachine(Machine):
         quarantined = self.state is ReceiverState.QUARANTINED
         if quarantined != (self.lease.state is LeaseState.QUARANTINED):
             return f"{self.transfer} is {self.state} with a lease that is {self.lease.state}"
+        if self._proven and self.tally is not None and not self.tally.unverified:
+            return f"{self.transfer} waits in quarantine for nothing"
         return super().broken_rule()

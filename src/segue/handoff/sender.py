@@ -14,8 +14,10 @@ from segue.core.errors import (
     LayoutMismatch,
     TransferFailed,
 )
-from segue.core.types import Incarnation, KVPoll, Span, TransferId
+from segue.core.types import Incarnation, Integrity, KVPoll, Span, TransferId
 from segue.handoff.api import (
+    Digest,
+    Digested,
     Effect,
     Fence,
     Phase,
@@ -42,11 +44,16 @@ from segue.handoff.messages import (
     HandoffMessage,
 )
 from segue.handoff.tally import page_problem
+from segue.layout.content import Sample
 from segue.layout.planner import PairPlan
+
+#: A sampled checksum covers one layer in this many; following chunks look at other ones.
+SAMPLE_EVERY = 8
 
 
 class SenderState(enum.StrEnum):
-    """`DRAINING` is a failed sender whose writes may still be in flight; the last two hold nothing."""
+    """`DRAINING` is a failed sender whose pages may still be read, by writes in flight or for a
+    checksum; the last two hold nothing."""
 
     BOOTSTRAPPING = "BOOTSTRAPPING"
     WAITING_FOR_INPUT = "WAITING_FOR_INPUT"
@@ -67,7 +74,9 @@ class SenderStep(enum.StrEnum):
     COMMITTED = "Committed received"
     FAIL = "fails, nothing posted"
     FAIL_POSTED = "fails, writes posted"
+    DIGESTED = "Digested"
     FENCED = "FenceDone"
+    UNREAD = "fenced, nothing read"
 
 
 _S, _E = SenderState, SenderStep
@@ -84,11 +93,12 @@ SENDER_TABLE: Mapping[SenderState, Mapping[SenderStep, SenderState]] = {
         _E.CHUNK: _S.TRANSFERRING,
         _E.METADATA: _S.TRANSFERRING,
         _E.LANDED: _S.TRANSFERRING,
+        _E.DIGESTED: _S.TRANSFERRING,
         _E.COMMITTED: _S.SUCCESS,
         _E.FAIL: _S.FAILED,
         _E.FAIL_POSTED: _S.DRAINING,
     },
-    _S.DRAINING: {_E.FENCED: _S.FAILED},
+    _S.DRAINING: {_E.FENCED: _S.DRAINING, _E.DIGESTED: _S.DRAINING, _E.UNREAD: _S.FAILED},
     _S.SUCCESS: {},
     _S.FAILED: {},
 }
@@ -96,18 +106,23 @@ SENDER_TABLE: Mapping[SenderState, Mapping[SenderStep, SenderState]] = {
 
 @dataclass(slots=True)
 class _Write:
-    """One chunk of one pair, from posting until it was announced."""
+    """One chunk of one pair, from posting until it was announced. `summed`: its checksum is here,
+    or not wanted."""
 
     span: Span
     sequence: int
     nbytes: int
     final: bool
     landed: bool
+    summed: bool = True
+    checksum: int | None = None
+    every: int = 1
     wire_s: float = 0.0
 
 
 class SenderMachine(Machine):
-    """Waits for a destination, posts writes into it, announces what landed, ends on `Committed`."""
+    """Waits for a destination, posts writes into it, hashes what it sends, announces what landed with its
+    checksum, ends on `Committed`."""
 
     TABLE = SENDER_TABLE
     PHASES: ClassVar[Mapping[SenderState, KVPoll]] = {
@@ -122,6 +137,7 @@ class SenderMachine(Machine):
 
     __slots__ = (
         "_destination",
+        "_fenced",
         "_first_post_at",
         "_in_flight",
         "_last_landed_at",
@@ -129,6 +145,7 @@ class SenderMachine(Machine):
         "_next_tag",
         "_next_token",
         "_queues",
+        "_reading",
         "_sequence",
     )
 
@@ -149,6 +166,9 @@ class SenderMachine(Machine):
         self._sequence = 0
         self._in_flight: dict[int, tuple[tuple[int, int], _Write]] = {}
         self._queues: dict[tuple[int, int], deque[_Write]] = {}
+        #: chunks whose pages are being read for their checksum, by tag
+        self._reading: dict[int, tuple[tuple[int, int], _Write]] = {}
+        self._fenced = False
         self._metadata_sent = False
         self._first_post_at: float | None = None
         self._last_landed_at = 0.0
@@ -282,10 +302,24 @@ class SenderMachine(Machine):
                 self._next_tag += 1
                 self._in_flight[tag] = (pair, write)
                 out.append(PostWrite(self.transfer, self.epoch, tag, pair[0], pair[1], pair_blocks))
+                self._sum(tag, pair, write, event.pages, out)
             else:
                 self._announce(pair, out)
         self._sequence += 1
         return None
+
+    def _sum(
+        self, tag: int, pair: tuple[int, int], write: _Write, pages: tuple[int, ...], out: list[Effect]
+    ) -> None:
+        """Have the chunk's source bytes hashed, beside the write."""
+        if self.plan is None or self.local.integrity is Integrity.OFF:
+            return
+        write.every = 1 if self.local.integrity is Integrity.FULL else SAMPLE_EVERY
+        sample = Sample(write.every, self.transfer.room + write.sequence)
+        content = self.plan.source_content(*pair, write.span, pages, sample)
+        write.summed = False
+        self._reading[tag] = (pair, write)
+        out.append(Digest(self.transfer, tag, pair[0], content))
 
     def metadata(self, event: SendMetadata, now: float, out: list[Effect]) -> None:
         """Send the metadata at once: it need not wait for the writes, the tally does."""
@@ -320,6 +354,23 @@ class SenderMachine(Machine):
         self._announce(pair, out)
         return True
 
+    def digested(self, event: Digested, now: float, out: list[Effect]) -> bool:
+        """What a chunk's checksum is; False if nobody asked."""
+        entry = self._reading.pop(event.tag, None)
+        if entry is None:
+            return False
+        self.go(SenderStep.DIGESTED)
+        if self.state is SenderState.DRAINING:
+            self._let_go(out)
+        elif event.error is not None:
+            self.fail(self.fill(event.error, now), now, out)
+        else:
+            pair, write = entry
+            write.summed = True
+            write.checksum = event.checksum
+            self._announce(pair, out)
+        return True
+
     def broken(self, event: WriteBroken, now: float, out: list[Effect]) -> bool:
         """A write did not land; False if it is not (or no longer) ours."""
         if self._in_flight.pop(event.tag, None) is None:
@@ -328,9 +379,10 @@ class SenderMachine(Machine):
         return True
 
     def _announce(self, pair: tuple[int, int], out: list[Effect]) -> None:
-        """Tell decode of landed chunks, in order of sequence, whatever order they landed in."""
+        """Tell decode of landed chunks and their checksums, in order of sequence, whatever order they
+        landed in."""
         queue = self._queues[pair]
-        while queue and queue[0].landed:
+        while queue and queue[0].landed and queue[0].summed:
             write = queue.popleft()
             message = ChunkPosted(
                 transfer=self.transfer,
@@ -340,19 +392,28 @@ class SenderMachine(Machine):
                 span=write.span,
                 nbytes=write.nbytes,
                 final=write.final,
+                checksum=write.checksum,
+                every=write.every,
                 wire_s=write.wire_s,
             )
             out.append(Send(self.peer, message))
 
     def fence_done(self, proven: bool, now: float, out: list[Effect]) -> bool:
         # On the writing side the answer itself says that no write is in flight, whatever `proven` is.
-        if self.state is not SenderState.DRAINING:
+        if self.state is not SenderState.DRAINING or self._fenced:
             return False
         self.go(SenderStep.FENCED)
-        self.lease.end(LeaseStep.PROOF)
+        self._fenced = True
         out.append(Send(self.peer, Drained(self.transfer)))
-        out.append(Release(self.transfer))
+        self._let_go(out)
         return True
+
+    def _let_go(self, out: list[Effect]) -> None:
+        """The source pages are free once no write and no checksum reads them."""
+        if self._fenced and not self._reading:
+            self.go(SenderStep.UNREAD)
+            self.lease.end(LeaseStep.PROOF)
+            out.append(Release(self.transfer))
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -392,4 +453,6 @@ class SenderMachine(Machine):
             return f"{self.transfer} has failed but still counts writes"
         if self.state is SenderState.DRAINING and self.lease.state is not LeaseState.QUARANTINED:
             return f"{self.transfer} drains with a lease that is {self.lease.state}"
+        if self._fenced and not self._reading:
+            return f"{self.transfer} drains and waits for nothing"
         return super().broken_rule()

@@ -1,23 +1,35 @@
 """The receiver's proof that everything planned has arrived: a set of pairs, never a count.
 
 Each planned (source, target) pair must report chunks that cover `[prefix, prompt)` without a gap or an
-overlap and end with its final marker; and the metadata of this very transfer must be here.
+overlap and end with its final marker; what landed must have the checksum of what was sent; and the
+metadata of this very transfer must be here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from segue.core.errors import MetadataMismatch, TransferFailed
+from segue.core.errors import ChecksumMismatch, MetadataMismatch, TransferFailed
 from segue.core.types import TransferId
 from segue.handoff.messages import ChunkPosted, Metadata
 from segue.layout.planner import PairPlan
 
 
 class Tally:
-    """What of one hand-off has arrived. `pending` holds the pairs that are not complete yet."""
+    """What of one hand-off has arrived. `pending` holds the pairs that are not complete yet,
+    `unverified` the chunks whose bytes are being read, by the tag of their `Digest`."""
 
-    __slots__ = ("_chunks", "_end", "_plan", "_start", "_transfer", "metadata", "pending")
+    __slots__ = (
+        "_chunks",
+        "_end",
+        "_next_tag",
+        "_plan",
+        "_start",
+        "_transfer",
+        "metadata",
+        "pending",
+        "unverified",
+    )
 
     def __init__(self, transfer: TransferId, plan: PairPlan, prefix_tokens: int, prompt_tokens: int) -> None:
         self._transfer = transfer
@@ -26,12 +38,14 @@ class Tally:
         self._end = prompt_tokens
         self._chunks: dict[tuple[int, int], list[ChunkPosted]] = {pair: [] for pair in plan.pairs}
         self.pending = set(plan.pairs)
+        self.unverified: dict[int, ChunkPosted] = {}
+        self._next_tag = 0
         self.metadata: Metadata | None = None
 
     @property
     def complete(self) -> bool:
-        """Every planned pair has covered every token, and the metadata is here."""
-        return not self.pending and self.metadata is not None
+        """Every planned pair has covered every token, every checksum was right, the metadata is here."""
+        return not self.pending and not self.unverified and self.metadata is not None
 
     @property
     def last_wire_s(self) -> float:
@@ -56,6 +70,21 @@ class Tally:
             self.pending.discard(pair)
         return True
 
+    def verify(self, message: ChunkPosted) -> int:
+        """From now on this chunk's bytes are being hashed; the tag under which the answer comes."""
+        self._next_tag += 1
+        self.unverified[self._next_tag] = message
+        return self._next_tag
+
+    def judge(self, message: ChunkPosted, checksum: int) -> None:
+        """Compare what landed with what was sent. Raises ChecksumMismatch with all there is to say."""
+        if checksum != message.checksum:
+            raise ChecksumMismatch(
+                f"room {self._transfer.room}, chunk {message.sequence} (tokens {message.span.start} to "
+                f"{message.span.end}, ranks {message.source} to {message.target}): what landed has the "
+                f"checksum {checksum:016x}, what was sent {message.checksum:016x}"
+            )
+
     def _problem(self, message: ChunkPosted, pair: tuple[int, int], sequence: int, token: int) -> str:
         """Why `message` is not chunk number `sequence`, beginning at `token`; empty if it is."""
         span = message.span
@@ -71,6 +100,8 @@ class Tally:
             return f"chunk ends at token {span.end} of {self._end} with final={message.final}"
         if len(span) == 0 and not message.final:
             return f"chunk {sequence} is empty"
+        if message.every < 1:
+            return f"checksum over one layer in {message.every}"
         nbytes = len(span) * self._plan.pair_token_bytes(*pair)
         if message.nbytes != nbytes:
             return f"chunk of {len(span)} tokens moved {message.nbytes} bytes where {nbytes} were planned"
@@ -97,6 +128,7 @@ class Tally:
         parts = [f"ranks {s} to {t}" for s, t in sorted(self.pending)]
         if self.metadata is None:
             parts.append("the metadata")
+        parts += [f"the verification of chunk {m.sequence}" for m in self.unverified.values()]
         return ", ".join(parts)
 
 

@@ -18,6 +18,7 @@ import msgspec
 from segue.core.errors import LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content, Part, Sample, canonical_content, page_runs
 from segue.layout.spec import KVShape, PoolSpec
 
 #: Changes whenever the meaning of a plan changes, so that two versions never agree by accident.
@@ -90,8 +91,8 @@ class PairPlan:
         if len(span) == 0:
             return []
         src, dst = self.sources[source], self.targets[target]
-        src_runs = _page_runs(src_pages, src, 0, span, "source")
-        dst_runs = _page_runs(dst_pages, dst, dst_first_token, span, "destination")
+        src_runs = page_runs(src_pages, src, 0, span, "source")
+        dst_runs = page_runs(dst_pages, dst, dst_first_token, span, "destination")
         src_base = (part.layer_start - src.layer_start) * src.layer_bytes
         dst_base = (part.layer_start - dst.layer_start) * dst.layer_bytes
         out: list[CopyBlock] = []
@@ -114,22 +115,38 @@ class PairPlan:
             token = stop
         return out
 
-    def _part(self, source: int, target: int) -> _Part:
-        """The layers that both ranks hold."""
+    def source_content(
+        self, source: int, target: int, span: Span, pages: Sequence[int], sample: Sample
+    ) -> Content:
+        """What of `span` this pair moves, as it lies in the source's pool; arguments as in `blocks`."""
+        part = self._part(source, target)
+        return canonical_content(self.sources[source], part, span, pages, 0, sample, "source")
+
+    def target_content(
+        self,
+        source: int,
+        target: int,
+        span: Span,
+        pages: Sequence[int],
+        first_token: int,
+        sample: Sample,
+    ) -> Content:
+        """The same bytes in the same order, as they lie in the target's pool once they have landed."""
+        part = self._part(source, target)
+        return canonical_content(self.targets[target], part, span, pages, first_token, sample, "destination")
+
+    def _part(self, source: int, target: int) -> Part:
+        """The layers and heads that both ranks hold."""
         if (source, target) not in self.pairs:
             raise LayoutMismatch(
                 f"source rank {source} and target rank {target} are not a pair of the plan: {self.pairs}"
             )
         src, dst = self.sources[source], self.targets[target]
-        start = max(src.layer_start, dst.layer_start)
-        end = min(src.layer_start + src.layer_count, dst.layer_start + dst.layer_count)
-        return _Part(start, end - start)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    layer_start: int
-    layers: int
+        layer = max(src.layer_start, dst.layer_start)
+        layer_end = min(src.layer_start + src.layer_count, dst.layer_start + dst.layer_count)
+        head = max(src.head_start, dst.head_start)
+        head_end = min(src.head_start + src.head_count, dst.head_start + dst.head_count)
+        return Part(layer, layer_end - layer, head, head_end - head)
 
 
 @dataclass(slots=True)
@@ -137,38 +154,6 @@ class _Side:
     spec: PoolSpec
     base: int
     slot: int
-
-
-def _page_runs(
-    pages: Sequence[int], spec: PoolSpec, first_token: int, span: Span, side: str
-) -> list[tuple[int, int, int]]:
-    """Runs of neighbouring pages around `span`, each as (first token, first token slot, tokens)."""
-    size = spec.page_tokens
-    if first_token % size or span.start < first_token:
-        raise LayoutMismatch(
-            f"the {side} pages begin at token {first_token}, which must be a multiple of {size} "
-            f"and not after the chunk's first token {span.start}"
-        )
-    first = (span.start - first_token) // size
-    last = -(-(span.end - first_token) // size)
-    used = pages[first:last]
-    if len(used) < last - first:
-        raise LayoutMismatch(
-            f"{len(pages)} {side} pages of {size} tokens do not hold tokens {first_token} to {span.end}"
-        )
-    if min(used) < 0 or max(used) >= spec.pages:
-        raise LayoutMismatch(f"a {side} page id is outside its pool of {spec.pages} pages: {list(used)}")
-    runs: list[tuple[int, int, int]] = []
-    count = len(used)
-    i = 0
-    while i < count:
-        page = used[i]
-        j = i + 1
-        while j < count and used[j] - page == j - i:
-            j += 1
-        runs.append((first_token + (first + i) * size, page * size, (j - i) * size))
-        i = j
-    return runs
 
 
 def _emit(out: list[CopyBlock], src: _Side, dst: _Side, layers: int, tokens: int) -> None:
