@@ -84,7 +84,7 @@ class Leader:
             self.cancels.append(message)
         elif isinstance(message, Submit):
             self.submits.append(message)
-            verify(message.ticket, SECRET, 0.0)
+            verify(message.ticket, SECRET, session.peer.incarnation, 0.0)
             self.answer(session, message)
         self.news.set()
 

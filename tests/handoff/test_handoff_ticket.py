@@ -25,7 +25,7 @@ from segue.handoff.ticket import (
     verify,
 )
 
-P, D = Incarnation("a" * 32), Incarnation("b" * 32)
+P, D, FRONT = Incarnation("a" * 32), Incarnation("b" * 32), Incarnation("f" * 32)
 SECRET = b"0123456789abcdef"
 
 
@@ -41,11 +41,11 @@ def ticket(**changes: object) -> Ticket:
 
 
 def test_a_signed_ticket_survives_the_wire_and_gives_its_deadline() -> None:
-    wire = msgspec.msgpack.encode(sign(ticket(), SECRET))
-    assert verify(msgspec.msgpack.decode(wire, type=Ticket), SECRET, now=100.0) == 130.0
-    assert verify(sign(ticket(), SECRET), SECRET, now=100.0, max_budget_s=5.0) == 105.0
-    whole = msgspec.json.decode(msgspec.json.encode(sign(ticket(budget_s=30), SECRET)), type=Ticket)
-    assert verify(whole, SECRET, now=0.0) == 30.0
+    wire = msgspec.msgpack.encode(sign(ticket(), SECRET, FRONT))
+    assert verify(msgspec.msgpack.decode(wire, type=Ticket), SECRET, FRONT, now=100.0) == 130.0
+    assert verify(sign(ticket(), SECRET, FRONT), SECRET, FRONT, now=100.0, max_budget_s=5.0) == 105.0
+    whole = msgspec.json.decode(msgspec.json.encode(sign(ticket(budget_s=30), SECRET, FRONT)), type=Ticket)
+    assert verify(whole, SECRET, FRONT, now=0.0) == 30.0
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ def test_a_signed_ticket_survives_the_wire_and_gives_its_deadline() -> None:
     ],
 )
 def test_any_changed_field_breaks_the_signature(changes: dict[str, object]) -> None:
-    forged = msgspec.structs.replace(sign(ticket(), SECRET), **changes)
+    forged = msgspec.structs.replace(sign(ticket(), SECRET, FRONT), **changes)
     with pytest.raises(Unauthorized):
-        verify(forged, SECRET, now=0.0)
+        verify(forged, SECRET, FRONT, now=0.0)
 
 
 def test_another_secret_or_none_is_refused_both_ways() -> None:
     with pytest.raises(Unauthorized):
-        verify(sign(ticket(), SECRET), b"another secret...", now=0.0)
+        verify(sign(ticket(), SECRET, FRONT), b"another secret...", FRONT, now=0.0)
     with pytest.raises(Unauthorized):
-        verify(sign(ticket(), b""), SECRET, now=0.0)
+        verify(sign(ticket(), b"", FRONT), SECRET, FRONT, now=0.0)
     with pytest.raises(Unauthorized):
-        verify(sign(ticket(), SECRET), b"", now=0.0)
-    assert verify(sign(ticket(), b""), b"", now=0.0) == 30.0
+        verify(sign(ticket(), SECRET, FRONT), b"", FRONT, now=0.0)
+    assert verify(sign(ticket(), b"", FRONT), b"", FRONT, now=0.0) == 30.0
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,32 @@ def test_another_secret_or_none_is_refused_both_ways() -> None:
 )
 def test_a_signed_ticket_can_still_be_refused(changes: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
-        verify(sign(ticket(**changes), SECRET), SECRET, now=0.0)
+        verify(sign(ticket(**changes), SECRET, FRONT), SECRET, FRONT, now=0.0)
 
 
 def test_a_ticket_is_spent_once_and_a_retry_is_another_ticket() -> None:
     spent = SpentTickets(10)
     spent.spend(ticket(), deadline=30.0, now=0.0)
     with pytest.raises(InvalidRequest):
-        spent.spend(ticket(budget_s=99.0), deadline=99.0, now=50.0)
+        spent.spend(ticket(budget_s=99.0), deadline=99.0, now=29.0)
     spent.spend(ticket(attempt=1), deadline=30.0, now=0.0)
     assert len(spent) == 2
+
+
+def test_a_ticket_is_good_only_in_the_session_of_who_made_it() -> None:
+    with pytest.raises(Unauthorized, match="made by another"):
+        verify(sign(ticket(), SECRET, FRONT), SECRET, Incarnation("e" * 32), now=0.0)
+
+
+def test_tickets_die_at_their_deadline_without_being_asked_for_in_any_order() -> None:
+    spent = SpentTickets(100)
+    for room in range(1, 51):
+        spent.spend(ticket(room=room), deadline=float(100 - room), now=0.0)
+    spent.spend(ticket(room=99), deadline=200.0, now=75.0)
+    assert len(spent) == 24 + 1  # those of rooms 1 … 24, which are good until 99 … 76
+    with pytest.raises(InvalidRequest):
+        spent.spend(ticket(room=24), deadline=200.0, now=75.5)
+    spent.spend(ticket(room=24), deadline=200.0, now=76.0)
 
 
 def test_the_memory_of_spent_tickets_is_bounded_and_refuses_rather_than_forgets() -> None:

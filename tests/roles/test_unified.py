@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from segue.engine.pages import PagePool
 from segue.roles.unified import UnifiedRole
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 
+ROOMS = itertools.count(1)
 ME = Incarnation("a" * 32)
 FRONT = Incarnation("f" * 32)
 VOCAB = 1000
@@ -33,7 +35,7 @@ def submit(
 ) -> SamplingParams:
     sampling = SamplingParams(max_tokens=max_tokens, seed=len(prompt))
     here = Placement(ME)
-    ticket = Ticket(room=1, attempt=0, prefill=here, decode=here, budget_s=budget_s)
+    ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=budget_s)
     role.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), now)
     return sampling
 

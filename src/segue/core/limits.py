@@ -20,6 +20,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 5.0
     max_body_bytes: int = 8 * 2**20
     max_queue: int = 1024
+    max_spent_tickets: int = 2**18
     max_batch: int = 64
     drain_s: float = 30.0
     registry_ttl_s: float = 10.0

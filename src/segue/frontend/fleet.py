@@ -291,6 +291,7 @@ class Attempt:
                 budget_s=deadline - asyncio.get_running_loop().time(),
             ),
             self._backend.secret,
+            self._backend.replicas.incarnation,
         )
         request = self._stream.request
         if self.number:

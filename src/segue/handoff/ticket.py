@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import heapq
 import hmac
 import math
-from collections import OrderedDict
 
 import msgspec
 
@@ -18,8 +18,10 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.request import Ticket
+from segue.core.types import Incarnation
 
-_DOMAIN = b"segue ticket 1\0"
+_DOMAIN = b"segue ticket 2\0"
+_KEY_BYTES = 16
 
 #: What `InstanceRecord.load_balance` says when prefill places by `room % dp_size`.
 FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
@@ -31,20 +33,31 @@ class Ask(enum.Enum):
     REGISTRY = "ask the bootstrap registry, which waits for prefill's own answer"
 
 
-def sign(ticket: Ticket, secret: bytes) -> Ticket:
-    """`ticket` with its HMAC-SHA256 under `secret`; unsigned if the deployment has no secret."""
-    return msgspec.structs.replace(ticket, signature=_signature(ticket, secret))
+def sign(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:
+    """`ticket` with its HMAC-SHA256 under `secret`; unsigned if the deployment has no secret.
+
+    `origin` is who places the request: the incarnation that the session to the leaders proves.
+    """
+    return msgspec.structs.replace(ticket, signature=_signature(ticket, secret, origin))
 
 
-def verify(ticket: Ticket, secret: bytes, now: float, max_budget_s: float = math.inf) -> float:
+def verify(
+    ticket: Ticket, secret: bytes, origin: Incarnation, now: float, max_budget_s: float = math.inf
+) -> float:
     """Check a ticket that just arrived; returns its deadline in seconds of the caller's clock.
 
-    The budget counts from its arrival, so the longest one to accept is bounded by
-    `max_budget_s`. Raises Unauthorized for a wrong signature, InvalidRequest for a budget that is
-    not a finite number or a room that is none, DeadlineExceeded for a budget that is spent.
+    The budget counts from its arrival, so the longest one to accept is bounded by `max_budget_s`,
+    and whoever overheard a ticket could use it as a fresh one later, when nobody remembers it any
+    more (`SpentTickets`). So it is good only in the session of its own `origin`.
+
+    Raises Unauthorized for a wrong signature, InvalidRequest for a budget that is not a finite
+    number or a room that is none, DeadlineExceeded for a budget that is spent.
     """
-    if not hmac.compare_digest(ticket.signature, _signature(ticket, secret)):
-        raise Unauthorized("the ticket's signature is wrong; give all parts the same --secret-file")
+    if not hmac.compare_digest(ticket.signature, _signature(ticket, secret, origin)):
+        raise Unauthorized(
+            "the ticket's signature is wrong, or it was made by another than who sent it; "
+            "give all parts the same --secret-file"
+        )
     if not 1 <= ticket.room < 2**64 or not 0 <= ticket.attempt < 2**16:
         raise InvalidRequest(f"no such room or attempt: {ticket.room}, {ticket.attempt}")
     if not math.isfinite(ticket.budget_s):
@@ -54,7 +67,7 @@ def verify(ticket: Ticket, secret: bytes, now: float, max_budget_s: float = math
     return now + min(ticket.budget_s, max_budget_s)
 
 
-def _signature(ticket: Ticket, secret: bytes) -> bytes:
+def _signature(ticket: Ticket, secret: bytes, origin: Incarnation) -> bytes:
     if not secret:
         return b""
     fields = (
@@ -65,13 +78,14 @@ def _signature(ticket: Ticket, secret: bytes) -> bytes:
         ticket.decode.incarnation,
         ticket.decode.dp_rank,
         float(ticket.budget_s),
+        origin,
     )
     # An array of scalars has one msgpack encoding, so both sides sign the same bytes.
     return hmac.new(secret, _DOMAIN + msgspec.msgpack.encode(fields), hashlib.sha256).digest()
 
 
 class SpentTickets:
-    """Which tickets were used already: at most `limit` of them, each at least until its deadline.
+    """Which tickets were used already: at most `limit` of them, each exactly until its deadline.
 
     It is never emptied early to make room: a ticket that cannot be remembered is refused.
     """
@@ -80,28 +94,38 @@ class SpentTickets:
         if limit < 1:
             raise ValueError(f"limit must be positive, not {limit}")
         self._limit = limit
-        self._spent: OrderedDict[tuple[int, int, str, str], float] = OrderedDict()
+        # One digest per ticket: a quarter of the memory of its fields.
+        self._spent: set[bytes] = set()
+        self._expiries: list[tuple[float, bytes]] = []
 
     def __len__(self) -> int:
         return len(self._spent)
 
     def spend(self, ticket: Ticket, deadline: float, now: float) -> None:
-        """Use `ticket` up. Raises InvalidRequest the second time, OutOfCapacity when full."""
-        key = (ticket.room, ticket.attempt, ticket.prefill.incarnation, ticket.decode.incarnation)
+        """Use `ticket` up until `deadline`. Raises InvalidRequest the second time, OutOfCapacity
+        when full; then nothing has changed."""
+        self.forget_expired(now)
+        key = _key(ticket)
         if key in self._spent:
             raise InvalidRequest(
-                f"room {ticket.room}, attempt {ticket.attempt} was used already; a retry is a new attempt",
+                f"the ticket of room {ticket.room}, attempt {ticket.attempt} was used already; "
+                "each request needs a room of its own, and a retry is a new attempt",
                 room=ticket.room,
             )
         if len(self._spent) >= self._limit:
-            self.forget_expired(now)
-        if len(self._spent) >= self._limit:
             raise OutOfCapacity(f"{self._limit} tickets are in use", room=ticket.room)
-        self._spent[key] = deadline
+        self._spent.add(key)
+        heapq.heappush(self._expiries, (deadline, key))
 
     def forget_expired(self, now: float) -> None:
         """Drop every ticket whose deadline has passed."""
-        self._spent = OrderedDict((k, until) for k, until in self._spent.items() if until > now)
+        while self._expiries and self._expiries[0][0] <= now:
+            self._spent.remove(heapq.heappop(self._expiries)[1])
+
+
+def _key(ticket: Ticket) -> bytes:
+    fields = (ticket.room, ticket.attempt, ticket.prefill, ticket.decode)
+    return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=_KEY_BYTES).digest()
 
 
 def resolve_prefill_dp_rank(

@@ -27,7 +27,7 @@ from segue.core.types import Incarnation, TransferId
 from segue.engine.api import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree, allocate_evicting
-from segue.handoff.ticket import verify
+from segue.handoff.ticket import SpentTickets, verify
 from segue.roles.job import Job, JobKey
 
 
@@ -88,6 +88,7 @@ class Desk(ABC):
         self.draining = False
         self._deadlines: list[tuple[float, int]] = []
         self._next_seq = 1
+        self._spent = SpentTickets(limits.max_spent_tickets)
 
     # ---- the door ----------------------------------------------------------------------------
 
@@ -113,7 +114,8 @@ class Desk(ABC):
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token")
-        deadline = verify(ticket, self.secret, now, self.limits.request_budget_s)
+        deadline = verify(ticket, self.secret, origin, now, self.limits.request_budget_s)
+        self._spent.spend(ticket, deadline, now)
         info, prompt_tokens = self.engine.info, len(request.prompt)
         if not all(0 <= token < info.vocab_size for token in request.prompt):
             raise InvalidRequest(f"a prompt token is outside the vocabulary of {info.vocab_size}")

@@ -195,7 +195,7 @@ class FrontNode(Process):
         elif bad == "repeated ticket" and self.placed:
             return self.placed[self.rng.randrange(len(self.placed))]
         ticket = Ticket(room=room, attempt=attempt, prefill=prefill, decode=decode, budget_s=budget_s)
-        return sign(ticket, self.deployment.secret) if 0 <= room < 2**64 else ticket
+        return sign(ticket, self.deployment.secret, self.me) if 0 <= room < 2**64 else ticket
 
     def _submit(self, call: Call, attempt: int, incarnation: Incarnation, ticket: Ticket) -> None:
         if call.outcome or call.attempt != attempt or incarnation not in call.legs:

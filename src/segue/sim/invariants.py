@@ -58,6 +58,8 @@ class Checks:
         self.open: dict[tuple[Incarnation, TransferId], Half] = {}
         self.reads: dict[tuple[Incarnation, Incarnation, int], TransferId] = {}
         self._turns = 0
+        #: (incarnation, ticket) → the one job it has placed, and until when it may place no other
+        self._placed: dict[tuple[Incarnation, TransferId], tuple[int, float]] = {}
         self._orphaned: dict[tuple[Incarnation, TransferId], float] = {}
         timing = deployment.timing
         #: within which one side learns of the other's end (16) or gets its memory back (18)
@@ -257,6 +259,7 @@ class Checks:
             raise Violation("3", f"{node.name}: {exc}") from exc
         self._page_owners(node)
         self._deadlines(node)
+        self._tickets(node)
         self._bounds(node)
         if isinstance(node, KVNode):
             self._orphans(node)
@@ -300,6 +303,18 @@ class Checks:
                         f"{node.name}: {machine.transfer} outlived its deadline",
                         (machine.transfer.room,),
                     )
+
+    def _tickets(self, node: LeaderNode) -> None:
+        """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
+        role: Any = node.role
+        for job in role.jobs.values():
+            key = (node.me, job.transfer)
+            seq_id, until = self._placed.setdefault(key, (job.seq_id, job.deadline))
+            if seq_id == job.seq_id:
+                continue
+            if job.entered < until:
+                raise Violation("1", f"{node.name} took the ticket of {job.transfer} twice", (job.ticket.room,))
+            self._placed[key] = (job.seq_id, job.deadline)
 
     def _orphans(self, node: KVNode) -> None:
         """18 and 21: a job and its hand-off end together, give or take a turn of each thread."""
