@@ -1,42 +1,83 @@
-"""A real `segue serve` in a subprocess, with real model, processes and sockets."""
+"""Real segue processes for tests: started as a user does, asked what they hold, checked for leftovers."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any, ClassVar
 
+import httpx
 import psutil
+
+REST_S = 30.0
+_DOOR = re.compile(r"http door at (\S+):(\d+)")
+_STARTED = re.compile(r"event=started child=(\S+) pid=(\d+)")
+PEERS_OF = {"prefill": ("decode",), "decode": ("prefill",), "unified": ()}
+State = dict[str, Any]
 
 
 class Served:
-    """`segue serve` with `arguments`; a context manager that ends it and checks what it leaves."""
+    """One command of segue (`segue serve` unless told otherwise); a context manager that ends it and
+    checks what it leaves. With `wait` off, call `ready` before anything else."""
 
-    def __init__(self, *arguments: str, command: str = "serve", start_s: float = 180) -> None:
-        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log", delete=False)  # noqa: SIM115
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "segue.cli.main", command, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+    #: those that run now, for the check after each test
+    live: ClassVar[list[Served]] = []
+
+    def __init__(
+        self,
+        *arguments: str,
+        command: str = "serve",
+        start_s: float = 180,
+        wait: bool = True,
+        stderr: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        self.command = command
+        self.start_s = start_s
+        self._own_log = stderr is None
+        if stderr is None:
+            with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as made:
+                stderr = Path(made.name)
+        self._log = stderr
+        doors = {"serve": ("--instance-doors",), "frontend": ()}.get(command, ("--http-port", "0"))
+        if "--http-port" in arguments:
+            doors = ()
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "segue.cli.main", command, *arguments, *doors],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environ or {}),
+                start_new_session=True,
+            )
+        self.line = self.url = ""
+        Served.live.append(self)
+        if wait:
+            self.ready()
+
+    def ready(self) -> Served:
+        """Wait for the `ready` line. An AssertionError with the log if there is none."""
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().strip()
         self.url = self.line.removeprefix("ready ")
         if not self.line.startswith("ready "):
-            self.process.stdout.close()
-            self.process.wait(start_s)
+            self.process.wait(self.start_s)
+            self._forget()
             raise AssertionError(f"not ready: exit {self.process.returncode}\n{self.log()}")
+        return self
 
     def log(self) -> str:
-        return Path(self._log.name).read_text()
+        return self._log.read_text(errors="replace")
 
     def family(self) -> list[psutil.Process]:
         """The process and all its descendants."""
@@ -47,15 +88,70 @@ class Served:
         """Descendants whose command has `word` as its subcommand."""
         return [p for p in self.family()[1:] if word in p.cmdline()[:5]]
 
+    # ---- what it holds -----------------------------------------------------------------------
+
+    def states(self) -> dict[str, State]:
+        """What every live node of this command says of itself, by name."""
+        if self.process.poll() is not None:
+            return {}
+        if self.command == "frontend":
+            return {"frontend": _state(self.url)}
+        doors = [f"http://{host}:{port}" for host, port in _DOOR.findall(self.log())]
+        if self.command != "serve":
+            return {f"{self.command} {self.process.pid}": _state(doors[-1])}
+        pids = {name: int(pid) for name, pid in _STARTED.findall(self.log())}
+        alive = {name for name, pid in pids.items() if name != "frontend" and _alive(pid)}
+        found: dict[str, State] = {"frontend": _state(self.url)}
+        lines = [line for line in self.log().splitlines() if _DOOR.search(line)]
+        for line in lines:
+            name = line.split("|")[0].strip()
+            if name in alive:
+                [(host, port)] = _DOOR.findall(line)
+                found[name] = _state(f"http://{host}:{port}")
+        assert len(found) == 1 + len(alive), f"{sorted(found)} answered, {sorted(alive)} are alive"
+        return found
+
+    def at_rest(self, within_s: float = REST_S) -> dict[str, State]:
+        """Every live node holds nothing and nothing is wrong with it; what they say. See `rest`."""
+        return rest([self], within_s)
+
+    # ---- the end -----------------------------------------------------------------------------
+
     def stop(self, *, signals: int = 1, within_s: float = 60) -> int:
         """Send SIGINT `signals` times; the exit status. Nothing of the family may survive."""
-        family = self.family()
+        family, sockets = self.family(), self._sockets()
         for _ in range(signals):
             self.process.send_signal(signal.SIGINT)
         status = self.process.wait(within_s)
+        self._forget()
         gone, alive = psutil.wait_procs(family[1:], timeout=5)
         assert not alive, f"left behind: {alive} (ended: {len(gone)})"
+        left = sockets & _unix_sockets().keys()
+        assert not left, f"unix sockets left behind: {left}"
         return status
+
+    def kill(self) -> None:
+        """kill -9, and reap."""
+        self.process.kill()
+        self.process.wait(30)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self in Served.live:
+            Served.live.remove(self)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _sockets(self) -> set[str]:
+        """Names of the unix sockets that the family holds."""
+        inodes = set()
+        for process in self.family():
+            try:
+                for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                    inodes.add(os.readlink(entry))
+            except OSError:
+                continue  # it is ending
+        return {name for name, inode in _unix_sockets().items() if f"socket:[{inode}]" in inodes}
 
     def __enter__(self) -> Served:
         return self
@@ -63,18 +159,80 @@ class Served:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.poll() is None:
-            family = self.family()
-            self.process.terminate()
-            try:
-                self.process.wait(60)
-            except subprocess.TimeoutExpired:
-                for process in family:
-                    process.kill()
-                raise
-        if kind is not None:
-            sys.stderr.write(self.log()[-6000:])
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self._log.close()
-        os.unlink(self._log.name)
+        try:
+            if self.process.poll() is None:
+                if kind is None and self.line:
+                    self.at_rest()
+                self._terminate()
+        finally:
+            self._forget()
+            if kind is not None:
+                sys.stderr.write(f"---- {self.command}\n{self.log()[-6000:]}")
+            if self._own_log:
+                self._log.unlink()
+
+    def _terminate(self) -> None:
+        family, sockets = self.family(), self._sockets()
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            for process in family:
+                process.kill()
+            raise
+        _, alive = psutil.wait_procs(family[1:], timeout=5)
+        assert not alive, f"left behind: {alive}"
+        assert not sockets & _unix_sockets().keys(), "unix sockets left behind"
+
+
+def rest(parts: list[Served], within_s: float = REST_S) -> dict[str, State]:
+    """Wait until all live nodes of `parts` are at rest, with nothing wrong and sessions to the living
+    only. What ends last is bounded by a deadline; nobody tells a test of it, so it asks again."""
+    until = time.monotonic() + within_s
+    while True:
+        states: dict[str, State] = {}
+        for part in parts:
+            states |= part.states()
+        problems = faults(states)
+        if not problems:
+            return states
+        assert time.monotonic() < until, f"not at rest after {within_s} s: {problems}"
+        time.sleep(0.05)
+
+
+def faults(states: Mapping[str, State]) -> list[str]:
+    """What keeps these nodes from being at rest; none may have a session with somebody who is gone."""
+    roles = [s["role"] for s in states.values()]
+    found = []
+    for name, state in states.items():
+        if not state["at_rest"]:
+            found.append(f"{name} holds { ({k: v for k, v in state['tables'].items() if v}) }")
+        found += [f"{name}: {problem}" for problem in state["problems"]]
+        if state["pages"].get("quarantined"):
+            found.append(f"{name} has {state['pages']['quarantined']} quarantined pages")
+        if state["role"] != "frontend":
+            peers = roles.count("frontend") + sum(roles.count(r) for r in PEERS_OF[state["role"]])
+            if len(state["sessions"]) != peers:
+                found.append(f"{name} has {len(state['sessions'])} sessions, {peers} peers are alive")
+            if state["segments"] > 2 + 2 * peers:
+                found.append(f"{name} maps {state['segments']} shared regions for {peers} peers")
+    return found
+
+
+def _state(url: str) -> State:
+    answer = httpx.get(f"{url}/integrity", timeout=30)
+    assert answer.status_code == 200, f"{url}: {answer.text}"
+    return dict(answer.json())
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _unix_sockets() -> dict[str, str]:
+    """Inodes of this host's named unix sockets that are segue's, by name."""
+    rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    return {row[7]: row[6] for row in rows if len(row) > 7 and "segue" in row[7]}

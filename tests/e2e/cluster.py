@@ -1,0 +1,157 @@
+"""A deployment whose parts are started by hand, as an orchestrator would: each at ports of its own, so
+that a part that was killed can be started again at the same place."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from served import Served, State, rest
+
+from segue.bootstrap.server import RegistryServer
+from segue.bootstrap.server import serve as serve_registry
+from segue.conn.io import IoThread
+from segue.core.limits import Limits
+
+MODEL = "tiny"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    held = [socket.socket() for _ in range(count)]
+    try:
+        for sock in held:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in held]
+    finally:
+        for sock in held:
+            sock.close()
+
+
+class Registry:
+    """A registry in this process, which can end and come back at the same port."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._io = IoThread()
+        self._io.start()
+        [self.port] = free_ports(1)
+        self._server: RegistryServer | None = None
+        self.open()
+
+    def open(self) -> None:
+        serve = serve_registry("127.0.0.1", self.port, secret=None, limits=self._limits)
+        self._server = self._io.call(serve, 10)
+
+    def shut(self) -> None:
+        if self._server is not None:
+            self._io.call(self._server.close(), 10)
+            self._server = None
+
+    def close(self) -> None:
+        self.shut()
+        self._io.stop()
+
+
+class Cluster:
+    """`names` like `prefill-0`; each instance keeps its ports for as long as the cluster lives.
+
+    `flags` go to every instance, `more` by name to one part (`frontend` too); `prefix` stands before
+    the commands of parts, by name.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        names: Sequence[str] = ("prefill-0", "decode-0"),
+        *,
+        flags: Sequence[str] = (),
+        more: Mapping[str, Sequence[str]] | None = None,
+        registry_url: Mapping[str, str] | None = None,
+        registry: Registry | None = None,
+        limits: Sequence[str] = (),
+        stderr: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.model = model
+        self.names = list(names)
+        self.registry = registry or Registry()
+        self._flags = ["--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1", *flags]
+        self._limits = list(limits)
+        self._more = dict(more or {})
+        self._registry_url = dict(registry_url or {})
+        self._stderr = dict(stderr or {})
+        self._logs = Path(tempfile.mkdtemp(prefix="segue-test-"))
+        self._ports = dict(
+            zip(self.names, zip(*[iter(free_ports(2 * len(names)))] * 2, strict=True), strict=True)
+        )
+        self.parts: dict[str, Served] = {}
+        try:
+            for name in [*self.names, "frontend"]:
+                self.launch(name)
+            for part in self.parts.values():
+                part.ready()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    @property
+    def url(self) -> str:
+        return self.parts["frontend"].url
+
+    def ports(self, name: str) -> tuple[int, int]:
+        """Control and data port of an instance."""
+        return self._ports[name]
+
+    def launch(self, name: str) -> Served:
+        """Start a part that does not run; `ready` is the caller's."""
+        role = name.split("-")[0]
+        url = self._registry_url.get(name, f"http://127.0.0.1:{self.registry.port}")
+        words = ["--registry", url, "--name", name, *self._limits, *self._more.get(name, ())]
+        if role == "frontend":
+            words += ["--model", str(self.model), "--served-model-name", MODEL, "--port", "0"]
+        else:
+            port, data_port = self._ports[name]
+            words += ["--model", str(self.model), "--served-model-name", MODEL]
+            words += ["--port", str(port), "--data-port", str(data_port), *self._flags]
+        log = self._stderr.get(name, self._logs / f"{name}.log")
+        part = self.parts[name] = Served(*words, command=role, wait=False, stderr=log)
+        return part
+
+    def kill(self, name: str) -> None:
+        """kill -9 a part."""
+        self.parts[name].kill()
+
+    def start(self, name: str) -> None:
+        """Start a part that was killed, at its old ports; returns when it serves."""
+        self.launch(name).ready()
+
+    def rest(self, within_s: float = 30) -> dict[str, State]:
+        """See `served.rest`; every part must be alive."""
+        states = rest([p for p in self.parts.values() if p.process.poll() is None], within_s)
+        assert len(states) == len(self.parts), f"only {sorted(states)} are alive"
+        return states
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.rest()
+            # The door first, then who computes: nobody is drained while it still gets requests.
+            for name in ["frontend", *self.names]:
+                part = self.parts.get(name)
+                if part is None:
+                    continue
+                if kind is not None and part.process.poll() is None:
+                    part.process.kill()
+                    part.process.wait(30)
+                part.line = ""
+                part.__exit__(kind, error, trace)
+        finally:
+            self.registry.close()

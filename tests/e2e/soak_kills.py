@@ -1,0 +1,183 @@
+"""Instances killed at random under streaming clients, and what becomes of every request.
+
+Used by `test_kills.py` (3 kills, 50 in `make soak`) and by `bench/kills.py`, which publishes the numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psutil
+from cluster import MODEL, Cluster
+from served import State
+from traffic import TYPED, Ask, Result, stream
+
+WITHIN_S = 90.0
+
+
+@dataclass
+class Kill:
+    """One kill: who, and how long until a request that began after it succeeded."""
+
+    name: str
+    at: float
+    first_success_s: float | None = None
+    back_s: float = 0.0
+
+
+@dataclass
+class Report:
+    """What happened. `continued` counts streams that had tokens when an instance died and completed."""
+
+    kills: list[Kill] = field(default_factory=list)
+    completed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    failed_begun: Counter[str] = field(default_factory=Counter)
+    hangs: int = 0
+    wrong: list[str] = field(default_factory=list)
+    untyped: list[str] = field(default_factory=list)
+    spanned: int = 0
+    spanned_completed: int = 0
+    seconds: float = 0.0
+    before: dict[str, State] = field(default_factory=dict)
+    after: dict[str, State] = field(default_factory=dict)
+
+
+class Traffic:
+    """`clients` clients that ask again and again until `stop`, each result judged as it comes."""
+
+    def __init__(self, url: str, asks: list[Ask], reference: dict[Ask, list[int]], report: Report) -> None:
+        self.url, self.asks, self.reference, self.report = url, asks, reference, report
+        self.probe = min(asks, key=lambda ask: ask.max_tokens)
+        self.probes: list[Result] = []
+        self._stop = False
+        self._done = asyncio.Condition()
+
+    async def client(self, number: int) -> None:
+        """Long requests, one after the other."""
+        rng = random.Random(number)
+        while not self._stop:
+            await self._ask(rng.choice(self.asks))
+
+    async def prober(self) -> None:
+        """A short request again and again: when is the service back?"""
+        while not self._stop:
+            result = await self._ask(self.probe)
+            async with self._done:
+                self.probes.append(result)
+                self._done.notify_all()
+
+    async def _ask(self, ask: Ask) -> Result:
+        result = await stream(self.url, MODEL, ask, within_s=WITHIN_S)
+        self.judge(result)
+        if result.error:
+            # As a client would: a failed request is not repeated in the same instant.
+            await asyncio.sleep(0.05)
+        return result
+
+    def stop(self) -> None:
+        self._stop = True
+
+    async def success_since(self, at: float, within_s: float) -> float:
+        """Seconds after `at` until the first probe that began after it succeeded."""
+
+        def found() -> list[float]:
+            return [r.ended - at for r in self.probes if r.began >= at and not r.error]
+
+        async with asyncio.timeout(within_s), self._done:
+            await self._done.wait_for(lambda: bool(found()))
+            return min(found())
+
+    def judge(self, result: Result) -> None:
+        report, right = self.report, self.reference[result.ask]
+        spanned = any(result.began < kill.at < result.ended for kill in report.kills)
+        report.spanned += spanned
+        if result.tokens != right[: len(result.tokens)]:
+            report.wrong.append(f"{result.ask}: {result.tokens[:20]}… is not {right[:20]}…")
+        if not result.error:
+            if len(result.tokens) != len(right):
+                report.wrong.append(f"{result.ask}: ended well after {len(result.tokens)} of {len(right)}")
+            report.completed += 1
+            report.spanned_completed += spanned
+        elif result.error == "HANG":
+            report.hangs += 1
+        else:
+            (report.failed_begun if result.tokens else report.failed)[result.error] += 1
+            if result.error not in TYPED:
+                report.untyped.append(f"{result.error} {result.text}")
+
+
+async def references(url: str, asks: list[Ask]) -> dict[Ask, list[int]]:
+    """The right answers: what the deployment says while nothing is wrong with it."""
+    results = await asyncio.gather(*(stream(url, MODEL, ask) for ask in asks))
+    for result in results:
+        assert not result.error, f"without a fault: {result.error} {result.text}"
+        assert len(result.tokens) == result.ask.max_tokens
+    return {r.ask: r.tokens for r in results}
+
+
+async def run(
+    cluster: Cluster, asks: list[Ask], *, kills: int, clients: int = 32, seed: int = 1, calm_s: float = 0.3
+) -> Report:
+    """Kill a random instance `kills` times; each is started again at its ports before the next dies."""
+    rng, report = random.Random(seed), Report()
+    reference = await references(cluster.url, asks)
+    report.before = await asyncio.to_thread(cluster.rest)
+    traffic = Traffic(cluster.url, asks, reference, report)
+    started = time.monotonic()
+    running = [asyncio.create_task(traffic.client(i)) for i in range(clients)]
+    running.append(asyncio.create_task(traffic.prober()))
+    try:
+        for _ in range(kills):
+            await traffic.success_since(time.monotonic(), WITHIN_S)
+            await asyncio.sleep(rng.uniform(0, calm_s))  # any moment of a request, not a chosen one
+            name = rng.choice(cluster.names)
+            kill = Kill(name, time.monotonic())
+            report.kills.append(kill)
+            await asyncio.to_thread(cluster.kill, name)
+            kill.first_success_s = await traffic.success_since(kill.at, WITHIN_S)
+            await asyncio.to_thread(cluster.start, name)
+            kill.back_s = time.monotonic() - kill.at
+        await traffic.success_since(time.monotonic(), WITHIN_S)
+    finally:
+        traffic.stop()
+        await asyncio.wait(running, timeout=WITHIN_S)
+        report.seconds = time.monotonic() - started
+    for task in running:
+        task.result()
+    report.after = await asyncio.to_thread(cluster.rest)
+    return report
+
+
+def check(report: Report, kills: int) -> None:
+    """What must hold, whatever the numbers are."""
+    assert len(report.kills) == kills
+    assert all(kill.first_success_s is not None for kill in report.kills)
+    assert report.wrong == [], "\n".join(report.wrong[:5])
+    assert report.untyped == [], "\n".join(report.untyped[:5])
+    assert report.hangs == 0
+    assert report.completed > 0
+    assert leaks(report) == []
+
+
+def leaks(report: Report) -> list[str]:
+    """Who holds more at rest than before. The frontend lives through all kills; an instance that was
+    started again is compared with the one that it replaced."""
+    by_role = {s["role"]: s for s in report.before.values()}
+    found = []
+    for name, state in report.after.items():
+        before = by_role[state["role"]]
+        if state["descriptors"] > before["descriptors"] + 8:
+            found.append(f"{name}: {before['descriptors']} descriptors became {state['descriptors']}")
+        if state["segments"] > before["segments"]:
+            found.append(f"{name}: {before['segments']} segments became {state['segments']}")
+    return found
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process."""
+    return float(psutil.Process(pid).memory_info().rss / 2**20)

@@ -1,0 +1,35 @@
+"""Random instances killed while 32 clients stream: no hang, no wrong token, typed errors, no leak."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import soak_kills
+import traffic
+from cluster import Cluster
+from tiny_model import VOCAB
+
+TWO_AND_TWO = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+#: A dead peer is seen at once by its closed socket; a silence only matters for what lost its network.
+QUICK = ("--keepalive-s", "0.5", "--peer-silence-s", "3", "--request-budget-s", "60")
+
+
+@pytest.mark.timeout(300)
+def test_three_kills_under_load(tiny: Path) -> None:
+    kill(tiny, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_fifty_kills_under_load(tiny: Path) -> None:
+    kill(tiny, 50)
+
+
+def kill(model: Path, kills: int) -> None:
+    asks = traffic.asks(3, 48, vocab=VOCAB - 8, longest=200, max_tokens=300)
+    asks += traffic.asks(4, 1, vocab=VOCAB - 8, longest=20, max_tokens=4)
+    with Cluster(model, TWO_AND_TWO, limits=QUICK) as cluster:
+        report = asyncio.run(soak_kills.run(cluster, asks, kills=kills))
+        soak_kills.check(report, kills)

@@ -1,0 +1,41 @@
+"""A random two-layer model with a byte tokenizer: real arithmetic, loaded in no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+VOCAB = 256 + 8
+CONTEXT_TOKENS = 4096
+
+
+def save(folder: Path) -> Path:
+    """Write the model into `folder`, the same one each time."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_TOKENS,
+        eos_token_id=257,
+        bos_token_id=256,
+        pad_token_id=256,
+        # Wide enough that the likeliest token is far ahead of the second.
+        initializer_range=0.5,
+    )
+    torch.manual_seed(11)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {character: i for i, character in enumerate(alphabet)}
+    words |= {f"<|{i}|>": i for i in range(256, VOCAB)}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|256|>", eos_token="<|257|>")
+    fast.save_pretrained(folder)
+    return folder
