@@ -24,6 +24,7 @@ class Mutant:
 RECEIVER, SENDER, EXCHANGE = "handoff/receiver.py", "handoff/sender.py", "handoff/exchange.py"
 DECODE, PREFILL, BASE = "roles/decode.py", "roles/prefill.py", "roles/base.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
+CONTENT = "layout/content.py"
 
 MUTANTS = (
     # ---- fences and proofs -----------------------------------------------------------------
@@ -168,6 +169,77 @@ MUTANTS = (
         "final, landed=not pair_blocks)",
         "final, landed=True)",
         "posting a write is taken for its completion",
+    ),
+    # ---- integrity ---------------------------------------------------------------------------
+    Mutant(
+        "commit before it is verified",
+        "handoff/tally.py",
+        "return not self.pending and not self.unverified and self.metadata is not None",
+        "return not self.pending and self.metadata is not None",
+        "decode runs while the last chunks are still being hashed",
+    ),
+    Mutant(
+        "the checksum is computed and ignored",
+        "handoff/tally.py",
+        "if checksum != message.checksum:",
+        "if False:",
+        "whatever has landed is right",
+    ),
+    Mutant(
+        "announced without its checksum",
+        SENDER,
+        "while queue and queue[0].landed and queue[0].summed:",
+        "while queue and queue[0].landed:",
+        "a fast write overtakes its checksum, and decode has nothing to compare with",
+    ),
+    Mutant(
+        "V is not hashed",
+        CONTENT,
+        "(True, shape.v_dim, spec.v_token_bytes),",
+        "(True, 0, spec.v_token_bytes),",
+        "half of the content is outside the checksum, on both sides alike",
+    ),
+    Mutant(
+        "the last layer is not hashed",
+        CONTENT,
+        "for index in range(sample.key % every, part.layers, every):",
+        "for index in range(sample.key % every, max(1, part.layers - 1), every):",
+        "an off-by-one in the range, on both sides alike",
+    ),
+    Mutant(
+        "decode verifies another range",
+        RECEIVER,
+        "            message.span,\n            self.pages,",
+        "            type(message.span)(message.span.start, max(message.span.start + 1, message.span.end - 1)),\n            self.pages,",
+        "the last token of a chunk is left out on one side",
+    ),
+    Mutant(
+        "decode hashes all layers of a sample",
+        RECEIVER,
+        "Sample(message.every, self.transfer.room",
+        "Sample(1, self.transfer.room",
+        "the mode of the message is not looked at",
+    ),
+    Mutant(
+        "pages released while they are verified",
+        RECEIVER,
+        "if not self._proven or (self.tally is not None and self.tally.unverified):",
+        "if not self._proven:",
+        "a fence proves that nobody writes, not that nobody reads",
+    ),
+    Mutant(
+        "source pages released while they are hashed",
+        SENDER,
+        "        if self._fenced and not self._reading:\n            self.go(",
+        "        if self._fenced:\n            self.go(",
+        "a failing sender forgets that its pages are being read",
+    ),
+    Mutant(
+        "the last read lets nothing go",
+        RECEIVER,
+        "        if self.state is ReceiverState.QUARANTINED:\n            self._let_go(out)\n",
+        "        if self.state is ReceiverState.QUARANTINED:\n            pass\n",
+        "proven while a verification ran: nobody asks again",
     ),
     # ---- failure is told, and bounded ---------------------------------------------------------
     Mutant(

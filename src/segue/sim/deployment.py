@@ -320,7 +320,7 @@ class Deployment:
             case "partition" if other is not None:
                 self.network.block(process, other)
                 world.after(fault.seconds, None, self._heal, process, other)
-            case "slow link" | "write fails" | "path cut":
+            case "slow link" | "write fails" | "path cut" | "wire flip":
                 self._path_fault(fault, process, other)
             case _ if isinstance(process, LeaderNode):
                 self._node_fault(fault, process)
@@ -361,6 +361,8 @@ class Deployment:
             path.cut()
         elif fault.kind == "write fails":
             path.fail_write()
+        elif fault.kind == "wire flip":
+            path.flips += 1
         else:
             path.slow = float(fault.amount)
 
@@ -378,6 +380,8 @@ class Deployment:
                 faults.step_fails += 1
             case "sequence error":
                 faults.sequence_fails += 1
+            case "page flip":
+                faults.page_flips += 1
             case "engine refuses":
                 faults.fail_next_open()
             case "squeeze":
@@ -415,6 +419,8 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
         found.add(code.INVALID_REQUEST)
     if features & {"handler exception", "step exception", "sequence error"}:
         found.add(code.INTERNAL)
+    if features & {"bit flip"}:
+        found.add(code.CHECKSUM_MISMATCH)
     if features & {"drain"}:
         found.add(code.DRAINING)
     if features:

@@ -27,6 +27,8 @@ class NodeFaults:
         self.step_fails = 0
         self.sequence_fails = 0
         self._machine_armed = False
+        #: how many of the next chunks that land here are hit by a bit flip before they are verified
+        self.page_flips = 0
         self.kill_mid_write: Callable[[], None] | None = None
         self.pause_mid_write: Callable[[], None] | None = None
 

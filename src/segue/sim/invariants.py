@@ -14,6 +14,7 @@ from segue.core.types import Incarnation, KVPoll, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Destination, Drained
 from segue.sim.engine import reference
+from segue.sim.flips import Flips
 from segue.sim.node import VOCAB, Exposed, KVNode, LeaderNode
 from segue.sim.world import Violation
 
@@ -57,6 +58,7 @@ class Checks:
         self.halves: dict[tuple[Incarnation, TransferId], Half] = {}
         self.open: dict[tuple[Incarnation, TransferId], Half] = {}
         self.reads: dict[tuple[Incarnation, Incarnation, int], TransferId] = {}
+        self.flips = Flips(deployment.counts)
         self._turns = 0
         #: (incarnation, ticket) → the one job it has placed, and until when it may place no other
         self._placed: dict[tuple[Incarnation, TransferId], tuple[int, float]] = {}
@@ -145,6 +147,7 @@ class Checks:
         if not effect.phase.terminal:
             return
         half.ended_at = self.world.now
+        self.flips.ended(node, effect)
         peer = effect.transfer.decode if node.spec.role is Role.PREFILL else effect.transfer.prefill
         half.connected = peer in node.peers
         if effect.phase is KVPoll.SUCCESS:
@@ -235,6 +238,18 @@ class Checks:
         if entry is None or not pages <= set(entry.job.pages):
             raise Violation("3", f"{node.name} reads pages that {transfer} does not own", (transfer.room,))
 
+    def hashing(self, node: KVNode, transfer: TransferId, pages: set[int]) -> None:
+        """3: what is hashed still belongs to its hand-off, on either side."""
+        half = self._half(node, transfer)
+        if node.spec.role is Role.PREFILL:
+            self.reading(node, transfer.decode, half.epoch, pages)
+            return
+        exposed = node.exposed.get(half.epoch)
+        if half.released_at is not None or exposed is None or not pages <= exposed.pages:
+            raise Violation(
+                "3", f"{node.name} verifies pages of {transfer} that it has given up", (transfer.room,)
+            )
+
     # ---- one node ------------------------------------------------------------------------------
 
     def after_turn(self, node: LeaderNode) -> None:
@@ -313,7 +328,9 @@ class Checks:
             if seq_id == job.seq_id:
                 continue
             if job.entered < until:
-                raise Violation("1", f"{node.name} took the ticket of {job.transfer} twice", (job.ticket.room,))
+                raise Violation(
+                    "1", f"{node.name} took the ticket of {job.transfer} twice", (job.ticket.room,)
+                )
             self._placed[key] = (job.seq_id, job.deadline)
 
     def _orphans(self, node: KVNode) -> None:

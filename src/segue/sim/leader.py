@@ -14,7 +14,7 @@ from segue.core.control import Cancel, Outputs, Submit
 from segue.core.errors import ErrorInfo, Internal, PeerLost, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, Integrity, Role
 from segue.engine.api import SequenceStep
 from segue.engine.pages import PagePool
 from segue.roles.base import Role as RoleLogic
@@ -40,6 +40,7 @@ class NodeSpec:
     max_batch: int
     model: str = "lineage-1"
     layers: int = 2
+    integrity: Integrity = Integrity.FULL
     clock_offset_s: float = 0.0
     clock_rate: float = 1.0
     pace: float = 1.0

@@ -22,6 +22,7 @@ from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.layout.content import checksum
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
@@ -73,7 +74,12 @@ class KVNode(LeaderNode):
         )
         self.hello = msgspec.msgpack.encode(self.info)
         self.exchange = Exchange(
-            spec.role, self.me, f"{spec.role.value} {self.me[:8]} dp0", self.limits, self.info
+            spec.role,
+            self.me,
+            f"{spec.role.value} {self.me[:8]} dp0",
+            self.limits,
+            self.info,
+            integrity=spec.integrity,
         )
         self._io_ready_at = 0.0
         self._tick_at: float | None = None
@@ -153,6 +159,8 @@ class KVNode(LeaderNode):
             return
         if isinstance(effect, api.PostWrite):
             self._post_write(effect)
+        elif isinstance(effect, api.Digest):
+            self._digest(effect)
         elif isinstance(effect, api.Grant):
             self.grants.add((effect.transfer.prefill, effect.epoch))
         elif isinstance(effect, api.Fence):
@@ -195,6 +203,24 @@ class KVNode(LeaderNode):
             self.after(0.0, self.handle, api.WriteBroken(effect.transfer, effect.tag, gone.info))
             return
         path.write(effect.epoch, effect.tag, effect.blocks)
+
+    def _digest(self, effect: api.Digest) -> None:
+        """As `conn.digest`: a thread reads the bytes a little later."""
+        if self.faults.page_flips and self.spec.role is Role.DECODE:
+            self.faults.page_flips -= 1
+            self.deployment.checks.flips.page(self, effect, self.rng)
+        self.after(self.world_timing.slice_s * 2 * self.rng.random(), self._read, effect)
+
+    def _read(self, effect: api.Digest) -> None:
+        size = self.engine.spec.page_tokens
+        pages = {
+            page
+            for slot, tokens in effect.content.runs
+            for page in range(slot // size, -(-(slot + tokens) // size))
+        }
+        self.deployment.checks.hashing(self, effect.transfer, pages)
+        found = checksum(memoryview(self.engine.memory), effect.content)
+        self.handle(api.Digested(effect.transfer, effect.tag, found))
 
     def _fence(self, effect: api.Fence) -> None:
         if self.spec.role is Role.PREFILL:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from segue.balance.policies import POLICY_NAMES
 from segue.core.request import SamplingParams
-from segue.core.types import Role
+from segue.core.types import Integrity, Role
 from segue.sim.engine import reference
 from segue.sim.front import Wanted
 from segue.sim.network import Timing
@@ -42,6 +42,7 @@ FEATURES = (
     "leg delay",
     "short deadline",
     "mismatch",
+    "bit flip",
 )
 
 BAD = (
@@ -72,6 +73,7 @@ TRIGGERS = (
     "Drained",
     "Gone",
     "PostWrite",
+    "Digest",
     "Grant",
     "Fence",
     "Phase",
@@ -94,7 +96,19 @@ TRIGGERS = (
 
 
 #: After these, the next thing that a node handles may well be a proof.
-PROOFS = ("Fence", "Fence", "<Failed", "<Abort", "Abort", "<Drained", "PostWrite", "Destination", "", "")
+PROOFS = (
+    "Fence",
+    "Fence",
+    "Digest",
+    "<Failed",
+    "<Abort",
+    "Abort",
+    "<Drained",
+    "PostWrite",
+    "Destination",
+    "",
+    "",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +222,20 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
                     max_batch=rng.choice((2, 4, 16)),
                     model="another" if odd and rng.random() < 0.5 else "lineage-1",
                     layers=3 - layers if odd else layers,
+                    integrity=_integrity(rng, features),
                     clock_offset_s=rng.uniform(0, 1e6) if skew else 0.0,
                     clock_rate=rng.choice((0.9, 0.99, 1.0, 1.01, 1.1)) if skew else 1.0,
                     pace=rng.choice((0.5, 1.0, 2.0)),
                 )
             )
     return found
+
+
+def _integrity(rng: random.Random, features: frozenset[str]) -> Integrity:
+    """What is not covered by a checksum cannot be required to be noticed."""
+    if "bit flip" in features:
+        return Integrity.FULL
+    return rng.choice((Integrity.FULL, Integrity.FULL, Integrity.SAMPLED, Integrity.OFF))
 
 
 def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) -> list[Wanted]:
@@ -331,6 +353,9 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
                 add(feature, 1, ["registry"])
             case "drain":
                 add(feature, intensity, everybody, seconds=0.2)
+            case "bit flip":
+                add("wire flip", 3 * intensity, prefills, decodes)
+                add("page flip", 3 * intensity, decodes)
             case "front crash":
                 add(feature, 1, fronts, seconds=0.1)
             case _:

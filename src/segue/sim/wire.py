@@ -50,6 +50,8 @@ class Path:
         self._ready_at = 0.0
         #: faults that wait for the next slice: called in the middle of a write
         self.mid_write: list[str] = []
+        #: how many of the next slices land with one bit changed
+        self.flips = 0
 
     # ---- the writer ----------------------------------------------------------------------------
 
@@ -103,16 +105,22 @@ class Path:
         """One-sided: our own copy, into whatever lies there now."""
         self.writer.check_source(self, write.epoch, part)
         memory = self.writer.engine.memory
-        self.reader.landing(self, write.epoch, [(to, bytes(memory[at : at + size])) for at, to, size in part])
+        self._land(write.epoch, [(to, bytes(memory[at : at + size])) for at, to, size in part])
         self._after_slice(write, True)
 
     def _arrived(self, write: Write, data: list[tuple[int, bytes]]) -> None:
         """Two-sided, in the reader's process: it writes, or drops by epoch."""
         granted = not self.closed and self.reader.granted(self.writer.me, write.epoch)
         if granted:
-            self.reader.landing(self, write.epoch, data)
+            self._land(write.epoch, data)
         ack_s = self.writer.world_timing.latency_s * self._rng.random()
         self.writer.world.after(ack_s, self.writer, self._after_slice, write, granted)
+
+    def _land(self, epoch: int, data: list[tuple[int, bytes]]) -> None:
+        if self.flips and self.reader.alive:
+            self.flips -= 1
+            data = self.reader.deployment.checks.flips.wire(self.reader, epoch, data, self._rng)
+        self.reader.landing(self, epoch, data)
 
     def _after_slice(self, write: Write, granted: bool) -> None:
         if self._running is not write:
