@@ -56,11 +56,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation of one prompt. `request_id` is unique in a frontend's incarnation."""
+    """One generation of one prompt. `request_id` is unique in a frontend's incarnation.
+
+    `output` are tokens that this generation has given already, on instances that are gone: it goes on
+    after them as if it had never stopped. They are apart from the prompt because penalties,
+    `min_tokens`, `max_tokens` and grammars count them. Fewer than `max_tokens`.
+    """
 
     request_id: str
     prompt: list[int]
     sampling: SamplingParams
+    output: list[int] = []
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +86,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Conservation: prompt_tokens = decode_cached + prefill_cached + computed."""
+    """Conservation: prompt_tokens = decode_cached + prefill_cached + computed.
+
+    The prompt alone: the `output` of a continued request counts in `output_tokens` only.
+    """
 
     prompt_tokens: int = 0
     decode_cached: int = 0
@@ -92,8 +101,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step's result for one request. `finish` or `error` is set exactly once, in the last one.
 
-    `position` is the index of `token_ids[0]` in the output, so that a repeated or lost output is
-    seen. `timeline` comes with the first token: seconds spent in `queue`, `bootstrap`,
+    `position` is the index of `token_ids[0]` in the whole output (the request's `output` comes before
+    it), so that a repeated or lost output is seen. `timeline` comes with the first token: seconds spent in `queue`, `bootstrap`,
     `reserve`, `prefill`, `wire`, `commit`.
     """
 

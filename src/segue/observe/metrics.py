@@ -11,6 +11,7 @@ from prometheus_client.exposition import generate_latest
 
 from segue.core.control import Load
 from segue.core.errors import ErrorCode
+from segue.core.request import Usage
 
 #: What `Output.timeline` names: where the time to the first token went.
 PHASES = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
@@ -43,6 +44,19 @@ class Metrics:
             "segue_retries",
             "Generations placed again before their first token, by error code",
             ["code"],
+            registry=self.registry,
+        )
+        self.continuations = Counter(
+            "segue_continuations",
+            "Generations continued on other workers after tokens had been sent, by error code",
+            ["code"],
+            registry=self.registry,
+        )
+        self.placed_again_tokens = Counter(
+            "segue_placed_again_prompt_tokens",
+            "Prompt tokens of generations that were placed again or continued, by whether their KV was still "
+            "there ('kept') or had to be computed again ('computed')",
+            ["kv"],
             registry=self.registry,
         )
         self.running = Gauge(
@@ -115,6 +129,11 @@ class Metrics:
         self.requests.labels(endpoint, "ok" if code is None else code.value).inc()
         if code is ErrorCode.OUT_OF_CAPACITY:
             self.rejected.inc()
+
+    def placed_again(self, usage: Usage) -> None:
+        """A generation that was placed again has its next token; `usage` says what its prompt cost."""
+        self.placed_again_tokens.labels("kept").inc(usage.decode_cached + usage.prefill_cached)
+        self.placed_again_tokens.labels("computed").inc(usage.computed)
 
     def timeline(self, timeline: dict[str, float]) -> None:
         """Record the parts of one first token; names outside `PHASES` are left out."""

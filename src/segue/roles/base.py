@@ -116,15 +116,24 @@ class Desk(ABC):
             raise InvalidRequest("the prompt is empty; send at least one token")
         deadline = verify(ticket, self.secret, origin, now, self.limits.request_budget_s)
         self._spent.spend(ticket, deadline, now)
-        info, prompt_tokens = self.engine.info, len(request.prompt)
+        info, prompt_tokens, given = self.engine.info, len(request.prompt), len(request.output)
         if not all(0 <= token < info.vocab_size for token in request.prompt):
             raise InvalidRequest(f"a prompt token is outside the vocabulary of {info.vocab_size}")
+        if given and not (
+            given < request.sampling.max_tokens and all(0 <= t < info.vocab_size for t in request.output)
+        ):
+            raise InvalidRequest(f"{given} tokens were given already: that is no output to be continued")
         room_tokens = min(info.context_tokens, self.pool.total * self.pool.page_tokens)
         if prompt_tokens + 1 > room_tokens:
             raise InvalidRequest(
                 f"the prompt has {prompt_tokens} tokens; {self.name} holds at most {room_tokens - 1} "
                 f"(context {info.context_tokens}, KV pool {self.pool.total * self.pool.page_tokens}); "
                 "shorten it or raise --kv-gib"
+            )
+        if given and prompt_tokens + given + 1 > room_tokens:
+            # Not the client's fault: the instance it began on could hold more.
+            raise OutOfCapacity(
+                f"{prompt_tokens + given} tokens to continue; {self.name} holds {room_tokens}"
             )
         job = Job(
             origin=origin,
@@ -135,7 +144,7 @@ class Desk(ABC):
             deadline=deadline,
             max_tokens=min(request.sampling.max_tokens, room_tokens - prompt_tokens),
         )
-        self.engine.open(job.seq_id, request.prompt, request.sampling)
+        self.engine.open(job.seq_id, request.prompt, request.sampling, request.output)
         self._next_seq += 1
         self.jobs[job.key] = job
         self.by_seq[job.seq_id] = job

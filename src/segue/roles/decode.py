@@ -87,7 +87,7 @@ class DecodeRole(Desk):
             fresh = self.take_pages(
                 needed,
                 after=match.pages[-1] if match.pages else None,
-                room=self.pool.pages_for(job.max_tokens),
+                room=self.pool.pages_for(job.max_tokens - job.produced),
             )
         if fresh is None:
             self.pool.release(match.pages)
@@ -133,7 +133,7 @@ class DecodeRole(Desk):
             return
         job.computed = len(job.prompt)
         job.prompt_logprobs = metadata.prompt_logprobs or []
-        job.usage = first_usage(len(job.prompt), job.cached, metadata.prefill_cached, metadata.computed)
+        job.usage = first_usage(len(job.request.prompt), job.cached, metadata.prefill_cached)
         job.enter("ready", now)
         job.timeline |= metadata.timeline | {
             "wire": entry.handle.wire_s,

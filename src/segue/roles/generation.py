@@ -37,6 +37,7 @@ class Generation:
         job.enter("ready", now)
         first = Output(
             request_id=job.request.request_id,
+            position=job.produced,
             token_ids=[token],
             logprobs=[logprob] if logprob is not None else [],
             prompt_logprobs=job.prompt_logprobs or None,
@@ -77,7 +78,7 @@ class Generation:
         job.computed += 1
         output = Output(
             request_id=job.request.request_id,
-            position=len(job.output),
+            position=job.produced,
             token_ids=[result.token],
             logprobs=[result.logprob] if result.logprob is not None else [],
         )
@@ -87,7 +88,7 @@ class Generation:
         job.output.append(token)
         finish, stop_token = self._finish(job, token)
         if finish is not None:
-            usage = replace(job.usage, output_tokens=len(job.output))
+            usage = replace(job.usage, output_tokens=job.produced)
             output = replace(output, finish=finish, stop_token=stop_token, usage=usage)
         self.desk.outbox.append((job.origin, output))
         if finish is not None:
@@ -96,12 +97,12 @@ class Generation:
 
     def _finish(self, job: Job, token: int) -> tuple[FinishReason | None, int | None]:
         sampling = job.sampling
-        if len(job.output) > sampling.min_tokens:
+        if job.produced > sampling.min_tokens:
             if token in self.desk.engine.info.eos_token_ids and not sampling.ignore_eos:
                 return FinishReason.STOP, token
             if token in sampling.stop_token_ids:
                 return FinishReason.STOP, token
-        if len(job.output) >= job.max_tokens:
+        if job.produced >= job.max_tokens:
             return FinishReason.LENGTH, None
         return None, None
 
@@ -111,7 +112,7 @@ class Generation:
         """Make sure that the KV of the job's last token has a place; retract the youngest if needed."""
         desk = self.desk
         while len(job.pages) < desk.pool.pages_for(job.computed + 1):
-            left = job.max_tokens - len(job.output)
+            left = job.max_tokens - job.produced
             page = desk.take_pages(1, after=job.pages[-1], room=desk.pool.pages_for(left))
             if page is not None:
                 job.pages += page
@@ -138,9 +139,7 @@ class Generation:
             slack = len(self.running)
             if not self.desk.has_pages(needed + slack):
                 return
-            pages = self.desk.take_pages(
-                needed, room=self.desk.pool.pages_for(job.max_tokens - len(job.output))
-            )
+            pages = self.desk.take_pages(needed, room=self.desk.pool.pages_for(job.max_tokens - job.produced))
             if pages is None:
                 return
             self.retracted.popleft()
@@ -149,14 +148,16 @@ class Generation:
             self.running.append(job)
 
 
-def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int, computed: int) -> Usage:
-    """Where the prompt's KV came from. What both sides had cached counts as decode's."""
-    shared = min(decode_cached, prefill_cached)
+def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> Usage:
+    """Where the KV of a prompt of `prompt_tokens` came from. What both sides had cached counts as
+    decode's. In a continuation the counts go beyond the prompt; a cached prefix begins with it."""
+    shared = min(decode_cached, prefill_cached, prompt_tokens)
+    cached = min(prefill_cached, prompt_tokens) - shared
     return Usage(
         prompt_tokens=prompt_tokens,
         decode_cached=shared,
-        prefill_cached=prefill_cached - shared,
-        computed=computed,
+        prefill_cached=cached,
+        computed=prompt_tokens - shared - cached,
     )
 
 

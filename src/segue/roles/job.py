@@ -9,6 +9,7 @@ import msgspec
 
 from segue.core.request import Request, SamplingParams, Ticket, TokenLogprob, Usage
 from segue.core.types import Incarnation, TransferId
+from segue.handoff.messages import Metadata
 
 JobKey = tuple[Incarnation, str]
 
@@ -17,9 +18,10 @@ JobKey = tuple[Incarnation, str]
 class Job:
     """A request of the frontend `origin`. Times are seconds of the instance's monotonic clock.
 
-    `pages` are all pages from token 0 on; the job owns one share of each. The KV of the first
-    `computed` tokens is in them. `output` are the tokens generated so far, of which the last
-    one's KV is not in the pool yet.
+    `prompt` are the tokens whose KV the next one needs: the request's prompt and, in a continuation,
+    what it has given already. `output` are the tokens generated here, of which the last one's KV is not
+    in the pool yet. `pages` are all pages from token 0 on; the job owns one share of each. The KV of
+    the first `computed` tokens is in them. `metadata` is what prefill sent with its last chunk.
     """
 
     origin: Incarnation
@@ -29,6 +31,7 @@ class Job:
     entered: float
     deadline: float
     max_tokens: int
+    prompt: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     cached: int = 0
@@ -36,17 +39,18 @@ class Job:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     timeline: dict[str, float] = field(default_factory=dict)
+    metadata: Metadata | None = None
     phase: str = "queue"
     since: float = 0.0
     ended: bool = False
 
+    def __post_init__(self) -> None:
+        request = self.request
+        self.prompt = request.prompt + request.output if request.output else request.prompt
+
     @property
     def key(self) -> JobKey:
         return (self.origin, self.request.request_id)
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.request.prompt
 
     @property
     def sampling(self) -> SamplingParams:
@@ -55,7 +59,12 @@ class Job:
     @property
     def tokens(self) -> int:
         """Length of the sequence so far: prompt and output."""
-        return len(self.request.prompt) + len(self.output)
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def produced(self) -> int:
+        """Tokens of the whole output so far, here and before."""
+        return len(self.request.output) + len(self.output)
 
     @property
     def transfer(self) -> TransferId:
@@ -65,9 +74,10 @@ class Job:
 
     @property
     def prompt_hash(self) -> int:
-        """64 bits over the prompt's tokens, the same on every host."""
-        # The msgpack encoding of a list of integers is unique.
-        digest = hashlib.blake2b(msgspec.msgpack.encode(self.request.prompt), digest_size=8).digest()
+        """64 bits over the tokens of prompt and given output, the same on every host."""
+        # The msgpack encoding of lists of integers is unique.
+        tokens = msgspec.msgpack.encode((self.request.prompt, self.request.output))
+        digest = hashlib.blake2b(tokens, digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
     def enter(self, phase: str, now: float) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from segue.conn.handles import Change, KVSender
-from segue.core.errors import ErrorInfo, Internal, InvalidRequest
+from segue.core.errors import ErrorCode, ErrorInfo, Internal, InvalidRequest
 from segue.core.types import KVPoll, Span, TransferId
 from segue.engine.api import SequenceResult, SequenceStep
 from segue.handoff import api
@@ -19,7 +21,11 @@ from segue.handoff.messages import Metadata
 from segue.roles.base import Desk
 from segue.roles.handoffs import Handoffs, HandoffTable
 from segue.roles.job import Job
+from segue.roles.kept import KeptPrompts
 from segue.roles.prompts import Prompts
+
+#: After these, what was computed is not to be trusted: it is computed again.
+_DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
 
 
 class PrefillRole(Desk):
@@ -30,6 +36,7 @@ class PrefillRole(Desk):
         self.handoffs = handoffs
         self.table: HandoffTable[KVSender] = HandoffTable()
         self.prompts = Prompts(self, self._send_cached)
+        self.kept = KeptPrompts()
         self._steps: list[SequenceStep] = []
 
     # ---- the door ----------------------------------------------------------------------------
@@ -45,6 +52,8 @@ class PrefillRole(Desk):
 
     def _drop(self, job: Job, error: ErrorInfo | None, now: float) -> None:
         self.prompts.remove(job)
+        if error is not None and error.retryable and error.code not in _DOUBTS:
+            self._keep(job)
         entry = self.table.get(job.transfer)
         if entry is None or entry.job is not job:
             self.pool.release(job.pages)
@@ -52,6 +61,46 @@ class PrefillRole(Desk):
         # The pages stay until `Release`: the transport may still be reading them.
         if error is not None:
             entry.handle.abort(error)
+
+    # ---- a new attempt after a failed one ----------------------------------------------------
+
+    def _keep(self, job: Job) -> None:
+        """What `job` has computed stays for the attempt that may follow: its whole pages in the prefix
+        tree, the rest aside. Pressure evicts the pages, as any others there."""
+        self.remember(job, job.computed)
+        if job.metadata is None or job.sampling.prompt_logprobs is not None:
+            return
+        whole, rest = divmod(len(job.prompt), self.pool.page_tokens)
+        tail = self.engine.copy_out(job.pages[whole : whole + 1]) if rest else None
+        self.kept.put(job, job.metadata, tail)
+
+    def _resume(self, job: Job, now: float) -> bool:
+        """Answer `job` from what an earlier attempt computed, without a forward. False if that is gone."""
+        kept = self.kept.take(job)
+        if kept is None:
+            return False
+        size, tokens = self.pool.page_tokens, len(job.prompt)
+        match = self.tree.match(job.prompt[: tokens // size * size])
+        tail: list[int] | None = None
+        if match.tokens == tokens // size * size:
+            tail = self.take_pages(1, after=match.pages[-1] if match.pages else None) if kept.tail else []
+        if tail is None:
+            self.pool.release(match.pages)
+            return False
+        if kept.tail is not None:
+            self.engine.copy_in(kept.tail, tail)
+        job.pages = match.pages + tail
+        job.cached = job.computed = tokens
+        job.enter("in_flight", now)
+        job.metadata = replace(
+            kept.metadata,
+            transfer=job.transfer,
+            prefill_cached=tokens,
+            computed=0,
+            timeline=self._times(job) | {"at_forward_end": now},
+        )
+        self._sender(job.transfer).send(Span(0, tokens), job.pages, job.metadata)
+        return True
 
     # ---- the hand-off ------------------------------------------------------------------------
 
@@ -65,7 +114,8 @@ class PrefillRole(Desk):
             case api.Phase(phase=KVPoll.WAITING_FOR_INPUT):
                 if not job.ended:
                     job.enter("queue", now)
-                    self.prompts.add(job)
+                    if not self._resume(job, now):
+                        self.prompts.add(job)
             case api.Phase(phase=KVPoll.FAILED):
                 self.fail(job, change.error or Internal("failed without a reason").info, now)
             case api.Phase(phase=KVPoll.SUCCESS):
@@ -92,6 +142,7 @@ class PrefillRole(Desk):
     def advance(self, now: float) -> None:
         """Timers."""
         self.expire(now)
+        self.kept.expire(now)
 
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward: chunks of prompts whose destination is known."""
@@ -115,13 +166,12 @@ class PrefillRole(Desk):
                 if result is None or result.token is None:
                     self.fail(job, Internal("the engine returned no first token").info, now)
                     continue
-                metadata = self._metadata(job, result, result.token, now)
+                metadata = job.metadata = self._metadata(job, result, result.token, now)
             self._sender(job.transfer).send(span, job.pages, metadata)
         self._steps = []
 
     def _metadata(self, job: Job, result: SequenceResult, token: int, now: float) -> Metadata:
         job.enter("in_flight", now)
-        times = {name: job.timeline.get(name, 0.0) for name in ("queue", "bootstrap", "prefill")}
         return Metadata(
             transfer=job.transfer,
             prompt_tokens=len(job.prompt),
@@ -131,8 +181,16 @@ class PrefillRole(Desk):
             prompt_logprobs=job.prompt_logprobs or None,
             prefill_cached=job.cached,
             computed=len(job.prompt) - job.cached,
-            timeline=times | {"at_forward_end": now},
+            timeline=self._times(job) | {"at_forward_end": now},
         )
+
+    def _times(self, job: Job) -> dict[str, float]:
+        return {name: job.timeline.get(name, 0.0) for name in ("queue", "bootstrap", "prefill")}
+
+    def check_integrity(self) -> None:
+        """See `Desk.check_integrity`."""
+        super().check_integrity()
+        self.kept.check_integrity()
 
     # ---- what others see ---------------------------------------------------------------------
 

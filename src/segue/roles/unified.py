@@ -72,7 +72,7 @@ class UnifiedRole(Desk):
             if result is None or result.token is None:
                 self.fail(job, Internal("the engine returned no first token").info, now)
                 continue
-            job.usage = first_usage(len(job.prompt), 0, job.cached, len(job.prompt) - job.cached)
+            job.usage = first_usage(len(job.request.prompt), 0, job.cached)
             self.generation.start(job, result.token, result.logprob, now)
         for seq_id, result in by_seq.items():
             if (job := self.by_seq.get(seq_id)) is not None:

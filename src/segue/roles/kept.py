@@ -1,0 +1,94 @@
+"""Prompts whose hand-off failed after all of it was computed: a new attempt needs no forward.
+
+The whole pages of such a prompt are in the prefix tree, where pressure may evict them. Here is the rest:
+the tail page, copied to host memory, and the metadata with the first token. Bounded in entries, bytes and
+time; nothing here holds a page of the pool.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from segue.core.request import Request
+from segue.engine.api import HostPages
+from segue.handoff.messages import Metadata
+from segue.roles.job import Job
+
+MAX_ENTRIES = 256
+MAX_BYTES = 64 * 2**20
+#: What a token of a remembered prompt may take here.
+_TOKEN_BYTES = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One prompt. `tail` is None where the prompt fills its pages. `until` is the request's own
+    deadline, after which nobody can ask for it again."""
+
+    request: Request
+    metadata: Metadata
+    tail: HostPages | None
+    until: float
+
+    @property
+    def nbytes(self) -> int:
+        tokens = len(self.request.prompt) + len(self.request.output)
+        return tokens * _TOKEN_BYTES + (self.tail.nbytes if self.tail is not None else 0)
+
+
+class KeptPrompts:
+    """At most `max_entries` prompts in at most `max_bytes`; the oldest go first."""
+
+    def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[tuple[int, int], Kept] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, job: Job, metadata: Metadata, tail: HostPages | None) -> None:
+        """Remember what `job` had computed; what was kept under its key is replaced."""
+        self._pop(_key(job))
+        kept = Kept(job.request, metadata, tail, job.deadline)
+        if kept.nbytes > self._max_bytes:
+            return
+        self._entries[_key(job)] = kept
+        self.nbytes += kept.nbytes
+        while self.nbytes > self._max_bytes or len(self._entries) > self._max_entries:
+            self._pop(next(iter(self._entries)))
+
+    def take(self, job: Job) -> Kept | None:
+        """What was kept of exactly this prompt, output and sampling; it is not kept any longer."""
+        kept = self._entries.get(_key(job))
+        if kept is None or not _same(kept.request, job.request):
+            return None
+        return self._pop(_key(job))
+
+    def expire(self, now: float) -> None:
+        """Forget what nobody can ask for any more."""
+        for key in [key for key, kept in self._entries.items() if kept.until <= now]:
+            self._pop(key)
+
+    def _pop(self, key: tuple[int, int]) -> Kept | None:
+        kept = self._entries.pop(key, None)
+        if kept is not None:
+            self.nbytes -= kept.nbytes
+        return kept
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the count of bytes is wrong or a bound is exceeded."""
+        held = sum(kept.nbytes for kept in self._entries.values())
+        assert held == self.nbytes <= self._max_bytes, f"{held} bytes are kept, {self.nbytes} counted"
+        assert len(self._entries) <= self._max_entries, f"{len(self._entries)} prompts are kept"
+
+
+def _key(job: Job) -> tuple[int, int]:
+    return (job.prompt_hash, job.sampling.seed)
+
+
+def _same(kept: Request, asked: Request) -> bool:
+    """Compared token by token: a hash alone never decides whose KV is whose."""
+    return kept.prompt == asked.prompt and kept.output == asked.output and kept.sampling == asked.sampling

@@ -1,0 +1,398 @@
+"""Requests that outlive their workers: placed again before the first token, continued after it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_fleet import Fleet, Leader, run
+
+from segue.core.control import Cancel, Outputs, Submit
+from segue.core.errors import (
+    BootstrapUnreachable,
+    DeadlineExceeded,
+    ErrorCode,
+    ErrorInfo,
+    Internal,
+    PeerLost,
+    SegueError,
+    TransferFailed,
+)
+from segue.core.request import Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.core.types import FinishReason, Role
+
+COUNT = 6
+
+
+class Worker(Leader):
+    """Generates `100 + position`, as one that was given `output` must; may end on the way.
+
+    `cut` is the position at which it dies: the session ends, or `error` is sent. `None`: never.
+    """
+
+    def __init__(self, role: Role, cut: int | None = None, error: SegueError | None = None) -> None:
+        super().__init__(role, "worker")
+        self.cut = cut
+        self.error = error
+        self.skip = 0
+
+    def answer(self, session: Any, submit: Submit) -> None:
+        request = submit.request
+        if self.role is Role.PREFILL:
+            if self.cut is not None:
+                self.die(session, request)
+            return
+        given = len(request.output)
+        usage = Usage(prompt_tokens=len(request.prompt), computed=len(request.prompt))
+        for at in range(given, request.sampling.max_tokens):
+            if at == self.cut:
+                self.die(session, request)
+                return
+            last = at == request.sampling.max_tokens - 1
+            output = Output(
+                request_id=request.request_id,
+                position=at + self.skip * (at > given),
+                token_ids=[100 + at],
+                logprobs=[TokenLogprob(100 + at, -0.25)],
+                prompt_logprobs=[None] if at == given and request.sampling.prompt_logprobs else None,
+                timeline={"queue": 1.0 + given} if at == given else {},
+                usage=Usage(prompt_tokens=usage.prompt_tokens, prefill_cached=1, output_tokens=at + 1)
+                if last or at == given
+                else None,
+                finish=FinishReason.LENGTH if last else None,
+            )
+            session.send(Outputs([output]))
+
+    def die(self, session: Any, request: Request) -> None:
+        if self.error is not None:
+            session.send(Outputs([Output(request_id=request.request_id, error=self.error.info)]))
+        else:
+            session.close(PeerLost("killed"))
+
+
+async def add(fleet: Fleet, role: Role, cut: int | None = None, error: SegueError | None = None) -> Worker:
+    worker = Worker(role, cut, error)
+    fleet.leaders.append(worker)
+    fleet.registry.put(await worker.start())
+    await fleet.until(lambda: usable(fleet, worker))
+    return worker
+
+
+def usable(fleet: Fleet, worker: Leader) -> bool:
+    me = worker.node.incarnation
+    return any(r.placement.incarnation == me for r in fleet.backend.replicas.usable(worker.role))
+
+
+def request(name: str = "r", count: int = COUNT, **sampling: Any) -> Request:
+    return Request(
+        request_id=name, prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=count, seed=77, **sampling)
+    )
+
+
+async def outputs(fleet: Fleet, asked: Request, budget_s: float = 10.0) -> list[Output]:
+    return [output async for output in fleet.backend.submit(asked, budget_s=budget_s)]
+
+
+def tokens(found: list[Output]) -> list[int]:
+    return [token for output in found for token in output.token_ids]
+
+
+def value(fleet: Fleet, name: str, **labels: str) -> float:
+    return fleet.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+async def first_asked(leaders: list[Leader]) -> Leader:
+    """Which of `leaders` gets the request."""
+    waits = [asyncio.ensure_future(leader.until(lambda at=leader: bool(at.submits))) for leader in leaders]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    return next(leader for leader in leaders if leader.submits)
+
+
+WANTED = [100 + i for i in range(COUNT)]
+
+
+@pytest.mark.parametrize("cut", range(COUNT))
+def test_decode_dies_at_each_token_and_nobody_notices(cut: int) -> None:
+    async def test(fleet: Fleet) -> None:
+        prefills = [await add(fleet, Role.PREFILL) for _ in range(3)]
+        dying, other = await add(fleet, Role.DECODE, cut), await add(fleet, Role.DECODE)
+        found, serial = list[Output](), 0
+        while not dying.submits:
+            # Round robin: the second request at the latest goes to the one that dies.
+            found = await outputs(fleet, request(f"r{serial}"))
+            serial += 1
+        assert tokens(found) == WANTED
+        assert [o.position for o in found] == list(range(COUNT))
+        assert {o.request_id for o in found} == {f"r{serial - 1}"}
+        again = next(s for s in other.submits if s.ticket.attempt == 1)
+        first = dying.submits[0]
+        assert again.request.output == WANTED[:cut]
+        assert again.request.prompt == first.request.prompt
+        assert again.request.sampling == first.request.sampling
+        assert again.request.request_id != first.request.request_id
+        assert again.ticket.room != first.ticket.room
+        assert again.ticket.prefill == first.ticket.prefill, "the prefill that has the KV is asked again"
+        assert again.ticket.budget_s <= first.ticket.budget_s
+        labels = {"code": "PEER_LOST"}
+        assert value(fleet, "segue_continuations_total", **labels) == (1 if cut else 0)
+        assert value(fleet, "segue_retries_total", **labels) == (0 if cut else 1)
+        assert value(fleet, "segue_placed_again_prompt_tokens_total", kv="kept") == 1
+        assert len(prefills) == 3
+
+    run(test, policy="round_robin", retry_budget=0.0)
+
+
+def test_what_the_client_is_told_stays_that_of_one_generation() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        await add(fleet, Role.DECODE, cut=2)
+        task = await add(fleet, Role.DECODE)
+        found = await outputs(fleet, request(prompt_logprobs=1, logprobs=1))
+        while not any(s.ticket.attempt for s in task.submits):
+            found = await outputs(fleet, request(f"again{len(task.submits)}", prompt_logprobs=1, logprobs=1))
+        assert tokens(found) == WANTED
+        assert [lp.token for o in found for lp in o.logprobs] == WANTED
+        assert [bool(o.timeline) for o in found] == [True] + [False] * (COUNT - 1)
+        assert [o.prompt_logprobs is not None for o in found] == [True] + [False] * (COUNT - 1)
+        assert found[-1].usage == Usage(prompt_tokens=3, prefill_cached=1, output_tokens=COUNT)
+        again = next(s for s in task.submits if s.ticket.attempt)
+        assert again.request.sampling.prompt_logprobs is None, "they were delivered already"
+        assert again.request.sampling.logprobs == 1
+
+    run(test, policy="round_robin")
+
+
+def test_workers_that_die_one_after_the_other() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        for cut in (1, 3):
+            await add(fleet, Role.DECODE, cut)
+        await add(fleet, Role.DECODE)
+        for serial in range(3):
+            assert tokens(await outputs(fleet, request(f"r{serial}"))) == WANTED
+        assert value(fleet, "segue_continuations_total", code="PEER_LOST") >= 2
+
+    run(test, policy="round_robin")
+
+
+def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        dying = [await add(fleet, Role.DECODE, cut) for cut in (1, 1, 1, 1, 1)]
+        for worker in dying:
+            worker.error = PeerLost("lost its card", origin=f"decode {worker.node.incarnation[:8]} dp0")
+        # The one that gives its token last in the row cannot give a second: all die at token 1.
+        with pytest.raises(PeerLost) as caught:
+            await outputs(fleet, request())
+        info = caught.value.info
+        assert sum(len(w.submits) for w in dying) == 3
+        assert max(len(w.submits) for w in dying) == 1, "nobody is asked twice"
+        assert "attempt 3 of 3, after 1 tokens" in info.text
+        assert info.text.count("PEER_LOST at decode") == 2
+        assert info.origin.startswith("decode ")
+        assert info.retryable
+
+    run(test, max_attempts=3)
+
+
+def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        dying = await add(fleet, Role.DECODE, cut=2)
+        stream = fleet.backend.submit(request(), budget_s=20)
+        found = [await anext(stream), await anext(stream)]
+        # It listens still, so it would take the request again; but it is said to be gone.
+        fleet.registry.drop(dying.node.incarnation)
+        successor = Worker(Role.DECODE)
+        fleet.leaders.append(successor)
+        fleet.registry.put(await successor.start())
+        found += [output async for output in stream]
+        assert tokens(found) == WANTED
+        assert len(dying.submits) == 1
+        assert [s.request.output for s in successor.submits] == [WANTED[:2]]
+
+    run(test, no_replica_wait_s=5.0)
+
+
+def test_nobody_left_is_said_with_what_came_before() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        dying = await add(fleet, Role.DECODE, cut=2)
+        stream = fleet.backend.submit(request(), budget_s=20)
+        await anext(stream)
+        fleet.registry.drop(dying.node.incarnation)
+        await anext(stream)
+        with pytest.raises(
+            BootstrapUnreachable, match=r"0 decode.*after 2 tokens; before it: PEER_LOST"
+        ) as e:
+            await anext(stream)
+        assert e.value.info.retryable
+
+    run(test, no_replica_wait_s=0.05, replacement_wait_s=0.05)
+
+
+def test_what_no_other_worker_could_heal_ends_the_stream() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        workers = [await add(fleet, Role.DECODE, 2, Internal("a bug")) for _ in range(2)]
+        with pytest.raises(Internal, match="a bug"):
+            await outputs(fleet, request())
+        assert sum(len(w.submits) for w in workers) == 1
+        assert value(fleet, "segue_continuations_total", code="INTERNAL") == 0
+
+    run(test)
+
+
+def test_the_deadline_stays_the_one_of_the_request() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        dying = await add(fleet, Role.DECODE, cut=2)
+        fleet.leaders.append(silent := Leader(Role.DECODE, "hang"))
+        stream = fleet.backend.submit(request(), budget_s=0.4)
+        await anext(stream)
+        fleet.registry.put(await silent.start())
+        fleet.registry.drop(dying.node.incarnation)
+        await anext(stream)
+        with pytest.raises(DeadlineExceeded, match=r"during decode.*after 2 tokens"):
+            await anext(stream)
+        assert silent.submits[0].ticket.budget_s < 0.4
+
+    run(test, no_replica_wait_s=5.0)
+
+
+def test_prefills_end_after_the_first_token_changes_nothing() -> None:
+    async def test(fleet: Fleet) -> None:
+        p = await add(fleet, Role.PREFILL)
+        d = await fleet.add(Role.DECODE, "one")
+        stream = fleet.backend.submit(request(), budget_s=10)
+        await anext(stream)
+        assert not next(r for r in fleet.backend.replicas if r.role is Role.PREFILL).legs
+        p.session.close(PeerLost("killed"))
+        await fleet.until(lambda: not usable(fleet, p))
+        d.session.send(
+            Outputs([Output(request_id="r", position=1, token_ids=[6], finish=FinishReason.LENGTH)])
+        )
+        assert [o.token_ids async for o in stream] == [[6]]
+        assert len(d.submits) == 1
+
+    run(test)
+
+
+def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_next() -> None:
+    async def test(fleet: Fleet) -> None:
+        prefills = [await add(fleet, Role.PREFILL, cut=0) for _ in range(2)]
+        silent = await fleet.add(Role.DECODE, "hang")
+        stream = fleet.backend.submit(request(), budget_s=10)
+        task = stream.__anext__()
+        coming = asyncio.ensure_future(task)
+        await silent.until(lambda: len(silent.cancels) == 2)
+        last = await add(fleet, Role.PREFILL)
+        await silent.until(lambda: len(silent.submits) == 3)
+        assert [len(p.submits) for p in prefills] == [1, 1]
+        third = silent.submits[2]
+        assert third.ticket.prefill.incarnation == last.node.incarnation
+        silent.session.send(
+            Outputs([Output(request_id=third.request.request_id, token_ids=[9], finish=FinishReason.LENGTH)])
+        )
+        assert (await coming).token_ids == [9]
+        assert [o async for o in stream] == []
+        assert value(fleet, "segue_retries_total", code="PEER_LOST") == 2
+
+    run(test, retry_budget=0.0, no_replica_wait_s=5.0)
+
+
+@pytest.mark.parametrize(("gone", "kept"), [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)])
+def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept: Role) -> None:
+    async def test(fleet: Fleet) -> None:
+        pairs = {
+            role: [await fleet.add(role, "hang") for _ in range(2)] for role in (Role.PREFILL, Role.DECODE)
+        }
+        stream = fleet.backend.submit(request(), budget_s=10)
+        coming = asyncio.ensure_future(stream.__anext__())
+        said = {role: await first_asked(leaders) for role, leaders in pairs.items()}
+        there, lost = said[kept], said[gone]
+        info = ErrorInfo(
+            code=ErrorCode.PEER_LOST,
+            text="its process is gone",
+            phase="TRANSFERRING",
+            origin=f"{kept} {there.node.incarnation[:8]} dp0",
+            peer=f"{gone} {lost.node.incarnation[:8]} dp0",
+            retryable=True,
+        )
+        there.session.send(Outputs([Output(request_id="r", error=info)]))
+        other = next(leader for leader in pairs[gone] if leader is not lost)
+        await other.until(lambda: bool(other.submits))
+        assert len(lost.submits) == 1
+        if gone is Role.DECODE:
+            again = other.submits[0].ticket
+            assert again.prefill.incarnation == there.node.incarnation, "it has the KV"
+        await lost.until(lambda: bool(lost.cancels))
+        assert lost.cancels[0].reason == info
+        fleet.backend.cancel("r", ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
+        with pytest.raises(SegueError, match="enough"):
+            await coming
+
+    run(test, policy="round_robin" if gone is Role.DECODE else "total_requests")
+
+
+def test_a_pair_that_fails_changes_decode_first_and_prefill_next() -> None:
+    async def test(fleet: Fleet) -> None:
+        broken = TransferFailed("the write did not land")
+        bad = await add(fleet, Role.PREFILL, 0, broken)
+        decodes = [await fleet.add(Role.DECODE, "hang") for _ in range(3)]
+        coming = asyncio.ensure_future(outputs(fleet, request()))
+        await bad.until(lambda: len(bad.submits) == 2)
+        good = await add(fleet, Role.PREFILL)
+        with pytest.raises(SegueError):
+            await coming
+        used = [len(d.submits) for d in decodes]
+        assert max(used) == 1 or len(good.submits) <= 1
+
+    run(test, policy="round_robin", max_attempts=2)
+
+
+def test_a_token_lost_or_repeated_on_the_way_is_a_bug_and_not_guessed() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        worker = await add(fleet, Role.DECODE)
+        worker.skip = 1
+        with pytest.raises(Internal, match="begins at token 2 where 1 was expected"):
+            await outputs(fleet, request())
+        await worker.until(lambda: bool(worker.cancels))
+
+    run(test)
+
+
+def test_a_frontend_that_drains_still_continues_what_it_began() -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        dying, other = await add(fleet, Role.DECODE, cut=1), await add(fleet, Role.DECODE, cut=1)
+        stream = fleet.backend.submit(request(), budget_s=10)
+        found = [await anext(stream)]
+        fleet.backend.drain()
+        for worker in (dying, other):
+            worker.cut = None
+        found += [output async for output in stream]
+        assert tokens(found) == WANTED
+
+    run(test)
+
+
+def test_prefill_hears_why_so_that_it_keeps_what_it_computed() -> None:
+    async def test(fleet: Fleet) -> None:
+        p = await fleet.add(Role.PREFILL, "hang")
+        await add(fleet, Role.DECODE, 0, TransferFailed("no room on the wire"))
+        last = await add(fleet, Role.DECODE)
+        for serial in range(2):
+            assert tokens(await outputs(fleet, request(f"r{serial}"))) == WANTED
+        await p.until(lambda: bool(p.cancels))
+        [cancel] = [c for c in p.cancels if isinstance(c, Cancel)]
+        assert cancel.reason.code is ErrorCode.TRANSFER_FAILED
+        assert cancel.reason.retryable
+        assert [s.ticket.attempt for s in last.submits].count(1) == 1
+
+    run(test, policy="round_robin")
