@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from segue.core.errors import AbortedByClient, ErrorInfo, PeerLost, TransferFailed
+from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
+from segue.core.types import Incarnation, Integrity, KVPoll, Role, Span, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
+from segue.layout.content import checksum
 from segue.layout.spec import KVShape, PoolSpec
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
@@ -82,7 +83,8 @@ class Node:
         self.me = Incarnation(me)
         self.spec = pool_spec(pages, page_tokens)
         self.info = leader(self.spec)
-        self.exchange = Exchange(role, self.me, f"{role} {me[:8]} dp0", limits, self.info, "fake")
+        name = f"{role} {me[:8]} dp0"
+        self.exchange = Exchange(role, self.me, name, limits, self.info, "fake", world.integrity)
         self.jobs: dict[TransferId, Job] = {}
         self.free = set(range(pages))
         self.owner: dict[int, TransferId] = {}
@@ -90,6 +92,7 @@ class Node:
         self.local: list[api.Event] = []
         self.epochs: dict[int, bool] = {}
         self.fences: list[api.Fence] = []
+        self.digests: list[api.Digest] = []
 
     def take(self, job: Job, count: int, rng: random.Random) -> bool:
         if len(self.free) < count:
@@ -136,7 +139,10 @@ class World:
         one_sided: bool = False,
         page_tokens: tuple[int, int] = (4, 4),
         limits: Limits | None = None,
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
+        self.integrity = integrity
+        self.flipped: set[TransferId] = set()
         self.rng = random.Random(seed)
         self.one_sided = one_sided
         self.page_tokens = page_tokens
@@ -205,6 +211,8 @@ class World:
             case api.PostWrite():
                 assert node.jobs[effect.transfer].phases[-1] is KVPoll.TRANSFERRING
                 self.writes.append(Write(effect, node.me))
+            case api.Digest():
+                node.digests.append(effect)
             case api.Grant():
                 assert effect.epoch not in node.epochs, "an epoch was used twice"
                 assert effect.epoch != 0
@@ -239,6 +247,8 @@ class World:
             assert effect.error.phase, effect.error
             assert effect.error.room == effect.transfer.room
             job.errors.append(effect.error)
+            if effect.error.code is ErrorCode.CHECKSUM_MISMATCH:
+                assert effect.transfer in self.flipped, "a checksum is wrong though no bit is"
         if effect.phase is KVPoll.SUCCESS and node.role is Role.DECODE:
             assert effect.metadata is not None
             assert effect.metadata.transfer == effect.transfer, "consumed another's metadata"
@@ -440,6 +450,32 @@ class World:
         self.tell(node, api.FenceDone(fence.transfer, proven))
         return True
 
+    def answer_digest(self, node: Node, index: int = 0) -> bool:
+        """The bytes of a digest are read now, and its answer is told."""
+        if not node.digests:
+            return False
+        digest = node.digests.pop(index % len(node.digests))
+        for slot, tokens in digest.content.runs:
+            for at in range(slot, slot + tokens):
+                owner = node.owner.get(at // node.spec.page_tokens)
+                assert owner == digest.transfer, "read for a checksum after the lease had ended"
+        found = checksum(memoryview(node.memory).cast("B"), digest.content)
+        self.tell(node, api.Digested(digest.transfer, digest.tag, found))
+        return True
+
+    def flip(self, index: int = 0) -> bool:
+        """One bit changes in bytes that have landed and are about to be verified."""
+        digests = self.decode.digests
+        if not digests:
+            return False
+        digest = digests[index % len(digests)]
+        rows = list(digest.content.rows())
+        row = self.rng.choice(rows)
+        at = row.offset + self.rng.randrange(row.row_bytes)
+        self.decode.memory.view(np.uint8)[at] ^= 1 << self.rng.randrange(8)
+        self.flipped.add(digest.transfer)
+        return True
+
     # ---- time and rest -------------------------------------------------------------------------
 
     def advance(self, seconds: float) -> None:
@@ -460,6 +496,8 @@ class World:
             lambda: self.finish(self.rng.randrange(8)),
             lambda: self.answer_fence(self.prefill),
             lambda: self.answer_fence(self.decode),
+            lambda: self.answer_digest(self.prefill, self.rng.randrange(8)),
+            lambda: self.answer_digest(self.decode, self.rng.randrange(8)),
             self.notice,
         ]
         moved = True

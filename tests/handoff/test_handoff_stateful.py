@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from segue.core.errors import ErrorCode
 from segue.core.limits import Limits
-from segue.core.types import KVPoll, Role, TransferId
+from segue.core.types import Integrity, KVPoll, Role, TransferId
 
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
 INDEX = st.integers(0, 7)
@@ -30,10 +30,13 @@ class Handoffs(RuleBasedStateMachine):
         sizes=st.sampled_from([(4, 4), (4, 3), (2, 8), (8, 2)]),
         seed=st.integers(0, 1000),
         small=st.booleans(),
+        integrity=st.sampled_from(Integrity),
     )
-    def start(self, one_sided: bool, sizes: tuple[int, int], seed: int, small: bool) -> None:
+    def start(
+        self, one_sided: bool, sizes: tuple[int, int], seed: int, small: bool, integrity: Integrity
+    ) -> None:
         limits = Limits(max_transfers=4, max_early_destinations=1) if small else Limits()
-        self.world = World(seed, one_sided=one_sided, page_tokens=sizes, limits=limits)
+        self.world = World(seed, one_sided=one_sided, page_tokens=sizes, limits=limits, integrity=integrity)
         self.unopened: list[tuple[Role, TransferId, int, int, float]] = []
 
     @rule(prompt=st.integers(1, 20), cached=st.integers(0, 20), budget=st.sampled_from([5.0, 60.0]))
@@ -114,6 +117,16 @@ class Handoffs(RuleBasedStateMachine):
     def fence(self, role: Role, index: int) -> None:
         self.world.answer_fence(self.world.prefill if role is Role.PREFILL else self.world.decode, index)
 
+    @rule(role=ROLES, index=INDEX)
+    def digest(self, role: Role, index: int) -> None:
+        self.world.answer_digest(self.world.prefill if role is Role.PREFILL else self.world.decode, index)
+
+    @rule(index=INDEX)
+    def flip(self, index: int) -> None:
+        """Where all is covered, nothing is decoded from it: the world compares each success byte by byte."""
+        if self.world.integrity is Integrity.FULL:
+            self.world.flip(index)
+
     @rule()
     def cut(self) -> None:
         self.world.cut()
@@ -168,6 +181,8 @@ WEIGHTS = {
     "land": 4,
     "finish": 5,
     "fence": 5,
+    "digest": 8,
+    "flip": 0.5,
     "abort": 0.5,
     "abort_in_flight": 1,
     "advance": 0.3,
@@ -182,12 +197,13 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
     """A weighted random walk over the same rules; `seed` replays it exactly."""
     machine = Handoffs()
     rng_sizes = [(4, 4), (4, 3), (2, 8), (8, 2)]
-    machine.start(bool(seed % 2), rng_sizes[seed // 2 % 4], seed, seed % 3 == 0)
+    integrity = (Integrity.FULL, Integrity.SAMPLED, Integrity.OFF, Integrity.FULL, Integrity.FULL)[seed % 5]
+    machine.start(bool(seed % 2), rng_sizes[seed // 2 % 4], seed, seed % 3 == 0, integrity)
     rng = machine.world.rng
     names = [
         n
         for n in WEIGHTS
-        if faults or n not in {"abort", "abort_in_flight", "advance", "cut", "crash", "duplicate"}
+        if faults or n not in {"abort", "abort_in_flight", "advance", "cut", "crash", "duplicate", "flip"}
     ]
     weights = [WEIGHTS[n] for n in names]
     for _ in range(steps):
@@ -200,7 +216,7 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
                 machine.deliver(rng.choice([Role.PREFILL, Role.DECODE]), rng.randint(1, 4))
             case ("duplicate" | "crash") as name:
                 getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]))
-            case ("abort" | "abort_in_flight" | "fence") as name:
+            case ("abort" | "abort_in_flight" | "fence" | "digest") as name:
                 getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]), rng.randrange(8))
             case "advance":
                 machine.advance(rng.choice([0.5, 3.0, 20.0]))

@@ -31,7 +31,7 @@ def test_no_invariant_breaks_under_faults(part: int) -> None:
     # A simulator in which nothing happens finds nothing.
     assert counts["hand-offs"] > 50 * size
     assert counts["succeeded"] > counts["hand-offs"] // 3
-    for happened in ("retries", "quarantined", "done", "failed", "late", "aborted"):
+    for happened in ("retries", "quarantined", "done", "failed", "late", "aborted", "mismatches"):
         assert counts[happened] > 0, happened
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from segue.core.errors import ErrorCode, ErrorInfo, Internal
+from segue.core.errors import ChecksumMismatch, ErrorCode, ErrorInfo, Internal
 from segue.core.request import Usage
 from segue.core.types import KVPoll, Role, TransferId
 from segue.handoff import api
@@ -154,6 +154,38 @@ def reads_pages_of_others(stage: Stage) -> None:
     stage.checks.reading(stage.prefill, stage.decode.me, 99, {0})
 
 
+def hashes_what_it_gave_up(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W, T, S)
+    stage.checks.effect(stage.decode, api.Release(stage.transfer))
+    stage.checks.hashing(stage.decode, stage.transfer, {0})
+
+
+def hashes_pages_of_others(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    [page] = stage.decode.pool.allocate(1)
+    stage.checks.effect(stage.decode, stage.destination([page]))
+    stage.checks.hashing(stage.decode, stage.transfer, {page, page + 1})
+
+
+def commits_a_flipped_page(stage: Stage) -> None:
+    stage.checks.flips.spoiled.add(stage.transfer)
+    stage.phases(stage.decode, B, W, T, S)
+
+
+def mismatch_without_a_flip(stage: Stage) -> None:
+    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    stage.phases(stage.decode, B, W, T)
+    wrong = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
+    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=wrong))
+
+
+def mismatch_that_forbids_a_retry(stage: Stage) -> None:
+    stage.checks.flips.spoiled.add(stage.transfer)
+    stage.phases(stage.decode, B, W, T)
+    final = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room, retryable=False).info
+    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=final))
+
+
 def foreign_metadata(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T)
     other = Metadata(transfer=TransferId(1, 0, "a", "b"), prompt_tokens=4, first_token=1)  # type: ignore[arg-type]
@@ -273,6 +305,11 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("4", false_drained),
     ("3", reads_what_it_gave_up),
     ("3", reads_pages_of_others),
+    ("3", hashes_what_it_gave_up),
+    ("3", hashes_pages_of_others),
+    ("5", commits_a_flipped_page),
+    ("12", mismatch_without_a_flip),
+    ("25", mismatch_that_forbids_a_retry),
     ("7", foreign_metadata),
     ("8", writes_without_being_told),
     ("12", another_transfer_touched),

@@ -1,0 +1,250 @@
+"""Checksums over real sessions and transports: a byte that changes after it landed ends both sides."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_manager import PAGES, SHAPE, Side, begin, hand_over, rest, sides, spec
+
+from segue.conn import digest as conn_digest
+from segue.conn.digest import INLINE_BYTES, Digester
+from segue.conn.handles import KVReceiver, KVSender
+from segue.core.errors import ErrorCode, OutOfCapacity
+from segue.core.types import Incarnation, Integrity, KVPoll, Role, Span, TransferId
+from segue.handoff import api
+from segue.handoff.messages import Metadata
+from segue.layout.content import Content, Plane, checksum
+from segue.transport.memory import allocate
+
+TOKENS = 33
+
+
+class Hook:
+    """Runs `before` on the bytes of one side, between their landing and their verification."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.before: Callable[[memoryview, Content], None] | None = None
+        self.side: Side | None = None
+        monkeypatch.setattr(conn_digest, "checksum", self._checksum)
+
+    def _checksum(self, memory: memoryview, content: Content) -> int:
+        if self.before is not None and self.side is not None and memory.obj is self.side.memory.buffer:
+            self.before(memory, content)
+        return checksum(memory, content)
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Hook:
+    return Hook(monkeypatch)
+
+
+def flip(memory: memoryview, content: Content) -> None:
+    rows = list(content.rows())
+    row = rows[len(rows) // 2]
+    memory[row.offset + row.row_bytes - 1] ^= 0x10
+
+
+def send_all(prefill: Side, decode: Side, tokens: int = TOKENS) -> tuple[TransferId, KVSender, KVReceiver]:
+    prefill.memory.buffer[: prefill.spec.nbytes] = os.urandom(prefill.spec.nbytes)
+    transfer, sender, receiver = begin(prefill, decode, tokens)
+    receiver.send_metadata(range(2, 2 + -(-tokens // decode.spec.page_tokens)))
+    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+    last = Metadata(transfer=transfer, prompt_tokens=tokens, first_token=7)
+    sender.send(Span(0, 16), range(PAGES))
+    sender.send(Span(16, tokens), range(PAGES), last)
+    return transfer, sender, receiver
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("page_tokens", [4, 8])
+def test_a_byte_that_changes_after_landing_fails_both_sides(
+    transport: str, page_tokens: int, hook: Hook
+) -> None:
+    with sides(transport, spec=spec(page_tokens=page_tokens)) as (prefill, decode):
+        hook.side, hook.before = decode, flip
+        transfer, sender, receiver = send_all(prefill, decode)
+        for side in (prefill, decode):
+            side.wait_release(transfer)
+        for handle in (sender, receiver):
+            assert handle.poll() is KVPoll.FAILED
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.CHECKSUM_MISMATCH
+            assert handle.error.retryable
+            assert f"room {transfer.room}, chunk 0 (tokens 0 to 16" in handle.error.text
+            assert handle.metadata is None
+            handle.clear()
+        rest(prefill)
+        rest(decode)
+        hook.before = None
+        hand_over(prefill, decode, TOKENS, 10)
+
+
+@pytest.mark.parametrize("mode", list(Integrity))
+@pytest.mark.parametrize("pages", [(4, 4), (4, 8), (8, 4)])
+def test_every_mode_and_page_size_hands_over(mode: Integrity, pages: tuple[int, int]) -> None:
+    """Prefill's setting decides; decode is set to something else each time and must not care."""
+    other = Integrity.OFF if mode is Integrity.FULL else Integrity.FULL
+    prefill = Side(Role.PREFILL, spec=spec(page_tokens=pages[0]), integrity=mode)
+    decode = Side(Role.DECODE, spec=spec(page_tokens=pages[1]), integrity=other)
+    try:
+        prefill.manager.start()
+        decode.manager.start()
+        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        hand_over(prefill, decode, TOKENS, 10)
+        hand_over(prefill, decode, TOKENS, 64, prefix=16)
+        rest(prefill)
+        rest(decode)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_sampled_flip_is_seen_where_the_sample_looks(hook: Hook) -> None:
+    prefill = Side(Role.PREFILL, integrity=Integrity.SAMPLED)
+    decode = Side(Role.DECODE)
+    try:
+        prefill.manager.start()
+        decode.manager.start()
+        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        hook.side, hook.before = decode, flip
+        transfer, _, receiver = send_all(prefill, decode)
+        decode.wait_release(transfer)
+        assert receiver.error is not None
+        assert receiver.error.code is ErrorCode.CHECKSUM_MISMATCH
+    finally:
+        decode.close()
+        prefill.close()
+
+
+@pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
+def test_an_abort_while_bytes_are_read_releases_them_after_the_reading(
+    side: Role, hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conn_digest, "INLINE_BYTES", 0)  # on the digester's thread, as large chunks are
+    reading, go_on = threading.Event(), threading.Event()
+
+    def stall(memory: memoryview, content: Content) -> None:
+        reading.set()
+        assert go_on.wait(10)
+
+    with sides() as (prefill, decode):
+        mine = prefill if side is Role.PREFILL else decode
+        hook.side, hook.before = mine, stall
+        transfer, sender, receiver = send_all(prefill, decode)
+        assert reading.wait(10)
+        handle = sender if side is Role.PREFILL else receiver
+        handle.abort()
+        while handle.poll() is not KVPoll.FAILED:
+            mine.changes.get(timeout=10)
+        # The other side learns, and its word comes back, while the reading goes on.
+        other, others = (decode, receiver) if side is Role.PREFILL else (prefill, sender)
+        while others.poll() is not KVPoll.FAILED:
+            other.changes.get(timeout=10)
+        mine.manager.io.call(_settle(), 10)
+        assert not handle.released
+        go_on.set()
+        hook.before = None
+        mine.wait_release(transfer)
+        assert handle.error is not None
+        assert handle.error.code is ErrorCode.ABORTED_BY_CLIENT
+        for h in (sender, receiver):
+            h.clear()
+        if not others.released:
+            other.wait_release(transfer)
+        rest(prefill)
+        rest(decode)
+        hand_over(prefill, decode, TOKENS, 8)
+
+
+async def _settle() -> None:
+    """Everything that was posted to the loop before has run."""
+
+
+def test_lesson_22_a_range_that_cannot_be_read_fails_its_hand_off_and_the_thread_lives(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conn_digest, "INLINE_BYTES", 0)
+
+    def broken(memory: memoryview, content: Content) -> None:
+        raise ValueError("a bug")
+
+    with sides() as (prefill, decode):
+        hook.side, hook.before = decode, broken
+        transfer, sender, receiver = send_all(prefill, decode)
+        for side in (prefill, decode):
+            side.wait_release(transfer)
+        for handle in (sender, receiver):
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.INTERNAL
+            assert "a bug" in handle.error.text
+            handle.clear()
+        hook.before = None
+        hand_over(prefill, decode, TOKENS, 8)
+
+
+def digest_of(tag: int, nbytes: int) -> api.Digest:
+    transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("b" * 32))
+    return api.Digest(transfer, tag, 0, Content((Plane(0, 1, 1),), ((0, nbytes),)))
+
+
+def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = allocate(2 * INLINE_BYTES)
+    answers: list[api.Digested] = []
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(view: memoryview, content: Content) -> int:
+        started.set()
+        assert go_on.wait(10)
+        return checksum(view, content)
+
+    digester = Digester(memory, answers.append, max_waiting=2)
+    digester.start()
+    digester.submit(digest_of(1, 100))  # small: answered at once, on this thread
+    assert [(a.tag, a.error) for a in answers] == [(1, None)]
+    monkeypatch.setattr(conn_digest, "checksum", slow)
+    large = INLINE_BYTES + 1
+    digester.submit(digest_of(2, large))
+    assert started.wait(10)
+    for tag in (3, 4, 5):
+        digester.submit(digest_of(tag, large))
+    assert [a.tag for a in answers] == [1, 5]
+    assert answers[1].error is not None
+    assert answers[1].error.code is OutOfCapacity.code
+    closing = threading.Thread(target=digester.close)
+    closing.start()
+    go_on.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert not any(t.name == "segue-digest" for t in threading.enumerate())
+    count = len(answers)
+    digester.submit(digest_of(6, 100))
+    assert len(answers) == count
+    memory.close()  # nothing holds the mapping any more
+
+
+def test_a_large_chunk_goes_through_the_thread_and_is_verified(hook: Hook) -> None:
+    """What a chunk of a real model does: more than `INLINE_BYTES` on both sides."""
+    seen: list[Any] = []
+
+    def note(memory: memoryview, content: Content) -> None:
+        seen.append((threading.current_thread().name, content.nbytes))
+
+    shape = type(SHAPE)(layers=3, kv_heads=8, k_dim=256, v_dim=256, dtype="float16", item_bytes=2)
+    prefill = Side(Role.PREFILL, spec=spec(shape=shape))
+    decode = Side(Role.DECODE, spec=spec(page_tokens=8, shape=shape))
+    try:
+        prefill.manager.start()
+        decode.manager.start()
+        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        hook.side, hook.before = decode, note
+        hand_over(prefill, decode, 40, 40)
+        assert seen == [("segue-digest", 40 * shape.token_bytes)]
+    finally:
+        decode.close()
+        prefill.close()
