@@ -23,6 +23,7 @@ class Mutant:
 
 RECEIVER, SENDER, EXCHANGE = "handoff/receiver.py", "handoff/sender.py", "handoff/exchange.py"
 DECODE, PREFILL, BASE = "roles/decode.py", "roles/prefill.py", "roles/base.py"
+ATTEMPTS, KEPT, JOB = "balance/attempts.py", "roles/kept.py", "roles/job.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
 
@@ -444,8 +445,8 @@ MUTANTS = (
     Mutant(
         "sequences stay open",
         BASE,
-        "        self.engine.close(job.seq_id)\n",
-        "",
+        "            self.engine.close(job.seq_id)\n",
+        "            pass\n",
         "the engine keeps every sequence",
     ),
     # ---- pages, prefixes, generation -----------------------------------------------------------
@@ -532,5 +533,90 @@ MUTANTS = (
         "    if theirs.model != mine.model:",
         "    if not theirs.model:",
         "KV of another model is let in",
+    ),
+    # ---- a request that outlives its workers -----------------------------------------------------
+    Mutant(
+        "a continuation starts again",
+        ATTEMPTS,
+        "            output=list(self.output),\n",
+        "            output=[],\n",
+        "the tokens that the client has are forgotten",
+    ),
+    Mutant(
+        "a continuation loses its seed",
+        ATTEMPTS,
+        "            sampling=sampling,\n",
+        "            sampling=replace(sampling, seed=0),\n",
+        "the same request, drawn anew",
+    ),
+    Mutant(
+        "attempts without bound",
+        ATTEMPTS,
+        "if not error.retryable or self.begun >= self.limit:",
+        "if not error.retryable:",
+        "a request that fails everywhere is placed for ever",
+    ),
+    Mutant(
+        "asked again on the lost one",
+        ATTEMPTS,
+        "        for tier in (self.avoid, self.lost):",
+        "        for tier in (self._pair_failures,):",
+        "a session that came back makes its instance look as good as any",
+    ),
+    Mutant(
+        "tokens of the attempt before are not counted",
+        JOB,
+        "        return len(self.request.output) + len(self.output)",
+        "        return len(self.output)",
+        "a continued generation counts from zero",
+    ),
+    Mutant(
+        "the output is not part of the sequence",
+        JOB,
+        "request.prompt + request.output if request.output else request.prompt",
+        "request.prompt",
+        "a continuation computes the prompt alone",
+    ),
+    Mutant(
+        "the engine is not told of the output",
+        BASE,
+        "self.engine.open(job.seq_id, request.prompt, request.sampling, request.output)",
+        "self.engine.open(job.seq_id, request.prompt, request.sampling)",
+        "sampler state begins anew",
+    ),
+    Mutant(
+        "the output counts as prompt",
+        DECODE,
+        "first_usage(len(job.request.prompt), job.cached",
+        "first_usage(len(job.prompt), job.cached",
+        "a client pays for what it was given",
+    ),
+    Mutant(
+        "what was not computed is kept",
+        PREFILL,
+        "        self.remember(job, job.computed)\n        if job.metadata",
+        "        self.remember(job, len(job.prompt))\n        if job.metadata",
+        "pages of a prompt that failed on the way go into the prefix tree whole",
+    ),
+    Mutant(
+        "the kept tail is not put back",
+        PREFILL,
+        "            self.engine.copy_in(kept.tail, tail)",
+        "            tail = list(tail)",
+        "the last page of a kept prompt is whatever lay there",
+    ),
+    Mutant(
+        "a kept prompt whose pages went is answered all the same",
+        PREFILL,
+        "        if match.tokens == tokens // size * size:\n",
+        "        if match.tokens >= 0:\n",
+        "eviction is forgotten",
+    ),
+    Mutant(
+        "pages of a kept prompt leak",
+        PREFILL,
+        "            self.pool.release(match.pages)\n            return False",
+        "            return False",
+        "a match that is not used is not given back",
     ),
 )
