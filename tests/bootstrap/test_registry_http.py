@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from registry_records import DEADLINE_S, SECRET, A, B, record
 
 from segue.bootstrap.auth import bearer_token
+from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import InstanceList, RoomRecord
 from segue.bootstrap.server import MAX_BODY_BYTES, registry_app, serve
 from segue.bootstrap.store import RegistryStore
@@ -62,6 +63,27 @@ def test_register_list_drain_and_leave() -> None:
             assert (await door.delete(f"/v1/instances/{A}")).status_code == 200
             assert not (await door.get("/v1/instances")).json()["instances"]
             assert (await door.get("/v1/health")).json() == {"status": "ok"}
+
+    asyncio.run(main())
+
+
+def test_a_query_that_was_changed_on_its_way_does_nothing_and_may_be_repeated() -> None:
+    async def main() -> None:
+        async with api() as (door, store):
+            body = msgspec.json.encode(record())
+            digest = digest_of(b"PUT " + rank().encode(), body)
+            for path, content in (
+                (rank(), body.replace(b"127.0.0.1", b"127.0.0.3")),
+                (rank(dp_rank=1), body),
+            ):
+                answer = await door.put(path, content=content, headers={DIGEST_HEADER: digest})
+                assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
+                assert answer.json()["error"]["retryable"]
+            assert (await door.get("/v1/instances", headers={DIGEST_HEADER: digest})).status_code == 500
+            assert store.version == 0
+            assert (await door.put(rank(), content=body, headers={DIGEST_HEADER: digest})).status_code == 200
+            answer = await door.get("/v1/instances")
+            assert answer.headers[DIGEST_HEADER] == digest_of(b"200", answer.content)
 
     asyncio.run(main())
 

@@ -29,6 +29,7 @@ from segue.session.frames import (
     decode_frame,
     encode_frame,
     encode_preamble,
+    pack_frame,
 )
 from segue.session.handshake import Handshake, Progress, session_key
 from segue.session.node import SessionNode
@@ -146,7 +147,7 @@ class RawPeer:
         self.writer.write(b"".join(encode_frame(frame) for frame in frames))
 
     def send_message(self, body: bytes) -> None:
-        self.writer.write(HEADER.pack(len(body), KIND_MESSAGE) + body)
+        self.writer.write(pack_frame(KIND_MESSAGE, body))
 
     async def preamble(self, version: int = PROTOCOL_VERSION) -> bytes:
         self.writer.write(encode_preamble(version))
@@ -154,7 +155,7 @@ class RawPeer:
 
     async def frame(self) -> SessionFrame:
         async with asyncio.timeout(DEADLINE_S):
-            length, _ = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+            length, *_ = HEADER.unpack(await self.reader.readexactly(HEADER.size))
             return decode_frame(await self.reader.readexactly(length))
 
     async def ended(self) -> bytes:

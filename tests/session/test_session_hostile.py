@@ -6,8 +6,6 @@ import ast
 import asyncio
 import logging
 import pickle
-import ssl
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +29,7 @@ from session_peers import (
 )
 
 import segue
-from segue.core.errors import BootstrapUnreachable, PeerLost, PeerRefused, Unauthorized
+from segue.core.errors import BootstrapUnreachable, PeerLost
 from segue.core.limits import Limits
 from segue.session.connection import Connection, State
 from segue.session.frames import (
@@ -47,6 +45,8 @@ from segue.session.frames import (
     decode_preamble,
     encode_frame,
     encode_preamble,
+    lead_check,
+    pack_frame,
 )
 
 
@@ -102,18 +102,20 @@ def test_a_listener_that_says_nothing_is_given_up_after_the_handshake_deadline()
 
 
 def _huge(kind: int, length: int) -> bytes:
-    return HEADER.pack(length, kind) + b"x" * 100
+    return HEADER.pack(length, kind, lead_check(length, kind), 0) + b"x" * 100
 
 
 BAD_OPENINGS: dict[str, bytes] = {
     "http": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
     "huge frame": encode_preamble(1) + _huge(KIND_SESSION, 2**31),
     "frame just too large": encode_preamble(1) + _huge(KIND_SESSION, HANDSHAKE_FRAME_BYTES + 1),
-    "message before the session": encode_preamble(1) + HEADER.pack(1, KIND_MESSAGE) + b"\xc0",
-    "unknown kind": encode_preamble(1) + HEADER.pack(1, 77) + b"\xc0",
-    "not msgpack": encode_preamble(1) + HEADER.pack(3, KIND_SESSION) + b"\xc1\xc1\xc1",
-    "empty frame": encode_preamble(1) + HEADER.pack(0, KIND_SESSION),
-    "pickle": encode_preamble(1) + HEADER.pack(60, KIND_SESSION) + pickle.dumps([1] * 99)[:60].ljust(60),
+    "message before the session": encode_preamble(1) + pack_frame(KIND_MESSAGE, b"\xc0"),
+    "unknown kind": encode_preamble(1) + pack_frame(77, b"\xc0"),
+    "not msgpack": encode_preamble(1) + pack_frame(KIND_SESSION, b"\xc1\xc1\xc1"),
+    "changed on its way": encode_preamble(1) + HEADER.pack(1, KIND_SESSION, lead_check(1, 0), 1) + b"\xc0",
+    "changed header": encode_preamble(1) + HEADER.pack(1, KIND_SESSION, 1, 1) + b"\xc0",
+    "empty frame": encode_preamble(1) + pack_frame(KIND_SESSION, b""),
+    "pickle": encode_preamble(1) + pack_frame(KIND_SESSION, pickle.dumps([1] * 99)[:60].ljust(60)),
     "ping instead of hello": encode_preamble(1) + encode_frame(Ping()),
 }
 
@@ -263,8 +265,8 @@ def _feed(connection: Connection, data: bytes, sizes: list[int]) -> None:
 
 
 _FRAMES = st.one_of(
-    st.binary(max_size=60).map(lambda body: HEADER.pack(len(body), KIND_SESSION) + body),
-    st.binary(max_size=60).map(lambda body: HEADER.pack(len(body), KIND_MESSAGE) + body),
+    st.binary(max_size=60).map(lambda body: pack_frame(KIND_SESSION, body)),
+    st.binary(max_size=60).map(lambda body: pack_frame(KIND_MESSAGE, body)),
     st.just(encode_frame(hello("c"))),
     st.just(encode_frame(Ping())),
     st.binary(max_size=32).map(lambda mac: encode_frame(Proof(mac))),
@@ -312,7 +314,7 @@ def test_frames_survive_any_way_of_being_cut(lengths: list[int], sizes: list[int
         connection._max_in_bytes = 2**20
         notes = [Note(i, bytes([i]) * (n * (50 if i == 3 else 1))) for i, n in enumerate(lengths)]
         bodies = [msgspec.msgpack.encode(note) for note in notes]
-        _feed(connection, b"".join(HEADER.pack(len(b), KIND_MESSAGE) + b for b in bodies), sizes)
+        _feed(connection, b"".join(pack_frame(KIND_MESSAGE, b) for b in bodies), sizes)
         assert here.of("received") == notes
         connection.state = State.HANDSHAKE
         connection.connection_lost(None)

@@ -63,14 +63,15 @@ def exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 def part(epoch: int, rows: list[tuple[int, int]], nbytes: int | None = None, ident: int = 1) -> bytes:
     total = sum(length for _, length in rows) if nbytes is None else nbytes
-    header = tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, len(rows), epoch, ident, total)
-    return header + b"".join(struct.pack("<QQ", *row) for row in rows)
+    return tcp_wire.pack_header(epoch, ident, total, b"".join(struct.pack("<QQ", *row) for row in rows))
 
 
 def answer(sock: socket.socket) -> tuple[int, int]:
-    magic, status, ident = tcp_wire.ACK.unpack(exactly(sock, tcp_wire.ACK.size))
-    assert magic == tcp_wire.MAGIC
-    return status, ident
+    return tcp_wire.parse_ack(exactly(sock, tcp_wire.ACK.size))
+
+
+def flipped(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +147,15 @@ def test_a_range_outside_the_pool_is_drained_and_refused(reader: Reader, rows: l
     "frame",
     [
         bytes(tcp_wire.HEADER.size),
-        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 2, 1, 9, 1, 1),
-        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, 0, 9, 1, 1),
-        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, tcp_wire.MAX_PART_ROWS + 1, 9, 1, tcp_wire.MAX_PART_BYTES),
-        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, 1, 9, 1, tcp_wire.MAX_PART_BYTES + 1),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 2, 1, 0, 9, 1, 1),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, 0, 0, 9, 1, 1),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, tcp_wire.MAX_PART_ROWS + 1, 0, 9, 1, tcp_wire.MAX_PART_BYTES),
+        tcp_wire.HEADER.pack(tcp_wire.MAGIC, 1, 1, 0, 9, 1, tcp_wire.MAX_PART_BYTES + 1),
         part(9, [(0, 5)], nbytes=4),
         part(9, [(0, 0), (0, 5)]),
         part(9, [(0, 2**64 - 1), (0, 6)], nbytes=5),
+        # One bit of where it lands: the epoch, the part, the offset of the row.
+        *(flipped(part(9, [(0, 5)]), at) for at in (16, 24, 40)),
     ],
 )
 def test_an_illegal_part_ends_the_streams_of_that_peer_only(reader: Reader, frame: bytes) -> None:
@@ -277,13 +280,21 @@ def test_a_receiver_that_never_answers_is_gone_in_bounded_time() -> None:
 
 def test_an_answer_to_nothing_ends_the_path() -> None:
     writer, mute, sock = _mute_pair(30)
-    sock.sendall(tcp_wire.ACK.pack(tcp_wire.MAGIC, 0, 1234))
+    sock.sendall(tcp_wire.pack_ack(0, 1234))
     gone = writer.next()
     assert isinstance(gone, PeerGone)
     assert isinstance(gone.error, TransferFailed)
     for s in (sock, mute.listener):
         s.close()
     writer.close()
+
+
+@pytest.mark.parametrize("at", range(tcp_wire.ACK.size))
+def test_an_answer_that_was_changed_on_its_way_ends_the_path(at: int) -> None:
+    if at in (5, 6, 7):
+        return  # filler
+    with pytest.raises(TransferFailed):
+        tcp_wire.parse_ack(flipped(tcp_wire.pack_ack(0, 1234), at))
 
 
 def test_a_listener_that_does_not_know_the_key_gets_no_kv(reader: Reader) -> None:

@@ -17,14 +17,17 @@ import httpx
 import msgspec
 
 from segue.bootstrap.auth import bearer_token
+from segue.bootstrap.digest import DIGEST_HEADER, digest_of
+from segue.bootstrap.guarded_http import ErrorBody
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
-from segue.bootstrap.server import MAX_WAIT_S, ErrorBody
+from segue.bootstrap.server import MAX_WAIT_S
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import Clock
 from segue.core.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
+    ChecksumMismatch,
     ConfigError,
     DpRankConflict,
     DpRankOutOfRange,
@@ -34,6 +37,7 @@ from segue.core.errors import (
     PeerRefused,
     PeerRestarted,
     SegueError,
+    Unauthorized,
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Placement, Role
@@ -180,13 +184,18 @@ class _HttpDoor(_Door):
         content = None if body is None else msgspec.json.encode(body)
         timeout = httpx.Timeout(self._connect_s, read=wait_s + self._connect_s)
         try:
-            answer = await self._client.request(method, path, content=content, params=query, timeout=timeout)
+            request = self._client.build_request(method, path, content=content, params=query, timeout=timeout)
+            start = method.encode() + b" " + request.url.raw_path
+            request.headers[DIGEST_HEADER] = digest_of(start, content or b"")
+            answer = await self._client.send(request)
         except httpx.TimeoutException as error:
             text = f"the registry at {self._url} did not answer in time ({type(error).__name__})"
             raise BootstrapTimeout(text) from error
         except httpx.HTTPError as error:
-            text = f"the registry at {self._url} cannot be reached: {error or type(error).__name__}"
-            raise BootstrapUnreachable(text) from error
+            raise self._unreachable(error) from error
+        told = answer.headers.get(DIGEST_HEADER)
+        if told is not None and told != digest_of(b"%d" % answer.status_code, answer.content):
+            raise ChecksumMismatch(f"an answer of the registry at {self._url} was changed on its way")
         if answer.status_code == 200:
             return answer.content
         try:

@@ -14,29 +14,29 @@ Errors are `{"error": ErrorInfo}` with the status of their code.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Generator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from segue.bootstrap.auth import authorized, is_loopback
+from segue.bootstrap.digest import DIGEST_HEADER, digest_of
+from segue.bootstrap.guarded_http import LET_IN, ErrorBody, GuardedServer
 from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import Clock
 from segue.core.errors import (
     BootstrapTimeout,
+    ChecksumMismatch,
     ConfigError,
-    ErrorInfo,
     Internal,
     InvalidRequest,
     NotFound,
@@ -58,14 +58,21 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
-    """How an error travels."""
-
-    error: ErrorInfo
-
-
 def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    body = msgspec.json.encode(value)
+    headers = {DIGEST_HEADER: digest_of(b"%d" % status, body)}
+    return Response(body, status, media_type="application/json", headers=headers)
+
+
+def _verify(request: Request, body: bytes | bytearray = b"") -> None:
+    """Raises ChecksumMismatch for a query that is not as its client sent it."""
+    scope = request.scope
+    target = scope.get("raw_path", b"").partition(b"?")[0]
+    if query := scope["query_string"]:
+        target += b"?" + query
+    given = request.headers.get(DIGEST_HEADER)
+    if given is not None and given != digest_of(request.method.encode() + b" " + target, body):
+        raise ChecksumMismatch("the query was changed on its way to the registry")
 
 
 async def _body(request: Request, type_: type[T]) -> T:
@@ -76,6 +83,7 @@ async def _body(request: Request, type_: type[T]) -> T:
         if len(data) > MAX_BODY_BYTES:
             raise RequestTooLarge(f"a body of more than {MAX_BODY_BYTES} bytes")
     try:
+    _verify(request, data)
         return msgspec.json.decode(data, type=type_)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is no {type_.__name__}: {error}") from error
@@ -190,6 +198,10 @@ def registry_app(
                 if not open_to_all:
                     _authenticate(request, secret)
                 return await handler(request)
+                    if (let_in := request.scope.get(LET_IN)) is not None:
+                        let_in()
+                if request.method != "PUT":  # whose body is still to be read
+                    _verify(request)
             except SegueError as error:
                 return _json(ErrorBody(error.info), status_of(error.info.code))
             except ClientDisconnect:
@@ -226,56 +238,33 @@ def _authenticate(request: Request, secret: bytes | None) -> None:
         raise Unauthorized("this registry has no secret and answers only its own machine")
 
 
-class _Uvicorn(uvicorn.Server):
-    """Leaves the process's signals to whoever runs the process."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-
 class RegistryServer:
     """A running registry. Made by `serve`."""
 
     def __init__(
-        self, store: RegistryStore, waiter: StoreWaiter, server: _Uvicorn, sock: socket.socket
+        self, store: RegistryStore, waiter: StoreWaiter, server: GuardedServer, *, encrypted: bool
     ) -> None:
         self.store = store
         self.waiter = waiter
-        self.host, self.port = str(sock.getsockname()[0]), int(sock.getsockname()[1])
-        self._server = server
-        self._task = asyncio.get_running_loop().create_task(server.serve([sock]))
+        self.host, self.port = server.address
+        self.server = server
+        self._scheme = "https" if encrypted else "http"
+        server.start()
 
     @property
     def url(self) -> str:
         """Where clients on this machine find it; a wildcard host is shown as loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def started(self) -> None:
         """Wait until queries are answered; raises what the start raised."""
-        up = asyncio.ensure_future(self._server.up.wait())
-        try:
-            await asyncio.wait({up, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            up.cancel()
-        if self._task.done():
-            self._task.result()
-            raise Internal("the registry's server ended at its start")
+        await self.server.answering()
 
     async def close(self) -> None:
         """Release waiting queries and stop. Returns when the port is free again."""
         self.waiter.close()
-        self._server.should_exit = True
-        await asyncio.wait({self._task})
+        await self.server.stop()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -325,10 +314,7 @@ async def serve(
     clock = clock or SystemClock()
     store = store or RegistryStore(clock, ttl_s=limits.registry_ttl_s)
     waiter = StoreWaiter(store, clock, max_waiters=4 * limits.max_queue)
-    options: dict[str, Any] = (
-        {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile} if ssl_certfile else {}
-    )
-    config = uvicorn.Config(
+    http = GuardedServer(
         registry_app(store, secret, limits, waiter=waiter),
         log_config=None,
         access_log=False,

@@ -41,11 +41,13 @@ from segue.session.frames import (
     SessionFrame,
     Welcome,
     decode_frame,
+    body_check,
     decode_preamble,
     encode_frame,
     encode_message,
     encode_preamble,
 )
+    lead_check,
 from segue.session.handshake import Handshake, Progress
 
 log = logging.getLogger(__name__)
@@ -255,7 +257,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         need = HEADER.size
         while self._end - self._start >= HEADER.size:
-            length, kind = HEADER.unpack_from(self._buffer, self._start)
+            length, kind, lead, mark = HEADER.unpack_from(self._buffer, self._start)
+            if lead != lead_check(length, kind):
+                self._violation("a frame whose header was changed on its way")
+                return
             if length > self._max_in_bytes:
                 self._violation(f"a frame of {length} bytes; the limit is {self._max_in_bytes}")
                 return
@@ -276,6 +281,9 @@ class Connection(asyncio.BufferedProtocol):
         elif self._start + need > len(self._buffer):
             self._make_room(need)
 
+            if mark != body_check(body):
+                self._violation("a frame that was changed on its way")
+                return
     def _parse_preamble(self) -> bool:
         if self._end < PREAMBLE.size:
             return False

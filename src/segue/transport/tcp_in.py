@@ -153,7 +153,7 @@ class InStream:
 
     def _answer(self) -> None:
         assert self._header is not None
-        ack = tcp_wire.ACK.pack(tcp_wire.MAGIC, self._status, self._header.part)
+        ack = tcp_wire.pack_ack(self._status, self._header.part)
         self._header = self._cursor = None
         try:
             sent = self._sock.send(ack, socket.MSG_NOSIGNAL)

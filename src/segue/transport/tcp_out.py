@@ -50,15 +50,8 @@ class Part:
 
     def load(self, address: int) -> Cursor:
         """Build the vector that is sent: header, rows, then the data where it lies."""
-        header = tcp_wire.HEADER.pack(
-            tcp_wire.MAGIC,
-            tcp_wire.KIND_WRITE,
-            len(self.rows.target),
-            self.write.epoch,
-            self.ident,
-            self.rows.nbytes,
-        )
-        self.head = header + self.rows.target.astype("<u8").tobytes()
+        rows = self.rows.target.astype("<u8").tobytes()
+        self.head = tcp_wire.pack_header(self.write.epoch, self.ident, self.rows.nbytes, rows)
         vector = np.empty((len(self.rows.source) + 1, 2), np.uint64)
         vector[0] = (np.frombuffer(self.head, np.uint8).ctypes.data, len(self.head))
         vector[1:] = self.rows.source
@@ -264,10 +257,10 @@ class Path:
         self._moved = True
         stream.inbox += data
         while len(stream.inbox) >= tcp_wire.ACK.size and not self._ended:
-            magic, status, ident = tcp_wire.ACK.unpack_from(stream.inbox)
+            status, ident = tcp_wire.parse_ack(stream.inbox)
             stream.inbox = stream.inbox[tcp_wire.ACK.size :]
             part = stream.unanswered.pop(ident, None)
-            if magic != tcp_wire.MAGIC or part is None:
+            if part is None:
                 raise TransferFailed(f"{self.name} answered a part that was not sent")
             self._finish(part, _refusal(self.name, part.write.epoch, status))
             self._settle(part.write.epoch)

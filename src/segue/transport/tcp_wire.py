@@ -2,13 +2,15 @@
 
 After the handshake the writer sends parts, the receiver answers each with one ack:
 
-    part:  magic u32 | kind u8, 3 zero bytes | rows u32 | epoch u64 | part u64 | nbytes u64
+    part:  magic u32 | kind u8, 3 zero bytes | rows u32 | checksum u32 | epoch u64 | part u64 | nbytes u64
            rows x (destination offset u64, length u64), then nbytes bytes of data in row order
-    ack:   magic u32 | status u8, 3 zero bytes | part u64
+    ack:   magic u32 | status u8, 3 zero bytes | part u64 | checksum u32
 
-All little-endian. A row on the wire is a `struct iovec` once the pool's address is added, so both
-ends handle thousands of rows with a few vector operations, and the kernel copies straight
-between the socket and the pool.
+All little-endian. The checksums cover what says where bytes land and what has landed: a bit that
+flips on the way must not write into the pages of another request. The data itself is verified by the
+hand-off, which knows what should have arrived. A row on the wire is a `struct iovec` once the pool's
+address is added, so both ends handle thousands of rows with a few vector operations, and the kernel
+copies straight between the socket and the pool.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from segue.core.errors import TransferFailed
 from segue.layout.blocks import CopyBlock
@@ -35,8 +38,8 @@ ROW_BYTES = 16
 MAGIC = 0x54554753
 KIND_WRITE = 1
 LANDED, REFUSED, OUTSIDE = 0, 1, 2
-HEADER = struct.Struct("<IB3xIxxxxQQQ")
-ACK = struct.Struct("<IB3xQ")
+HEADER = struct.Struct("<IB3xIIQQQ")
+ACK = struct.Struct("<IB3xQI")
 
 Rows = npt.NDArray[np.uint64]
 
@@ -49,21 +52,49 @@ class Header:
     epoch: int
     part: int
     nbytes: int
+    checksum: int
+
+
+def _mark(seed: int, *fields: int, rows: bytes | bytearray = b"") -> int:
+    head = b"".join(field.to_bytes(8, "little") for field in fields)
+    return xxhash.xxh3_64_intdigest(rows, xxhash.xxh3_64_intdigest(head, seed)) & 0xFFFFFFFF
+
+
+def pack_header(epoch: int, part: int, nbytes: int, rows: bytes, kind: int = KIND_WRITE) -> bytes:
+    """The head of a part: its header and its rows."""
+    count = len(rows) // ROW_BYTES
+    mark = _mark(kind, epoch, part, nbytes, rows=rows)
+    return HEADER.pack(MAGIC, kind, count, mark, epoch, part, nbytes) + rows
+
+
+def pack_ack(status: int, part: int) -> bytes:
+    """The answer to a part."""
+    return ACK.pack(MAGIC, status, part, _mark(status, part))
+
+
+def parse_ack(data: bytes | bytearray) -> tuple[int, int]:
+    """Status and part of an answer. Raises TransferFailed when it is none."""
+    magic, status, part, mark = ACK.unpack_from(data)
+    if magic != MAGIC or mark != _mark(status, part):
+        raise TransferFailed("the peer's answer to a write was changed on its way, or is none")
+    return status, part
 
 
 def parse_header(data: bytes | bytearray) -> Header:
     """Raises TransferFailed when it is not the header of a legal part."""
-    magic, kind, rows, epoch, part, nbytes = HEADER.unpack(data)
+    magic, kind, rows, mark, epoch, part, nbytes = HEADER.unpack(data)
     if magic != MAGIC or kind != KIND_WRITE:
         raise TransferFailed("the peer does not send segue parts")
     if not (0 < rows <= MAX_PART_ROWS and rows <= nbytes <= MAX_PART_BYTES):
         raise TransferFailed(f"a part of {rows} rows and {nbytes} bytes is outside the limits")
-    return Header(rows, epoch, part, nbytes)
+    return Header(rows, epoch, part, nbytes, mark)
 
 
 def parse_rows(data: bytes | bytearray, header: Header) -> Rows:
-    """The rows of a part (offset, length). Raises TransferFailed unless their lengths are positive
-    and sum up to what the header says."""
+    """The rows of a part (offset, length). Raises TransferFailed unless header and rows are as they
+    were sent, and the lengths are positive and sum up to what the header says."""
+    if header.checksum != _mark(KIND_WRITE, header.epoch, header.part, header.nbytes, rows=data):
+        raise TransferFailed("the head of a write was changed on its way")
     rows = np.frombuffer(data, "<u8", header.rows * 2).reshape(-1, 2)
     lengths = rows[:, 1]
     if not lengths.all() or int(lengths.max()) > header.nbytes or int(lengths.sum()) != header.nbytes:
