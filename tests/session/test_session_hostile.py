@@ -6,6 +6,8 @@ import ast
 import asyncio
 import logging
 import pickle
+import ssl
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,7 @@ from session_peers import (
 )
 
 import segue
-from segue.core.errors import BootstrapUnreachable, PeerLost
+from segue.core.errors import BootstrapUnreachable, PeerLost, PeerRefused, Unauthorized
 from segue.core.limits import Limits
 from segue.session.connection import Connection, State
 from segue.session.frames import (

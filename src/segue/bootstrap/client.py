@@ -18,9 +18,8 @@ import msgspec
 
 from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.guarded_http import ErrorBody
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
-from segue.bootstrap.server import MAX_WAIT_S
+from segue.bootstrap.server import MAX_WAIT_S, ErrorBody
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import Clock
@@ -37,7 +36,6 @@ from segue.core.errors import (
     PeerRefused,
     PeerRestarted,
     SegueError,
-    Unauthorized,
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Placement, Role
@@ -192,7 +190,8 @@ class _HttpDoor(_Door):
             text = f"the registry at {self._url} did not answer in time ({type(error).__name__})"
             raise BootstrapTimeout(text) from error
         except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+            text = f"the registry at {self._url} cannot be reached: {error or type(error).__name__}"
+            raise BootstrapUnreachable(text) from error
         told = answer.headers.get(DIGEST_HEADER)
         if told is not None and told != digest_of(b"%d" % answer.status_code, answer.content):
             raise ChecksumMismatch(f"an answer of the registry at {self._url} was changed on its way")

@@ -14,13 +14,15 @@ Errors are `{"error": ErrorInfo}` with the status of their code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, TypeVar
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -28,7 +30,6 @@ from starlette.routing import Route
 
 from segue.bootstrap.auth import authorized, is_loopback
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.guarded_http import LET_IN, ErrorBody, GuardedServer
 from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
@@ -37,6 +38,7 @@ from segue.core.errors import (
     BootstrapTimeout,
     ChecksumMismatch,
     ConfigError,
+    ErrorInfo,
     Internal,
     InvalidRequest,
     NotFound,
@@ -56,6 +58,12 @@ MAX_WAIT_S = 30.0
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """How an error travels."""
+
+    error: ErrorInfo
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -82,8 +90,8 @@ async def _body(request: Request, type_: type[T]) -> T:
         data += piece
         if len(data) > MAX_BODY_BYTES:
             raise RequestTooLarge(f"a body of more than {MAX_BODY_BYTES} bytes")
-    try:
     _verify(request, data)
+    try:
         return msgspec.json.decode(data, type=type_)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is no {type_.__name__}: {error}") from error
@@ -197,11 +205,9 @@ def registry_app(
             try:
                 if not open_to_all:
                     _authenticate(request, secret)
-                return await handler(request)
-                    if (let_in := request.scope.get(LET_IN)) is not None:
-                        let_in()
                 if request.method != "PUT":  # whose body is still to be read
                     _verify(request)
+                return await handler(request)
             except SegueError as error:
                 return _json(ErrorBody(error.info), status_of(error.info.code))
             except ClientDisconnect:
@@ -238,33 +244,56 @@ def _authenticate(request: Request, secret: bytes | None) -> None:
         raise Unauthorized("this registry has no secret and answers only its own machine")
 
 
+class _Uvicorn(uvicorn.Server):
+    """Leaves the process's signals to whoever runs the process."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
 class RegistryServer:
     """A running registry. Made by `serve`."""
 
     def __init__(
-        self, store: RegistryStore, waiter: StoreWaiter, server: GuardedServer, *, encrypted: bool
+        self, store: RegistryStore, waiter: StoreWaiter, server: _Uvicorn, sock: socket.socket
     ) -> None:
         self.store = store
         self.waiter = waiter
-        self.host, self.port = server.address
-        self.server = server
-        self._scheme = "https" if encrypted else "http"
-        server.start()
+        self.host, self.port = str(sock.getsockname()[0]), int(sock.getsockname()[1])
+        self._server = server
+        self._task = asyncio.get_running_loop().create_task(server.serve([sock]))
 
     @property
     def url(self) -> str:
         """Where clients on this machine find it; a wildcard host is shown as loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def started(self) -> None:
         """Wait until queries are answered; raises what the start raised."""
-        await self.server.answering()
+        up = asyncio.ensure_future(self._server.up.wait())
+        try:
+            await asyncio.wait({up, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+        if self._task.done():
+            self._task.result()
+            raise Internal("the registry's server ended at its start")
 
     async def close(self) -> None:
         """Release waiting queries and stop. Returns when the port is free again."""
         self.waiter.close()
-        await self.server.stop()
+        self._server.should_exit = True
+        await asyncio.wait({self._task})
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -314,7 +343,10 @@ async def serve(
     clock = clock or SystemClock()
     store = store or RegistryStore(clock, ttl_s=limits.registry_ttl_s)
     waiter = StoreWaiter(store, clock, max_waiters=4 * limits.max_queue)
-    http = GuardedServer(
+    options: dict[str, Any] = (
+        {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile} if ssl_certfile else {}
+    )
+    config = uvicorn.Config(
         registry_app(store, secret, limits, waiter=waiter),
         log_config=None,
         access_log=False,

@@ -40,14 +40,14 @@ from segue.session.frames import (
     Refused,
     SessionFrame,
     Welcome,
-    decode_frame,
     body_check,
+    decode_frame,
     decode_preamble,
     encode_frame,
     encode_message,
     encode_preamble,
-)
     lead_check,
+)
 from segue.session.handshake import Handshake, Progress
 
 log = logging.getLogger(__name__)
@@ -270,6 +270,9 @@ class Connection(asyncio.BufferedProtocol):
             body = self._buffer[self._start + HEADER.size : self._start + need]
             self._start += need
             need = HEADER.size
+            if mark != body_check(body):
+                self._violation("a frame that was changed on its way")
+                return
             self._on_frame(kind, body)
             if self.state is State.ENDED:
                 return
@@ -281,9 +284,6 @@ class Connection(asyncio.BufferedProtocol):
         elif self._start + need > len(self._buffer):
             self._make_room(need)
 
-            if mark != body_check(body):
-                self._violation("a frame that was changed on its way")
-                return
     def _parse_preamble(self) -> bool:
         if self._end < PREAMBLE.size:
             return False
