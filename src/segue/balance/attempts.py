@@ -80,13 +80,16 @@ class Attempts:
     # ---- where ----------------------------------------------------------------------------------
 
     def candidates(self, candidates: Sequence[Candidate], *, patient: bool) -> Sequence[Candidate]:
-        """Those that may be asked: others than this request failed on, or, if there are none, all.
+        """Those that may be asked: others than this request failed on; if there are none, those that are
+        not said to be gone; if there are none, nobody while `patient`, and then all.
 
-        While `patient`, one that is said to be gone does not count: its successor, or word of
-        its end, is on the way.
+        One that is said to be gone is waited for: its successor, or word of its end, is on the way.
         """
-        there = [c for c in candidates if not patient or c.placement not in self.lost]
-        return [c for c in there if c.placement not in self.avoid] or there
+        for tier in (self.avoid, self.lost):
+            fresh = [c for c in candidates if c.placement not in tier]
+            if fresh:
+                return fresh
+        return [] if patient else candidates
 
     def choose(
         self, policy: Policy, candidates: Sequence[Candidate], ask: Ask, *, prefill: bool = False

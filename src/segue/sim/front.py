@@ -1,5 +1,5 @@
-"""A model of the frontend: places, submits to both legs, cancels the other on an error, retries
-before the first token, ends at the deadline. And of its clients, who sometimes leave.
+"""A model of the frontend: places, submits to both legs, cancels the other on an error, ends at the
+deadline. What follows a failure is production's (`balance.attempts`). And of its clients, who may leave.
 """
 
 from __future__ import annotations
@@ -7,6 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
+from segue.balance.attempts import Attempts, Next
 from segue.balance.base import Ask, Candidate
 from segue.balance.policies import make_policy
 from segue.bootstrap.records import InstanceRecord
@@ -17,6 +20,7 @@ from segue.core.errors import (
     DeadlineExceeded,
     ErrorCode,
     ErrorInfo,
+    Internal,
     PeerLost,
     SegueError,
 )
@@ -31,7 +35,8 @@ if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
     from segue.sim.node import LeaderNode
 
-MAX_ATTEMPTS = 4
+#: How long a request waits for another replica than the one that is said to be gone.
+PATIENCE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -57,7 +62,13 @@ class Call:
 
     wanted: Wanted
     deadline: float
-    attempt: int = 0
+    attempts: Attempts
+    #: what was submitted last, and whether decode has answered it with a token
+    request: Request
+    begun: bool = False
+    patient_until: float = 0.0
+    #: replicas whose session ended while this request ran there
+    dead: set[Placement] = field(default_factory=set)
     room: int = 0
     ticket: Ticket | None = None
     legs: dict[Incarnation, Role] = field(default_factory=dict)
@@ -66,10 +77,6 @@ class Call:
     outcome: str = ""
     error: ErrorInfo | None = None
     rooms: list[int] = field(default_factory=list)
-
-    @property
-    def request_id(self) -> str:
-        return f"{self.wanted.name}.{self.attempt}"
 
 
 class FrontNode(Process):
@@ -124,6 +131,7 @@ class FrontNode(Process):
         del self.ends[end.data]
         lost = PeerLost(f"the session to {end.data[:8]} ended", origin=self.name, phase="session").info
         for call in [c for c in self.calls.values() if end.data in c.legs]:
+            call.dead.add(Placement(end.data))
             self._leg_failed(call, end.data, lost)
         self.after(self.deployment.timing.retry_s, self.dial, end.data)
 
@@ -131,7 +139,8 @@ class FrontNode(Process):
 
     def request(self, wanted: Wanted) -> None:
         """A client asks."""
-        call = Call(wanted, self.world.now + wanted.budget_s)
+        request = Request(request_id=wanted.name, prompt=wanted.prompt, sampling=wanted.sampling)
+        call = Call(wanted, self.world.now + wanted.budget_s, Attempts(request), request)
         self.deployment.calls[wanted.name] = call
         self.calls[wanted.name] = call
         self.after(wanted.budget_s, self._deadline, call)
@@ -149,20 +158,23 @@ class FrontNode(Process):
     def _place(self, call: Call) -> None:
         if call.outcome:
             return
-        wanted = call.wanted
+        wanted, attempts = call.wanted, call.attempts
         room = self.rng.getrandbits(63) | 1
         ask = Ask(room, wanted.prompt)
-        unified = self._candidates(Role.UNIFIED) if wanted.unified else []
-        if unified:
-            prefill = decode = self.policies[0].choose(unified, ask).placement
+        patient = self.world.now < call.patient_until
+        there = {role: self._candidates(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)}
+        may = {role: attempts.candidates(found, patient=patient) for role, found in there.items()}
+        if wanted.unified and may[Role.UNIFIED]:
+            prefill = decode = attempts.choose(self.policies[0], may[Role.UNIFIED], ask).placement
+        elif may[Role.PREFILL] and may[Role.DECODE]:
+            prefill = attempts.choose(self.policies[0], may[Role.PREFILL], ask, prefill=True).placement
+            decode = attempts.choose(self.policies[1], may[Role.DECODE], ask).placement
         else:
-            left, right = self._candidates(Role.PREFILL), self._candidates(Role.DECODE)
-            if not left or not right:
-                self.after(0.05, self._place, call)  # nobody to serve yet: within the deadline
-                return
-            prefill = self.policies[0].choose(left, ask).placement
-            decode = self.policies[1].choose(right, ask).placement
+            self.after(0.05, self._place, call)  # nobody to serve yet: within the deadline
+            return
+        call.request, call.begun = attempts.begin(prefill, decode), False
         ticket = self._ticket(call, room, prefill, decode)
+        self.deployment.checks.placed(call, (prefill, decode), there)
         call.ticket, call.room = ticket, ticket.room
         call.rooms.append(ticket.room)
         call.legs = {decode.incarnation: Role.DECODE, prefill.incarnation: Role.PREFILL}
@@ -172,14 +184,14 @@ class FrontNode(Process):
         self.placed.append(ticket)
         for incarnation, role in call.legs.items():
             self.in_flight[incarnation] = self.in_flight.get(incarnation, 0) + 1
-            delay_s = wanted.leg_delay_s[role is Role.PREFILL] if call.attempt == 0 else 0.0
+            delay_s = wanted.leg_delay_s[role is Role.PREFILL] if attempts.number == 0 else 0.0
             if delay_s:
-                self.after(delay_s, self._submit, call, call.attempt, incarnation, ticket)
+                self.after(delay_s, self._submit, call, attempts.number, incarnation, ticket)
             else:
-                self._submit(call, call.attempt, incarnation, ticket)
+                self._submit(call, attempts.number, incarnation, ticket)
 
     def _ticket(self, call: Call, room: int, prefill: Placement, decode: Placement) -> Ticket:
-        bad, budget_s, attempt = call.wanted.bad, call.deadline - self.world.now, call.attempt
+        bad, budget_s, attempt = call.wanted.bad, call.deadline - self.world.now, call.attempts.number
         if bad == "room 0":
             room = 0
         elif bad == "negative room":
@@ -198,19 +210,19 @@ class FrontNode(Process):
         return sign(ticket, self.deployment.secret, self.me) if 0 <= room < 2**64 else ticket
 
     def _submit(self, call: Call, attempt: int, incarnation: Incarnation, ticket: Ticket) -> None:
-        if call.outcome or call.attempt != attempt or incarnation not in call.legs:
+        if call.outcome or call.attempts.number != attempt or incarnation not in call.legs:
             return
-        wanted = call.wanted
+        wanted, request = call.wanted, call.request
         prompt = wanted.prompt
         if wanted.bad == "mixed legs" and call.legs[incarnation] is Role.PREFILL:
             prompt = [(prompt[0] + 1) % VOCAB, *prompt[1:]]  # a router has mixed up two requests
-        request = Request(request_id=call.request_id, prompt=prompt, sampling=wanted.sampling)
+            request = replace(request, prompt=prompt)
         end = self.ends.get(incarnation)
         if end is None:
             gone = PeerLost("the session ended", origin=self.name, phase="submit").info
             self._leg_failed(call, incarnation, gone)
             return
-        self.world.note(self.name, f"submit room={ticket.room:x} {call.request_id} to {incarnation[:8]}")
+        self.world.note(self.name, f"submit room={ticket.room:x} {request.request_id} to {incarnation[:8]}")
         end.send(Submit(request, ticket))
         if wanted.bad == "repeated id":
             end.send(Submit(request, ticket))
@@ -226,9 +238,11 @@ class FrontNode(Process):
                 self._output(end.data, output)
 
     def _output(self, leader: Incarnation, output: Output) -> None:
-        name, _, attempt = output.request_id.rpartition(".")
+        name = output.request_id.partition("~")[0]
         call = self.calls.get(name)
-        if call is None or call.outcome or str(call.attempt) != attempt or leader not in call.legs:
+        if call is None or call.outcome or leader not in call.legs:
+            return
+        if output.request_id != call.request.request_id:
             return
         if output.error is not None:
             self.deployment.checks.error(call, output.error, call.legs[leader])
@@ -238,6 +252,11 @@ class FrontNode(Process):
             raise Violation(
                 "24", f"{name}: token {output.position} where {len(call.tokens)} was due", tuple(call.rooms)
             )
+        try:
+            output = call.attempts.arrived(output)
+        except Internal as exc:
+            raise Violation("24", f"{name}: {exc}", tuple(call.rooms)) from exc
+        call.begun = call.begun or bool(output.token_ids)
         call.tokens += output.token_ids
         call.usage = output.usage or call.usage
         self.deployment.checks.tokens(call)
@@ -247,15 +266,16 @@ class FrontNode(Process):
     def _leg_failed(self, call: Call, leader: Incarnation, error: ErrorInfo) -> None:
         role = call.legs.pop(leader)
         self._left(leader)
-        if role is Role.PREFILL and call.tokens:
+        if role is Role.PREFILL and call.begun:
             return  # decode has everything: prefill's end no longer matters
         self._cancel(call, error)
         left_s = call.deadline - self.world.now
-        if call.tokens or not error.retryable or call.attempt + 1 >= MAX_ATTEMPTS or left_s < 0.05:
-            self._end(call, "failed", error)
+        follows = call.attempts.failed(error, Placement(leader))
+        if follows is Next.END or left_s < 0.05:
+            self._end(call, "failed", call.attempts.root_cause(error))
             return
-        call.attempt += 1
-        self.deployment.counts["retries"] += 1
+        self.deployment.counts["continued" if follows is Next.CONTINUE else "retries"] += 1
+        call.patient_until = self.world.now + PATIENCE_S
         self.after(0.01, self._place, call)
 
     def _left(self, leader: Incarnation) -> None:
@@ -268,7 +288,7 @@ class FrontNode(Process):
             self._left(leader)
             end = self.ends.get(leader)
             if end is not None:
-                end.send(Cancel(call.request_id, error))
+                end.send(Cancel(call.request.request_id, error))
         call.legs = {}
 
     def _deadline(self, call: Call) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from segue.balance.base import Candidate
 from segue.core.errors import ErrorCode, ErrorInfo, Internal
-from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.core.types import Incarnation, KVPoll, Placement, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Destination, Drained
 from segue.sim.engine import reference
@@ -21,6 +22,9 @@ from segue.sim.world import Violation
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
     from segue.sim.front import Call
+
+#: Placements of one request, whatever happens to it (stated here anew, not taken from production).
+MAX_ATTEMPTS = 4
 
 NEXT = {
     None: {KVPoll.BOOTSTRAPPING},
@@ -434,6 +438,22 @@ class Checks:
         ):
             raise Violation("23", f"{wanted.name}: {usage}", tuple(call.rooms))
 
+    def placed(
+        self, call: Call, route: tuple[Placement, Placement], there: dict[Role, list[Candidate]]
+    ) -> None:
+        """24 for what is asked of an attempt; and that it is asked of somebody who may be there."""
+        wanted, asked, rooms = call.wanted, call.request, tuple(call.rooms)
+        if len(rooms) >= MAX_ATTEMPTS:
+            raise Violation("24", f"{wanted.name} is placed for the {len(rooms) + 1}th time", rooms)
+        if (asked.prompt, asked.output) != (wanted.prompt, call.tokens):
+            raise Violation("24", f"{wanted.name} goes on after {asked.output}, not {call.tokens}", rooms)
+        for placement in set(route) & call.dead:
+            role = next(r for r, found in there.items() if any(c.placement == placement for c in found))
+            # Others that are said to be gone are no better choice.
+            worse = call.dead | call.attempts.lost
+            if any(c.placement not in worse for c in there[role]):
+                raise Violation("24", f"{wanted.name} is asked of {placement} again, which it lost", rooms)
+
     def error(self, call: Call, error: ErrorInfo, role: Role) -> None:
         """An error that came from a leader; 19: nothing between the leaders fails what decode has."""
         rooms = tuple(call.rooms)
@@ -442,7 +462,7 @@ class Checks:
         if call.wanted.bad:
             return
         self._explained(error, rooms)
-        if role is Role.DECODE and call.tokens and error.code not in _AFTER_COMMIT:
+        if role is Role.DECODE and call.begun and error.code not in _AFTER_COMMIT:
             raise Violation("19", f"{call.wanted.name} failed after its first token: {error}", rooms)
 
     def ended(self, call: Call) -> None:

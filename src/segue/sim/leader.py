@@ -202,6 +202,8 @@ class LeaderNode(Process):
             end = self.fronts.get(origin)
             if end is not None:
                 end.send(Outputs(outputs))
+        if self.faults.triggers:
+            self.faults.reached("Outputs", by_front)
 
     def _sleep(self) -> None:
         deadlines = [d for d in (self.role.next_deadline(), self.drain_until) if d is not None]

@@ -86,6 +86,9 @@ TRIGGERS = (
     "<Failed",
     "<Abort",
     "<Drained",
+    "Outputs",
+    "Outputs",
+    "Outputs",
     "",
     "",
     "",
@@ -244,6 +247,8 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
     longest = rng.choice((6, 12, 24))
     at = 0.02
     shares_prefixes, follow_ups = rng.random() < 0.5, rng.random() < 0.5
+    # Long answers are what a crash can cut in two.
+    lengths = rng.choice(((1, 1, 2, 4, 8), (1, 1, 2, 4, 8), (1, 4, 12, 32)))
     for index in range(count):
         at += rng.expovariate(1.0 / gap_s)
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
@@ -257,7 +262,7 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
                 prompt = last.prompt + said[: rng.randint(0, len(said))] + prompt[:4]
         greedy = rng.random() < 0.3
         sampling = SamplingParams(
-            max_tokens=rng.choice((1, 1, 2, 4, 8)),
+            max_tokens=rng.choice(lengths),
             temperature=0.0 if greedy else 1.0,
             seed=rng.randrange(2**31),
         )
