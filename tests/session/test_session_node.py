@@ -504,7 +504,7 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
         await here.wait("opened", 5)
         await listener.close()
         assert not listener._connections
-        assert not listener._half_open
+        assert not listener.strangers
         assert not listener._open
         assert not listener._lineages
         assert not listener._arrivals

@@ -18,8 +18,9 @@ import msgspec
 
 from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
+from segue.bootstrap.guarded_http import ErrorBody
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
-from segue.bootstrap.server import MAX_WAIT_S, ErrorBody
+from segue.bootstrap.server import MAX_WAIT_S
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import Clock
@@ -36,9 +37,11 @@ from segue.core.errors import (
     PeerRefused,
     PeerRestarted,
     SegueError,
+    Unauthorized,
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Placement, Role
+from segue.session.tls import Tls, explain, not_tls
 
 T = TypeVar("T")
 ErrorReport = Callable[[SegueError], None]
@@ -119,20 +122,24 @@ class _Door(ABC):
 
 
 class _HttpDoor(_Door):
-    def __init__(self, url: str, secret: bytes | None, limits: Limits, verify: str | bool) -> None:
+    def __init__(self, url: str, secret: bytes | None, limits: Limits, tls: Tls | None) -> None:
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise ConfigError(f"{url!r} is no address of a registry: {error}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"a registry's address looks like http://host:8998, unlike {url!r}")
+        if (parsed.scheme == "https") != (tls is not None):
+            raise ConfigError(
+                f"{url}: an https registry, and only that, needs --tls-cert, --tls-key and --tls-ca"
+            )
         headers = {"Authorization": f"Bearer {bearer_token(secret)}"} if secret is not None else {}
         self._connect_s = limits.connect_s
         self._url = url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self._url,
             headers=headers,
-            verify=_tls(verify) if parsed.scheme == "https" else False,
+            verify=tls.client if tls is not None else False,
             # Never through a proxy of the environment, and never to where an answer points.
             trust_env=False,
             follow_redirects=False,
@@ -190,8 +197,7 @@ class _HttpDoor(_Door):
             text = f"the registry at {self._url} did not answer in time ({type(error).__name__})"
             raise BootstrapTimeout(text) from error
         except httpx.HTTPError as error:
-            text = f"the registry at {self._url} cannot be reached: {error or type(error).__name__}"
-            raise BootstrapUnreachable(text) from error
+            raise self._unreachable(error) from error
         told = answer.headers.get(DIGEST_HEADER)
         if told is not None and told != digest_of(b"%d" % answer.status_code, answer.content):
             raise ChecksumMismatch(f"an answer of the registry at {self._url} was changed on its way")
@@ -206,6 +212,18 @@ class _HttpDoor(_Door):
             raise _NotYet(info.text)
         raise info.exception()
 
+    def _unreachable(self, error: httpx.HTTPError) -> SegueError:
+        reason = _ssl_error(error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return Unauthorized(f"the registry at {self._url}: {explain(reason)}")
+        if reason is not None and not_tls(reason):
+            return PeerRefused(f"the registry at {self._url}: {explain(reason)}")
+        text = f"the registry at {self._url} cannot be reached: {error or type(error).__name__}"
+        if self._url.startswith("https:") and not isinstance(error, httpx.ConnectError):
+            # Of TLS 1.3 the client hears nothing when the server rejects its certificate.
+            text += "; it may not accept our --tls-cert (then its log says why)"
+        return BootstrapUnreachable(text)
+
     def _decode(self, data: bytes, type_: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=type_)
@@ -217,8 +235,14 @@ class _NotYet(Exception):
     """The registry waited in vain; it is there, and may be asked again."""
 
 
-def _tls(verify: str | bool) -> ssl.SSLContext | bool:
-    return ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
+def _ssl_error(error: BaseException) -> ssl.SSLError | None:
+    """The TLS error at the root of an error of httpx, if there is one."""
+    cause: BaseException | None = error
+    for _ in range(8):  # httpx, httpcore and anyio each put a layer around it
+        if cause is None or isinstance(cause, ssl.SSLError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 class _LocalDoor(_Door):
@@ -473,7 +497,7 @@ class _Backoff:
 
 
 class RegistryClient(_Registry):
-    """A registry at `url`, over HTTP. `verify` is for https: a file of authorities, or True.
+    """A registry at `url`, over HTTP; `tls` is for https, which it is mandatory for.
 
     Make it inside the event loop that uses it. `on_error` hears what `watch` and `keep_alive`
     survive.
@@ -486,9 +510,9 @@ class RegistryClient(_Registry):
         secret: bytes | None,
         limits: Limits,
         on_error: ErrorReport | None = None,
-        verify: str | bool = True,
+        tls: Tls | None = None,
     ) -> None:
-        super().__init__(_HttpDoor(url, secret, limits, verify), limits, on_error)
+        super().__init__(_HttpDoor(url, secret, limits, tls), limits, on_error)
 
 
 class LocalRegistry(_Registry):

@@ -14,15 +14,13 @@ Errors are `{"error": ErrorInfo}` with the status of their code.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Generator
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -30,6 +28,7 @@ from starlette.routing import Route
 
 from segue.bootstrap.auth import authorized, is_loopback
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
+from segue.bootstrap.guarded_http import LET_IN, ErrorBody, GuardedServer
 from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
@@ -38,7 +37,6 @@ from segue.core.errors import (
     BootstrapTimeout,
     ChecksumMismatch,
     ConfigError,
-    ErrorInfo,
     Internal,
     InvalidRequest,
     NotFound,
@@ -49,6 +47,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
+from segue.session.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +57,6 @@ MAX_WAIT_S = 30.0
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    """How an error travels."""
-
-    error: ErrorInfo
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -205,6 +198,8 @@ def registry_app(
             try:
                 if not open_to_all:
                     _authenticate(request, secret)
+                    if (let_in := request.scope.get(LET_IN)) is not None:
+                        let_in()
                 if request.method != "PUT":  # whose body is still to be read
                     _verify(request)
                 return await handler(request)
@@ -244,56 +239,33 @@ def _authenticate(request: Request, secret: bytes | None) -> None:
         raise Unauthorized("this registry has no secret and answers only its own machine")
 
 
-class _Uvicorn(uvicorn.Server):
-    """Leaves the process's signals to whoever runs the process."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.up = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.up.set()
-
-
 class RegistryServer:
     """A running registry. Made by `serve`."""
 
     def __init__(
-        self, store: RegistryStore, waiter: StoreWaiter, server: _Uvicorn, sock: socket.socket
+        self, store: RegistryStore, waiter: StoreWaiter, server: GuardedServer, *, encrypted: bool
     ) -> None:
         self.store = store
         self.waiter = waiter
-        self.host, self.port = str(sock.getsockname()[0]), int(sock.getsockname()[1])
-        self._server = server
-        self._task = asyncio.get_running_loop().create_task(server.serve([sock]))
+        self.host, self.port = server.address
+        self.server = server
+        self._scheme = "https" if encrypted else "http"
+        server.start()
 
     @property
     def url(self) -> str:
         """Where clients on this machine find it; a wildcard host is shown as loopback."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def started(self) -> None:
         """Wait until queries are answered; raises what the start raised."""
-        up = asyncio.ensure_future(self._server.up.wait())
-        try:
-            await asyncio.wait({up, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            up.cancel()
-        if self._task.done():
-            self._task.result()
-            raise Internal("the registry's server ended at its start")
+        await self.server.answering()
 
     async def close(self) -> None:
         """Release waiting queries and stop. Returns when the port is free again."""
         self.waiter.close()
-        self._server.should_exit = True
-        await asyncio.wait({self._task})
+        await self.server.stop()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -328,8 +300,7 @@ async def serve(
     limits: Limits,
     store: RegistryStore | None = None,
     clock: Clock | None = None,
-    ssl_certfile: str | None = None,
-    ssl_keyfile: str | None = None,
+    tls: Tls | None = None,
 ) -> RegistryServer:
     """Run a registry in the current loop (port 0: any free one). ConfigError if the port is in use
     or the host is not loopback and there is no secret. Ends with `close`."""
@@ -343,19 +314,15 @@ async def serve(
     clock = clock or SystemClock()
     store = store or RegistryStore(clock, ttl_s=limits.registry_ttl_s)
     waiter = StoreWaiter(store, clock, max_waiters=4 * limits.max_queue)
-    options: dict[str, Any] = (
-        {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile} if ssl_certfile else {}
-    )
-    config = uvicorn.Config(
+    http = GuardedServer(
         registry_app(store, secret, limits, waiter=waiter),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        timeout_graceful_shutdown=2,
-        **options,
+        sock,
+        server_tls=tls.server if tls is not None else None,
+        request_s=limits.handshake_s,
+        max_members=4 * limits.max_queue,
+        drain_s=2.0,
     )
-    server = RegistryServer(store, waiter, _Uvicorn(config), sock)
+    server = RegistryServer(store, waiter, http, encrypted=tls is not None)
     try:
         await server.started()
     except BaseException:

@@ -15,6 +15,7 @@ from segue.cli.models import resolve
 from segue.core.config import FrontendConfig, served_name
 from segue.core.errors import ConfigError
 from segue.frontend import server
+from segue.session.tls import from_config
 
 log = logging.getLogger("segue.frontend")
 
@@ -22,7 +23,10 @@ log = logging.getLogger("segue.frontend")
 async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
     """Serve until the first signal, then drain; the second signal ends at once."""
     limits = config.limit.limits()
-    registry = RegistryClient(config.registry, secret=config.secret or None, limits=limits, on_error=_say)
+    tls = from_config(config.tls, None)
+    registry = RegistryClient(
+        config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls
+    )
     try:
         async with _signals() as stop:
             model, name = config.model, config.served_model_name
@@ -48,6 +52,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 secret=config.secret or None,
                 policy=config.policy,
                 limits=limits,
+                tls=tls,
             )
             await server.run_frontend(door, stop, on_ready=on_ready)
     finally:

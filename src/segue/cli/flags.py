@@ -18,7 +18,12 @@ Config = TypeVar("Config")
 CONFIG_VARIABLE = "SEGUE_CONFIG"
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 MAX_SECRET_BYTES = 4096
-_GROUPS = {"engine": "model and memory", "limit": "limits", "log": "log"}
+_GROUPS = {
+    "engine": "model and memory",
+    "tls": "encryption between the parts",
+    "limit": "limits",
+    "log": "log",
+}
 
 
 class Parser(argparse.ArgumentParser):

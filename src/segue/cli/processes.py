@@ -23,8 +23,12 @@ from segue.core.types import Role
 from segue.serve.host import this_host
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
 from segue.serve.supervisor import MARGIN_S, THREAD_VARIABLES, Supervisor, check_port
+from segue.session.tls import Tls, from_config
 
 log = logging.getLogger("segue.cli")
+
+#: Where the parts of `segue serve` find each other.
+LOOPBACK = "127.0.0.1"
 
 
 def serve(config: ServeConfig) -> int:
@@ -32,6 +36,7 @@ def serve(config: ServeConfig) -> int:
     logs.configure(config.log.log_level, "serve")
     check_transport(config.transport)
     check_port(config.host, config.port)
+    tls = from_config(config.tls, LOOPBACK)
     path = resolve(config.model, config.engine.cache)
     size, host = model_size(path), this_host()
     name = served_name(config.model, config.engine.served_model_name)
@@ -45,7 +50,7 @@ def serve(config: ServeConfig) -> int:
             host=host,
             size=size,
             command=_command,
-            registry=lambda secret: _registry(secret, config.limit.limits()),
+            registry=lambda secret: _registry(secret, config.limit.limits(), tls),
             announce=lambda url: _announce(url, name),
         )
         outcome = await supervisor.run()
@@ -70,10 +75,10 @@ def check_transport(name: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _registry(secret: bytes, limits: Limits) -> AsyncIterator[str]:
+async def _registry(secret: bytes, limits: Limits, tls: Tls | None) -> AsyncIterator[str]:
     from segue.bootstrap.server import serve as start
 
-    server = await start("127.0.0.1", 0, secret=secret, limits=limits)
+    server = await start(LOOPBACK, 0, secret=secret, limits=limits, tls=tls)
     try:
         yield server.url
     finally:

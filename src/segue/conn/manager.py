@@ -31,6 +31,7 @@ from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.layout.spec import PoolSpec
 from segue.session.api import PeerInfo, Session, SessionHandler
 from segue.session.node import SessionNode
+from segue.session.tls import Tls
 from segue.transport import base as transport_base
 from segue.transport.memory import Memory
 from segue.transport.registry import create
@@ -67,6 +68,7 @@ class KVConfig:
     dp_size: int = 1
     integrity: Integrity = Integrity.FULL
     limits: Limits = field(default_factory=Limits)
+    tls: Tls | None = None
     incarnation: Incarnation = field(default_factory=new_incarnation)
 
 
@@ -140,6 +142,7 @@ class KVManager:
             handler=self,
             message_type=LeaderMessage,
             limits=config.limits,
+            tls=config.tls,
         )
 
     # ---- life --------------------------------------------------------------------------------

@@ -122,6 +122,36 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """Mutual TLS between the parts of a deployment: sessions, the registry and the tcp transport.
+    All three files or none; every part of a deployment has them or none has."""
+
+    tls_cert: str | None = text(
+        "certificate that this process shows its peers (PEM, with its chain)", metavar="F"
+    )
+    tls_key: str | None = text("private key of --tls-cert (PEM, not encrypted)", metavar="F")
+    tls_ca: str | None = text("authority that every peer's certificate must come from (PEM)", metavar="F")
+
+    def __post_init__(self) -> None:
+        given = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key, "--tls-ca": self.tls_ca}
+        missing = [flag for flag, value in given.items() if value is None]
+        if missing and len(missing) < len(given):
+            raise ConfigError(
+                f"TLS needs --tls-cert, --tls-key and --tls-ca together; {' and '.join(missing)} missing"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """TLS is asked for."""
+        return self.tls_cert is not None
+
+    @property
+    def scheme(self) -> str:
+        """Of the registry's address."""
+        return "https" if self.enabled else "http"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """`segue serve`: a whole deployment on one host."""
 
@@ -139,6 +169,7 @@ class ServeConfig:
     instance_doors: bool = switch(
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
     )
+    tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -185,6 +216,7 @@ class ServeConfig:
                 kv_gib=self.kv_bytes(host, size) / 2**30,
                 threads_per_worker=self.engine.threads(host, self.workers),
             ),
+            tls=self.tls,
             limit=self.limit,
             log=self.log,
         )
@@ -198,6 +230,7 @@ class ServeConfig:
             model=self.model,
             served_model_name=served_name(self.model, self.engine.served_model_name),
             policy=self.policy,
+            tls=self.tls,
             limit=self.limit,
             log=self.log,
         )
@@ -245,6 +278,7 @@ class InstanceConfig:
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
     )
     integrity: str = text(INTEGRITY_HELP, "full", choices=INTEGRITIES, metavar="MODE")
+    tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -257,7 +291,7 @@ class InstanceConfig:
                 "a prefill instance without one runs it on its --bootstrap-port"
             )
         if self.registry is not None:
-            check_url(self.registry)
+            check_url(self.registry, self.tls)
         check_hosts(self.host, self.advertise_host, self.secret_file is not None)
         if self.dp * self.tp * self.pp * self.cp > 1:
             raise ConfigError(
@@ -276,6 +310,12 @@ class InstanceConfig:
         return self.advertise_host or self.host
 
     @property
+    def registry_url(self) -> str:
+        """Where the registry is: the given one, or the one that this instance runs."""
+        own = f"{self.tls.scheme}://{_bracket(self.peer_host)}:{self.bootstrap_port}"
+        return self.registry or own
+
+    @property
     def served_model(self) -> str:
         """The name that clients ask for."""
         return served_name(self.model, self.engine.served_model_name)
@@ -286,7 +326,8 @@ class InstanceConfig:
             "served_model": self.served_model,
             "threads_per_worker": self.engine.threads(host, 1),
             "kv_gib": round(self.kv_bytes(host, size) / 2**30, 3),
-            "registry": self.registry or f"http://{_bracket(self.peer_host)}:{self.bootstrap_port}",
+            "registry": self.registry_url,
+            "encrypted": self.tls.enabled,
         }
 
     def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
@@ -311,12 +352,13 @@ class FrontendConfig:
     policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     cache: str | None = text("folder for fetched and converted models", metavar="DIR")
+    tls: TlsConfig = field(default_factory=TlsConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        check_url(self.registry)
+        check_url(self.registry, self.tls)
 
     @property
     def label(self) -> str:
@@ -325,7 +367,12 @@ class FrontendConfig:
 
     def derived(self) -> dict[str, object]:
         """What follows from the settings; logged once at start."""
-        return {"registry": self.registry, "policy": self.policy, "authenticated": bool(self.secret)}
+        return {
+            "registry": self.registry,
+            "policy": self.policy,
+            "authenticated": bool(self.secret),
+            "encrypted": self.tls.enabled,
+        }
 
 
 #: Configuration class of each command that has one.
@@ -387,15 +434,24 @@ def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:
         )
 
 
-def check_url(url: str) -> None:
-    """Refuse a registry that is not `http://HOST:PORT`."""
+def check_url(url: str, tls: TlsConfig) -> None:
+    """Refuse a registry that is not `http://HOST:PORT`, or `https://HOST:PORT` under TLS."""
     scheme, separator, rest = url.partition("://")
     host, colon, port = rest.rstrip("/").rpartition(":")
     legal = (
         scheme in ("http", "https") and separator and host and colon and port.isdigit() and int(port) < 65536
     )
     if not legal or "/" in host:
-        raise ConfigError(f"--registry must look like http://HOST:PORT, not {url!r}")
+        raise ConfigError(f"--registry must look like {tls.scheme}://HOST:PORT, not {url!r}")
+    if scheme == "http" and tls.enabled:
+        raise ConfigError(
+            f"--tls-cert encrypts the registry too: give --registry https://{rest}, not {url!r}"
+        )
+    if scheme == "https" and not tls.enabled:
+        raise ConfigError(
+            f"--registry {url} needs --tls-cert, --tls-key and --tls-ca: a registry with TLS lets in only "
+            "who has a certificate of its own"
+        )
 
 
 def _bracket(host: str) -> str:

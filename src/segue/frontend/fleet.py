@@ -32,6 +32,7 @@ from segue.frontend.replicas import InstanceWatch, Replica, Replicas, Signal
 from segue.frontend.stream import FleetStream, Route
 from segue.handoff.ticket import FOLLOW_BOOTSTRAP_ROOM
 from segue.observe.metrics import Metrics
+from segue.session.tls import Tls
 
 #: Not a worker's fault, so nobody is avoided for it (lesson 11).
 _BLAMELESS = {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}
@@ -69,6 +70,7 @@ class FleetBackend:
         secret: bytes | None,
         limits: Limits,
         metrics: Metrics,
+        tls: Tls | None = None,
     ) -> None:
         self.settings = settings
         self.limits = limits
@@ -90,6 +92,7 @@ class FleetBackend:
             metrics=metrics,
             served_model=settings.served_model,
             changed=self._membership_changed,
+            tls=tls,
         )
 
     # ---- the process's side ---------------------------------------------------------------------

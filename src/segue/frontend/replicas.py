@@ -22,6 +22,7 @@ from segue.core.types import Incarnation, Placement, Role, new_incarnation
 from segue.observe.metrics import Metrics
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
+from segue.session.tls import Tls
 
 log = logging.getLogger("segue.frontend.fleet")
 
@@ -123,6 +124,7 @@ class Replicas:
         metrics: Metrics,
         served_model: str,
         changed: Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         self._registry = registry
         self._limits = limits
@@ -139,6 +141,7 @@ class Replicas:
             handler=self,
             message_type=ControlMessage,
             limits=limits,
+            tls=tls,
         )
 
     def __iter__(self) -> Iterator[Replica]:

@@ -19,6 +19,7 @@ from segue.frontend.ready import keep_proving
 from segue.frontend.replicas import InstanceWatch
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
+from segue.session.tls import Tls
 
 log = logging.getLogger("segue.frontend")
 
@@ -36,6 +37,7 @@ class FrontendConfig:
     secret: bytes | None = None
     policy: str = "total_tokens"
     limits: Limits = field(default_factory=Limits)
+    tls: Tls | None = None
     context_tokens: int = 0
 
 
@@ -62,6 +64,7 @@ async def run_frontend(
             secret=config.secret,
             limits=config.limits,
             metrics=metrics,
+            tls=config.tls,
         )
         settings = DoorSettings(
             model=config.served_model,

@@ -15,6 +15,7 @@ from segue.core.types import Incarnation, Role
 from segue.serve.leader import FromFrontend, FrontendGone, Leader
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
+from segue.session.tls import Tls
 
 log = logging.getLogger("segue.instance")
 
@@ -98,6 +99,7 @@ class ControlHost:
         port: int,
         secret: bytes | None,
         limits: Limits,
+        tls: Tls | None = None,
     ) -> None:
         self.io = IoThread(lambda context: log.error("error in the I/O loop: %s", context.get("message")))
         self.address = (host, port)
@@ -110,6 +112,7 @@ class ControlHost:
             handler=handler,
             message_type=ControlMessage,
             limits=limits,
+            tls=tls,
         )
         self._closed = False
 

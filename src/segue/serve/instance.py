@@ -37,6 +37,7 @@ from segue.serve.control import ControlHost, FrontendSessions, Host
 from segue.serve.door import Facts, open_door
 from segue.serve.integrity import look
 from segue.serve.leader import Drain, Leader
+from segue.session import tls
 from segue.transport.memory import Memory
 
 log = logging.getLogger("segue.instance")
@@ -56,6 +57,7 @@ class Instance:
         self.config = config
         self.engine = engine
         self.limits = config.limit.limits()
+        self.tls = tls.from_config(config.tls, config.peer_host)
         self.frontends = FrontendSessions()
         self.me = new_incarnation()
         self.model = f"{engine.info.fingerprint}/{engine.info.dtype}"
@@ -97,6 +99,7 @@ class Instance:
             port=config.port,
             secret=config.secret or None,
             limits=self.limits,
+            tls=self.tls,
         )
 
     def _kv_manager(self, memory: Memory) -> KVManager:
@@ -115,6 +118,7 @@ class Instance:
             # `fake` moves no bytes, so that what lies at the destination is never what was sent.
             integrity=Integrity.OFF if config.transport == "fake" else Integrity(config.integrity),
             limits=self.limits,
+            tls=self.tls,
             incarnation=self.me,
         )
         return KVManager(kv, memory, self._changed, control=self.frontends)
@@ -137,11 +141,13 @@ class Instance:
         url = config.registry
         if url is None:
             server = await serve_registry(
-                config.host, config.bootstrap_port, secret=secret, limits=self.limits
+                config.host, config.bootstrap_port, secret=secret, limits=self.limits, tls=self.tls
             )
             self._stack.push_async_callback(server.close)
-            url = f"http://{config.peer_host}:{config.bootstrap_port}"
-        registry = RegistryClient(url, secret=secret, limits=self.limits, on_error=_registry_trouble)
+            url = config.registry_url
+        registry = RegistryClient(
+            url, secret=secret, limits=self.limits, on_error=_registry_trouble, tls=self.tls
+        )
         self._registry = registry
         self._stack.push_async_callback(registry.aclose)
         await registry.register(self._record())

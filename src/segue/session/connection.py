@@ -24,6 +24,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation
+from segue.session import tls
 from segue.session.api import PeerInfo, SessionHandler
 from segue.session.frames import (
     DECODE_ERRORS,
@@ -126,6 +127,9 @@ class Connection(asyncio.BufferedProtocol):
         self.expect: Incarnation | None = None
         self.lineage: tuple[str, int, str] | None = None
         self.error: SegueError | None = None
+        #: TLS lies under this (dialled) connection.
+        self.over_tls = False
+        self._turned_away: SegueError | None = None
         self._owner = owner
         self._loop = loop
         self._peer: PeerInfo | None = None
@@ -197,6 +201,10 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
             return
         self._deadline = self._loop.call_later(self._owner.limits.handshake_s, self._handshake_late)
+        if self._turned_away is not None:
+            self._write(encode_preamble(self._owner.protocol))
+            self.refuse(self._turned_away)
+            return
         try:
             self._owner.check_address(self.remote_host())
         except SegueError as error:
@@ -232,6 +240,9 @@ class Connection(asyncio.BufferedProtocol):
             self.end(PeerLost(f"the session with {self.describe()} broke: {cause}"), tell=False)
         else:
             text = f"{self.describe()} left during the handshake: {cause}"
+            if self.over_tls and self.handshake.peer is None:
+                # Of TLS 1.3 the dialler hears nothing when the listener rejects its certificate.
+                text += "; it may not accept our --tls-cert (then its log says why)"
             self.end(BootstrapUnreachable(text), tell=False)
         if self._deadline is not None:
             self._deadline.cancel()
@@ -293,6 +304,9 @@ class Connection(asyncio.BufferedProtocol):
         except ValueError:
             self._owner.count("bad_frames")
             text = f"{self.describe()} does not speak the segue session protocol"
+            if self._buffer[0] == tls.HANDSHAKE_RECORD:
+                text = f"{self.describe()} speaks TLS and this side does not; {tls.GIVE_BOTH}"
+                log.warning("%s", text)
             self.end(PeerRefused(text), tell=False)
             return False
         if theirs != ours:
@@ -552,6 +566,17 @@ class Connection(asyncio.BufferedProtocol):
         else:
             transport.close()
         self._deadline = self._loop.call_later(_LINGER_S, transport.abort)
+
+    def turn_away(self, error: SegueError) -> None:
+        """See `gate.Guest`."""
+        self._turned_away = error
+
+    def cut(self, error: SegueError) -> None:
+        """See `gate.Guest`; also for one that has ended and lingers."""
+        self.end(error, tell=False)
+        self.abort()
+        # Of a connection that was never quite made uvloop does not say `connection_lost`.
+        self._owner.lost(self)
 
     def abort(self) -> None:
         """Cut the socket now."""

@@ -23,24 +23,24 @@ from segue.core.errors import (
     Draining,
     OutOfCapacity,
     PeerLost,
+    PeerRefused,
     PeerRestarted,
     SegueError,
     Unauthorized,
 )
 from segue.core.limits import Limits
+from segue.core.strangers import MAX_STRANGERS
 from segue.core.types import Incarnation, Role
 from segue.session.api import Session, SessionHandler
 from segue.session.connection import Connection, State
 from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
+from segue.session.gate import Gate
 from segue.session.handshake import Handshake, session_key
+from segue.session.tls import Tls, explain, not_tls
 
 log = logging.getLogger(__name__)
 
-#: Connections that have not proven themselves. One more, and the oldest of them goes: a flood
-#: must then outrun an honest handshake (milliseconds), not merely fill the table once.
-MAX_HALF_OPEN: Final = 128
 _ACCEPT_BACKLOG: Final = 512
-_OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 @dataclass(slots=True)
@@ -76,8 +76,8 @@ class SessionNode:
     """Opens, accepts and keeps sessions. See `handshake` for the rules of opening.
 
     `secret` is the deployment's shared secret; without one only loopback is talked to, in both
-    directions. `message_type` is the union of msgspec structs that sessions carry. `ssl_server`
-    and `ssl_client` put TLS under the session. `protocol` is for tests of version differences.
+    directions. `message_type` is the union of msgspec structs that sessions carry. `tls` puts TLS under
+    the sessions, in both directions. `protocol` is for tests of version differences.
     """
 
     def __init__(
@@ -90,9 +90,8 @@ class SessionNode:
         handler: SessionHandler,
         message_type: Any,
         limits: Limits,
-        ssl_server: ssl.SSLContext | None = None,
-        ssl_client: ssl.SSLContext | None = None,
-        max_half_open: int = MAX_HALF_OPEN,
+        tls: Tls | None = None,
+        max_half_open: int = MAX_STRANGERS,
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
         if secret is not None and len(secret) < 16:
@@ -112,14 +111,16 @@ class SessionNode:
         self.decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(message_type)
         self.stats = SessionStats()
         self._key = session_key(secret)
-        self._ssl_server = ssl_server
-        self._ssl_client = ssl_client
-        self._max_half_open = max_half_open
+        self._tls = tls
+        self._gate = Gate(
+            self._incoming,
+            server_tls=tls.server if tls is not None else None,
+            handshake_s=limits.handshake_s,
+            count=self.count,
+            max_strangers=max_half_open,
+        )
         self._listen = ""
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._admissions: dict[asyncio.Task[Any], Connection] = {}
-        self._half_open: dict[Connection, None] = {}
         self._connections: set[Connection] = set()
         self._open: dict[Incarnation, Connection] = {}
         self._lineages: dict[tuple[str, int, str], Connection] = {}
@@ -174,7 +175,7 @@ class SessionNode:
         bound_host, bound_port = sock.getsockname()[:2]
         self._listener = sock
         self._listen = f"{bound_host}:{bound_port}"
-        self._accepting = loop.create_task(self._accept_loop(sock))
+        self._gate.open(sock)
         return str(bound_host), int(bound_port)
 
     async def connect(
@@ -222,9 +223,8 @@ class SessionNode:
         sockets are gone; one that does not take its last frame is cut within a second."""
         self._closed = True
         reason = error or Draining(f"{self.role} {self.incarnation[:8]} dp{self.dp_rank} is leaving")
-        tasks = [dial.task for dial in self._dials.values()] + list(self._admissions)
-        if self._accepting is not None:
-            tasks.append(self._accepting)
+        await self._gate.close()
+        tasks = [dial.task for dial in self._dials.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -239,58 +239,10 @@ class SessionNode:
 
     # ---- listening ------------------------------------------------------------------------------
 
-    async def _accept_loop(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:
-                if error.errno not in _OUT_OF_DESCRIPTORS:
-                    log.warning("a connection was lost while it was accepted: %s", error)
-                    continue
-                log.error("cannot accept sessions: %s", error.strerror)
-                self._drop_stranger()
-                # Nothing tells when the system has descriptors again, so this one wait is blind.
-                await asyncio.sleep(0.1)
-                continue
-            self._admit(sock)
-
-    def _admit(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while len(self._half_open) >= self._max_half_open:
-            self._drop_stranger()
-        connection = Connection(self, dialling=False, loop=loop)
-        self._half_open[connection] = None
+    def _incoming(self) -> Connection:
+        connection = Connection(self, dialling=False, loop=asyncio.get_running_loop())
         self._connections.add(connection)
-        tls_s = self.limits.handshake_s if self._ssl_server is not None else None
-        opening = loop.connect_accepted_socket(
-            lambda: connection, sock, ssl=self._ssl_server, ssl_handshake_timeout=tls_s
-        )
-        task = asyncio.ensure_future(opening)
-        self._admissions[task] = connection
-        task.add_done_callback(lambda task: self._admitted(task, connection, sock))
-
-    def _admitted(self, task: asyncio.Task[Any], connection: Connection, sock: socket.socket) -> None:
-        del self._admissions[task]
-        failure = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if failure is None:
-            return
-        sock.close()
-        connection.end(BootstrapUnreachable(f"a connection was not made: {failure}"), tell=False)
-        self.lost(connection)
-        if not isinstance(failure, (OSError, asyncio.CancelledError)):
-            log.error("a connection could not be accepted", exc_info=failure)
-
-    def _drop_stranger(self) -> None:
-        oldest = next(iter(self._half_open), None)
-        if oldest is None:
-            return
-        self.stats.strangers_dropped += 1
-        for task, connection in self._admissions.items():
-            if connection is oldest:
-                task.cancel()
-                break
-        oldest.end(OutOfCapacity("too many connections that have not proven themselves"), tell=False)
+        return connection
 
     # ---- dialling -------------------------------------------------------------------------------
 
@@ -317,16 +269,17 @@ class SessionNode:
 
     async def _dial_address(self, connection: Connection, host: str, address: str, port: int) -> Connection:
         loop = asyncio.get_running_loop()
-        tls: dict[str, Any] = {}
-        if self._ssl_client is not None:
-            tls = {
-                "ssl": self._ssl_client,
+        options: dict[str, Any] = {}
+        if self._tls is not None:
+            options = {
+                "ssl": self._tls.client,
                 "server_hostname": host,
                 "ssl_handshake_timeout": self.limits.handshake_s,
             }
         self._connections.add(connection)
+        connection.over_tls = bool(options)
         try:
-            await loop.create_connection(lambda: connection, address, port, **tls)
+            await loop.create_connection(lambda: connection, address, port, **options)
         except BaseException:
             self.lost(connection)
             raise
@@ -354,6 +307,8 @@ class SessionNode:
     def _dial_failure(self, host: str, port: int, error: OSError) -> SegueError:
         if isinstance(error, ssl.SSLCertVerificationError):
             return Unauthorized(f"the certificate of {host}:{port} is not valid: {error.verify_message}")
+        if isinstance(error, ssl.SSLError) and not_tls(error):
+            return PeerRefused(f"{host}:{port} is no TLS peer: {explain(error)}")
         if isinstance(error, ssl.SSLError):
             return BootstrapUnreachable(f"TLS with {host}:{port} failed: {error.reason or error}")
         return BootstrapUnreachable(f"{host}:{port} cannot be reached: {error.strerror or error}")
@@ -381,7 +336,7 @@ class SessionNode:
             )
 
     def authenticated(self, connection: Connection) -> None:
-        self._half_open.pop(connection, None)
+        self._gate.let_in(connection)
         hello = connection.handshake.peer
         assert hello is not None
         self._end_predecessor(connection, hello)
@@ -451,7 +406,6 @@ class SessionNode:
             log.exception("the handler failed on the new session with %s", connection.describe())
 
     def ended(self, connection: Connection) -> None:
-        self._half_open.pop(connection, None)
         hello = connection.handshake.peer
         if hello is not None and self._open.get(hello.incarnation) is connection:
             del self._open[hello.incarnation]
@@ -464,7 +418,7 @@ class SessionNode:
 
     def lost(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._half_open.pop(connection, None)
+        self._gate.left(connection)
         if not self._connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
@@ -483,6 +437,11 @@ class SessionNode:
             return False
         self._batch.append(connection)
         return True
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not proven themselves and still hold a socket."""
+        return len(self._gate.strangers)
 
     def count(self, what: str) -> None:
         setattr(self.stats, what, getattr(self.stats, what) + 1)
