@@ -173,11 +173,20 @@ def checksum(memory: memoryview, content: Content) -> int:
     Raises Internal where a range lies outside `memory`: a shorter hash must not look like a checksum.
     """
     found = xxhash.xxh3_64()
-    limit = len(memory)
-    for offset, rows, row_bytes, stride in content.rows():
-        if offset < 0 or offset + (rows - 1) * stride + row_bytes > limit:
-            raise Internal(f"content at byte {offset} lies outside a memory of {limit} bytes")
-        for start in range(offset, offset + rows * stride, stride) if stride else (offset,):
-            for at in range(start, start + row_bytes, PIECE_BYTES):
-                found.update(memory[at : min(at + PIECE_BYTES, start + row_bytes)])
+    update, limit = found.update, len(memory)
+    for offset, token_bytes, row_bytes in content.planes:
+        gaps = row_bytes != token_bytes
+        for slot, tokens in content.runs:
+            start = offset + slot * token_bytes
+            end = start + (tokens - 1) * token_bytes + row_bytes
+            if start < 0 or end > limit:
+                raise Internal(f"content at byte {start} lies outside a memory of {limit} bytes")
+            if gaps:
+                for at in range(start, end, token_bytes):
+                    update(memory[at : at + row_bytes])
+            elif end - start <= PIECE_BYTES:
+                update(memory[start:end])
+            else:
+                for at in range(start, end, PIECE_BYTES):
+                    update(memory[at : min(at + PIECE_BYTES, end)])
     return found.intdigest()
