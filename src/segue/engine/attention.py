@@ -1,82 +1,74 @@
-"""Attention of one step over the paged pool, called from inside transformers' own forward.
+"""Attention of one step over the paged pool.
 
-K and V of the step's rows are written into the pool first. Each sequence is then attended alone,
-by torch's flash kernel for CPUs, over strided views of the pool: no copy for a sequence that lies in
-a few runs of pages. Several parts are merged by their log-sum-exp (Dao et al., FlashAttention,
-2022, section 3.1).
+K and V of the step's rows are written into the pool first. Sequences of one row (decode) are attended
+together, by a compiled loop that follows their pages. The others are attended one by one, by torch's
+flash kernel for CPUs over strided views of the pool: no copy for a sequence that lies in a few runs of
+pages. Several parts are merged by their log-sum-exp (Dao et al., FlashAttention, 2022, section 3.1).
 """
 
 from __future__ import annotations
 
 import torch
 
-from segue.core.errors import Internal
+from segue.engine.kernels import Kernels
 from segue.engine.kvpool import KVPool
 from segue.engine.packing import Packed, Segment, View
-
-ATTENTION_NAME = "segue_paged"
 
 _flash = torch._scaled_dot_product_flash_attention_for_cpu
 
 
 class StepContext:
-    """What attention needs to know of the running step; travels through the forward as a keyword."""
+    """What the layers need to know of the running step; travels through the forward as a keyword."""
 
-    __slots__ = ("_rotations", "packed", "pool")
+    __slots__ = (
+        "_attended",
+        "_only_singles",
+        "_singles",
+        "kernels",
+        "normed",
+        "packed",
+        "pool",
+        "rows",
+        "slots_at",
+    )
 
-    def __init__(self, packed: Packed, pool: KVPool) -> None:
+    def __init__(self, packed: Packed, pool: KVPool, kernels: Kernels, hidden_size: int, heads: int) -> None:
         self.packed = packed
         self.pool = pool
-        self._rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kernels = kernels
+        self.rows = packed.rows
+        self.slots_at = packed.slots.data_ptr()
+        #: Room for the norm of all rows, `[rows, hidden_size]`, which the next product consumes.
+        self.normed = pool.kv.new_empty(self.rows, hidden_size)
+        self._attended = pool.kv.new_empty(self.rows, heads * pool.spec.shape.k_dim)
+        self._singles: tuple[int, ...] | None = None
+        singles = packed.singles
+        self._only_singles = singles is not None and len(singles.at) == self.rows
+        if singles is not None:
+            arrays = (singles.at, singles.ends, singles.pages, singles.first_page)
+            self._singles = (*(array.ctypes.data for array in arrays), len(singles.at), pool.spec.page_tokens)
 
-    def rotation(
-        self, position_embeddings: tuple[torch.Tensor, torch.Tensor], head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine, `[rows, 1, head_dim]`, such that the rotary embedding of x is
-        `x * cosine + roll(x, head_dim / 2) * sine`. Made once per step and kind of layer."""
-        cos, sin = position_embeddings
-        made = self._rotations.get(id(cos))
-        if made is None:
-            if cos.shape[-1] != head_dim or cos.shape[0] != 1:
-                raise Internal(f"rotary embedding of shape {tuple(cos.shape)} for heads of {head_dim}")
-            signed = sin[0].clone()
-            signed[:, : head_dim // 2].neg_()
-            made = self._rotations[id(cos)] = (cos[0].unsqueeze(1), signed.unsqueeze(1))
-        return made
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Write `key` and `value` (`[rows, kv_heads, head_dim]`) into `layer` and attend with `query`
-        (`[rows, heads, head_dim]`). Returns `[rows, heads, head_dim]`, contiguous."""
-        packed = self.packed
-        at = 2 * layer
-        if packed.targets is not None:
-            packed.targets[at].copy_(key)
-            packed.targets[at + 1].copy_(value)
-        else:
-            self.pool.layer_k[layer].index_copy_(0, packed.slots, key)
-            self.pool.layer_v[layer].index_copy_(0, packed.slots, value)
-        if packed.decodes is not None:
-            queries = torch.split(query.unsqueeze(2), 1)
-            parts = packed.decodes[window]
-            outputs = [
-                _flash(q, part[at], part[at + 1], scale=scale)[0]
-                for q, part in zip(queries, parts, strict=True)
-            ]
-            together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-            return together.squeeze(2)
-        outputs = [
-            self._segment(segment, segment.views[window], layer, query, key, value, scale)
-            for segment in packed.segments
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def attend(self, layer: int, qkv: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+        """Attention of all rows of `qkv` (`[rows, (heads + 2 kv_heads) * head_dim]`, contiguous, rotated),
+        of which K and V are in `layer` of the pool already. Returns `[rows, heads * head_dim]`, which
+        the next layer's attention overwrites."""
+        out = self._attended
+        if self._singles is not None:
+            k_at, v_at = self.pool.layer_at[layer]
+            self.kernels.attend(
+                qkv.data_ptr(), out.data_ptr(), k_at, v_at, *self._singles, window or 0, scale
+            )
+        if not self._only_singles:
+            head_dim, kv_heads = self.pool.spec.shape.k_dim, self.pool.spec.head_count
+            together = qkv.view(self.rows, -1, head_dim)
+            heads = together.shape[1] - 2 * kv_heads
+            query, key, value = torch.split(together, [heads, kv_heads, kv_heads], 1)
+            by_head = out.view(self.rows, heads, head_dim)
+            for segment in self.packed.segments:
+                if segment.rows > 1:
+                    result = self._segment(segment, segment.views[window], layer, query, key, value, scale)
+                    by_head[segment.row : segment.row + segment.rows] = result
+        return out
 
     def _segment(
         self,
@@ -133,33 +125,3 @@ def merge(partial: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         total = torch.lerp(total, other.float(), weight)
         lse = torch.logaddexp(lse, other_lse)
     return total.to(dtype)
-
-
-#: What transformers passes along that changes nothing here.
-_HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "output_attentions", "output_hidden_states"})
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    segue_step: StepContext,
-    **other: object,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. An argument that would change the result and is not
-    understood (attention sinks, soft caps, biases) is an error, never ignored."""
-    unknown = {name for name, given in other.items() if given is not None} - _HARMLESS
-    if unknown or attention_mask is not None or dropout:
-        raise Internal(f"attention does not support {sorted(unknown) or 'a mask or dropout'}")
-    layer = module.layer_idx
-    if not isinstance(layer, int):
-        raise Internal(f"{type(module).__name__} has no layer_idx")
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = segue_step.attend(layer, q, k, v, scaling, sliding_window)
-    return output.unsqueeze(0), None

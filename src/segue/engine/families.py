@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from segue.core.errors import ConfigError
-from segue.engine.attention import ATTENTION_NAME, paged_attention
+from segue.core.errors import ConfigError, Internal
 from segue.engine.kvpool import DTYPES
 from segue.layout.spec import KVShape
+
+#: What transformers' models are told to call for attention.
+ATTENTION_NAME = "segue_paged"
 
 #: model_type in config.json, by which a family is known.
 FAMILIES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -27,11 +29,13 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. `windows` has the sliding window in tokens of each layer, or None."""
+    """A model ready to run. Of each layer, `heads` counts the query heads (the same in all) and
+    `windows` has the sliding window in tokens, or None."""
 
     model: Any
     config: Any
     shape: KVShape
+    heads: int
     windows: tuple[int | None, ...]
     context_tokens: int
     eos_token_ids: frozenset[int]
@@ -76,6 +80,10 @@ def _refuse_options(config: Any) -> None:
         raise ConfigError(f"the model has layers of type {sorted(other)}, which are not supported")
 
 
+def _not_fused(module: Any, *_args: Any, **_options: Any) -> Any:
+    raise Internal(f"{type(module).__name__} was left as transformers made it: segue replaces every layer")
+
+
 def load_model(folder: Path, dtype: str) -> LoadedModel:
     """Load the model in `folder` in `dtype`, its attention bound to the paged pool.
 
@@ -87,7 +95,7 @@ def load_model(folder: Path, dtype: str) -> LoadedModel:
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
 
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    AttentionInterface.register(ATTENTION_NAME, _not_fused)
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -104,6 +112,7 @@ def load_model(folder: Path, dtype: str) -> LoadedModel:
         model=model,
         config=config,
         shape=_kv_shape(model, config, dtype),
+        heads=int(config.num_attention_heads),
         windows=_windows(model, config),
         context_tokens=int(config.max_position_embeddings),
         eos_token_ids=_eos_token_ids(folder, config),

@@ -38,7 +38,7 @@ class KVPool:
 
     `kv` is `[layers, 2, slots, kv_heads, head_dim]`: index 0 of the second dimension is K, 1 is V,
     and a slot is `page * page_tokens + token in page`. `by_page` is the same memory as
-    `[layers, 2, pages, items of a page]`.
+    `[layers, 2, pages, items of a page]`. `layer_at` are the addresses of each layer's K and V.
     """
 
     def __init__(self, spec: PoolSpec, memory: Memory) -> None:
@@ -54,8 +54,7 @@ class KVPool:
         slots = spec.pages * spec.page_tokens
         self.kv = flat.view(spec.layer_count, 2, slots, spec.head_count, shape.k_dim)
         self.by_page = flat.view(spec.layer_count, 2, spec.pages, -1)
-        self.layer_k = self.kv[:, 0].unbind(0)
-        self.layer_v = self.kv[:, 1].unbind(0)
+        self.layer_at = [(k.data_ptr(), v.data_ptr()) for k, v in self.kv]
         self.layer_pages = self.by_page.unbind(0)
 
     def copy_out(self, pages: Sequence[int]) -> HostKV:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from segue.core.errors import ConfigError, Internal
 from segue.engine.attention import StepContext
 from segue.engine.families import LoadedModel
+from segue.engine.kernels import Kernels
 
-#: Up to this many rows a norm costs its calls, above it its passes over memory.
-FEW_ROWS = 64
 #: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
 MAX_TIES = 256
 
@@ -97,28 +96,19 @@ class PlainProduct:
 
 
 class FusedNorm:
-    """Root mean square norm over the last dimension; computes in float32 and rounds once.
+    """Root mean square norm over the last dimension; `weight` is float32 `[size]`."""
 
-    `weight` is float32, and `[size]`, or `[heads, size]` for a norm of each head.
-    """
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
         self.weight = weight
         self.eps = eps
         self.size = weight.shape[-1]
-        # Over (x, -x) the mean is zero and the variance is the mean square, so that the fused layer
-        # norm, for which torch has one kernel, is the RMS norm, for which it has seven.
-        self.twice = torch.cat((weight, weight)) if weight.dim() == 1 else None
+        self._kernel = kernels.norm
+        self._weight_at = weight.data_ptr()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.twice is not None and x.shape[0] < FEW_ROWS:
-            both = F.layer_norm(torch.cat((x, -x), -1), (2 * self.size,), self.twice, None, self.eps)
-            return both[..., : self.size]
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = scale.square_().mul_(1 / self.size).add_(self.eps).rsqrt_()
-        normed = wide * scale if wide is x else wide.mul_(scale)
-        return normed.mul_(self.weight).to(x.dtype)
+    def __call__(self, x: Tensor, rows: int, out: Tensor) -> Tensor:
+        """The norm of each row of `x` (`[rows, size]`, contiguous), in `out`, which is returned."""
+        self._kernel(x.data_ptr(), out.data_ptr(), self._weight_at, rows, self.size, self.eps)
+        return out
 
 
 class NormModule(nn.Module):
@@ -129,7 +119,7 @@ class NormModule(nn.Module):
         self._norm = norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._norm(x)
+        return self._norm(x, x.numel() // self._norm.size, torch.empty_like(x))
 
 
 class FusedLayer(nn.Module):
@@ -144,11 +134,13 @@ class FusedLayer(nn.Module):
         self.head_dim = loaded.shape.k_dim
         self.kv_heads = loaded.shape.kv_heads
         self.heads = attn.q_proj.out_features // self.head_dim
-        self.qk_items = (self.heads + self.kv_heads) * self.head_dim
         self.qkv = make.joined(attn.q_proj, attn.k_proj, attn.v_proj)
         self.o = make.joined(attn.o_proj)
         names = {name for name, _ in attn.named_children()}
-        self.qk_norm = self._head_norm(attn, make) if {"q_norm", "k_norm"} <= names else None
+        self._head_norm_weight, self._head_norm_eps, self._head_norm_at = None, 0.0, 0
+        if {"q_norm", "k_norm"} <= names:
+            self._head_norm_weight, self._head_norm_eps = self._head_norm(attn, make)
+            self._head_norm_at = self._head_norm_weight.data_ptr()
         self.input_norm = make.norm(layer.input_layernorm)
         sandwich = make.sandwich
         self.attention_norm = make.norm(layer.post_attention_layernorm) if sandwich else None
@@ -165,10 +157,9 @@ class FusedLayer(nn.Module):
         else:
             self.mixture = mlp
 
-    def _head_norm(self, attn: Any, make: ProductMaker) -> FusedNorm:
+    def _head_norm(self, attn: Any, make: ProductMaker) -> tuple[Tensor, float]:
         q, k = make.norm(attn.q_norm), make.norm(attn.k_norm)
-        weight = torch.cat((q.weight.expand(self.heads, -1), k.weight.expand(self.kv_heads, -1)))
-        return FusedNorm(weight, q.eps)
+        return torch.cat((q.weight.expand(self.heads, -1), k.weight.expand(self.kv_heads, -1))), q.eps
 
     def forward(
         self,
@@ -179,40 +170,49 @@ class FusedLayer(nn.Module):
         **_unused: object,
     ) -> Tensor:
         x = hidden_states[0] if hidden_states.dim() == 3 else hidden_states
-        attended = self._attend(self.input_norm(x), position_embeddings, segue_step)
+        rows, normed = segue_step.rows, segue_step.normed
+        attended = self._attend(self.input_norm(x, rows, normed), position_embeddings, segue_step)
         if self.attention_norm is None:
             x = self.o.plus(attended, x)
         else:
-            x = x + self.attention_norm(self.o(attended))
-        normed = self.mlp_norm(x)
+            x = x + self.attention_norm(self.o(attended), rows, normed)
+        self.mlp_norm(x, rows, normed)
         if self.mixture is not None:
             mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]
             return mixed.add_(x)
         inner = self.up.times(normed, self.gate.activated(normed))
         if self.after_norm is None:
             return self.down.plus(inner, x)
-        return x + self.after_norm(self.down(inner))
+        return x + self.after_norm(self.down(inner), rows, normed)
 
     __call__ = forward  # no hooks are ever registered: spare the dispatch
 
     def _attend(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], step: StepContext) -> Tensor:
         qkv = self.qkv(x)
-        qk = qkv[:, : self.qk_items].view(-1, self.heads + self.kv_heads, self.head_dim)
-        value = qkv[:, self.qk_items :].view(-1, self.kv_heads, self.head_dim)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        cos, sin = step.rotation(position_embeddings, self.head_dim)
-        turned = (qk * cos).addcmul_(qk.roll(self.head_dim // 2, -1), sin)
-        query, key = torch.split(turned, [self.heads, self.kv_heads], 1)
-        out = step.attend(self.index, query, key, value, self.scale, self.window)
-        return out.view(-1, self.heads * self.head_dim)
+        cos, sin = position_embeddings
+        if not cos.numel() == sin.numel() == step.rows * self.head_dim:
+            raise Internal(f"rotary embedding of shape {tuple(cos.shape)} for heads of {self.head_dim}")
+        k_at, v_at = step.pool.layer_at[self.index]
+        step.kernels.turn(
+            qkv.data_ptr(),
+            step.rows,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self._head_norm_at,
+            self._head_norm_eps,
+            k_at,
+            v_at,
+            step.slots_at,
+        )
+        return step.attend(self.index, qkv, self.scale, self.window)
 
 
 class ProductMaker:
     """Makes the products and norms of one model in its family's manner."""
 
-    def __init__(self, config: Any, dtype: str) -> None:
+    def __init__(self, config: Any, dtype: str, kernels: Kernels) -> None:
         gemma = config.model_type == "gemma3_text"
+        self._kernels = kernels
         self.sandwich = gemma
         self._one_plus = gemma
         self._act = config.hidden_activation if gemma else config.hidden_act
@@ -236,8 +236,8 @@ class ProductMaker:
         """The norm `module` with its family's reading of the weight."""
         weight = module.weight.detach().float()
         if self._one_plus:
-            return FusedNorm(1.0 + weight, module.eps)
-        return FusedNorm(weight, module.variance_epsilon)
+            return FusedNorm(1.0 + weight, module.eps, self._kernels)
+        return FusedNorm(weight, module.variance_epsilon, self._kernels)
 
 
 def _bias(linear: nn.Linear) -> Tensor:
@@ -281,9 +281,9 @@ class Head:
             logits[rows, tokens] = exact
 
 
-def fuse(loaded: LoadedModel) -> Head:
+def fuse(loaded: LoadedModel, kernels: Kernels) -> Head:
     """Replace the layers and the last norm of `loaded` in place; returns what makes its logits."""
-    make = ProductMaker(loaded.config, loaded.shape.dtype)
+    make = ProductMaker(loaded.config, loaded.shape.dtype, kernels)
     body = loaded.model.model
     for index, layer in enumerate(body.layers):
         if layer.self_attn.layer_idx != index:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from segue.engine.api import SequenceStep
@@ -69,7 +70,10 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's rows `[row, row + rows)` of the step, at positions `start …` of the sequence."""
+    """One sequence's rows `[row, row + rows)` of the step, at positions `start …` of the sequence.
+
+    `views` is empty for a single row, which is attended with all others of its kind (`Singles`).
+    """
 
     step: SequenceStep
     row: int
@@ -79,20 +83,25 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """A step ready to run.
+class Singles:
+    """The sequences of one row each, as the kernel wants them (int32): their rows of the step, the
+    ends of their contexts in tokens, all their pages, and where in `pages` each one's begin."""
 
-    `targets` are the rows' places in the pool when these are one run: over layers K, V, K, V, …
-    (views); else `slots` says where each row goes. `decodes` has, by window, the one part of each
-    segment when all of them are single rows whose KV is one run: the common step of decode.
-    """
+    at: np.ndarray[tuple[int], np.dtype[np.int32]]
+    ends: np.ndarray[tuple[int], np.dtype[np.int32]]
+    pages: np.ndarray[tuple[int], np.dtype[np.int32]]
+    first_page: np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A step ready to run. `slots` says where in the pool each row's K and V go."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    targets: tuple[torch.Tensor, ...] | None
-    decodes: dict[int | None, list[tuple[torch.Tensor, ...]]] | None
     segments: list[Segment]
+    singles: Singles | None
     errors: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -174,8 +183,12 @@ def pack(
             continue
         end = step.start + len(step.tokens)
         runs = _runs(step.pages[: -(-end // page_tokens)])
-        views = {window: _view(step, len(tokens), runs, pool, window) for window in windows}
-        segments.append(Segment(step, len(tokens), len(step.tokens), step.start, views))
+        rows = len(step.tokens)
+        if rows == 1:
+            views = {}
+        else:
+            views = {window: _view(step, len(tokens), runs, pool, window) for window in windows}
+        segments.append(Segment(step, len(tokens), rows, step.start, views))
         tokens.extend(step.tokens)
         positions.extend(range(step.start, end))
         if len(runs) == 1:
@@ -186,30 +199,30 @@ def pack(
                 step.pages[at // page_tokens] * page_tokens + at % page_tokens
                 for at in range(step.start, end)
             )
-    one_run = bool(slots) and slots[-1] - slots[0] == len(slots) - 1 and _ascending(slots)
     return Packed(
         tokens=torch.tensor([tokens], dtype=torch.int64),
         positions=torch.tensor([positions], dtype=torch.int64),
         slots=torch.tensor(slots, dtype=torch.int64),
-        targets=pool.kv[:, :, slots[0] : slots[-1] + 1].flatten(0, 1).unbind(0) if one_run else None,
-        decodes=_decodes(segments, windows),
         segments=segments,
+        singles=_singles([segment for segment in segments if segment.rows == 1], page_tokens),
         errors={steps[index].seq_id: text for index, text in errors.items()},
     )
 
 
-def _decodes(
-    segments: list[Segment], windows: Sequence[int | None]
-) -> dict[int | None, list[tuple[torch.Tensor, ...]]] | None:
-    if any(
-        segment.rows > 1 or len(view.parts) != 1 for segment in segments for view in segment.views.values()
-    ):
+def _singles(segments: list[Segment], page_tokens: int) -> Singles | None:
+    if not segments:
         return None
-    return {window: [segment.views[window].parts[0] for segment in segments] for window in windows}
-
-
-def _ascending(slots: list[int]) -> bool:
-    return slots == list(range(slots[0], slots[0] + len(slots)))
+    pages: list[int] = []
+    first_page: list[int] = []
+    for segment in segments:
+        first_page.append(len(pages))
+        pages.extend(segment.step.pages[: segment.start // page_tokens + 1])
+    return Singles(
+        at=np.array([segment.row for segment in segments], dtype=np.int32),
+        ends=np.array([segment.start + 1 for segment in segments], dtype=np.int32),
+        pages=np.array(pages, dtype=np.int32),
+        first_page=np.array(first_page, dtype=np.int32),
+    )
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:
@@ -230,8 +243,6 @@ def _view(
         blocks = _window_blocks(row, rows, start, window, pool.kv.dtype)
         return _located(step, runs, pool, blocks[0].low, end, blocks=blocks)
     low = max(0, end - window) if window is not None else 0
-    if rows == 1:
-        return _located(step, runs, pool, low, end)
     return _located(step, runs, pool, low, start, causal=True)
 
 

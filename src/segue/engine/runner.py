@@ -14,6 +14,7 @@ from segue.core.request import SamplingParams, TokenLogprob
 from segue.engine.api import HostPages, ModelInfo, SequenceResult, SequenceStep
 from segue.engine.attention import StepContext
 from segue.engine.families import LoadedModel, load_model
+from segue.engine.kernels import Kernels, make_kernels
 from segue.engine.kvpool import HostKV, KVPool, make_pool
 from segue.engine.model_fingerprint import fingerprint
 from segue.engine.model_fused import Head, fuse
@@ -65,7 +66,13 @@ class TorchEngine:
     """`Engine` over torch on the CPU. Called by one thread; `step` blocks for one forward."""
 
     def __init__(
-        self, info: ModelInfo, loaded: LoadedModel, head: Head, pool: KVPool, sampler: TokenSampler
+        self,
+        info: ModelInfo,
+        loaded: LoadedModel,
+        head: Head,
+        kernels: Kernels,
+        pool: KVPool,
+        sampler: TokenSampler,
     ) -> None:
         self.info = info
         self.spec: PoolSpec = pool.spec
@@ -74,6 +81,8 @@ class TorchEngine:
         self._sampler = sampler
         self._model = loaded.model
         self._head = head
+        self._kernels = kernels
+        self._heads = loaded.heads
         self._windows = tuple(dict.fromkeys(loaded.windows))
         self._limits = Limits(
             vocab_size=info.vocab_size,
@@ -131,7 +140,9 @@ class TorchEngine:
             input_ids=packed.tokens,
             position_ids=packed.positions,
             use_cache=False,
-            segue_step=StepContext(packed, self._pool),
+            segue_step=StepContext(
+                packed, self._pool, self._kernels, self._model.config.hidden_size, self._heads
+            ),
         )
         hidden: torch.Tensor = output.last_hidden_state
         return hidden.view(-1, hidden.shape[-1])
@@ -215,7 +226,8 @@ def load_engine(
     identity = fingerprint(folder)
     with torch.inference_mode():
         loaded = load_model(folder, dtype)
-        head = fuse(loaded)
+        kernels = make_kernels(dtype, loaded.shape.k_dim, loaded.heads, loaded.shape.kv_heads, threads)
+        head = fuse(loaded, kernels)
     pool = make_pool(loaded.shape, pool_bytes, page_tokens, memory)
     info = ModelInfo(
         name=folder.name,
@@ -229,7 +241,7 @@ def load_engine(
         from segue.engine.sampler import Sampler
 
         sampler = Sampler(info.vocab_size, info.eos_token_ids, _grammars(folder, info))
-    return TorchEngine(info, loaded, head, pool, sampler)
+    return TorchEngine(info, loaded, head, kernels, pool, sampler)
 
 
 def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:

@@ -1,0 +1,195 @@
+"""The compiled kernels against plain torch in float64, at the sizes models have and some they have not."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from segue.core.errors import ConfigError
+from segue.engine.kernels import make_kernels
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: Half a step of each type at 1, and room for float32 sums.
+TOLERANCE = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 3e-6}
+
+
+def close(got, wanted, dtype):
+    return torch.allclose(got.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+class Case:
+    """Sequences with `contexts` tokens each, on shuffled pages of a pool full of noise."""
+
+    def __init__(self, dtype, dim, heads, kv_heads, page_tokens, contexts, threads=1):
+        torch.manual_seed(0)
+        self.dtype, self.page_tokens, self.contexts = dtype, page_tokens, contexts
+        self.kernels = make_kernels(dtype, dim, heads, kv_heads, threads)
+        counts = [-(-tokens // page_tokens) for tokens in contexts]
+        self.pages = torch.randperm(sum(counts)).int().numpy()
+        self.first_page = (np.cumsum(counts) - counts).astype(np.int32)
+        slots = sum(counts) * page_tokens
+        self.k, self.v = (torch.randn(slots, kv_heads, dim).to(DTYPES[dtype]) for _ in "kv")
+        self.rows = len(contexts) + 2
+        # single rows need not be neighbours in the step
+        self.at = np.array([0, *range(2, len(contexts) + 1)], dtype=np.int32)
+        self.ends = np.array(contexts, dtype=np.int32)
+        self.qkv = torch.randn(self.rows, heads + 2 * kv_heads, dim).to(DTYPES[dtype])
+        self.heads, self.scale = heads, dim**-0.5
+
+    def attend(self, window=0):
+        out = torch.full((self.rows, self.heads, self.qkv.shape[2]), 7.0).to(DTYPES[self.dtype])
+        arrays = (self.at, self.ends, self.pages, self.first_page)
+        self.kernels.attend(
+            self.qkv.data_ptr(),
+            out.data_ptr(),
+            self.k.data_ptr(),
+            self.v.data_ptr(),
+            *(array.ctypes.data for array in arrays),
+            len(self.at),
+            self.page_tokens,
+            window,
+            self.scale,
+        )
+        return out
+
+    def wanted(self, index, window=0):
+        """Attention of one sequence by torch, over a copy of its tokens in order."""
+        tokens = np.arange(self.contexts[index])
+        slots = self.pages[self.first_page[index] + tokens // self.page_tokens] * self.page_tokens
+        slots = (slots + tokens % self.page_tokens)[-window:]
+        q = self.qkv[self.at[index], : self.heads, None].double()
+        k, v = (kv[slots].transpose(0, 1).double() for kv in (self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True)[:, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dim", "heads", "kv_heads", "page_tokens"),
+    [(64, 9, 3, 16), (16, 4, 4, 1), (128, 8, 1, 7), (256, 4, 2, 200), (24, 6, 2, 16)],
+)
+def test_single_rows_attend_to_their_own_pages(dtype, dim, heads, kv_heads, page_tokens):
+    case = Case(dtype, dim, heads, kv_heads, page_tokens, [1, 15, 16, 17, 130, 400])
+    for window in (0, 1, 20, 1000):
+        out = case.attend(window)
+        for index, row in enumerate(case.at):
+            assert close(out[row], case.wanted(index, window), dtype), (index, window)
+
+
+def test_other_rows_are_left_alone():
+    case = Case("float32", 64, 9, 3, 16, [40, 50])
+    out = case.attend()
+    assert (out[1] == 7.0).all()
+    assert (out[3] == 7.0).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_threads_share_rows_and_heads(count):
+    """Each (row, head) is computed in one order whoever computes it: the same bits."""
+    contexts = [300 + 9 * index for index in range(count)]
+    alone = Case("bfloat16", 64, 9, 3, 16, contexts).attend()
+    shared = Case("bfloat16", 64, 9, 3, 16, contexts, threads=2).attend()
+    assert torch.equal(alone, shared)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    """Tokens must not change with the neighbours: the same bits alone and among others."""
+    case = Case("bfloat16", 64, 9, 3, 16, [300, 200, 100])
+    together = case.attend()
+    for index in range(3):
+        out = torch.empty_like(together)
+        arrays = (case.at[index:], case.ends[index:], case.pages, case.first_page[index:])
+        case.kernels.attend(
+            case.qkv.data_ptr(),
+            out.data_ptr(),
+            case.k.data_ptr(),
+            case.v.data_ptr(),
+            *(array.ctypes.data for array in arrays),
+            1,
+            16,
+            0,
+            case.scale,
+        )
+        assert torch.equal(out[case.at[index]], together[case.at[index]])
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish():
+    case = Case("float32", 64, 9, 3, 16, [300])
+    case.k.mul_(200.0)
+    out = case.attend()
+    assert torch.isfinite(out[0]).all()
+    assert close(out[0], case.wanted(0), "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_not_hidden(dtype):
+    case = Case(dtype, 64, 9, 3, 16, [40, 50])
+    case.qkv[case.at[0], 0, 5] = float("nan")
+    out = case.attend()
+    assert torch.isnan(out[case.at[0], 0]).all()
+    assert not torch.isnan(out[case.at[1]]).any()
+    x, normed, weight = (
+        torch.randn(2, 64).to(DTYPES[dtype]),
+        torch.empty(2, 64).to(DTYPES[dtype]),
+        torch.ones(64),
+    )
+    x[1, 3] = float("nan")
+    case.kernels.norm(x.data_ptr(), normed.data_ptr(), weight.data_ptr(), 2, 64, 1e-6)
+    assert torch.isfinite(normed[0]).all()
+    assert torch.isnan(normed[1]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "size"), [(1, 576), (5, 33), (70, 1024)])
+def test_norm(dtype, threads, rows, size):
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, size).mul_(3).to(DTYPES[dtype]), torch.randn(size)
+    out = torch.empty_like(x)
+    kernels = make_kernels(dtype, 64, 9, 3, threads)
+    kernels.norm(x.data_ptr(), out.data_ptr(), weight.data_ptr(), rows, size, 1e-5)
+    assert close(out, F.rms_norm(x.double(), (size,), weight.double(), 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_turn_rotates_in_place_and_writes_the_pool(dtype, normed, threads):
+    torch.manual_seed(0)
+    rows, heads, kv_heads, dim = 6, 9, 3, 64
+    kernels = make_kernels(dtype, dim, heads, kv_heads, threads)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim).to(DTYPES[dtype])
+    angle = torch.rand(rows, dim // 2).repeat(1, 2) * 6
+    cos, sin = (part.to(DTYPES[dtype]) for part in (angle.cos(), angle.sin()))
+    weight = torch.randn(heads + kv_heads, dim)
+    k_pool, v_pool = (torch.zeros(40, kv_heads, dim).to(DTYPES[dtype]) for _ in "kv")
+    slots = torch.tensor([3, 4, 39, 0, 17, 18])
+    before = qkv.clone()
+    kernels.turn(
+        qkv.data_ptr(),
+        rows,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        weight.data_ptr() if normed else 0,
+        1e-6,
+        k_pool.data_ptr(),
+        v_pool.data_ptr(),
+        slots.data_ptr(),
+    )
+    wide = before[:, : heads + kv_heads].double()
+    if normed:
+        wide = F.rms_norm(wide, (dim,), eps=1e-6) * weight.double()
+    rotated = torch.cat((-wide[..., dim // 2 :], wide[..., : dim // 2]), -1)
+    wanted = wide * cos.double().unsqueeze(1) + rotated * sin.double().unsqueeze(1)
+    scale = 4 if normed else 2  # one rounding more, of values up to four
+    assert torch.allclose(qkv[:, : heads + kv_heads].double(), wanted, atol=scale * 2 * TOLERANCE[dtype])
+    assert torch.equal(qkv[:, heads + kv_heads :], before[:, heads + kv_heads :])
+    assert torch.equal(k_pool[slots], qkv[:, heads : heads + kv_heads])
+    assert torch.equal(v_pool[slots], qkv[:, heads + kv_heads :])
+    others = [slot for slot in range(40) if slot not in slots]
+    assert (k_pool[others] == 0).all()
+    assert (v_pool[others] == 0).all()
+
+
+def test_an_unknown_type_is_refused():
+    with pytest.raises(ConfigError, match="bfloat16"):
+        make_kernels("int8", 64, 9, 3, 1)
