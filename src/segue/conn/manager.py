@@ -110,6 +110,7 @@ class KVManager:
                 port=config.transport_port,
                 advertise=config.advertise,
                 advertise_port=config.advertise_transport_port,
+                tls=config.tls,
             )
             for name in config.transports
         }
@@ -170,13 +171,14 @@ class KVManager:
         if self._closed:
             return
         self._closed = True
+        # First of all, so that no verdict asks anything of transports that are closed.
+        self._digester.close()
         try:
             if self.io.running:
                 self.io.call(self._close_sessions(), self.config.limits.connect_s)
         finally:
             for transport in self._transports.values():
                 transport.close()
-            self._digester.close()
             self.io.stop()
 
     async def _close_sessions(self) -> None:
