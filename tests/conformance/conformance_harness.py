@@ -15,13 +15,13 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from conformance_tls import make_by_name
 
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import PoolSpec
 from segue.transport.base import Endpoint, EventSink, Fenced, Transport, TransportEvent, WriteFailed, Written
 from segue.transport.fake import FakeNet, FakeTransport
 from segue.transport.memory import Memory, allocate
-from segue.transport.registry import create
 
 PATIENCE_S = 30.0
 E = TypeVar("E", bound=TransportEvent)
@@ -102,7 +102,7 @@ class Side:
 def make(name: str, sink: EventSink, me: str, net: FakeNet) -> Transport:
     if name == "fake":
         return FakeTransport(sink, me=me, net=net, copy=True)
-    return create(name, sink, me=me)
+    return make_by_name(name, sink, me)
 
 
 class Pair:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from conformance_harness import Pair, PeerProcess, until
+from conformance_tls import TCP_TLS, make_files, remove_files
 
 from segue.transport.registry import NAMES, OK, available
 
@@ -15,15 +16,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every test that takes `name` runs for every transport; one that cannot work here says why."""
     if "name" in metafunc.fixturenames:
         reasons = available()
+        reasons[TCP_TLS] = reasons["tcp"]
         metafunc.parametrize(
             "name",
             [
                 pytest.param(
                     name, marks=[] if reasons[name] == OK else pytest.mark.skip(f"{name}: {reasons[name]}")
                 )
-                for name in NAMES
+                for name in (*NAMES, TCP_TLS)
             ],
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates() -> Iterator[None]:
+    """Files for `tcp+tls`."""
+    make_files()
+    yield
+    remove_files()
 
 
 def _descriptors() -> dict[str, str]:

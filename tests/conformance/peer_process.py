@@ -9,12 +9,12 @@ import threading
 
 import msgspec
 import numpy as np
+from conformance_tls import make_by_name
 
 from segue.core.errors import SegueError
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import Endpoint, TransportEvent
 from segue.transport.memory import allocate
-from segue.transport.registry import create
 
 _lock = threading.Lock()
 
@@ -32,7 +32,7 @@ def sink(event: TransportEvent) -> None:
 
 def main(name: str, me: str, nbytes: int) -> None:
     memory = allocate(nbytes)
-    transport = create(name, sink, me=me)
+    transport = make_by_name(name, sink, me)
     say(endpoint=msgspec.json.encode(transport.register(memory)).decode())
     for line in sys.stdin:
         command = json.loads(line)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import queue
 import random
+import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -211,14 +214,61 @@ def test_lesson_22_random_parts_after_the_handshake(
 
 
 def test_strangers_are_bounded_in_number_and_time() -> None:
-    reader = Reader(max_strangers=2, handshake_s=0.3)
+    reader = Reader(max_strangers=4, handshake_s=0.3)
     socks = [reader.knock() for _ in range(3)]
-    first = [sock.recv(1000) for sock in socks]
-    assert [len(f) for f in first] == [handshake.CHALLENGE_BYTES, handshake.CHALLENGE_BYTES, 0]
-    assert socks[0].recv(1000) == b""  # the deadline passed
+    assert socks[0].recv(1000)
+    assert socks[0].recv(1000) == b""  # two from one address are let wait; the oldest went
+    for sock in socks[1:]:
+        assert len(exactly(sock, handshake.CHALLENGE_BYTES)) == handshake.CHALLENGE_BYTES
+        assert sock.recv(1000) == b""  # the deadline passed
     for sock in socks:
         sock.close()
     reader.close()
+
+
+def test_a_flood_of_strangers_keeps_no_peer_out() -> None:
+    reader = Reader()
+    strangers = [reader.knock() for _ in range(200)]
+    good = reader.enter()
+    reader.transport.grant("rogue/0", 9)
+    good.sendall(part(9, [(0, 3)]) + b"abc")
+    assert answer(good) == (tcp_wire.LANDED, 1)
+    for sock in (*strangers, good):
+        sock.close()
+    reader.close()
+
+
+def test_without_descriptors_it_waits_instead_of_spinning_and_then_lets_peers_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = Reader()
+    with socket.socket() as sock, no_descriptors():
+        sock.connect((reader.address.host, reader.address.port))  # the kernel accepts, the process cannot
+        sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            sock.recv(1)
+        tries = [r for r in caplog.records if "cannot accept streams" in r.message]
+    assert 1 <= len(tries) < 50  # a thread that spins tries many thousand times
+    with reader.knock() as sock:
+        assert len(exactly(sock, handshake.CHALLENGE_BYTES)) == handshake.CHALLENGE_BYTES
+    reader.close()
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Not one descriptor is free for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
 
 
 def test_a_writer_that_stalls_in_a_part_is_cut() -> None:

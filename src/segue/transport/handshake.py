@@ -4,8 +4,8 @@
     writer   → Response (its name, its nonce, HMAC-SHA256) → listener
     listener → Verdict (accepted with its own HMAC, or the reason) → writer
 
-Frames have a fixed size, so that a reader never trusts a length from the network. Bytes on the stream
-are not encrypted; the KV of a prompt crosses the network as it is.
+Frames have a fixed size, so that a reader never trusts a length from the network. Encryption is not
+decided here: under TLS (`tcp_channel`) all of this runs inside it, else the bytes cross as they are.
 """
 
 from __future__ import annotations

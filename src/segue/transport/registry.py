@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from segue.core.errors import ConfigError
+from segue.session.tls import Tls
 from segue.transport.base import Endpoint, EventSink, Transport
 
 
@@ -56,14 +57,15 @@ def create(
     advertise: str | None = None,
     advertise_port: int | None = None,
     streams: int | None = None,
+    tls: Tls | None = None,
 ) -> Transport:
     """A transport by name. `me` is what its peers call it: incarnation, `/`, rank; `grant` and
     `PeerGone` on the other side use exactly this name.
 
     `host:port` (0: any free port) is where it listens, `advertise` and `advertise_port` what peers are
-    told if it is something else, and `streams` the number of connections per peer; only transports with a
-    network use them. Raises ConfigError for an unknown name, one that cannot be used here, or a
-    port in use.
+    told if it is something else, `streams` is the number of connections per peer and `tls` encrypts
+    them; only transports with a network use these. Raises ConfigError for an unknown name, one that
+    cannot be used here, or a port in use.
     """
     entry = _TABLE.get(name)
     if entry is None:
@@ -89,6 +91,7 @@ def create(
         advertise=advertise,
         advertise_port=advertise_port,
         streams=streams or DEFAULT_STREAMS,
+        tls=tls,
     )
 
 

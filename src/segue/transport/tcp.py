@@ -2,8 +2,10 @@
 
 The receiver performs every write into its memory itself, so its `fence` and its `PeerGone` are proofs:
 all receiving runs on one thread, each slice looks for its grant first, and `Fenced` is told from that
-thread after the grant has ended. The data is authenticated at the start of a stream (see `handshake`) and
-neither encrypted nor signed after it: run it in a network that you trust as much as your hosts.
+thread after the grant has ended. Each stream is authenticated at its start by the endpoint's key (see
+`handshake`), which the peer learned over its session. With `tls` it is encrypted too, and both sides show
+certificates; without, the KV crosses the network as it is, neither encrypted nor signed: run it in a
+network that you trust as much as your hosts.
 
 At the writer, `PeerGone` is never proven: a broken stream says nothing about what the other process
 still does on other paths.
@@ -22,11 +24,13 @@ import numpy as np
 
 from segue.core.errors import ConfigError, Internal, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.session.tls import GIVE_BOTH, Tls
 from segue.transport import handshake, ranges, tcp_wire
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed
 from segue.transport.epochs import Ended, Grants
 from segue.transport.ioloop import IoLoop
 from segue.transport.memory import Memory
+from segue.transport.tcp_channel import Channel
 from segue.transport.tcp_in import Door, InStream, Pool
 from segue.transport.tcp_out import Path, open_streams
 
@@ -47,6 +51,7 @@ class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     key: bytes
+    encrypted: bool = False
 
 
 class TcpTransport:
@@ -69,6 +74,7 @@ class TcpTransport:
         advertise: str | None = None,
         advertise_port: int | None = None,
         streams: int = DEFAULT_STREAMS,
+        tls: Tls | None = None,
         part_bytes: int = PART_BYTES,
         slice_bytes: int = SLICE_BYTES,
         lowat_bytes: int = LOWAT_BYTES,
@@ -87,6 +93,7 @@ class TcpTransport:
         self._host, self._port, self._advertise = host, port, advertise or host
         self._advertise_port = advertise_port
         self._streams = streams
+        self._tls = tls
         self._part_bytes = part_bytes
         self._slice_bytes = slice_bytes
         self._lowat_bytes = lowat_bytes
@@ -124,6 +131,7 @@ class TcpTransport:
                 self._loop,
                 listener,
                 key,
+                self._tls.server if self._tls is not None else None,
                 self._in_stream,
                 self._writer_gone,
                 self._prepare,
@@ -133,7 +141,9 @@ class TcpTransport:
             )
             self._loop.post(self._door.open)
         told_port = self._advertise_port or listener.getsockname()[1]
-        address = TcpAddress(version=1, host=self._advertise, port=told_port, key=key)
+        address = TcpAddress(
+            version=1, host=self._advertise, port=told_port, key=key, encrypted=self._tls is not None
+        )
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
 
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
@@ -151,12 +161,17 @@ class TcpTransport:
             raise PeerRefused(f"unreadable tcp endpoint: {exc}") from exc
         if endpoint.transport != self.name or address.version != 1:
             raise PeerRefused(f"not a tcp endpoint of version 1: {endpoint.transport} v{address.version}")
+        if address.encrypted != (self._tls is not None):
+            raise PeerRefused(f"only one of this side and {peer} encrypts its KV; {GIVE_BOTH}")
         where = (address.host, address.port)
-        sockets = open_streams(self._me, peer, where, address.key, self._streams, timeout_s, self._prepare)
+        client = self._tls.client if self._tls is not None else None
+        channels = open_streams(
+            self._me, peer, where, address.key, self._streams, timeout_s, self._prepare, client
+        )
         path = Path(
             self._loop,
             peer,
-            sockets,
+            channels,
             self._pool.address,
             endpoint.nbytes,
             self._emit,
@@ -168,8 +183,8 @@ class TcpTransport:
         )
         with self._lock:
             if self._closed or peer in self._paths:
-                for sock in sockets:
-                    sock.close()
+                for channel in channels:
+                    channel.close()
                 return
             self._paths[peer] = path
             self._loop.post(path.open)
@@ -250,10 +265,10 @@ class TcpTransport:
             self._door.close()
         self._view = self._memory = None
 
-    def _in_stream(self, sock: socket.socket, peer: str, broken: Callable[[SegueError], None]) -> InStream:
+    def _in_stream(self, channel: Channel, peer: str, broken: Callable[[SegueError], None]) -> InStream:
         return InStream(
             self._loop,
-            sock,
+            channel,
             peer,
             self._pool,
             self._grants,

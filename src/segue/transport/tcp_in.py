@@ -6,20 +6,30 @@ slices: that is how `fence` proves that nothing of an epoch lands any more.
 
 from __future__ import annotations
 
+import errno
+import logging
 import select
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from segue.core.errors import PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.core.strangers import Strangers
+from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import IoLoop, Timer
-from segue.transport.tcp_wire import Cursor, Header, Vectors
+from segue.transport.tcp_channel import Channel, PlainChannel, TlsChannel
+from segue.transport.tcp_wire import Cursor, Header
 
 _SCRATCH_BYTES = 256 * 1024
 _MAX_STEPS = 16  # then other streams and calls have their turn
+OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+REST_S = 0.1
+
+log = logging.getLogger("segue.tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class InStream:
     def __init__(
         self,
         loop: IoLoop,
-        sock: socket.socket,
+        channel: Channel,
         peer: str,
         pool: Pool,
         grants: Grants,
@@ -56,8 +66,8 @@ class InStream:
         stall_s: float,
     ) -> None:
         self._loop = loop
-        self._sock = sock
-        self._fd = sock.fileno()
+        self._channel = channel
+        self._fd = channel.fileno()
         self._peer = peer
         self._pool = pool
         self._grants = grants
@@ -66,7 +76,6 @@ class InStream:
         self._lowat_bytes = lowat_bytes
         self._lowat = 1
         self._stall_s = stall_s
-        self._vectors = Vectors()
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._head = bytearray()
         self._header: Header | None = None
@@ -75,21 +84,30 @@ class InStream:
         self._status = tcp_wire.LANDED
         self._moved = False
         self._stall: Timer | None = None
+        self._closed = False
         loop.watch(self._fd, select.EPOLLIN, self._ready)
+        if channel.buffered:  # the peer's first bytes may have come with the last of the handshake
+            loop.post(partial(self._ready, 0))
 
     def close(self) -> None:
         """Stop reading and close. Idempotent."""
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+        self._closed = True
         self._loop.unwatch(self._fd)
-        self._sock.close()
+        self._channel.close()
 
     def _ready(self, _events: int) -> None:
+        if self._closed:
+            return
         try:
             for _ in range(_MAX_STEPS):
                 if not self._step():
                     break
+            else:
+                if self._channel.buffered:
+                    self._loop.post(partial(self._ready, 0))
             # Whatever is still to come must be able to wake us.
             self._set_lowat(min(self._cursor.left, self._lowat_bytes) if self._cursor is not None else 1)
         except SegueError as exc:
@@ -105,9 +123,8 @@ class InStream:
         if self._cursor is not None:
             return self._land(self._cursor)
         want = tcp_wire.HEADER.size if self._header is None else self._header.rows * tcp_wire.ROW_BYTES
-        try:
-            data = self._sock.recv(want - len(self._head))
-        except BlockingIOError:
+        data = self._channel.receive(want - len(self._head))
+        if data is None:
             return False
         self._check_end(len(data))
         self._head += data
@@ -133,17 +150,16 @@ class InStream:
         if (self._peer, self._header.epoch) not in self._grants:  # fenced between two slices
             self._status, self._drain, self._cursor = tcp_wire.REFUSED, cursor.left, None
             return True
-        moved = self._vectors.receive(self._fd, cursor, self._slice_bytes)
+        moved = self._channel.receive_rows(cursor, self._slice_bytes)
         self._check_end(moved)
         if not cursor.left:
             self._answer()
             return True
-        return moved >= self._lowat_bytes
+        return moved >= (1 if self._channel.buffered else self._lowat_bytes)
 
     def _throw_away(self) -> bool:
-        try:
-            moved = self._sock.recv_into(self._scratch, min(self._drain, _SCRATCH_BYTES))
-        except BlockingIOError:
+        moved = self._channel.discard(self._scratch, self._drain)
+        if moved < 0:
             return False
         self._check_end(moved)
         self._drain -= moved
@@ -155,17 +171,13 @@ class InStream:
         assert self._header is not None
         ack = tcp_wire.pack_ack(self._status, self._header.part)
         self._header = self._cursor = None
-        try:
-            sent = self._sock.send(ack, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            sent = 0
-        if sent != len(ack):
+        if self._channel.send(ack) != len(ack):
             raise TransferFailed(f"{self._peer} does not read the answers to its writes")
 
     def _set_lowat(self, nbytes: int) -> None:
         """Sleep until this much is there: one wake-up and one call for many segments."""
-        if nbytes != self._lowat:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+        if nbytes != self._lowat and isinstance(self._channel, PlainChannel):
+            self._channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._lowat = nbytes
 
     def _check_end(self, moved: int) -> None:
@@ -189,7 +201,8 @@ class InStream:
 
 
 class Stranger:
-    """A connection whose other end has not yet proved that it knows the key."""
+    """A connection whose other end has not yet proved that it knows the key. Under `tls` it must
+    show a certificate first."""
 
     def __init__(
         self,
@@ -197,43 +210,69 @@ class Stranger:
         sock: socket.socket,
         key: bytes,
         deadline_s: float,
-        left: Callable[[Stranger], None],
+        left: Callable[[Stranger], object],
         admitted: Callable[[Stranger, handshake.Hello], None],
+        tls: ssl.SSLContext | None,
     ) -> None:
-        self.sock = sock
         self._loop = loop
-        self._fd = sock.fileno()
         self._door = handshake.Listener(key)
         self._frame = b""
         self._left = left
         self._admitted = admitted
+        self._opening: TlsChannel | None = None
+        self.channel: Channel
+        if tls is None:
+            self.channel = PlainChannel(sock)
+        else:
+            wrapped = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            self.channel = self._opening = TlsChannel(wrapped)
+        self._fd = self.channel.fileno()
         self._timer = loop.later(deadline_s, self.close)
         loop.watch(self._fd, select.EPOLLIN, self._ready)
-        self._send(self._door.challenge())
+        if tls is None:
+            self._say(self._door.challenge())
 
     def close(self) -> None:
         """Drop it."""
         self._release()
-        self.sock.close()
+        self.channel.close()
 
     def _release(self) -> None:
         self._timer.cancel()
         self._loop.unwatch(self._fd)
         self._left(self)
 
-    def _send(self, frame: bytes) -> None:
+    def _say(self, frame: bytes) -> None:
         try:
-            self.sock.send(frame, socket.MSG_NOSIGNAL)
+            self.channel.send(frame)
         except OSError:
-            return  # its end is seen where the socket is read
+            return  # its end is seen where the stream is read
 
     def _ready(self, _events: int) -> None:
         try:
-            data = self.sock.recv(handshake.RESPONSE_BYTES - len(self._frame))
-        except BlockingIOError:
-            return
+            if self._opening is not None and not self._open(self._opening):
+                return
+            self._read()
+        except ssl.SSLError as exc:
+            log.warning("a tcp stream was refused: %s", explain(exc))
+            self.close()
         except OSError:
-            data = b""
+            self.close()  # its end
+
+    def _open(self, channel: TlsChannel) -> bool:
+        """One step of the TLS handshake. True when it is done, and the challenge sent."""
+        wants = channel.handshake()
+        self._loop.change(self._fd, wants or select.EPOLLIN)
+        if wants:
+            return False
+        self._opening = None
+        self.channel.send(self._door.challenge())
+        return True
+
+    def _read(self) -> None:
+        data = self.channel.receive(handshake.RESPONSE_BYTES - len(self._frame))
+        if data is None:
+            return
         self._frame += data
         if not data:
             self.close()
@@ -241,11 +280,12 @@ class Stranger:
             try:
                 hello, verdict = self._door.accept(self._frame)
             except PeerRefused as exc:
-                self._send(self._door.refuse(exc.info.text))
+                log.warning("a tcp stream was refused: %s", exc)
+                self._say(self._door.refuse(exc.info.text))
                 self.close()
                 return
+            self.channel.send(verdict)
             self._release()
-            self._send(verdict)
             self._admitted(self, hello)
 
 
@@ -257,7 +297,8 @@ class Door:
         loop: IoLoop,
         listener: socket.socket,
         key: bytes,
-        stream: Callable[[socket.socket, str, Callable[[SegueError], None]], InStream],
+        tls: ssl.SSLContext | None,
+        stream: Callable[[Channel, str, Callable[[SegueError], None]], InStream],
         gone: Callable[[str, SegueError], None],
         prepare: Callable[[socket.socket], None],
         *,
@@ -268,14 +309,15 @@ class Door:
         self._loop = loop
         self._listener = listener
         self._key = key
+        self._tls = tls
         self._stream = stream
         self._gone = gone
         self._prepare = prepare
-        self._max_strangers = max_strangers
         self._max_streams = max_streams
         self._handshake_s = handshake_s
-        self._strangers: set[Stranger] = set()
+        self._strangers: Strangers[Stranger] = Strangers(max_strangers)
         self._count = 0
+        self._pause: Timer | None = None
         self.groups: dict[str, Group] = {}
 
     def open(self) -> None:
@@ -286,25 +328,51 @@ class Door:
         """Close every socket; no event."""
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
-        for stranger in list(self._strangers):
+        for stranger in self._strangers:
             stranger.close()
+        if self._pause is not None:
+            self._pause.cancel()
         for group in self.groups.values():
             self._shut(group)
         self.groups.clear()
 
     def _knock(self, _events: int) -> None:
         try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return  # it left again, or no descriptor is free: the next knock is tried anew
+            sock, where = self._listener.accept()
+        except OSError as exc:
+            if exc.errno in OUT_OF_DESCRIPTORS:
+                self._rest(exc)
+            return  # or it left again
         sock.setblocking(False)
-        if len(self._strangers) >= self._max_strangers or self._count >= self._max_streams:
+        if self._count >= self._max_streams:
             sock.close()
             return
-        self._prepare(sock)
-        self._strangers.add(
-            Stranger(self._loop, sock, self._key, self._handshake_s, self._strangers.discard, self._admit)
-        )
+        try:
+            self._prepare(sock)
+            stranger = Stranger(
+                self._loop,
+                sock,
+                self._key,
+                self._handshake_s,
+                self._strangers.discard,
+                self._admit,
+                self._tls,
+            )
+        except OSError:
+            sock.close()
+            return  # it has left already
+        victim = self._strangers.add(stranger, str(where[0]))
+        if victim is not None:
+            victim.close()
+
+    def _rest(self, exc: OSError) -> None:
+        """No descriptor is free: the kernel would call us again at once, and for nothing. Nothing tells
+        when one is, so this one wait is blind."""
+        log.error("tcp cannot accept streams: %s", exc.strerror)
+        if (oldest := self._strangers.oldest()) is not None:
+            oldest.close()
+        self._loop.unwatch(self._listener.fileno())
+        self._pause = self._loop.later(REST_S, self.open)
 
     def _admit(self, stranger: Stranger, hello: handshake.Hello) -> None:
         group = self.groups.get(hello.name)
@@ -313,7 +381,7 @@ class Door:
             group = None
         if group is None:
             group = self.groups[hello.name] = Group(hello.name, hello.group)
-        group.streams.append(self._stream(stranger.sock, hello.name, partial(self._broken, group)))
+        group.streams.append(self._stream(stranger.channel, hello.name, partial(self._broken, group)))
         self._count += 1
 
     def _shut(self, group: Group) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import select
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,12 +17,21 @@ from functools import partial
 
 import numpy as np
 
-from segue.core.errors import BootstrapTimeout, PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.core.errors import (
+    BootstrapTimeout,
+    PeerLost,
+    PeerRefused,
+    SegueError,
+    TransferFailed,
+    Unauthorized,
+)
 from segue.layout.blocks import CopyBlock
+from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
 from segue.transport.ioloop import IoLoop, Timer
-from segue.transport.tcp_wire import Cursor, PartRows, Vectors
+from segue.transport.tcp_channel import RECORD_BYTES, Channel, PlainChannel, TlsChannel
+from segue.transport.tcp_wire import Cursor, PartRows
 
 Emit = Callable[[TransportEvent], None]
 
@@ -64,7 +74,7 @@ class Part:
 class OutStream:
     """One connection: the part being sent and those that wait for their ack."""
 
-    sock: socket.socket
+    channel: Channel
     sending: Part | None = None
     unanswered: dict[int, Part] = field(default_factory=dict)
     waiting: bool = False  # for room in the socket's buffer
@@ -78,7 +88,7 @@ class Path:
         self,
         loop: IoLoop,
         name: str,
-        sockets: list[socket.socket],
+        channels: list[Channel],
         source_address: int,
         target_bytes: int,
         emit: Emit,
@@ -99,11 +109,10 @@ class Path:
         self._slice_bytes = slice_bytes
         self._stall_s = stall_s
         self._max_parts = max_parts
-        self._streams = [OutStream(sock) for sock in sockets]
+        self._streams = [OutStream(channel) for channel in channels]
         self._queue: deque[Part] = deque()
         self._idents = 0
         self._fences: dict[int, int] = {}  # epoch → how many `Fenced` wait for its parts in flight
-        self._vectors = Vectors()
         self._moved = False
         self._stall: Timer | None = None
         self._ended = False
@@ -111,7 +120,7 @@ class Path:
     def open(self) -> None:
         """Start to read acks."""
         for stream in self._streams:
-            self._loop.watch(stream.sock.fileno(), select.EPOLLIN, partial(self._ready, stream))
+            self._loop.watch(stream.channel.fileno(), select.EPOLLIN, partial(self._ready, stream))
 
     def write(self, epoch: int, tag: int, blocks: Sequence[CopyBlock], nbytes: int, posted: float) -> None:
         """Queue a checked write and start it."""
@@ -151,12 +160,8 @@ class Path:
             self._stall.cancel()
             self._stall = None
         for stream in self._streams:
-            self._loop.unwatch(stream.sock.fileno())
-            if stream.sending is not None or stream.unanswered:
-                stream.sock.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
-                )
-            stream.sock.close()
+            self._loop.unwatch(stream.channel.fileno())
+            stream.channel.close(reset=stream.sending is not None or bool(stream.unanswered))
 
     def _end(self, error: SegueError) -> None:
         """The path broke: every write fails, every waiting fence is answered (unproven)."""
@@ -224,7 +229,7 @@ class Path:
 
     def _pump(self, stream: OutStream) -> None:
         """Send until the socket is full or nothing is left."""
-        fd = stream.sock.fileno()
+        fd = stream.channel.fileno()
         while True:
             part = stream.sending
             if part is None:
@@ -234,7 +239,7 @@ class Path:
                 part.load(self._source_address)
                 self._watch_stall()
             assert part.cursor is not None
-            if self._vectors.send(fd, part.cursor, self._slice_bytes) < 0:
+            if stream.channel.send_rows(part.cursor, self._slice_bytes) < 0:
                 if not stream.waiting:
                     stream.waiting = True
                     self._loop.change(fd, select.EPOLLIN | select.EPOLLOUT)
@@ -248,9 +253,9 @@ class Path:
             self._loop.change(fd, select.EPOLLIN)
 
     def _read(self, stream: OutStream) -> None:
-        try:
-            data = stream.sock.recv(16 * 1024)
-        except BlockingIOError:
+        # One TLS record at most, so nothing stays behind where no poll would see it.
+        data = stream.channel.receive(RECORD_BYTES)
+        if data is None:
             return
         if not data:
             raise PeerLost(f"{self.name} closed its stream", peer=self.name)
@@ -301,10 +306,12 @@ def open_streams(
     count: int,
     timeout_s: float,
     prepare: Callable[[socket.socket], None],
-) -> list[socket.socket]:
+    tls: ssl.SSLContext | None,
+) -> list[Channel]:
     """Connect and prove `count` streams, one after the other, within `timeout_s` altogether.
 
-    Raises TransferFailed, PeerRefused or BootstrapTimeout; then nothing is left open.
+    Raises TransferFailed, PeerRefused, Unauthorized (the certificate) or BootstrapTimeout; then
+    nothing is left open.
     """
     deadline = time.monotonic() + timeout_s
     group = secrets.token_bytes(16)
@@ -314,6 +321,9 @@ def open_streams(
             sock = socket.create_connection(address, timeout=_left(deadline))
             sockets.append(sock)
             prepare(sock)
+            if tls is not None:
+                sock.settimeout(_left(deadline))
+                sock = sockets[-1] = tls.wrap_socket(sock, server_hostname=address[0])
             door = handshake.Writer(key, handshake.Hello(me, group, index, count))
             sock.sendall(door.respond(_exactly(sock, handshake.CHALLENGE_BYTES, deadline)))
             door.finish(_exactly(sock, handshake.VERDICT_BYTES, deadline))
@@ -324,10 +334,13 @@ def open_streams(
         where = f"{peer} at {address[0]}:{address[1]}"
         if isinstance(exc, TimeoutError):
             raise BootstrapTimeout(f"{where} did not answer within {timeout_s} s") from exc
+        if isinstance(exc, ssl.SSLError):
+            kind = Unauthorized if isinstance(exc, ssl.SSLCertVerificationError) else TransferFailed
+            raise kind(f"no tcp path to {where}: {explain(exc)}") from exc
         if isinstance(exc, OSError):
             raise TransferFailed(f"no tcp path to {where}: {exc.strerror or exc}") from exc
         raise
-    return sockets
+    return [TlsChannel(s) if isinstance(s, ssl.SSLSocket) else PlainChannel(s) for s in sockets]
 
 
 def _left(deadline: float) -> float:

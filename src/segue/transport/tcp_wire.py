@@ -136,6 +136,25 @@ class Cursor:
         count = min(last + 1, len(self._iov), self._first + IOV_MAX) - self._first
         return self._iov.ctypes.data + self._first * ROW_BYTES, count
 
+    def piece(self, limit_bytes: int) -> tuple[int, int]:
+        """Address and length of the next contiguous bytes, at most `limit_bytes`; for readers of one
+        buffer at a time. Something must be left."""
+        self._restore()
+        address, length = self._iov[self._first].tolist()
+        return address, min(length, limit_bytes)
+
+    def gather(self, address: int, limit_bytes: int) -> int:
+        """Copy the next bytes, at most `limit_bytes`, to `address`; how many. Nothing is advanced."""
+        self._restore()
+        copied = 0
+        for source, length in self._iov[self._first : self._first + limit_bytes].tolist():
+            nbytes = min(length, limit_bytes - copied)
+            ctypes.memmove(address + copied, source, nbytes)
+            copied += nbytes
+            if copied == limit_bytes:
+                break
+        return copied
+
     def advance(self, nbytes: int) -> None:
         """`nbytes` of the window were moved."""
         self._restore()
