@@ -54,6 +54,8 @@ class Attempts:
         self.avoid: set[Placement] = set()
         #: Those of them that are said to be gone.
         self.lost: set[Placement] = set()
+        #: The last of these was said to be gone by its peer: what we see of it ourselves may be old.
+        self.hearsay = False
         #: The prefill replica that has the prompt's KV, as far as we know.
         self.keep: Placement | None = None
         self._route: tuple[Placement, Placement] | None = None
@@ -83,7 +85,7 @@ class Attempts:
         """Those that may be asked: others than this request failed on; if there are none, those that are
         not said to be gone; if there are none, nobody while `patient`, and then all.
 
-        One that is said to be gone is waited for: its successor, or word of its end, is on the way.
+        One that its peer says is gone is waited for: its successor, or word of its end, is on the way.
         """
         for tier in (self.avoid, self.lost):
             fresh = [c for c in candidates if c.placement not in tier]
@@ -181,6 +183,7 @@ class Attempts:
         self._failures.append(error)
         culprit = self.culprit(error, reporter)
         self.avoid.add(culprit)
+        self.hearsay = error.code in LOSSES and culprit != reporter
         if error.code in LOSSES:
             self.lost.add(culprit)
         if self._route is not None and error.code in _OF_THE_PAIR:

@@ -168,7 +168,7 @@ class FleetBackend:
         """Who runs the next attempt. Waits a little for somebody to come; then BootstrapUnreachable."""
         loop, s = asyncio.get_running_loop(), self.settings
         # A worker that is said to be gone is waited for: for its end to be seen, or its successor.
-        patient_until = loop.time() + (s.no_replica_wait_s if attempts.lost else 0.0)
+        patient_until = loop.time() + (s.no_replica_wait_s if attempts.hearsay else 0.0)
         wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if attempts.begun else s.no_replica_wait_s
         until = min(deadline, loop.time() + wait_s)
         while True:

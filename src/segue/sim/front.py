@@ -275,7 +275,7 @@ class FrontNode(Process):
             self._end(call, "failed", call.attempts.root_cause(error))
             return
         self.deployment.counts["continued" if follows is Next.CONTINUE else "retries"] += 1
-        call.patient_until = self.world.now + PATIENCE_S
+        call.patient_until = self.world.now + PATIENCE_S * call.attempts.hearsay
         self.after(0.01, self._place, call)
 
     def _left(self, leader: Incarnation) -> None:
