@@ -1,0 +1,279 @@
+"""After a failed hand-off: the next attempt is answered from KV that prefill still has, and from no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from pair import FRONT, VOCAB, Pair
+
+from segue.core.control import Submit
+from segue.core.errors import (
+    AbortedByClient,
+    ChecksumMismatch,
+    ErrorInfo,
+    Internal,
+    OutOfCapacity,
+    PeerLost,
+    TransferFailed,
+)
+from segue.core.request import Request, SamplingParams, Ticket
+from segue.core.types import Incarnation, Placement, TransferId
+from segue.handoff import api
+from segue.handoff.messages import Committed, Metadata
+from segue.roles.job import Job
+from segue.roles.kept import KeptPrompts
+from segue.sim.engine import reference
+
+COUNT = 6
+
+
+def ask(
+    pair: Pair,
+    name: str,
+    prompt: list[int],
+    *,
+    attempt: int = 0,
+    seed: int = 5,
+    output: list[int] | None = None,
+    count: int = COUNT,
+    budget_s: float = 100.0,
+) -> list[int]:
+    """Submit to both sides; returns the whole output that a run without faults gives."""
+    pair.rooms += 1
+    sampling = SamplingParams(max_tokens=count, seed=seed)
+    ticket = Ticket(
+        room=pair.rooms,
+        attempt=attempt,
+        prefill=Placement(pair.prefill.me),
+        decode=Placement(pair.decode.me),
+        budget_s=budget_s,
+    )
+    request = Request(request_id=name, prompt=prompt, sampling=sampling, output=output or [])
+    for node in (pair.prefill, pair.decode):
+        node.role.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    return reference(prompt, sampling, VOCAB, count)
+
+
+def until_computed(pair: Pair, tokens: int) -> None:
+    """Run until prefill has computed `tokens`."""
+    for _ in range(200):
+        pair.pump()
+        if pair.prefill.engine.computed_tokens >= tokens:
+            return
+        pair.decode.turn()
+        pair.prefill.turn()
+    raise AssertionError("prefill did not get there")
+
+
+def decode_dies(pair: Pair) -> None:
+    """Its session ends; the request is told on both sides, as a frontend does; another session follows."""
+    pair.lose = lambda _effect: False
+    pair.part()
+    pair.run()
+    pair.join()
+    pair.run()
+
+
+def hold(kind: type) -> Callable[[api.Effect], bool]:
+    return lambda effect: isinstance(effect, api.Send) and isinstance(effect.message, kind)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 39, 40, 41])
+@pytest.mark.parametrize("lost", [Metadata, Committed])
+def test_a_computed_prompt_is_sent_again_without_a_forward(tokens: int, lost: type) -> None:
+    pair, prompt = Pair(), [(7 * i) % VOCAB for i in range(tokens)]
+    pair.lose = hold(lost)
+    ask(pair, "first", prompt)
+    until_computed(pair, tokens)
+    pair.pump()
+    decode_dies(pair)
+    assert pair.errors("first")[0] == "PEER_LOST" or lost is Committed
+    # Decode is another one in truth: what it has cached must not help.
+    pair.decode.role.tree.clear()
+    before = pair.prefill.engine.computed_tokens
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert pair.tokens("again") == wanted
+    assert pair.prefill.engine.computed_tokens == before, "a token was computed again"
+    usage = pair.outputs["again"][-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.computed) == (tokens, 0)
+    assert len(pair.prefill.role.kept) == 0
+    pair.at_rest()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_was_computed_of_a_prompt_is_not_computed_again(chunks: int) -> None:
+    pair, prompt = Pair(), list(range(43))
+    ask(pair, "first", prompt)
+    until_computed(pair, 16 * chunks)
+    decode_dies(pair)
+    assert "PEER_LOST" in pair.errors("first")
+    before = pair.prefill.engine.computed_tokens
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert pair.tokens("again") == wanted
+    assert pair.prefill.engine.computed_tokens - before == 43 - 16 * chunks
+    pair.at_rest()
+
+
+def test_twice_in_a_row() -> None:
+    pair, prompt = Pair(), list(range(22))
+    for attempt in range(3):
+        pair.lose = hold(Metadata)
+        wanted = ask(pair, f"r{attempt}", prompt, attempt=attempt)
+        until_computed(pair, 22)
+        for _ in range(4):
+            pair.pump()
+            pair.prefill.turn()
+            pair.decode.turn()
+        if attempt < 2:
+            decode_dies(pair)
+    pair.lose = lambda _effect: False
+    # The metadata of the last attempt was held back too: it is not lost, its session lives.
+    transfer = next(iter(pair.decode.handles))
+    kept = pair.prefill.role.by_seq[next(iter(pair.prefill.role.by_seq))].metadata
+    assert kept is not None
+    assert kept.transfer == transfer
+    pair.decode.post(api.Received(pair.prefill.me, kept))
+    pair.run()
+    assert pair.tokens("r2") == wanted
+    assert pair.prefill.engine.computed_tokens == 22
+    pair.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("reason", "computed"),
+    [
+        (PeerLost("gone"), 0),
+        (TransferFailed("broke"), 0),
+        (OutOfCapacity("decode is full"), 0),
+        (AbortedByClient("left"), 2),
+        (ChecksumMismatch("a doubt"), 2),
+        (Internal("a bug"), 2),
+    ],
+    ids=lambda value: value.code.value if hasattr(value, "code") else str(value),
+)
+def test_only_where_a_new_attempt_may_come_and_nothing_is_in_doubt(reason: object, computed: int) -> None:
+    pair, prompt = Pair(), list(range(18))
+    pair.lose = hold(Metadata)
+    ask(pair, "first", prompt)
+    until_computed(pair, 18)
+    pair.pump()
+    info: ErrorInfo = reason.info  # type: ignore[attr-defined]
+    for node in (pair.prefill, pair.decode):
+        node.role.cancel(FRONT, "first", info, pair.clock.now())
+    pair.lose = lambda _effect: False
+    pair.run()
+    before = pair.prefill.engine.computed_tokens
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert pair.tokens("again") == wanted
+    assert pair.prefill.engine.computed_tokens - before == computed
+    pair.at_rest()
+
+
+def test_another_seed_or_another_output_is_another_request() -> None:
+    pair, prompt = Pair(), list(range(18))
+    pair.lose = hold(Metadata)
+    whole = ask(pair, "first", prompt)
+    until_computed(pair, 18)
+    decode_dies(pair)
+    for name, more in (("seed", {"seed": 6}), ("output", {"output": whole[:2]})):
+        before = pair.prefill.engine.computed_tokens
+        wanted = ask(pair, name, prompt, attempt=1, **more)  # type: ignore[arg-type]
+        pair.run()
+        got = [t for o in pair.outputs[name] for t in o.token_ids]
+        assert [*more.get("output", []), *got] == wanted  # type: ignore[misc]
+        assert pair.prefill.engine.computed_tokens > before
+    assert len(pair.prefill.role.kept) == 1
+    pair.clock.advance(200)
+    pair.run()
+    assert len(pair.prefill.role.kept) == 0, "nobody can ask for it any more"
+    pair.at_rest()
+
+
+def test_evicted_pages_are_computed_again() -> None:
+    pair, prompt = Pair(prefill_pages=12), list(range(18))
+    pair.lose = hold(Metadata)
+    ask(pair, "first", prompt)
+    until_computed(pair, 18)
+    decode_dies(pair)
+    assert pair.prefill.role.tree.evict(2) == 2
+    before = pair.prefill.engine.computed_tokens
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert pair.tokens("again") == wanted
+    assert pair.prefill.engine.computed_tokens - before == 18 - 8
+    pair.at_rest()
+
+
+def test_a_pool_without_a_page_for_the_tail_waits_like_any_other() -> None:
+    pair, prompt = Pair(prefill_pages=12), list(range(18))
+    pair.lose = hold(Metadata)
+    ask(pair, "first", prompt)
+    until_computed(pair, 18)
+    decode_dies(pair)
+    held = pair.prefill.pool.allocate(pair.prefill.pool.free)
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert "again" not in pair.outputs
+    pair.prefill.role.check_integrity()
+    pair.prefill.pool.release(held)
+    pair.run()
+    assert pair.tokens("again") == wanted
+    pair.at_rest()
+
+
+# ---- the bounds ------------------------------------------------------------------------------------
+
+
+class Tail:
+    nbytes = 1000
+
+
+def job(prompt: list[int], seed: int = 1, deadline: float = 10.0) -> Job:
+    p, d = Incarnation("a" * 32), Incarnation("d" * 32)
+    return Job(
+        origin=FRONT,
+        request=Request(request_id="r", prompt=prompt, sampling=SamplingParams(seed=seed)),
+        ticket=Ticket(room=1, attempt=0, prefill=Placement(p), decode=Placement(d), budget_s=1.0),
+        seq_id=1,
+        entered=0.0,
+        deadline=deadline,
+        max_tokens=4,
+    )
+
+
+def metadata() -> Metadata:
+    transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("d" * 32))
+    return Metadata(transfer=transfer, prompt_tokens=1, first_token=1)
+
+
+def test_entries_and_bytes_are_bounded_and_the_oldest_go() -> None:
+    kept = KeptPrompts(max_entries=3, max_bytes=2500)
+    jobs = [job([i]) for i in range(5)]
+    for each in jobs:
+        kept.put(each, metadata(), Tail())
+        kept.check_integrity()
+    assert [kept.take(each) is not None for each in jobs] == [False, False, False, True, True]
+    assert (len(kept), kept.nbytes) == (0, 0)
+    for each in jobs:
+        kept.put(each, metadata(), None)
+    assert len(kept) == 3
+    kept.put(job(list(range(1000))), metadata(), Tail())
+    assert len(kept) == 3, "one that is too large is not kept, and pushes nobody out"
+    kept.check_integrity()
+
+
+def test_the_same_prompt_again_replaces_what_was_kept_and_time_ends_it() -> None:
+    kept = KeptPrompts()
+    for _ in range(3):
+        kept.put(job([1, 2]), metadata(), Tail())
+    kept.put(job([1, 2], seed=2, deadline=20.0), metadata(), Tail())
+    assert len(kept) == 2
+    kept.expire(10.0)
+    kept.check_integrity()
+    assert kept.take(job([1, 2])) is None
+    assert kept.take(job([1, 2], seed=2)) is not None

@@ -1,0 +1,101 @@
+"""A generation that goes on where another instance left it."""
+
+from __future__ import annotations
+
+import pytest
+from pair import FRONT, VOCAB, Pair
+from test_kept_prompts import ask
+
+from segue.core.clock import VirtualClock
+from segue.core.control import Submit
+from segue.core.errors import ErrorCode
+from segue.core.limits import Limits
+from segue.core.request import Output, Request, SamplingParams, Ticket
+from segue.core.types import FinishReason, Incarnation, Placement
+from segue.engine.pages import PagePool
+from segue.roles.unified import UnifiedRole
+from segue.sim.engine import LineageEngine, lineage_spec, reference
+
+COUNT = 9
+
+
+def check(outputs: list[Output], wanted: list[int], given: int, prompt_tokens: int) -> None:
+    assert [t for o in outputs for t in o.token_ids] == wanted[given:]
+    assert [o.position for o in outputs] == list(range(given, len(wanted)))
+    assert outputs[-1].finish is FinishReason.LENGTH
+    usage = outputs[-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.output_tokens) == (prompt_tokens, len(wanted))
+    assert usage.prompt_tokens == usage.decode_cached + usage.prefill_cached + usage.computed
+
+
+@pytest.mark.parametrize("given", range(1, COUNT))
+@pytest.mark.parametrize("page_tokens", [(4, 4), (8, 4)])
+def test_apart(given: int, page_tokens: tuple[int, int]) -> None:
+    pair, prompt = Pair(page_tokens=page_tokens), list(range(13))
+    wanted = ask(pair, "whole", prompt, count=COUNT)
+    pair.run()
+    assert pair.tokens("whole") == wanted
+    ask(pair, "rest", prompt, count=COUNT, attempt=1, output=wanted[:given])
+    pair.run()
+    check(pair.outputs["rest"], wanted, given, 13)
+    pair.at_rest()
+
+
+class Alone:
+    """One unified role."""
+
+    def __init__(self, pages: int = 64) -> None:
+        self.clock = VirtualClock()
+        self.me = Incarnation("e" * 32)
+        self.engine = LineageEngine(lineage_spec(pages, 4), vocab_size=VOCAB, context_tokens=200)
+        self.role = UnifiedRole(
+            self.engine, PagePool(pages, 4), me=self.me, name="unified", limits=Limits(), chunk_tokens=16
+        )
+        self.rooms = 0
+
+    def run(self, output: list[int], count: int = COUNT, prompt_tokens: int = 13) -> list[Output]:
+        self.rooms += 1
+        here = Placement(self.me)
+        ticket = Ticket(room=self.rooms, attempt=0, prefill=here, decode=here, budget_s=10.0)
+        request = Request(
+            request_id=f"r{self.rooms}",
+            prompt=list(range(prompt_tokens)),
+            sampling=SamplingParams(max_tokens=count, seed=3),
+            output=output,
+        )
+        self.role.submit(FRONT, Submit(request, ticket), self.clock.now())
+        for _ in range(200):
+            steps = self.role.plan(0.0)
+            if not steps:
+                break
+            self.role.complete(self.engine.step(steps), 0.0)
+        found = [o for _, o in self.role.outbox]
+        self.role.outbox.clear()
+        self.role.check_integrity()
+        return found
+
+
+@pytest.mark.parametrize("given", range(1, COUNT))
+def test_on_a_unified_instance(given: int) -> None:
+    wanted = reference(list(range(13)), SamplingParams(seed=3), VOCAB, COUNT)
+    check(Alone().run(wanted[:given]), wanted, given, 13)
+
+
+@pytest.mark.parametrize("output", [[5] * COUNT, [5] * (COUNT + 1), [-1], [VOCAB]])
+def test_what_is_no_output_is_refused(output: list[int]) -> None:
+    [answer] = Alone().run(output)
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.INVALID_REQUEST
+
+
+def test_one_that_is_too_long_for_this_instance_may_go_to_another() -> None:
+    small = Alone(pages=8)
+    [answer] = small.run([5] * 19, count=40)
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.OUT_OF_CAPACITY
+    assert answer.error.retryable
+    # One token less fits, and ends where the pool does.
+    outputs = small.run([5] * 18, count=40)
+    assert outputs[-1].finish is FinishReason.LENGTH
+    assert outputs[-1].position == 18
