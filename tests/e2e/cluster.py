@@ -11,10 +11,12 @@ from types import TracebackType
 
 from served import Served, State, rest
 
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import RegistryServer
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.core.limits import Limits
+from segue.core.types import Role, new_incarnation
 
 MODEL = "tiny"
 
@@ -51,6 +53,25 @@ class Registry:
             self._io.call(self._server.close(), 10)
             self._server = None
 
+    def stir(self) -> None:
+        """Let everybody who watches hear something: a stranger comes and goes."""
+        assert self._server is not None
+        me = new_incarnation()
+        record = InstanceRecord(
+            incarnation=me,
+            role=Role.UNIFIED,
+            model="of nobody",
+            served_model="of nobody",
+            context_tokens=1,
+            replicas=[ReplicaRecord(dp_rank=0, host="127.0.0.1", port=1)],
+        )
+        self._io.call(self._come_and_go(record), 5)
+
+    async def _come_and_go(self, record: InstanceRecord) -> None:
+        assert self._server is not None
+        self._server.store.register(record, 0)
+        self._server.store.leave(record.incarnation)
+
     def close(self) -> None:
         self.shut()
         self._io.stop()
@@ -74,11 +95,12 @@ class Cluster:
         registry: Registry | None = None,
         limits: Sequence[str] = (),
         stderr: Mapping[str, Path] | None = None,
+        kv_gib: float = 0.05,
     ) -> None:
         self.model = model
         self.names = list(names)
         self.registry = registry or Registry()
-        self._flags = ["--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1", *flags]
+        self._flags = ["--dtype", "float32", "--kv-gib", str(kv_gib), "--threads-per-worker", "1", *flags]
         self._limits = list(limits)
         self._more = dict(more or {})
         self._registry_url = dict(registry_url or {})
@@ -109,15 +131,16 @@ class Cluster:
         """Start a part that does not run; `ready` is the caller's."""
         role = name.split("-")[0]
         url = self._registry_url.get(name, f"http://127.0.0.1:{self.registry.port}")
-        words = ["--registry", url, "--name", name, *self._limits, *self._more.get(name, ())]
+        words = ["--registry", url, "--name", name, *self._limits]
         if role == "frontend":
             words += ["--model", str(self.model), "--served-model-name", MODEL, "--port", "0"]
         else:
             port, data_port = self._ports[name]
             words += ["--model", str(self.model), "--served-model-name", MODEL]
             words += ["--port", str(port), "--data-port", str(data_port), *self._flags]
+        words += self._more.get(name, ())  # the last word on a setting counts
         log = self._stderr.get(name, self._logs / f"{name}.log")
-        part = self.parts[name] = Served(*words, command=role, wait=False, stderr=log)
+        part = self.parts[name] = Served(*words, command=role, wait=False, start_s=60, stderr=log)
         return part
 
     def kill(self, name: str) -> None:

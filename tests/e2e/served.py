@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -68,6 +69,8 @@ class Served:
     def ready(self) -> Served:
         """Wait for the `ready` line. An AssertionError with the log if there is none."""
         assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], self.start_s)
+        assert readable, f"neither ready nor ended after {self.start_s} s\n{self.log()}"
         self.line = self.process.stdout.readline().strip()
         self.url = self.line.removeprefix("ready ")
         if not self.line.startswith("ready "):
@@ -88,6 +91,12 @@ class Served:
         """Descendants whose command has `word` as its subcommand."""
         return [p for p in self.family()[1:] if word in p.cmdline()[:5]]
 
+    @property
+    def door(self) -> str:
+        """The URL of an instance's own HTTP door."""
+        host, port = _DOOR.findall(self.log())[-1]
+        return f"http://{host}:{port}"
+
     # ---- what it holds -----------------------------------------------------------------------
 
     def states(self) -> dict[str, State]:
@@ -96,9 +105,8 @@ class Served:
             return {}
         if self.command == "frontend":
             return {"frontend": _state(self.url)}
-        doors = [f"http://{host}:{port}" for host, port in _DOOR.findall(self.log())]
         if self.command != "serve":
-            return {f"{self.command} {self.process.pid}": _state(doors[-1])}
+            return {f"{self.command} {self.process.pid}": _state(self.door)}
         pids = {name: int(pid) for name, pid in _STARTED.findall(self.log())}
         alive = {name for name, pid in pids.items() if name != "frontend" and _alive(pid)}
         found: dict[str, State] = {"frontend": _state(self.url)}

@@ -8,6 +8,7 @@ import random
 import resource
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -301,8 +302,6 @@ class Mute:
 
 
 def _mute_pair(stall_s: float) -> tuple[Reader, Mute, socket.socket]:
-    import threading
-
     writer, mute = Reader(stall_s=stall_s, streams=1), Mute(handshake.new_key())
     address = TcpAddress(version=1, host="127.0.0.1", port=mute.listener.getsockname()[1], key=mute.key)
     endpoint = msgspec.structs.replace(writer.endpoint, data=msgspec.msgpack.encode(address))
@@ -328,6 +327,23 @@ def test_a_receiver_that_never_answers_is_gone_in_bounded_time() -> None:
     writer.close()
 
 
+def test_a_receiver_that_takes_everything_and_answers_nothing_is_gone_all_the_same() -> None:
+    """New writes that the socket takes are no sign of life: answers are (a half-open connection)."""
+    writer, mute, sock = _mute_pair(0.2)
+    tag = 0
+    while writer.events.empty():
+        tag += 1
+        assert tag < 1000, "each write put the end off"
+        writer.transport.write("mute/0", 9, tag, [CopyBlock(0, 0, 1, 100)])
+        threading.Event().wait(0.02)
+    failed = writer.next()
+    assert isinstance(failed, WriteFailed)
+    assert failed.tag == 1
+    for s in (sock, mute.listener):
+        s.close()
+    writer.close()
+
+
 def test_an_answer_to_nothing_ends_the_path() -> None:
     writer, mute, sock = _mute_pair(30)
     sock.sendall(tcp_wire.pack_ack(0, 1234))
@@ -348,8 +364,6 @@ def test_an_answer_that_was_changed_on_its_way_ends_the_path(at: int) -> None:
 
 
 def test_a_listener_that_does_not_know_the_key_gets_no_kv(reader: Reader) -> None:
-    import threading
-
     mute = Mute(b"another key 1234")
     address = TcpAddress(
         version=1, host="127.0.0.1", port=mute.listener.getsockname()[1], key=handshake.new_key()

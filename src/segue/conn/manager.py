@@ -110,6 +110,7 @@ class KVManager:
                 port=config.transport_port,
                 advertise=config.advertise,
                 advertise_port=config.advertise_transport_port,
+                stall_s=config.limits.peer_silence_s,
                 tls=config.tls,
             )
             for name in config.transports

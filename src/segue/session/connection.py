@@ -270,7 +270,7 @@ class Connection(asyncio.BufferedProtocol):
         while self._end - self._start >= HEADER.size:
             length, kind, lead, mark = HEADER.unpack_from(self._buffer, self._start)
             if lead != lead_check(length, kind):
-                self._violation("a frame whose header was changed on its way")
+                self._changed("a frame whose header was changed on its way")
                 return
             if length > self._max_in_bytes:
                 self._violation(f"a frame of {length} bytes; the limit is {self._max_in_bytes}")
@@ -282,7 +282,7 @@ class Connection(asyncio.BufferedProtocol):
             self._start += need
             need = HEADER.size
             if mark != body_check(body):
-                self._violation("a frame that was changed on its way")
+                self._changed("a frame that was changed on its way")
                 return
             self._on_frame(kind, body)
             if self.state is State.ENDED:
@@ -356,6 +356,13 @@ class Connection(asyncio.BufferedProtocol):
             # end the session under all the others.
             self._owner.count("handler_errors")
             log.exception("the handler failed on a %s from %s", type(message).__name__, self.describe())
+
+    def _changed(self, what: str) -> None:
+        """The network's fault and not the peer's: it may be tried again."""
+        self._owner.count("bad_frames")
+        log.warning("%s: %s came: the session ends", self.describe(), what)
+        error_type = PeerLost if self.state is State.OPEN else BootstrapUnreachable
+        self.end(error_type(f"from {self.describe()} came {what}"), tell=True)
 
     def _violation(self, what: str) -> None:
         """The peer sent what it may not send: counted, logged once, and only its session ends."""

@@ -57,14 +57,15 @@ def create(
     advertise: str | None = None,
     advertise_port: int | None = None,
     streams: int | None = None,
+    stall_s: float = 10.0,
     tls: Tls | None = None,
 ) -> Transport:
     """A transport by name. `me` is what its peers call it: incarnation, `/`, rank; `grant` and
     `PeerGone` on the other side use exactly this name.
 
     `host:port` (0: any free port) is where it listens, `advertise` and `advertise_port` what peers are
-    told if it is something else, `streams` is the number of connections per peer and `tls` encrypts
-    them; only transports with a network use these. Raises ConfigError for an unknown name, one that
+    told if it is something else, `streams` is the number of connections per peer, one that is silent
+    for `stall_s` while it owes something is gone, and `tls` encrypts them; only transports with a network use these. Raises ConfigError for an unknown name, one that
     cannot be used here, or a port in use.
     """
     entry = _TABLE.get(name)
@@ -91,6 +92,7 @@ def create(
         advertise=advertise,
         advertise_port=advertise_port,
         streams=streams or DEFAULT_STREAMS,
+        stall_s=stall_s,
         tls=tls,
     )
 

@@ -57,6 +57,7 @@ class Part:
     rows: PartRows
     head: bytes = b""
     cursor: Cursor | None = None
+    sent_at: float = 0.0
 
     def load(self, address: int) -> Cursor:
         """Build the vector that is sent: header, rows, then the data where it lies."""
@@ -79,6 +80,17 @@ class OutStream:
     unanswered: dict[int, Part] = field(default_factory=dict)
     waiting: bool = False  # for room in the socket's buffer
     inbox: bytes = b""
+    moved_at: float = 0.0  # when `sending` began or last moved on
+    answered_at: float = 0.0
+
+    def stuck_since(self) -> float | None:
+        """Since when nothing has come of what the peer owes us; None if it owes nothing. Each stream
+        and direction is judged on its own: that more can be sent says nothing of the answers."""
+        since = [self.moved_at] if self.sending is not None else []
+        oldest = next(iter(self.unanswered.values()), None)
+        if oldest is not None:
+            since.append(max(oldest.sent_at, self.answered_at))
+        return min(since, default=None)
 
 
 class Path:
@@ -113,8 +125,8 @@ class Path:
         self._queue: deque[Part] = deque()
         self._idents = 0
         self._fences: dict[int, int] = {}  # epoch → how many `Fenced` wait for its parts in flight
-        self._moved = False
         self._stall: Timer | None = None
+        self._stall_due = 0.0
         self._ended = False
 
     def open(self) -> None:
@@ -237,6 +249,7 @@ class Path:
                     break
                 part = stream.sending = self._queue.popleft()
                 part.load(self._source_address)
+                stream.moved_at = time.monotonic()
                 self._watch_stall()
             assert part.cursor is not None
             if stream.channel.send_rows(part.cursor, self._slice_bytes) < 0:
@@ -244,8 +257,9 @@ class Path:
                     stream.waiting = True
                     self._loop.change(fd, select.EPOLLIN | select.EPOLLOUT)
                 return
-            self._moved = True
+            stream.moved_at = time.monotonic()
             if not part.cursor.left:
+                part.sent_at = stream.moved_at
                 stream.unanswered[part.ident] = part
                 stream.sending = part.cursor = None
         if stream.waiting:
@@ -259,7 +273,7 @@ class Path:
             return
         if not data:
             raise PeerLost(f"{self.name} closed its stream", peer=self.name)
-        self._moved = True
+        stream.answered_at = time.monotonic()
         stream.inbox += data
         while len(stream.inbox) >= tcp_wire.ACK.size and not self._ended:
             status, ident = tcp_wire.parse_ack(stream.inbox)
@@ -275,19 +289,26 @@ class Path:
             for _ in range(self._fences.pop(epoch)):
                 self._emit(Fenced(self.name, epoch, True))
 
-    def _watch_stall(self) -> None:
+    def _watch_stall(self, after_s: float | None = None) -> None:
         if self._stall is None:
-            self._moved = False
-            self._stall = self._loop.later(self._stall_s, self._check_stall)
+            wait_s = self._stall_s if after_s is None else after_s
+            self._stall_due = time.monotonic() + wait_s
+            self._stall = self._loop.later(wait_s, self._check_stall)
 
     def _check_stall(self) -> None:
         self._stall = None
-        if not any(s.unanswered or s.sending for s in self._streams):
+        now = time.monotonic()
+        stuck = [since for stream in self._streams if (since := stream.stuck_since()) is not None]
+        if not stuck:
             return
-        if not self._moved:
-            self._end(PeerLost(f"{self.name} took no byte for {self._stall_s} s", peer=self.name))
-            return
-        self._watch_stall()
+        left_s = min(stuck) + self._stall_s - now
+        if left_s <= 0 and now - self._stall_due < self._stall_s / 2:
+            self._end(PeerLost(f"{self.name} answered nothing for {self._stall_s} s", peer=self.name))
+        elif left_s <= 0:
+            # We slept ourselves (a stopped process); the answers may be waiting in the socket.
+            self._watch_stall(self._stall_s / 2)
+        else:
+            self._watch_stall(left_s)
 
 
 def _refusal(peer: str, epoch: int, status: int) -> SegueError | None:
