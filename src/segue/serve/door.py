@@ -16,9 +16,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from segue import __version__
+from segue.bootstrap.guarded_http import GuardedServer
 from segue.core.control import Load
 from segue.core.errors import SegueError
-from segue.frontend.http_server import HttpServer, bind
+from segue.frontend.http_server import bind
 from segue.observe.integrity import NodeState
 from segue.observe.metrics import CONTENT_TYPE
 
@@ -68,8 +69,9 @@ class _Numbers(Collector):
         yield counts
 
 
-def open_door(facts: Facts, host: str, port: int) -> HttpServer:
-    """Bind and serve in the current loop. Raises ConfigError if the port is in use."""
+def open_door(facts: Facts, host: str, port: int, request_s: float) -> GuardedServer:
+    """Bind and serve in the current loop; `request_s` is what one request may take to arrive. Raises
+    ConfigError if the port is in use."""
     registry = CollectorRegistry()
     registry.register(_Numbers(facts))
 
@@ -97,6 +99,13 @@ def open_door(facts: Facts, host: str, port: int) -> HttpServer:
         Route("/integrity", integrity),
         Route("/metrics", metrics),
     ]
-    server = HttpServer(Starlette(routes=routes), bind(host, port), drain_s=1.0)
+    server = GuardedServer(
+        Starlette(routes=routes),
+        bind(host, port),
+        server_tls=None,  # for probes and scrapers, which have no certificate of ours
+        request_s=request_s,
+        max_members=1,  # nobody proves anything here
+        drain_s=1.0,
+    )
     server.start()
     return server

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.bootstrap.client import Registry, RegistryClient
+from segue.bootstrap.guarded_http import GuardedServer
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.handles import Change
@@ -28,7 +29,6 @@ from segue.core.errors import SegueError
 from segue.core.types import Incarnation, Integrity, Role, new_incarnation
 from segue.engine.api import Engine
 from segue.engine.pages import PagePool
-from segue.frontend.http_server import HttpServer
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
@@ -88,7 +88,7 @@ class Instance:
         self.frontends.leader = self.leader
         self._stack = AsyncExitStack()
         self._registry: Registry | None = None
-        self.door: HttpServer | None = None
+        self.door: GuardedServer | None = None
 
     def _control_host(self) -> ControlHost:
         config = self.config
@@ -155,7 +155,7 @@ class Instance:
         if isinstance(self.host, KVManager) and config.role is Role.DECODE:
             self._spawn(self._follow_prefill(registry, self.host), "watch")
         if config.http_port is not None:
-            self.door = open_door(self._facts(), config.host, config.http_port)
+            self.door = open_door(self._facts(), config.host, config.http_port, self.limits.handshake_s)
             self._stack.push_async_callback(self.door.stop)
             log.info("http door at %s:%d", *self.door.address)
 

@@ -17,6 +17,8 @@ What is proven, and by what:
 
 from __future__ import annotations
 
+import errno
+import logging
 import mmap
 import os
 import secrets
@@ -56,6 +58,10 @@ _POPULATE_BYTES = 64 * 2**20
 _MADV_POPULATE_WRITE = 23
 _DEATH_GRACE_S = 1.0  # a killed process closes its socket a moment before its pidfd says so
 _CLOSE_S = 5.0
+OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+REST_S = 0.1
+
+log = logging.getLogger("segue.shm")
 
 
 class ShmAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,21 +287,34 @@ class ShmTransport:
         assert self._address is not None
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # it left again, or no descriptor is free: the next knock is tried anew
+        except OSError as exc:
+            if exc.errno in OUT_OF_DESCRIPTORS:
+                self._rest(exc)
+            return  # or it left again
         sock.setblocking(False)
-        if len(self._strangers) >= self._max_strangers:
-            sock.close()
-            return
         peer = Incoming(sock, handshake.Listener(self._address.key))
         if peer_uid(sock) != os.getuid():
             _send(sock, peer.door.refuse("another user"))
             sock.close()
             return
+        if len(self._strangers) >= self._max_strangers:
+            # The oldest, so that a crowd cannot keep a peer out that proves itself at once.
+            self._drop_stranger(next(iter(self._strangers.values())))
         self._strangers[sock.fileno()] = peer
         peer.timer = self._loop.later(self._handshake_s, partial(self._drop_stranger, peer))
         self._loop.watch(sock.fileno(), select.EPOLLIN, partial(self._greet, peer))
         _send(sock, peer.door.challenge())
+
+    def _rest(self, exc: OSError) -> None:
+        """No descriptor is free: do not let the kernel call us again at once, for nothing."""
+        assert self._listener is not None
+        log.error("shm cannot accept peers: %s", exc.strerror)
+        self._loop.unwatch(self._listener.fileno())
+        self._loop.later(REST_S, self._watch_door)
+
+    def _watch_door(self) -> None:
+        assert self._listener is not None
+        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._knock)
 
     def _drop_stranger(self, peer: Incoming) -> None:
         if peer.timer is not None:

@@ -1,0 +1,247 @@
+"""The registry's HTTP server among hostile clients: bounded, deadlined, and TLS with readable reasons."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import uvloop
+from registry_records import DEADLINE_S, SECRET, record
+
+from segue.bootstrap.client import RegistryClient
+from segue.bootstrap.guarded_http import MAX_HEAD_BYTES, ErrorBody
+from segue.bootstrap.server import RegistryServer, serve
+from segue.core.errors import (
+    BootstrapUnreachable,
+    ConfigError,
+    ErrorCode,
+    PeerRefused,
+    Unauthorized,
+)
+from segue.core.limits import Limits
+from segue.core.types import Role
+from segue.session.tls import Tls
+from tls_files import Authority
+
+LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+
+
+@asynccontextmanager
+async def registry(**changes: object) -> AsyncIterator[RegistryServer]:
+    settings = {"secret": SECRET, "limits": Limits()} | changes
+    server = await serve("127.0.0.1", 0, **settings)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def asks(server: RegistryServer, tls: Tls | None = None, secret: bytes = SECRET) -> None:
+    """A good client registers and sees itself."""
+    client = RegistryClient(server.url, secret=secret, limits=Limits(), tls=tls)
+    try:
+        await client.register(record())
+        lists = client.watch(Role.PREFILL)
+        async with asyncio.timeout(DEADLINE_S):
+            assert len(await anext(lists)) == 1
+        await lists.aclose()  # type: ignore[attr-defined]
+    finally:
+        await client.aclose()
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # type: ignore[operator]  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_200_silent_connections_keep_nobody_out_and_leave_no_descriptor(runner: str) -> None:
+    async def main() -> None:
+        async with registry() as server:
+            await asks(server)
+            await until(lambda: not server.server.server_state.connections)
+            before = descriptors()
+            silent = [await asyncio.open_connection(server.host, server.port) for _ in range(200)]
+            await asks(server)
+            assert server.server.strangers <= 128
+            assert server.server.counts["strangers_dropped"] >= 200 - 128
+            for _, writer in silent:
+                writer.close()
+            await asyncio.gather(*(w.wait_closed() for _, w in silent), return_exceptions=True)
+            await until(lambda: not server.server.server_state.connections)
+            await until(lambda: descriptors() <= before)
+
+    LOOPS[runner](main())
+
+
+SLOW = {
+    "silent": b"",
+    "half a line": b"GET /v1/hea",
+    "half a head": b"GET /v1/health HTTP/1.1\r\nhost: x\r\n",
+    "no body": b"PUT /v1/rooms/5 HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
+}
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+@pytest.mark.parametrize("opening", SLOW)
+def test_a_slow_request_ends_at_its_deadline(opening: str, runner: str) -> None:
+    async def main() -> None:
+        async with registry(limits=Limits(handshake_s=0.2)) as server:
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+            writer.write(SLOW[opening])
+            async with asyncio.timeout(DEADLINE_S):
+                told = await reader.read()
+            if told and opening != "no body":
+                info = msgspec.json.decode(told.partition(b"\r\n\r\n")[2], type=ErrorBody).error
+                assert info.code is ErrorCode.BOOTSTRAP_TIMEOUT
+            writer.close()
+            await until(lambda: not server.server.server_state.connections)
+
+    LOOPS[runner](main())
+
+
+def test_drops_of_one_request_do_not_prolong_its_deadline() -> None:
+    async def main() -> None:
+        async with registry(limits=Limits(handshake_s=0.3)) as server:
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+
+            writer.write(b"GET / HTTP/1.1\r\nx: ")
+
+            async def drip() -> None:
+                while not writer.is_closing():
+                    writer.write(b"x")
+                    await asyncio.sleep(0.02)
+
+            dripping = asyncio.create_task(drip())
+            async with asyncio.timeout(DEADLINE_S):
+                try:
+                    assert b"BOOTSTRAP_TIMEOUT" in await reader.read()
+                except ConnectionError:
+                    pass  # a drop that crossed the answer has reset the connection
+            dripping.cancel()
+            writer.close()
+            await until(lambda: not server.server.server_state.connections)
+
+    asyncio.run(main())
+
+
+def test_an_endless_head_is_refused_at_its_bound() -> None:
+    async def main() -> None:
+        async with registry() as server:
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            sent = 0
+            answer = asyncio.create_task(reader.read())
+            while not answer.done() and sent < 100 * MAX_HEAD_BYTES:
+                writer.write(b"a: " + b"b" * 4000 + b"\r\n")
+                sent += 4000
+                try:
+                    await writer.drain()
+                except ConnectionError:
+                    break
+                await asyncio.sleep(0)
+            async with asyncio.timeout(DEADLINE_S):
+                try:
+                    told = await answer
+                except ConnectionError:
+                    told = b"REQUEST_TOO_LARGE"
+            assert b"REQUEST_TOO_LARGE" in told
+            assert sent < 100 * MAX_HEAD_BYTES
+            writer.close()
+
+    asyncio.run(main())
+
+
+# ---- TLS ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_the_registry_answers_over_mutual_tls(runner: str, authority: Authority) -> None:
+    async def main() -> None:
+        async with registry(tls=authority.issue().load()) as server:
+            assert server.url.startswith("https://")
+            await asks(server, authority.issue("10.0.0.9").load())
+            with pytest.raises(Unauthorized, match="secret"):  # a certificate alone is not enough
+                await asks(server, authority.issue().load(), secret=b"another secret of the tests")
+
+    LOOPS[runner](main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_plain_and_tls_that_meet_are_told_why_they_part(
+    runner: str, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        tls = authority.issue().load()
+        async with registry(tls=tls) as server, registry() as plain:
+            client = RegistryClient(f"http://127.0.0.1:{server.port}", secret=SECRET, limits=Limits())
+            with pytest.raises(PeerRefused, match=r"only TLS is spoken here.*--tls-cert"):
+                await client.register(record())
+            await client.aclose()
+            client = RegistryClient(
+                f"https://127.0.0.1:{plain.port}", secret=SECRET, limits=Limits(), tls=tls
+            )
+            with pytest.raises(PeerRefused, match="does not speak TLS"):
+                await client.register(record())
+            await client.aclose()
+            forger = Authority(tmp_path, "forger").issue(trust=authority).load()
+            with pytest.raises(BootstrapUnreachable, match="may not accept our --tls-cert"):
+                await asks(server, forger)
+            wary = Authority(tmp_path, "wary").issue().load()
+            with pytest.raises(Unauthorized, match="certificate is not valid here"):
+                await asks(server, wary)
+
+    LOOPS[runner](main())
+    assert "speaks TLS and this side does not" in caplog.text
+    assert "was refused: its certificate is not valid here" in caplog.text
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_200_silent_connections_before_tls_keep_nobody_out(runner: str, authority: Authority) -> None:
+    async def main() -> None:
+        tls = authority.issue().load()
+        async with registry(tls=tls) as server:
+            silent = [await asyncio.open_connection(server.host, server.port) for _ in range(200)]
+            await asks(server, tls)
+            assert server.server.strangers <= 128
+            for _, writer in silent:
+                writer.close()
+
+    LOOPS[runner](main())
+
+
+def test_an_address_and_files_that_contradict_one_another_are_a_wrong_setting(authority: Authority) -> None:
+    async def main() -> None:
+        for url, tls in (("https://127.0.0.1:1", None), ("http://127.0.0.1:1", authority.issue().load())):
+            if tls is None:
+                with pytest.raises(ConfigError, match="--tls-cert"):
+                    RegistryClient(url, secret=SECRET, limits=Limits(), tls=tls)
+
+    asyncio.run(main())
+
+
+def test_the_door_of_the_api_is_not_opened_by_health() -> None:
+    async def main() -> None:
+        async with registry() as server, httpx.AsyncClient() as client:
+            assert (await client.get(f"{server.url}/v1/health")).status_code == 200
+            assert server.server.strangers == 1  # it asked only what everybody may
+
+    asyncio.run(main())

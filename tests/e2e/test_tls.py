@@ -1,0 +1,112 @@
+"""A whole deployment under mutual TLS: registry, sessions and the KV on tcp; and who is kept out of it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from served import Served
+
+from tls_files import Authority
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+SMALL = ("--dtype", "float32", "--kv-gib", "0.1", "--threads-per-worker", "1", "--port", "0")
+BODY = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+
+
+def speaks_tls(port: int) -> bool:
+    """What answers at `port` begins as only a TLS server does: it says nothing to who says nothing
+    sensible, and a session, a transport or plain HTTP would answer this with bytes of its own."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(("127.0.0.1", port), 10) as sock:
+        try:
+            with context.wrap_socket(sock) as wrapped:
+                return wrapped.version() == "TLSv1.3"
+        except (ssl.SSLError, OSError):
+            return False
+
+
+def test_a_deployment_under_mutual_tls_answers_and_every_inner_port_is_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    flags = authority.issue().flags()
+    with Served(*SMALL, "--transport", "tcp", *flags) as served:
+        answer = httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert "Paris" in answer.json()["choices"][0]["text"]
+        # Doors for HTTP are for whoever has no certificate: the frontend's and each instance's own.
+        doors = {int(port) for port in re.findall(r"http door at [^ ]*:(\d+)", served.log())}
+        doors.add(int(served.url.rsplit(":", 1)[1]))
+        ports = {
+            c.laddr.port
+            for process in served.family()
+            for c in process.net_connections("tcp")
+            if c.status == "LISTEN" and c.laddr.port not in doors
+        }
+        # The registry, a session listener and a data port for each of the two instances.
+        assert len(ports) >= 5
+        assert {port: speaks_tls(port) for port in ports} == dict.fromkeys(ports, True)
+        assert served.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tls-cert", "cert.pem"], "--tls-key and --tls-ca missing"),
+        (["--tls-cert", "no.pem", "--tls-key", "no.pem", "--tls-ca", "no.pem"], "cannot be read"),
+    ],
+)
+def test_wrong_tls_settings_are_one_sentence(flags: list[str], says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "segue.cli.main", "serve", *SMALL, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_part_with_the_secret_and_without_a_certificate_stays_out(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 64)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    trust = ("--model", "smollm2", "--secret-file", str(secret))
+    small = SMALL[:-2]
+    flags = authority.issue().flags()
+    with Served("--bootstrap-port", str(port), *trust, *small, *flags, command="prefill"):
+        plain = f"http://127.0.0.1:{port}"
+        cases = {
+            "only TLS is spoken here": ["--registry", plain],
+            "needs --tls-cert": ["--registry", plain.replace("http:", "https:")],
+            "may not accept our --tls-cert": [
+                *["--registry", plain.replace("http:", "https:")],
+                *stranger.issue(trust=authority).flags()[:4],
+                *["--tls-ca", str(authority.file)],
+            ],
+        }
+        for says, words in cases.items():
+            done = subprocess.run(
+                [sys.executable, "-m", "segue.cli.main", "decode", *trust, *small, *words],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert done.returncode in (1, 2), says
+            assert says in done.stderr or "is not accepted by --tls-ca" in done.stderr, done.stderr
+            assert "Traceback" not in done.stderr
