@@ -277,3 +277,32 @@ def test_the_same_prompt_again_replaces_what_was_kept_and_time_ends_it() -> None
     kept.check_integrity()
     assert kept.take(job([1, 2])) is None
     assert kept.take(job([1, 2], seed=2)) is not None
+
+
+# ---- a peer that goes away is heard of at once ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("turns", range(9))
+@pytest.mark.parametrize("pages", [64, 12])
+def test_a_lost_peer_fails_what_waits_for_it_in_each_phase_and_not_at_the_deadline(
+    turns: int, pages: int
+) -> None:
+    """Bootstrap, queued for pages, computing, in flight, landed: no time passes here at all."""
+    pair = Pair(prefill_pages=pages)
+    for i in range(3):
+        ask(pair, f"r{i}", [i, *range(39)])
+    for _ in range(turns):
+        pair.pump()
+        pair.decode.turn()
+        pair.prefill.turn()
+    pair.pump()
+    begun = {name for name in pair.outputs if pair.tokens(name)}
+    pair.part()
+    pair.run()
+    assert pair.clock.now() == 0.0
+    for i in range(3):
+        if f"r{i}" in begun:
+            assert not pair.errors(f"r{i}"), "decode has everything: prefill's end no longer matters"
+        else:
+            assert set(pair.errors(f"r{i}")) == {"PEER_LOST"}
+    pair.at_rest()

@@ -421,7 +421,7 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
         found.add(code.INTERNAL)
     if features & {"bit flip"}:
         found.add(code.CHECKSUM_MISMATCH)
-    if features & {"drain"}:
+    if features & {"drain", "cut answers"}:
         found.add(code.DRAINING)
     if features:
         found |= {code.OUT_OF_CAPACITY, code.TRANSFER_FAILED}

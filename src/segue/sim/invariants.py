@@ -13,7 +13,7 @@ from segue.balance.base import Candidate
 from segue.core.errors import ErrorCode, ErrorInfo, Internal
 from segue.core.types import Incarnation, KVPoll, Placement, Role, TransferId
 from segue.handoff import api
-from segue.handoff.messages import Destination, Drained
+from segue.handoff.messages import Destination, Drained, Metadata
 from segue.sim.engine import reference
 from segue.sim.flips import Flips
 from segue.sim.node import VOCAB, Exposed, KVNode, LeaderNode
@@ -85,6 +85,8 @@ class Checks:
                 self._published(node, effect.message)
             elif isinstance(effect.message, Drained):
                 self._drained(node, effect.message.transfer)
+            elif isinstance(effect.message, Metadata) and not effect.message.computed:
+                self.deployment.counts["sent again without a forward"] += 1
         elif kind is api.PostWrite:
             self._posted(node, effect)
         elif kind is api.Release:

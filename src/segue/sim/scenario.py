@@ -43,6 +43,7 @@ FEATURES = (
     "short deadline",
     "mismatch",
     "bit flip",
+    "cut answers",
 )
 
 BAD = (
@@ -248,7 +249,7 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
     at = 0.02
     shares_prefixes, follow_ups = rng.random() < 0.5, rng.random() < 0.5
     # Long answers are what a crash can cut in two.
-    lengths = rng.choice(((1, 1, 2, 4, 8), (1, 1, 2, 4, 8), (1, 4, 12, 32)))
+    lengths = (1, 4, 12, 32) if "cut answers" in features else (1, 1, 2, 4, 8)
     for index in range(count):
         at += rng.expovariate(1.0 / gap_s)
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
@@ -361,6 +362,13 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
             case "bit flip":
                 add("wire flip", 3 * intensity, prefills, decodes)
                 add("page flip", 3 * intensity, decodes)
+            case "cut answers":
+                # Right after a token has gone out, when the answer is somebody's already.
+                talkers = [n.name for n in scenario.nodes if n.role is not Role.PREFILL]
+                for kind in ("crash", "front break", "drain"):
+                    first = len(found)
+                    add(kind, 2 * intensity, talkers, fronts, seconds=rng.choice((0.01, 0.3)))
+                    found[first:] = [replace(fault, trigger="Outputs") for fault in found[first:]]
             case "front crash":
                 add(feature, 1, fronts, seconds=0.1)
             case _:
