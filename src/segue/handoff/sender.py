@@ -185,6 +185,9 @@ class SenderMachine(Machine):
         elif isinstance(message, Abort):
             text = "decode aborted this hand-off without giving a reason"
             self.fail(self.problem(TransferFailed, text, now), now, out, told=True)
+            if self._fenced:
+                # It was said to a session that had just ended; a checksum may still be reading here.
+                out.append(Send(self.peer, Drained(self.transfer)))
         elif isinstance(message, Gone):
             text = "decode does not know this hand-off any more"
             self.fail(self.problem(TransferFailed, text, now), now, out, told=True)

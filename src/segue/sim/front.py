@@ -131,7 +131,8 @@ class FrontNode(Process):
         del self.ends[end.data]
         lost = PeerLost(f"the session to {end.data[:8]} ended", origin=self.name, phase="session").info
         for call in [c for c in self.calls.values() if end.data in c.legs]:
-            call.dead.add(Placement(end.data))
+            if not (call.begun and call.legs[end.data] is Role.PREFILL):
+                call.dead.add(Placement(end.data))
             self._leg_failed(call, end.data, lost)
         self.after(self.deployment.timing.retry_s, self.dial, end.data)
 
