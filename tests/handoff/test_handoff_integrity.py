@@ -12,7 +12,7 @@ from test_handoff_transitions import CLIENT, PROMPT, Case, kinds
 from segue.core.errors import ErrorCode, OutOfCapacity
 from segue.core.types import Integrity, KVPoll, Role, Span
 from segue.handoff import api
-from segue.handoff.messages import ChunkPosted, Committed, Drained
+from segue.handoff.messages import Abort, ChunkPosted, Committed, Drained
 from segue.handoff.sender import SAMPLE_EVERY
 from segue.handoff.tally import Tally
 
@@ -208,6 +208,18 @@ def test_a_failing_sender_keeps_its_pages_until_nothing_reads_them(first: str) -
         assert kinds(w.tell(w.prefill, digested)) == []
         assert kinds(w.tell(w.prefill, fenced)) == ["Drained", "Release"]
     assert w.sender_state == "-"
+
+
+def test_the_word_that_nothing_writes_is_given_again_while_a_checksum_reads() -> None:
+    """It may have gone to a session that had ended: decode would hold its pages for ever."""
+    w = full().waiting()
+    assert w.s is not None
+    w.send_chunk(w.s, PROMPT)
+    w.abort(w.prefill, w.s)
+    assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained"]
+    asked = api.Received(w.decode.me, Abort(w.transfer))
+    assert kinds(w.tell(w.prefill, asked)) == ["Drained"]
+    assert w.sender_state == "DRAINING", "the checksum still reads"
 
 
 def test_each_of_several_chunks_is_verified_before_the_commit_in_any_order() -> None:
