@@ -80,8 +80,8 @@ class Registry:
 class Cluster:
     """`names` like `prefill-0`; each instance keeps its ports for as long as the cluster lives.
 
-    `flags` go to every instance, `more` by name to one part (`frontend` too); `prefix` stands before
-    the commands of parts, by name.
+    `flags` go to every instance, `more` by name to one part (`frontend` too); `doors` are HTTP ports
+    of instances whose log cannot be read.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Cluster:
         registry: Registry | None = None,
         limits: Sequence[str] = (),
         stderr: Mapping[str, Path] | None = None,
+        doors: Mapping[str, int] | None = None,
         kv_gib: float = 0.05,
     ) -> None:
         self.model = model
@@ -105,6 +106,7 @@ class Cluster:
         self._more = dict(more or {})
         self._registry_url = dict(registry_url or {})
         self._stderr = dict(stderr or {})
+        self._doors = dict(doors or {})
         self._logs = Path(tempfile.mkdtemp(prefix="segue-test-"))
         self._ports = dict(
             zip(self.names, zip(*[iter(free_ports(2 * len(names)))] * 2, strict=True), strict=True)
@@ -140,7 +142,14 @@ class Cluster:
             words += ["--port", str(port), "--data-port", str(data_port), *self._flags]
         words += self._more.get(name, ())  # the last word on a setting counts
         log = self._stderr.get(name, self._logs / f"{name}.log")
-        part = self.parts[name] = Served(*words, command=role, wait=False, start_s=60, stderr=log)
+        part = self.parts[name] = Served(
+            *words,
+            command=role,
+            wait=False,
+            start_s=60,
+            stderr=log,
+            door_port=self._doors.get(name),
+        )
         return part
 
     def kill(self, name: str) -> None:

@@ -40,7 +40,7 @@ class Served:
         wait: bool = True,
         stderr: Path | None = None,
         environ: Mapping[str, str] | None = None,
-        prefix: tuple[str, ...] = (),
+        door_port: int | None = None,
     ) -> None:
         self.command = command
         self.start_s = start_s
@@ -49,12 +49,12 @@ class Served:
             with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as made:
                 stderr = Path(made.name)
         self._log = stderr
-        doors = {"serve": ("--instance-doors",), "frontend": ()}.get(command, ("--http-port", "0"))
-        if "--http-port" in arguments:
-            doors = ()
+        self._door_port = door_port
+        here = ("--http-port", str(door_port or 0))
+        doors = {"serve": ("--instance-doors",), "frontend": ()}.get(command, here)
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "segue.cli.main", command, *arguments, *doors],
+                [sys.executable, "-m", "segue.cli.main", command, *arguments, *doors],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -80,6 +80,8 @@ class Served:
         return self
 
     def log(self) -> str:
+        if self._log.is_char_device():
+            return ""
         return self._log.read_text(errors="replace")
 
     def family(self) -> list[psutil.Process]:
@@ -94,6 +96,8 @@ class Served:
     @property
     def door(self) -> str:
         """The URL of an instance's own HTTP door."""
+        if self._door_port is not None:
+            return f"http://127.0.0.1:{self._door_port}"
         host, port = _DOOR.findall(self.log())[-1]
         return f"http://{host}:{port}"
 

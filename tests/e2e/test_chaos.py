@@ -8,26 +8,28 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from served import Served
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
-TOKENS = 24
-ARGUMENTS = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.1", "--threads-per-worker", "1")
+TOKENS = 600
+ARGUMENTS = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.05", "--threads-per-worker", "1")
+ARGUMENTS += ("--served-model-name", "tiny", "--model")
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(100, 40000) for _ in range(rng.randint(5, 60))] for _ in range(count)]
+    return [[rng.randrange(1, 256) for _ in range(rng.randint(5, 60))] for _ in range(count)]
 
 
 def body(prompt: list[int]) -> dict[str, object]:
     return {
-        "model": "smollm2",
+        "model": "tiny",
         "prompt": prompt,
         "max_tokens": TOKENS,
         "temperature": 0,
@@ -67,9 +69,9 @@ def wait_until_served(url: str, prompt: list[int], within_s: float) -> float:
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
-def test_lesson_09_a_killed_instance_costs_only_what_it_held(victim: str) -> None:
+def test_lesson_09_a_killed_instance_costs_only_what_it_held(victim: str, tiny: Path) -> None:
     asked = prompts(5, 8)
-    with Served(*ARGUMENTS, "--prefill", "2", "--decode", "2") as made:
+    with Served(*ARGUMENTS, str(tiny), "--prefill", "2", "--decode", "2") as made:
         with ThreadPoolExecutor(8) as pool:
             expected = [tokens for tokens, _ in pool.map(lambda p: stream(made.url, p), asked)]
             assert all(len(tokens) == TOKENS for tokens in expected)
@@ -93,9 +95,9 @@ def test_lesson_09_a_killed_instance_costs_only_what_it_held(victim: str) -> Non
         assert again == [(wanted, "") for wanted in expected]
 
 
-def test_lesson_10_a_paused_prefill_is_noticed_and_may_come_back() -> None:
+def test_lesson_10_a_paused_prefill_is_noticed_and_may_come_back(tiny: Path) -> None:
     [prompt, other] = prompts(6, 2)
-    with Served(*ARGUMENTS, "--keepalive-s", "0.5", "--peer-silence-s", "2") as made:
+    with Served(*ARGUMENTS, str(tiny), "--keepalive-s", "0.5", "--peer-silence-s", "2") as made:
         expected = stream(made.url, prompt)[0]
         [prefill] = made.instances("prefill")
         prefill.send_signal(signal.SIGSTOP)

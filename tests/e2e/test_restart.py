@@ -1,0 +1,61 @@
+"""An instance that is killed and started again at the same port under the same name: its peers recover."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import traffic
+from cluster import MODEL, Cluster
+from soak_kills import references
+from tiny_model import VOCAB
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_lesson_09_an_instance_restarted_at_its_port_serves_the_next_request(tiny: Path) -> None:
+    asks = traffic.asks(21, 6, vocab=VOCAB - 8, longest=300, max_tokens=400)
+    with Cluster(tiny) as cluster:
+        reference = asyncio.run(references(cluster.url, asks))
+        for victim in ("decode-0", "prefill-0"):
+            before = cluster.rest()
+            results = asyncio.run(killed_in_the_middle(cluster, victim, asks))
+            for result in results:
+                assert result.tokens == reference[result.ask][: len(result.tokens)], "a wrong token"
+                assert not result.error or result.error in traffic.TYPED, result.text
+            asyncio.run(serves_again(cluster, asks[0], reference))
+            again = asyncio.run(references(cluster.url, asks))
+            assert again == reference
+            # Both sides dropped the dead incarnation and hold nothing of it.
+            after = cluster.rest()
+            old = {s["incarnation"] for s in before.values()} - {s["incarnation"] for s in after.values()}
+            assert len(old) == 1
+            [gone] = old
+            assert not any(gone[:8] in state["sessions"] for state in after.values())
+
+
+async def killed_in_the_middle(
+    cluster: Cluster, victim: str, asks: list[traffic.Ask]
+) -> list[traffic.Result]:
+    """The results of requests that ran while `victim` was killed and came back at its old ports."""
+    first = asyncio.Event()
+    running = [
+        asyncio.create_task(traffic.stream(cluster.url, MODEL, ask, first=first, within_s=90)) for ask in asks
+    ]
+    await first.wait()
+    ports = cluster.ports(victim)
+    await asyncio.to_thread(cluster.kill, victim)
+    await asyncio.to_thread(cluster.start, victim)
+    assert cluster.ports(victim) == ports
+    return list(await asyncio.gather(*running))
+
+
+async def serves_again(
+    cluster: Cluster, ask: traffic.Ask, reference: dict[traffic.Ask, list[int]], within_s: float = 20
+) -> None:
+    until = time.monotonic() + within_s
+    while (result := await traffic.stream(cluster.url, MODEL, ask)).error:
+        assert time.monotonic() < until, f"still {result.error}: {result.text}"
+    assert result.tokens == reference[ask]
