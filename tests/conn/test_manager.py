@@ -344,3 +344,21 @@ def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
             handle.clear()
         rest(prefill)
         rest(decode)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_lesson_16_the_path_that_was_chosen_and_its_speed_are_said_once_and_shown(
+    transport: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No slow path is taken silently: its name at the join, its measured speed with the first writes."""
+    monkeypatch.setattr("segue.conn.peers.MEASURED_BYTES", 1000)
+    with caplog.at_level(logging.INFO, "segue.conn"), sides(transport) as (prefill, decode):
+        for _ in range(4):
+            hand_over(prefill, decode, 33, 8)
+        [speed] = prefill.manager.paths().values()
+        assert speed.transport == transport
+        assert speed.nbytes == 4 * 33 * SHAPE.layers * SHAPE.kv_heads * (SHAPE.k_dim + SHAPE.v_dim) * 2
+        assert speed.bytes_per_s == pytest.approx(speed.nbytes / speed.seconds)
+    said = [r.getMessage() for r in caplog.records]
+    assert sum(f"transport={transport}" in text and "peer joined" in text for text in said) == 2
+    assert sum(f"transport={transport} mib_per_s=" in text for text in said) == 1

@@ -19,7 +19,7 @@ import msgspec
 from segue.conn.digest import Digester
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import IoThread, MonotonicClock
-from segue.conn.peers import Dialer, Peer, join
+from segue.conn.peers import Dialer, PathSpeed, Peer, join
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
 from segue.core.errors import Internal, SegueError, TransferFailed
@@ -340,11 +340,27 @@ class KVManager:
             return  # ended meanwhile; the exchange needs no proof any more
         match event:
             case transport_base.Written():
+                self._measure(incarnation, event)
                 self._handle(api.WriteLanded(transfer, event.tag, event.seconds))
             case transport_base.WriteFailed():
                 self._handle(api.WriteBroken(transfer, event.tag, event.error.info))
             case transport_base.Fenced():
                 self._handle(api.FenceDone(transfer, event.proven))
+
+    def _measure(self, incarnation: Incarnation, event: transport_base.Written) -> None:
+        """A slow path must not be taken silently: its speed is logged once, and shown for ever."""
+        peer = self._peers.get(incarnation)
+        if peer is not None and peer.speed.add(event.nbytes, event.seconds):
+            log.info(
+                "path measured peer=%s transport=%s mib_per_s=%.1f",
+                incarnation[:8],
+                peer.transport,
+                peer.speed.bytes_per_s / 2**20,
+            )
+
+    def paths(self) -> dict[str, PathSpeed]:
+        """What the path to each live peer has carried, by the first digits of its incarnation."""
+        return {name[:8]: peer.speed for name, peer in self._peers.items()}
 
     # ---- sessions (SessionHandler) -----------------------------------------------------------
 
@@ -366,7 +382,7 @@ class KVManager:
                 self._control.opened(session)
             return
         joined = join(self.config.role, self.info, session.peer)
-        peer = Peer(session, joined.info, joined.transport)
+        peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
         self._peers[session.peer.incarnation] = peer
         self._paths[session.peer.incarnation] = joined.transport
         while len(self._paths) > self.config.limits.max_sessions:

@@ -24,6 +24,32 @@ FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 
 
+#: So much must have been written before a path's speed says something.
+MEASURED_BYTES = 2**20
+
+
+@dataclass(slots=True)
+class PathSpeed:
+    """What a path to a peer has carried: `nbytes` in `seconds`, each write from when it was given to
+    the transport until it had landed."""
+
+    transport: str
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Zero as long as nothing was written."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+    def add(self, nbytes: int, seconds: float) -> bool:
+        """One more write; True once, when enough was written to know the speed."""
+        before = self.nbytes
+        self.nbytes += nbytes
+        self.seconds += seconds
+        return before < MEASURED_BYTES <= self.nbytes
+
+
 @dataclass(slots=True)
 class Peer:
     """One live session to a peer leader. While `opening`, messages wait in `early`."""
@@ -31,6 +57,7 @@ class Peer:
     session: Session
     info: LeaderInfo
     transport: str
+    speed: PathSpeed
     opening: asyncio.Task[None] | None = None
     early: list[HandoffMessage] = field(default_factory=list)
 

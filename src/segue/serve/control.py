@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from segue.conn.io import IoThread
+from segue.conn.peers import PathSpeed
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import PeerRefused, SegueError
 from segue.core.limits import Limits
@@ -85,6 +86,7 @@ class Host(Protocol):
     def close(self) -> None: ...
     def sizes(self) -> dict[str, int]: ...
     def problems(self) -> list[str]: ...
+    def paths(self) -> dict[str, PathSpeed]: ...
 
 
 class ControlHost:
@@ -138,6 +140,10 @@ class ControlHost:
     def problems(self) -> list[str]:
         """There is nothing that could be wrong."""
         return []
+
+    def paths(self) -> dict[str, PathSpeed]:
+        """No KV leaves here."""
+        return {}
 
     def close(self) -> None:
         """As `KVManager.close`."""

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from segue import __version__
 from segue.bootstrap.guarded_http import GuardedServer
+from segue.conn.peers import PathSpeed
 from segue.core.control import Load
 from segue.core.errors import SegueError
 from segue.frontend.http_server import bind
@@ -31,7 +32,7 @@ class Facts:
     """What the door shows; each is asked for on the I/O thread when a request comes.
 
     `counts` are table sizes and counters by name, `alive` whether the leader's loop still runs,
-    `integrity` what a look at everything finds.
+    `integrity` what a look at everything finds, `paths` the speed to each peer.
     """
 
     about: dict[str, object]
@@ -39,6 +40,7 @@ class Facts:
     counts: Callable[[], dict[str, int]]
     alive: Callable[[], bool]
     integrity: Callable[[], Awaitable[NodeState]]
+    paths: Callable[[], dict[str, PathSpeed]] = dict
 
 
 class _Numbers(Collector):
@@ -67,6 +69,12 @@ class _Numbers(Collector):
         for name, count in self._facts.counts().items():
             counts.add_metric([name], count)
         yield counts
+        speeds = GaugeMetricFamily(
+            "segue_instance_path_bytes_per_second", "Measured speed of a path", labels=["peer", "transport"]
+        )
+        for peer, speed in self._facts.paths().items():
+            speeds.add_metric([peer, speed.transport], speed.bytes_per_s)
+        yield speeds
 
 
 def open_door(facts: Facts, host: str, port: int, request_s: float) -> GuardedServer:

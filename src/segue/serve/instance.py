@@ -174,6 +174,7 @@ class Instance:
             counts=host.sizes,
             alive=lambda: self.leader.running,
             integrity=lambda: look(self.leader, host, role=config.role.value, me=self.me),
+            paths=host.paths,
         )
 
     def _record(self) -> InstanceRecord:
