@@ -12,9 +12,11 @@ from segue.core.control import Cancel, Outputs, Submit
 from segue.core.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
+    Draining,
     ErrorCode,
     ErrorInfo,
     Internal,
+    OutOfCapacity,
     PeerLost,
     SegueError,
     TransferFailed,
@@ -169,14 +171,18 @@ def test_what_the_client_is_told_stays_that_of_one_generation() -> None:
 def test_workers_that_die_one_after_the_other() -> None:
     async def test(fleet: Fleet) -> None:
         await add(fleet, Role.PREFILL)
-        for cut in (1, 3):
-            await add(fleet, Role.DECODE, cut)
-        await add(fleet, Role.DECODE)
-        for serial in range(3):
-            assert tokens(await outputs(fleet, request(f"r{serial}"))) == WANTED
-        assert value(fleet, "segue_continuations_total", code="PEER_LOST") >= 2
+        dying = [await add(fleet, Role.DECODE, 2) for _ in range(2)]
+        coming = asyncio.ensure_future(outputs(fleet, request()))
+        for worker in dying:
+            await worker.until(lambda at=worker: bool(at.submits))
+            fleet.registry.drop(worker.node.incarnation)
+        last = await add(fleet, Role.DECODE)
+        assert tokens(await coming) == WANTED
+        assert [w.submits[0].ticket.attempt for w in (*dying, last)][-1] == 2
+        assert last.submits[0].request.output == WANTED[:2]
+        assert value(fleet, "segue_continuations_total", code="PEER_LOST") == 2
 
-    run(test, policy="round_robin")
+    run(test, no_replica_wait_s=5.0)
 
 
 def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -> None:
@@ -233,6 +239,19 @@ def test_nobody_left_is_said_with_what_came_before() -> None:
         assert e.value.info.retryable
 
     run(test, no_replica_wait_s=0.05, replacement_wait_s=0.05)
+
+
+@pytest.mark.parametrize("error", [Draining("it leaves"), TransferFailed("x"), OutOfCapacity("no page")])
+def test_a_worker_that_leaves_or_cannot_go_on_is_replaced(error: SegueError) -> None:
+    async def test(fleet: Fleet) -> None:
+        await add(fleet, Role.PREFILL)
+        for cut in (3, None):
+            await add(fleet, Role.DECODE, cut, error)
+        for serial in range(2):
+            assert tokens(await outputs(fleet, request(f"r{serial}"))) == WANTED
+        assert value(fleet, "segue_continuations_total", code=error.info.code.value) >= 1
+
+    run(test, policy="round_robin")
 
 
 def test_what_no_other_worker_could_heal_ends_the_stream() -> None:

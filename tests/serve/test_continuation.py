@@ -310,3 +310,22 @@ def test_sessions_that_are_cut_and_come_back(role: Role, transport: str, folder:
             answer = made.post("/v1/completions", {"prompt": long, **body})
             assert answer["choices"][0]["token_ids"] == generate(folder, [long], 8)[0]
         assert made.replaced == 3
+
+
+def test_a_unified_instance_is_replaced_by_a_unified_one(folder: Path) -> None:
+    asked = prompt(70, 50)
+    body = {"prompt": asked, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+    with cluster(folder, Role.UNIFIED, Role.UNIFIED, make_engine=engines(folder), chunk_tokens=32) as made:
+        running = made.by_role(Role.UNIFIED)
+        for each in running:
+            # 50 tokens in chunks of 32: the third step gives the second token.
+            made.steps[each.instance.me].at = 9
+        for each in running:
+            steps = made.steps[each.instance.me]
+            steps.act = lambda at=each: (
+                [setattr(s, "at", None) for s in made.steps.values()],
+                made.kill(at),
+            )
+        answer = made.post("/v1/completions", {**body, "return_token_ids": True})
+        assert answer["choices"][0]["token_ids"] == generate(folder, [asked], COUNT)[0]
+        assert made.metric("segue_continuations_total", code="PEER_LOST") == 1
