@@ -42,9 +42,9 @@ class CutBackend(FakeBackend):
             async for output in outputs:
                 if output.position < len(again.output):
                     continue
-                if output.position == len(again.output):
+                if cut and output.position == len(again.output):
                     # What a worker says with its first token, whichever that is.
-                    output = replace(output, timeline={"queue": 99.0}, usage=output.usage)
+                    output = replace(output, timeline={"queue": 99.0})
                 yield attempts.arrived(output)
 
 
