@@ -55,6 +55,7 @@ def piece(number: int, kills: int, clients: int) -> dict[str, Any]:
         "running_at_a_kill_completed": report.spanned_completed,
         "failed_before_a_token": dict(report.failed),
         "failed_after_a_token": dict(report.failed_begun),
+        "healed_by_the_frontend": report.healed,
         "hangs": report.hangs,
         "wrong": report.wrong,
         "untyped": report.untyped,
@@ -82,6 +83,7 @@ def summary(pieces: list[dict[str, Any]]) -> dict[str, Any]:
             name: sum(p[name] for p in pieces)
             for name in ("completed", "running_at_a_kill", "running_at_a_kill_completed", "hangs")
         },
+        "healed_by_the_frontend": added("healed_by_the_frontend"),
         "failed_before_a_token": added("failed_before_a_token"),
         "failed_after_a_token": added("failed_after_a_token"),
         "wrong": sum(len(p["wrong"]) for p in pieces),

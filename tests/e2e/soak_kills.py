@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import psutil
+import httpx
 from cluster import MODEL, Cluster
 from served import State
 from traffic import TYPED, Ask, Result, stream
@@ -31,7 +31,8 @@ class Kill:
 
 @dataclass
 class Report:
-    """What happened. `continued` counts streams that had tokens when an instance died and completed."""
+    """What happened. `spanned` are the requests during which an instance died; `healed` counts what
+    the frontend did about it: continuations after a token and retries before one, by code."""
 
     kills: list[Kill] = field(default_factory=list)
     completed: int = 0
@@ -43,6 +44,7 @@ class Report:
     spanned: int = 0
     spanned_completed: int = 0
     seconds: float = 0.0
+    healed: dict[str, float] = field(default_factory=dict)
     before: dict[str, State] = field(default_factory=dict)
     after: dict[str, State] = field(default_factory=dict)
 
@@ -150,7 +152,18 @@ async def run(
     for task in running:
         task.result()
     report.after = await asyncio.to_thread(cluster.rest)
+    report.healed = await asyncio.to_thread(healed, cluster.url)
     return report
+
+
+def healed(url: str) -> dict[str, float]:
+    """The frontend's own counts of continuations and retries."""
+    found = {}
+    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith(("segue_continuations_total{", "segue_retries_total{")):
+            found[name.removeprefix("segue_")] = float(value)
+    return found
 
 
 def check(report: Report, kills: int) -> None:
@@ -176,8 +189,3 @@ def leaks(report: Report) -> list[str]:
         if state["segments"] > before["segments"]:
             found.append(f"{name}: {before['segments']} segments became {state['segments']}")
     return found
-
-
-def rss_mib(pid: int) -> float:
-    """Resident memory of a process."""
-    return float(psutil.Process(pid).memory_info().rss / 2**20)
