@@ -29,11 +29,10 @@ from session_peers import (
 )
 
 import segue
-from segue.core.errors import BootstrapUnreachable, PeerLost
+from segue.core.errors import DECODE_ERRORS, BootstrapUnreachable, PeerLost
 from segue.core.limits import Limits
 from segue.session.connection import Connection, State
 from segue.session.frames import (
-    DECODE_ERRORS,
     HANDSHAKE_FRAME_BYTES,
     HEADER,
     KIND_MESSAGE,

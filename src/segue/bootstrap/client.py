@@ -25,6 +25,7 @@ from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import Clock
 from segue.core.errors import (
+    DECODE_ERRORS,
     BootstrapTimeout,
     BootstrapUnreachable,
     ChecksumMismatch,
@@ -205,7 +206,7 @@ class _HttpDoor(_Door):
             return answer.content
         try:
             info = msgspec.json.decode(answer.content, type=ErrorBody).error
-        except (msgspec.MsgspecError, ValueError) as error:
+        except DECODE_ERRORS as error:
             text = f"{self._url} answered {answer.status_code} and is no segue registry"
             raise PeerRefused(text) from error
         if path.startswith("/v1/rooms/") and isinstance(info.exception(), BootstrapTimeout):
@@ -227,7 +228,7 @@ class _HttpDoor(_Door):
     def _decode(self, data: bytes, type_: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=type_)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             raise PeerRefused(f"{self._url} answered with something else than a {type_.__name__}") from error
 
 

@@ -34,6 +34,7 @@ from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import Clock
 from segue.core.errors import (
+    DECODE_ERRORS,
     BootstrapTimeout,
     ChecksumMismatch,
     ConfigError,
@@ -86,7 +87,7 @@ async def _body(request: Request, type_: type[T]) -> T:
     _verify(request, data)
     try:
         return msgspec.json.decode(data, type=type_)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise InvalidRequest(f"the body is no {type_.__name__}: {error}") from error
 
 
@@ -97,7 +98,7 @@ def _number(request: Request, name: str, type_: type[T], *, path: bool = False) 
         return None
     try:
         value = msgspec.convert(text, type_, strict=False)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except DECODE_ERRORS as error:
         raise InvalidRequest(f"{name} must be a number, not {text[:64]!r}") from error
     return value
 

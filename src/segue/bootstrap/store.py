@@ -325,7 +325,7 @@ def _check(record: InstanceRecord, dp_rank: int) -> ReplicaRecord:
     if len(record.replicas) != 1 or record.replicas[0].dp_rank != dp_rank:
         raise InvalidRequest(f"the record must hold exactly replica {dp_rank}, which it registers")
     replica = record.replicas[0]
-    if not 1 <= replica.port < 2**16 or not 1 <= len(replica.host) <= 255:
+    if not 1 <= replica.port < 2**16 or not 1 <= len(replica.host) <= 255 or not replica.host.isprintable():
         raise InvalidRequest(
             f"{replica.host[:255]!r}:{replica.port} is no address that a peer could connect to"
         )

@@ -22,7 +22,7 @@ from segue.conn.io import IoThread, MonotonicClock
 from segue.conn.peers import Dialer, PathSpeed, Peer, join
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
-from segue.core.errors import Internal, SegueError, TransferFailed
+from segue.core.errors import DECODE_ERRORS, Internal, SegueError, TransferFailed
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Integrity, Role, TransferId, new_incarnation
 from segue.handoff import api
@@ -411,7 +411,7 @@ class KVManager:
                 await self.io.loop.run_in_executor(
                     None, transport.connect, f"{incarnation}/{rank}", endpoint, limit_s
                 )
-        except (SegueError, msgspec.MsgspecError) as exc:
+        except (SegueError, *DECODE_ERRORS) as exc:
             error = exc if isinstance(exc, SegueError) else TransferFailed(f"unreadable endpoint: {exc}")
             peer.session.close(error)
             return

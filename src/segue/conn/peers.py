@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.core.errors import LayoutMismatch, PeerRefused, SegueError
+from segue.core.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused, SegueError
 from segue.core.types import Role
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.layout.planner import plan_pair
@@ -78,7 +78,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo) -> Joined:
     """
     try:
         theirs = msgspec.msgpack.decode(peer.hello, type=LeaderInfo)
-    except msgspec.MsgspecError as exc:
+    except DECODE_ERRORS as exc:
         raise PeerRefused(f"{peer.address} sent an unreadable description of itself: {exc}") from exc
     if peer.role is role:
         raise PeerRefused(f"both sides are {role.value} instances; a hand-off needs prefill and decode")
@@ -94,7 +94,10 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo) -> Joined:
         )
     prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
     plan_pair(prefill.ranks, decode.ranks)
-    endpoints = [{name: _endpoint(data[0]) for name, data in i.endpoints.items()} for i in (prefill, decode)]
+    endpoints = [
+        {name: _endpoint(data[0] if data else b"") for name, data in i.endpoints.items()}
+        for i in (prefill, decode)
+    ]
     name = choose(endpoints[0], endpoints[1])
     if name is None:
         raise PeerRefused(
@@ -107,7 +110,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo) -> Joined:
 def _endpoint(data: bytes) -> Endpoint:
     try:
         return msgspec.msgpack.decode(data, type=Endpoint)
-    except msgspec.MsgspecError as exc:
+    except DECODE_ERRORS as exc:
         raise LayoutMismatch(f"unreadable transport endpoint: {exc}") from exc
 
 

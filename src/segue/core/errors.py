@@ -31,11 +31,16 @@ Pure: no socket, thread, clock, torch or HTTP module.
 from __future__ import annotations
 
 import enum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
 MAX_ERROR_TEXT = 2000
+
+#: Everything that msgspec raises on bytes that are not what they should be. Deep nesting shows as
+#: RecursionError, invalid UTF-8 as UnicodeDecodeError (a ValueError). A decoder of bytes from outside
+#: catches all of them.
+DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class ErrorCode(enum.StrEnum):

@@ -53,13 +53,15 @@ def verify(
     Raises Unauthorized for a wrong signature, InvalidRequest for a budget that is not a finite
     number or a room that is none, DeadlineExceeded for a budget that is spent.
     """
+    if not 1 <= ticket.room < 2**64 or not 0 <= ticket.attempt < 2**16:
+        raise InvalidRequest(f"no such room or attempt: {ticket.room:#x}, {ticket.attempt:#x}"[:200])
+    if not all(0 <= place.dp_rank < 2**32 for place in (ticket.prefill, ticket.decode)):
+        raise DpRankOutOfRange("no such DP rank as the ticket names", room=ticket.room)
     if not hmac.compare_digest(ticket.signature, _signature(ticket, secret, origin)):
         raise Unauthorized(
             "the ticket's signature is wrong, or it was made by another than who sent it; "
             "give all parts the same --secret-file"
         )
-    if not 1 <= ticket.room < 2**64 or not 0 <= ticket.attempt < 2**16:
-        raise InvalidRequest(f"no such room or attempt: {ticket.room}, {ticket.attempt}")
     if not math.isfinite(ticket.budget_s):
         raise InvalidRequest("the ticket's budget_s is not a finite number")
     if ticket.budget_s <= 0:

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-import msgspec
-
+from segue.core.errors import DECODE_ERRORS
 from segue.core.types import Role
 from segue.serve.lifeline import MAX_REPORT_BYTES, Report, decode_report
 
@@ -200,5 +199,5 @@ async def _read_report(fd: int) -> Report | None:
         transport.close()
     try:
         return decode_report(data)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         return None

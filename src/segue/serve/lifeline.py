@@ -39,7 +39,7 @@ _decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def decode_report(data: bytes) -> Report:
-    """The report in `data`. Raises msgspec.DecodeError for anything else."""
+    """The report in `data`. Raises one of `DECODE_ERRORS` for anything else."""
     return _decoder.decode(data)
 
 

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import msgspec
 
 from segue.core.errors import (
+    DECODE_ERRORS,
     BootstrapUnreachable,
     Internal,
     PeerLost,
@@ -27,7 +28,6 @@ from segue.core.types import Incarnation
 from segue.session import tls
 from segue.session.api import PeerInfo, SessionHandler
 from segue.session.frames import (
-    DECODE_ERRORS,
     HANDSHAKE_FRAME_BYTES,
     HEADER,
     KIND_MESSAGE,
@@ -366,6 +366,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _violation(self, what: str) -> None:
         """The peer sent what it may not send: counted, logged once, and only its session ends."""
+        # It quotes the peer, who must not be able to write lines of its own into our log.
+        what = what[:500].encode("unicode_escape").decode()
         self._owner.count("bad_frames")
         log.warning("%s sent %s: the session ends", self.describe(), what)
         error_type = PeerLost if self.state is State.OPEN else PeerRefused

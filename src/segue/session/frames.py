@@ -112,10 +112,6 @@ SessionFrame = Hello | Proof | Welcome | Accepted | Opened | Duplicate | Refused
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[SessionFrame] = msgspec.msgpack.Decoder(SessionFrame)
 
-#: Everything that msgspec raises on bytes that are not what they should be. Deep nesting shows
-#: as RecursionError, invalid UTF-8 as UnicodeDecodeError (a ValueError).
-DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
-
 
 def encode_preamble(version: int) -> bytes:
     """The first eight bytes of either side."""

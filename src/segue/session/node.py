@@ -250,8 +250,9 @@ class SessionNode:
         loop = asyncio.get_running_loop()
         try:
             infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise BootstrapUnreachable(f"{host}:{port} cannot be found: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # the latter: a name that no resolver takes
+            why = error.strerror if isinstance(error, OSError) else error
+            raise BootstrapUnreachable(f"{host[:64]}:{port} cannot be found: {why or error}") from error
         failure: SegueError = BootstrapUnreachable(f"{host} has no address")
         for info in infos:
             address = str(info[4][0])

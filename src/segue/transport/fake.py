@@ -18,7 +18,7 @@ from time import perf_counter
 
 import msgspec
 
-from segue.core.errors import ConfigError, PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.core.errors import DECODE_ERRORS, ConfigError, PeerLost, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed, Written
@@ -114,7 +114,7 @@ class FakeTransport:
         """See `Transport.connect`; never waits."""
         try:
             address = msgspec.msgpack.decode(endpoint.data, type=FakeAddress)
-        except msgspec.MsgspecError as exc:
+        except DECODE_ERRORS as exc:
             raise PeerRefused(f"unreadable fake endpoint: {exc}") from exc
         if endpoint.transport != self.name or address.version != 1:
             raise PeerRefused(f"not a fake endpoint of version 1: {endpoint.transport} v{address.version}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from segue.core.errors import ConfigError
+from segue.core.errors import DECODE_ERRORS, ConfigError
 from segue.session.tls import Tls
 from segue.transport.base import Endpoint, EventSink, Transport
 
@@ -65,8 +65,8 @@ def create(
 
     `host:port` (0: any free port) is where it listens, `advertise` and `advertise_port` what peers are
     told if it is something else, `streams` is the number of connections per peer, one that is silent
-    for `stall_s` while it owes something is gone, and `tls` encrypts them; only transports with a network use these. Raises ConfigError for an unknown name, one that
-    cannot be used here, or a port in use.
+    for `stall_s` seconds is given up, and `tls` encrypts them; only transports with a network use
+    these. Raises ConfigError for an unknown name, one that cannot be used here, or a port in use.
     """
     entry = _TABLE.get(name)
     if entry is None:
@@ -125,7 +125,7 @@ def _shm_host(endpoint: Endpoint) -> str:
     """The host identity in an shm endpoint, or "" when it is unreadable or of another version."""
     try:
         address = msgspec.msgpack.decode(endpoint.data, type=_ShmHost)
-    except msgspec.MsgspecError:
+    except DECODE_ERRORS:
         return ""
     return address.host if address.version == 1 else ""
 

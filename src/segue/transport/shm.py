@@ -32,6 +32,7 @@ from functools import partial
 import msgspec
 
 from segue.core.errors import (
+    DECODE_ERRORS,
     BootstrapTimeout,
     ConfigError,
     Internal,
@@ -49,7 +50,7 @@ from segue.transport.epochs import Ended
 from segue.transport.host import host_id, peer_pidfd, peer_uid
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.memory import Memory, sealed
-from segue.transport.shm_table import GrantTable, GrantView, token
+from segue.transport.shm_table import TABLE_BYTES, GrantTable, GrantView, token
 
 SLICE_BYTES = 1 * 2**20
 COPY_THREADS = 2  # measured: bench/transport.py
@@ -491,14 +492,13 @@ def _open_path(me: str, peer: str, endpoint: Endpoint, timeout_s: float) -> Outg
     """Connect, prove, receive the descriptors and map the receiver's pool."""
     try:
         address = msgspec.msgpack.decode(endpoint.data, type=ShmAddress)
-    except msgspec.MsgspecError as exc:
+    except DECODE_ERRORS as exc:
         raise PeerRefused(f"unreadable shm endpoint: {exc}") from exc
     if endpoint.transport != ShmTransport.name or address.version != 1:
         raise PeerRefused(f"not an shm endpoint of version 1: {endpoint.transport} v{address.version}")
     if address.host != host_id():
         raise PeerRefused("shm needs both sides on one host, in one network namespace, of one user")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    fds: list[int] = []
     try:
         sock.settimeout(timeout_s)
         sock.connect(address.name)
@@ -506,15 +506,10 @@ def _open_path(me: str, peer: str, endpoint: Endpoint, timeout_s: float) -> Outg
             raise PeerRefused("the shm socket of the peer belongs to another user")
         door = handshake.Writer(address.key, handshake.Hello(me, bytes(16), 0, 1))
         sock.sendall(door.respond(_frame(sock, handshake.CHALLENGE_BYTES)))
-        verdict, fds, _flags, _ = socket.recv_fds(sock, handshake.VERDICT_BYTES + 1, 2)
-        if len(verdict) != handshake.VERDICT_BYTES:
-            raise PeerRefused("the peer closed the shm socket during the handshake")
-        door.finish(verdict)
-        if len(fds) != 2 or not sealed(fds[0]) or os.fstat(fds[0]).st_size < endpoint.nbytes:
-            raise PeerRefused("the peer's memory is not what its endpoint says")
+        pool, grants = _take_memory(sock, door, endpoint.nbytes)
         pidfd = peer_pidfd(sock)
         sock.setblocking(False)
-        return Outgoing(peer, sock, _map_pool(fds[0], endpoint.nbytes), GrantView(fds[1]), pidfd)
+        return Outgoing(peer, sock, pool, grants, pidfd)
     except TimeoutError as exc:
         sock.close()
         raise BootstrapTimeout(f"{peer} did not answer on its shm socket within {timeout_s} s") from exc
@@ -524,6 +519,21 @@ def _open_path(me: str, peer: str, endpoint: Endpoint, timeout_s: float) -> Outg
     except SegueError:
         sock.close()
         raise
+
+
+def _take_memory(sock: socket.socket, door: handshake.Writer, nbytes: int) -> tuple[mmap.mmap, GrantView]:
+    """The peer's verdict, and with it its pool and its table of grants, mapped."""
+    verdict, fds, _flags, _ = socket.recv_fds(sock, handshake.VERDICT_BYTES + 1, 2)
+    try:
+        if len(verdict) != handshake.VERDICT_BYTES:
+            raise PeerRefused("the peer closed the shm socket during the handshake")
+        door.finish(verdict)
+        if len(fds) != 2 or not sealed(fds[0]) or os.fstat(fds[0]).st_size < nbytes:
+            raise PeerRefused("the peer's memory is not what its endpoint says")
+        if not sealed(fds[1]) or os.fstat(fds[1]).st_size < TABLE_BYTES:
+            # A table that can shrink would end this process at the next look.
+            raise PeerRefused("the peer's table of grants is too small, or could become so")
+        return _map_pool(fds[0], nbytes), GrantView(fds[1])
     finally:
         for fd in fds:
             os.close(fd)

@@ -18,7 +18,7 @@ import numpy as np
 from segue.core.errors import OutOfCapacity
 
 SLOTS = 16384
-_BYTES = SLOTS * 8
+TABLE_BYTES = SLOTS * 8
 _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE: writers may only read
 
@@ -34,8 +34,8 @@ class GrantTable:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("segue-epochs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, _BYTES)
-        self._map = mmap.mmap(self.fd, _BYTES, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        os.ftruncate(self.fd, TABLE_BYTES)
+        self._map = mmap.mmap(self.fd, TABLE_BYTES, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
         self._slots = np.frombuffer(self._map, np.uint64)
         self._free = list(range(SLOTS - 1, -1, -1))
@@ -78,7 +78,7 @@ class GrantView:
     """The writer's end: read-only."""
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, _BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._map = mmap.mmap(fd, TABLE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
         self._slots = np.frombuffer(self._map, np.uint64)
 
     def find(self, wanted: int) -> int:

@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from segue.core.errors import ConfigError, Internal, PeerRefused, SegueError, TransferFailed
+from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.session.tls import GIVE_BOTH, Tls
 from segue.transport import handshake, ranges, tcp_wire
@@ -157,12 +157,14 @@ class TcpTransport:
                 return
         try:
             address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
-        except msgspec.MsgspecError as exc:
+        except DECODE_ERRORS as exc:
             raise PeerRefused(f"unreadable tcp endpoint: {exc}") from exc
         if endpoint.transport != self.name or address.version != 1:
             raise PeerRefused(f"not a tcp endpoint of version 1: {endpoint.transport} v{address.version}")
         if address.encrypted != (self._tls is not None):
             raise PeerRefused(f"only one of this side and {peer} encrypts its KV; {GIVE_BOTH}")
+        if not 1 <= address.port < 2**16 or not address.host or not address.host.isprintable():
+            raise PeerRefused(f"{address.host[:64]!r}:{address.port} is no address of a tcp endpoint")
         where = (address.host, address.port)
         client = self._tls.client if self._tls is not None else None
         channels = open_streams(

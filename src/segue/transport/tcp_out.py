@@ -358,8 +358,9 @@ def open_streams(
         if isinstance(exc, ssl.SSLError):
             kind = Unauthorized if isinstance(exc, ssl.SSLCertVerificationError) else TransferFailed
             raise kind(f"no tcp path to {where}: {explain(exc)}") from exc
-        if isinstance(exc, OSError):
-            raise TransferFailed(f"no tcp path to {where}: {exc.strerror or exc}") from exc
+        if isinstance(exc, OSError | UnicodeError):  # the latter: a name that no resolver takes
+            why = exc.strerror if isinstance(exc, OSError) else None
+            raise TransferFailed(f"no tcp path to {where}: {why or exc}") from exc
         raise
     return [TlsChannel(s) if isinstance(s, ssl.SSLSocket) else PlainChannel(s) for s in sockets]
 

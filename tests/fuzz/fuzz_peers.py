@@ -1,0 +1,281 @@
+"""Targets behind a session: what a peer that proved itself may still get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import msgspec
+from fuzz_loop import Target
+from fuzz_mutate import msgpack
+
+from segue.conn.peers import join
+from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
+from segue.core.limits import Limits
+from segue.core.request import Grammar, Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
+from segue.core.types import FinishReason, Incarnation, Placement, Role, Span, TransferId
+from segue.engine.pages import PagePool
+from segue.handoff import api
+from segue.handoff.exchange import Exchange
+from segue.handoff.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    ChunkPosted,
+    Committed,
+    Destination,
+    Drained,
+    Failed,
+    Gone,
+    HandoffMessage,
+    LeaderInfo,
+    Metadata,
+    Moved,
+)
+from segue.handoff.ticket import sign, verify
+from segue.roles.unified import UnifiedRole
+from segue.session.api import PeerInfo
+from segue.sim.engine import LineageEngine, lineage_spec
+from segue.transport.base import Endpoint
+
+SECRET = b"a secret of the tests"
+P, D, F = Incarnation("a" * 32), Incarnation("d" * 32), Incarnation("f" * 32)
+TRANSFER = TransferId(7, 0, P, D)
+BROKEN = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, text="it broke", room=7, retryable=True)
+SPEC = lineage_spec(32, 4)
+encode = msgspec.msgpack.encode
+
+
+def info(**changes: Any) -> LeaderInfo:
+    endpoint = encode(Endpoint("fake", SPEC.nbytes, b"x"))
+    fields: dict[str, Any] = {
+        "protocol": PROTOCOL_VERSION,
+        "model": "lineage-1",
+        "dp_rank": 0,
+        "dp_size": 1,
+        "ranks": [SPEC],
+        "endpoints": {"fake": [endpoint]},
+        "max_transfers": 100,
+    }
+    return LeaderInfo(**(fields | changes))
+
+
+# ---- joining ------------------------------------------------------------------------------------
+
+
+def _join(data: bytes) -> str:
+    peer = PeerInfo(P, Role.PREFILL, 0, "127.0.0.1:1", data)
+    return f"joined over {join(Role.DECODE, info(), peer).transport}"
+
+
+def _hellos() -> list[bytes]:
+    two = [msgspec.structs.replace(SPEC, pages=64), SPEC]
+    return [encode(info()), encode(info(model="m")), encode(info(ranks=two)), encode(info(endpoints={}))]
+
+
+# ---- hand-off messages --------------------------------------------------------------------------
+
+_messages = msgspec.msgpack.Decoder(HandoffMessage)
+
+
+def _message_seeds() -> list[bytes]:
+    messages = [
+        Accepted(TRANSFER),
+        Moved(TRANSFER, 1),
+        ChunkPosted(
+            transfer=TRANSFER, source=0, target=0, sequence=0, span=Span(0, 8), nbytes=64, final=False
+        ),
+        ChunkPosted(
+            transfer=TRANSFER, source=0, target=0, sequence=1, span=Span(8, 10), nbytes=16, final=True
+        ),
+        Metadata(
+            transfer=TRANSFER,
+            prompt_tokens=10,
+            first_token=3,
+            prompt_hash=5,
+            first_logprob=TokenLogprob(3, -0.5, [(3, -0.5)]),
+            computed=10,
+            chunks=2,
+            timeline={"queue": 0.1},
+        ),
+        Committed(TRANSFER),
+        Failed(TRANSFER, BROKEN),
+        Abort(TRANSFER),
+        Drained(TRANSFER),
+        Gone(TRANSFER),
+    ]
+    return [encode(m) for m in messages] + [encode(_destination())]
+
+
+@cache
+def _destination() -> HandoffMessage:
+    """The real one: what a decode exchange sends."""
+    effects = _exchange(Role.DECODE, P).handle(api.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    return next(e.message for e in effects if isinstance(e, api.Send) and isinstance(e.message, Destination))
+
+
+def _exchange(role: Role, peer: Incarnation) -> Exchange:
+    me = P if role is Role.PREFILL else D
+    exchange = Exchange(role, me, f"{role.value} x", Limits(), info(), "fake")
+    exchange.handle(api.PeerUp(peer, info(), "fake"), 0.0)
+    opened: api.Event = (
+        api.OpenSender(TRANSFER, 10, 50.0) if role is Role.PREFILL else api.OpenReceiver(TRANSFER, 10, 50.0)
+    )
+    exchange.handle(opened, 0.0)
+    return exchange
+
+
+def _prefill(data: bytes) -> str:
+    exchange = _exchange(Role.PREFILL, D)
+    exchange.handle(api.Received(D, _destination()), 0.1)
+    return _deliver(exchange, D, data)
+
+
+def _decode(data: bytes) -> str:
+    exchange = _exchange(Role.DECODE, P)
+    exchange.handle(api.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    return _deliver(exchange, P, data)
+
+
+def _deliver(exchange: Exchange, peer: Incarnation, data: bytes) -> str:
+    """Up to three messages, each a msgpack value after the other."""
+    told = []
+    for piece in data.split(b"\xc1")[:3]:  # a byte that msgpack never uses
+        try:
+            message = _messages.decode(piece)
+        except DECODE_ERRORS as error:
+            told.append(f"undecodable {str(error)[:30]}")
+            continue
+        effects = exchange.handle(api.Received(peer, message), 0.2)
+        exchange.check_integrity()
+        told.append(" ".join([type(message).__name__, *(type(e).__name__ for e in effects)]))
+    assert exchange.counters["internal_errors"] == 0, "a peer's message hit a bug"
+    for effects_of in (api.PeerDown(peer, BROKEN), api.Tick()):
+        exchange.handle(effects_of, 60.0)
+    exchange.check_integrity()
+    return " | ".join(told)
+
+
+# ---- requests -----------------------------------------------------------------------------------
+
+_control = msgspec.msgpack.Decoder(ControlMessage)
+
+
+def _ticket(room: int = 7) -> Ticket:
+    here = Placement(P)
+    return sign(Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=30.0), b"", F)
+
+
+def _submit_seeds() -> list[bytes]:
+    plain = SamplingParams(max_tokens=2)
+    rich = SamplingParams(
+        max_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        seed=3,
+        stop_token_ids=[1, 2],
+        logprobs=2,
+        prompt_logprobs=1,
+        logit_bias={3: -1.5},
+        grammar=Grammar("regex", "a+"),
+    )
+    requests = [
+        Request(request_id=f"r{i}", prompt=list(range(1, 12)), sampling=sampling)
+        for i, sampling in enumerate((plain, rich, plain))
+    ]
+    return [
+        *(encode(Submit(request, _ticket(9 + i))) for i, request in enumerate(requests)),
+        encode(Cancel("r0", BROKEN)),
+        encode(Load(dp_rank=0, running=1, waiting=0, tokens=5, pages_free=3, pages_total=9)),
+    ]
+
+
+def _submit(data: bytes) -> str:
+    """A frontend's message at a role; then a few steps. (The role's own errors are its answers.)"""
+    try:
+        message = _control.decode(data)
+    except DECODE_ERRORS as error:
+        return f"undecodable {str(error)[:30]}"
+    engine = LineageEngine(SPEC, vocab_size=1000)
+    role = UnifiedRole(engine, PagePool(32, 4), me=P, name="u", limits=Limits(max_batch=4, max_queue=8))
+    if isinstance(message, Submit):
+        role.submit(F, message, 1.0)
+    elif isinstance(message, Cancel):
+        role.cancel(F, message.request_id, message.reason, 1.0)
+    told = type(message).__name__
+    for step in range(3):
+        role.advance(1.0 + step)
+        plan = role.plan(1.0 + step)
+        if plan:
+            role.complete(engine.step(plan), 1.0 + step)
+    told += " ".join(o.error.code for _, o in role.outbox if o.error is not None)
+    role.frontend_gone(F, BROKEN, 5.0)
+    role.advance(1e9)
+    role.check_integrity()
+    assert not any(role.sizes().values())
+    return told
+
+
+def _ticket_target(data: bytes) -> str:
+    try:
+        ticket = msgspec.msgpack.decode(data, type=Ticket)
+    except DECODE_ERRORS:
+        ticket = msgspec.json.decode(data, type=Ticket) if data[:1] == b"{" else _ticket()
+    assert verify(ticket, SECRET, F, 5.0, 100.0) <= 105.0
+    return "good"
+
+
+def _ticket_guard(data: bytes) -> str:
+    try:
+        return _ticket_target(data)
+    except DECODE_ERRORS as error:
+        return f"undecodable {str(error)[:30]}"
+
+
+def _ticket_seeds() -> list[bytes]:
+    signed = sign(_ticket(), SECRET, F)
+    return [encode(signed), msgspec.json.encode(signed), encode(_ticket())]
+
+
+# ---- what a frontend hears ----------------------------------------------------------------------
+
+
+def _outputs_seeds() -> list[bytes]:
+    outputs = [
+        Output(request_id="r0", token_ids=[5], timeline={"queue": 0.1}),
+        Output(
+            request_id="r0",
+            position=1,
+            token_ids=[6, 7],
+            logprobs=[TokenLogprob(6, -0.1, [(6, -0.1)])],
+            finish=FinishReason.LENGTH,
+            usage=Usage(prompt_tokens=3, computed=3, output_tokens=3),
+        ),
+        Output(request_id="r0", error=BROKEN),
+    ]
+    return [encode(Outputs([o])) for o in outputs] + [encode(Outputs(outputs[:2]))]
+
+
+TARGETS: list[Target] = [
+    Target("join", _hellos, _join, msgpack),
+    Target("handoff_prefill", _message_seeds, _prefill, msgpack),
+    Target("handoff_decode", _message_seeds, _decode, msgpack),
+    Target("submit", _submit_seeds, _submit, msgpack),
+    Target("ticket", _ticket_seeds, _ticket_guard, msgpack),
+]
+
+
+def outputs_target(answer: Callable[[list[Output]], str]) -> Target:
+    """Outputs of an instance, as `answer` (the frontend's side, which needs a tokenizer) takes them."""
+
+    def run(data: bytes) -> str:
+        try:
+            message = _control.decode(data)
+        except DECODE_ERRORS as error:
+            return f"undecodable {str(error)[:30]}"
+        return answer(message.outputs) if isinstance(message, Outputs) else type(message).__name__
+
+    return Target("outputs", _outputs_seeds, run, msgpack)
