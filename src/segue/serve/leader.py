@@ -104,6 +104,8 @@ class Leader:
                 steps = self.role.plan(now)
                 busy = bool(steps)
                 if busy:
+                    # First tokens and failures are known already: they do not wait for the forward.
+                    self._flush()
                     self._step(steps)
                 self._flush()
         finally:

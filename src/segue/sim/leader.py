@@ -136,6 +136,7 @@ class LeaderNode(Process):
         steps = self._bounded_plan(now)
         if steps:
             self.busy = True
+            self._flush()
             tokens = sum(len(s.tokens) for s in steps)
             timing = self.world_timing
             pace = self.spec.pace * (0.5 + self.rng.random())
