@@ -45,8 +45,8 @@ _UNBUDGETED = LOSSES | {ErrorCode.DRAINING}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
     """`backlog_outputs` is how far a client may fall behind its generation; `no_replica_wait_s` how
-    long a request waits for somebody to serve it, `replacement_wait_s` how long one waits that had
-    somebody; `max_attempts` how often one request is placed in all; `retry_budget` how many
+    long a request waits for somebody to serve it, `replacement_wait_s` how long one waits whose
+    client has tokens already; `max_attempts` how often one request is placed in all; `retry_budget` how many
     retries the fleet may make in a row, of which each success gives `retry_refill` back."""
 
     served_model: str
@@ -169,7 +169,7 @@ class FleetBackend:
         loop, s = asyncio.get_running_loop(), self.settings
         # A worker that is said to be gone is waited for: for its end to be seen, or its successor.
         patient_until = loop.time() + (s.no_replica_wait_s if attempts.hearsay else 0.0)
-        wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if attempts.begun else s.no_replica_wait_s
+        wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if attempts.delivered else s.no_replica_wait_s
         until = min(deadline, loop.time() + wait_s)
         while True:
             now = loop.time()
