@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 
@@ -21,6 +21,19 @@ class MonotonicClock:
         return time.monotonic()
 
 
+class Io(Protocol):
+    """Where sockets, timers and the protocol run; `IoThread` in a process."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    @property
+    def running(self) -> bool: ...
+    def start(self) -> None: ...
+    def post(self, function: Callable[..., object], *args: object) -> None: ...
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T: ...
+    def stop(self) -> None: ...
+
+
 class IoThread:
     """An asyncio loop in a thread of its own.
 
@@ -28,7 +41,7 @@ class IoThread:
     """
 
     def __init__(self, on_error: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self.loop = uvloop.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         if on_error is not None:
             self.loop.set_exception_handler(lambda _loop, context: on_error(context))
         self._thread = threading.Thread(target=self._run, name="segue-io", daemon=True)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from segue.conn.digest import Digester
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
-from segue.conn.io import IoThread, MonotonicClock
+from segue.conn.io import Io, IoThread, MonotonicClock
 from segue.conn.peers import Dialer, PathSpeed, Peer, join
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
@@ -72,6 +73,19 @@ class KVConfig:
     incarnation: Incarnation = field(default_factory=new_incarnation)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """What makes the parts that a manager runs on: threads, sockets, chance. Another one (the simulator's)
+    runs the same manager in a world of its own."""
+
+    io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
+    node: Callable[..., SessionNode] = SessionNode
+    transport: Callable[..., transport_base.Transport] = create
+    digester: Callable[..., Digester] = Digester
+    exchange: Callable[..., Exchange] = Exchange
+    uniform: Callable[[float, float], float] = random.uniform
+
+
 class KVManager:
     """One leader's end of all its hand-offs. Public methods may be called from any thread.
 
@@ -87,10 +101,12 @@ class KVManager:
         *,
         control: SessionHandler | None = None,
         clock: Clock | None = None,
+        runtime: Runtime = Runtime(),
     ) -> None:
         self.config = config
         self.clock: Clock = clock or MonotonicClock()
-        self.io = IoThread(self._loop_error)
+        self.io = runtime.io(self._loop_error)
+        self._uniform = runtime.uniform
         self.address: tuple[str, int] = (config.host, 0)
         self._control = control
         self._on_change = on_change
@@ -102,7 +118,7 @@ class KVManager:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._transports = {
-            name: create(
+            name: runtime.transport(
                 name,
                 partial(self.io.post, self._transport_event, name),
                 me=f"{config.incarnation}/0",
@@ -127,7 +143,7 @@ class KVManager:
             max_transfers=config.limits.max_transfers,
         )
         self._hello = msgspec.msgpack.encode(self.info)
-        self.exchange = Exchange(
+        self.exchange = runtime.exchange(
             role=config.role,
             me=config.incarnation,
             origin=f"{config.role.value} {config.incarnation[:8]} dp{config.dp_rank}",
@@ -135,8 +151,10 @@ class KVManager:
             info=self.info,
             integrity=config.integrity,
         )
-        self._digester = Digester(memory, partial(self.io.post, self._handle), config.limits.max_transfers)
-        self._node = SessionNode(
+        self._digester = runtime.digester(
+            memory, partial(self.io.post, self._handle), config.limits.max_transfers
+        )
+        self._node = runtime.node(
             incarnation=config.incarnation,
             role=config.role,
             dp_rank=config.dp_rank,
@@ -473,7 +491,7 @@ class KVManager:
             # What waits for this peer need not wait for its deadline to hear why.
             self._handle(api.PeerDown(incarnation, error.info))
 
-        dialer = Dialer(connect, f"{host}:{port}", refused)
+        dialer = Dialer(connect, f"{host}:{port}", refused, self._uniform)
         self._dialers[incarnation] = dialer
         dialer.start(self.io.loop)
 

@@ -126,8 +126,10 @@ class Dialer:
         connect: Callable[[], Awaitable[object]],
         address: str,
         refused: Callable[[SegueError], None],
+        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._connect = connect
+        self._uniform = uniform
         self._refused = refused
         self._address = address
         self._lost = asyncio.Event()
@@ -158,7 +160,7 @@ class Dialer:
                     log.warning("cannot join %s: %s", self._address, said)
                 if not error.info.retryable:
                     self._refused(error)
-                await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+                await asyncio.sleep(pause_s * self._uniform(0.8, 1.2))
                 pause_s = min(MAX_RETRY_S, 2 * pause_s)
                 continue
             pause_s, said = FIRST_RETRY_S, ""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from segue.conn.io import IoThread
+from segue.conn.io import Io, IoThread
 from segue.conn.peers import PathSpeed
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import PeerRefused, SegueError
@@ -77,7 +77,7 @@ class FrontendSessions:
 class Host(Protocol):
     """What an instance needs of the thread that owns its sockets: a `KVManager` or a `ControlHost`."""
 
-    io: IoThread
+    io: Io
     address: tuple[str, int]
 
     @property
@@ -103,7 +103,7 @@ class ControlHost:
         limits: Limits,
         tls: Tls | None = None,
     ) -> None:
-        self.io = IoThread(lambda context: log.error("error in the I/O loop: %s", context.get("message")))
+        self.io: Io = IoThread(lambda context: log.error("error in the I/O loop: %s", context.get("message")))
         self.address = (host, port)
         self._limits = limits
         self._node = SessionNode(

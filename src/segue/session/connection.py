@@ -79,6 +79,10 @@ class Owner(Protocol):
         """The peer has proven itself. May raise a SegueError to refuse."""
         ...
 
+    def next_turn(self) -> int:
+        """A number larger than all before, to tell what came first."""
+        ...
+
     def others(self, connection: Connection) -> list[bytes]:
         """Ids of the other connections with the same peer that are still alive here."""
         ...
@@ -127,6 +131,8 @@ class Connection(asyncio.BufferedProtocol):
         self.expect: Incarnation | None = None
         self.lineage: tuple[str, int, str] | None = None
         self.error: SegueError | None = None
+        #: The node's turns at which it was made and opened.
+        self.began_at = self.opened_at = 0
         #: TLS lies under this (dialled) connection.
         self.over_tls = False
         self._turned_away: SegueError | None = None
@@ -194,6 +200,7 @@ class Connection(asyncio.BufferedProtocol):
         # uvloop's transports have asyncio's methods but not its base class.
         self._transport = cast(asyncio.Transport, transport)
         self._heard_at = self._sent_at = self._loop.time()
+        self.began_at = self._owner.next_turn()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -458,6 +465,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _open(self) -> None:
         self.state = State.OPEN
+        self.opened_at = self._owner.next_turn()
         if self._deadline is not None:
             self._deadline.cancel()
         self._arm()

@@ -82,6 +82,12 @@ class Gate:
                 _hang_up(sock)
             await asyncio.wait({task for task, _ in self._admissions.values()})
 
+    def guest(self, host: str) -> Any:
+        """The protocol of one more connection, from `host`; another stranger may have to go for it."""
+        guest = self._make()
+        self._throw_out(self.strangers.add(guest, host))
+        return guest
+
     def let_in(self, guest: Guest) -> None:
         """It has proven itself."""
         self.strangers.discard(guest)
@@ -108,9 +114,8 @@ class Gate:
             self._admit(sock, where)
 
     def _admit(self, sock: socket.socket, where: tuple[Any, ...]) -> None:
-        guest = self._make()
         host, port = (str(where[0]), where[1]) if where else ("", 0)
-        self._throw_out(self.strangers.add(guest, host))
+        guest = self.guest(host)
         task = asyncio.get_running_loop().create_task(self._make_connection(guest, sock))
         self._admissions[guest] = (task, sock)
         task.add_done_callback(lambda task: self._made(task, guest, sock, f"{host}:{port}"))

@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -77,7 +77,8 @@ class SessionNode:
 
     `secret` is the deployment's shared secret; without one only loopback is talked to, in both
     directions. `message_type` is the union of msgspec structs that sessions carry. `tls` puts TLS under
-    the sessions, in both directions. `protocol` is for tests of version differences.
+    the sessions, in both directions. `protocol` is for tests of version differences,
+    `random_bytes` for a simulator whose every run must be the same.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class SessionNode:
         tls: Tls | None = None,
         max_half_open: int = MAX_STRANGERS,
         protocol: int = PROTOCOL_VERSION,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         if secret is not None and len(secret) < 16:
             raise ConfigError(f"the shared secret has {len(secret)} bytes; it needs at least 16")
@@ -107,6 +109,7 @@ class SessionNode:
         self.handler = handler
         self.limits = limits
         self.protocol = protocol
+        self._random_bytes = random_bytes
         self.encoder = msgspec.msgpack.Encoder()
         self.decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(message_type)
         self.stats = SessionStats()
@@ -121,12 +124,13 @@ class SessionNode:
         )
         self._listen = ""
         self._listener: socket.socket | None = None
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}
         self._open: dict[Incarnation, Connection] = {}
         self._lineages: dict[tuple[str, int, str], Connection] = {}
         self._arrivals: dict[Incarnation, list[asyncio.Future[None]]] = {}
         self._dials: dict[tuple[str, int, Incarnation | None], _Dial] = {}
         self._quiet: asyncio.Future[None] | None = None
+        self._turns = 0
         self._batch_depth = 0
         self._batch: list[Connection] = []
         self._closed = False
@@ -241,7 +245,7 @@ class SessionNode:
 
     def _incoming(self) -> Connection:
         connection = Connection(self, dialling=False, loop=asyncio.get_running_loop())
-        self._connections.add(connection)
+        self._connections[connection] = None
         return connection
 
     # ---- dialling -------------------------------------------------------------------------------
@@ -277,7 +281,7 @@ class SessionNode:
                 "server_hostname": host,
                 "ssl_handshake_timeout": self.limits.handshake_s,
             }
-        self._connections.add(connection)
+        self._connections[connection] = None
         connection.over_tls = bool(options)
         try:
             await loop.create_connection(lambda: connection, address, port, **options)
@@ -322,7 +326,7 @@ class SessionNode:
             role=self.role,
             dp_rank=self.dp_rank,
             listen=self._listen,
-            nonce=secrets.token_bytes(NONCE_BYTES),
+            nonce=self._random_bytes(NONCE_BYTES),
             keyed=self._key is not None,
             # An int would be encoded differently by us and by the peer that decoded a float.
             keepalive_s=float(self.limits.keepalive_s),
@@ -370,6 +374,10 @@ class SessionNode:
                 tell=True,
             )
 
+    def next_turn(self) -> int:
+        self._turns += 1
+        return self._turns
+
     def others(self, connection: Connection) -> list[bytes]:
         mine = connection.handshake
         assert mine.peer is not None
@@ -385,7 +393,11 @@ class SessionNode:
 
     def decide(self, connection: Connection) -> bool:
         old = self._open.get(connection.peer.incarnation)
-        return old is None or old.handshake.id not in connection.handshake.others
+        if old is None:
+            return True
+        # A list from before `old` opened cannot name it: both sides have dialled at the same time.
+        fresh = old.opened_at < connection.began_at
+        return fresh and old.handshake.id not in connection.handshake.others
 
     def opened(self, connection: Connection) -> None:
         incarnation = connection.peer.incarnation
@@ -418,7 +430,7 @@ class SessionNode:
             del self._lineages[connection.lineage]
 
     def lost(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._gate.left(connection)
         if not self._connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)

@@ -33,6 +33,7 @@ class World:
         self.trace: list[tuple[float, str, Any]] = []
         self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
+        self._failure: Exception | None = None
 
     def rng(self, name: str) -> random.Random:
         """The generator of one thing, the same whatever else the scenario contains."""
@@ -52,6 +53,12 @@ class World:
         """Remember something for the timeline."""
         self.trace.append((self.now, who, what))
 
+    def fail(self, failure: Exception | str) -> None:
+        """Something is wrong where an error boundary of production would hide it: end the run after
+        this step. The first failure counts."""
+        if self._failure is None:
+            self._failure = failure if isinstance(failure, Exception) else Violation("14", failure)
+
     def step(self) -> bool:
         """Run the next event; False if there is none."""
         if not self._heap:
@@ -67,6 +74,8 @@ class World:
                 process.frozen.append((call, args))
             else:
                 call(*args)
+        if self._failure is not None:
+            raise self._failure
         return True
 
     @property

@@ -1,0 +1,151 @@
+"""An asyncio loop in virtual time: what production code of one simulated process runs on.
+
+Only what sessions and the I/O half of a `KVManager` use is here: callbacks, timers, futures, tasks,
+dialling. Everything else of `AbstractEventLoop` raises NotImplementedError, as its base class does.
+The time is the process's own monotonic clock; a paused process's callbacks wait, a dead one's never run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+from segue.sim.tcp import Network
+from segue.sim.world import Process, SkewedClock
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+#: Timers fire this much late, so that a clock of another rate has surely reached their time.
+LATE_S = 1e-6
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """The loop of one process at `host`. What a callback raises ends the simulation."""
+
+    def __init__(self, process: Process, clock: SkewedClock, network: Network, host: str) -> None:
+        self.process = process
+        self.network = network
+        self.host = host
+        self._clock = clock
+        self._rng = process.world.rng(f"loop {process.name}")
+
+    # ---- time and callbacks ----------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self._clock.now()
+
+    def call_soon(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self.process.after(0.0, self._run, handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self.process.after(self._clock.delay_until(when) + LATE_S, self._run, handle)
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It stays in the world's heap and does nothing when its time comes."""
+
+    def _run(self, handle: asyncio.Handle) -> None:
+        if not handle.cancelled():
+            self.enter(handle._context.run, handle._callback, *handle._args)  # type: ignore[attr-defined]
+
+    def enter(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call something as from inside the running loop."""
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            return call(*args)
+        finally:
+            asyncio._set_running_loop(before)
+
+    # ---- futures and tasks -----------------------------------------------------------------------
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
+    ) -> asyncio.Task[T]:
+        return asyncio.Task(coro, loop=self, **options)
+
+    def run_in_executor(
+        self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+    ) -> asyncio.Future[T]:
+        """`func` runs a little later, in one piece: threads interleave at their edges only."""
+        future: asyncio.Future[T] = self.create_future()
+
+        def run() -> None:
+            try:
+                result = func(*args)
+            except Exception as error:
+                if not future.cancelled():
+                    future.set_exception(error)
+            else:
+                if not future.cancelled():
+                    future.set_result(result)
+
+        self.process.after(self.network.timing.latency_s * self._rng.random(), run)
+        return future
+
+    # ---- the network -----------------------------------------------------------------------------
+
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))]
+
+    async def create_connection(
+        self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, **options: Any
+    ) -> tuple[Any, Any]:
+        made: asyncio.Future[Any] = self.create_future()
+        self.network.dial(self, host, port, protocol_factory, made)
+        transport, protocol = await made
+        return transport, protocol
+
+    # ---- what asyncio asks of its loop -----------------------------------------------------------
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """A task's or future's exception that nobody took. Of a dead process, nobody can."""
+        if self.process.alive and context.get("exception") is not None:
+            self.process.world.fail(f"in the loop of {self.process.name}: {context}")

@@ -1,0 +1,339 @@
+"""TCP between simulated processes: bytes in order, visible when broken, silent when blocked.
+
+Production's sessions run over it unchanged. A connection never heals: a broken one is a new one. Each
+end learns of a break after a delay of its own; until then it goes on sending into the void.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from segue.sim.world import Process, World
+
+if TYPE_CHECKING:
+    from segue.sim.loop import SimLoop
+
+#: Makes the protocol of an incoming connection from this host.
+Accept = Callable[[str], Any]
+
+
+@dataclass(slots=True)
+class Timing:
+    """How fast things are, in seconds and bytes per second."""
+
+    latency_s: float = 0.0005
+    jitter: float = 1.0
+    hop_s: float = 0.00005
+    break_seen_s: float = 0.02
+    keepalive_s: float = 0.5
+    silence_s: float = 2.0
+    retry_s: float = 0.1
+    connect_s: float = 1.0
+    step_s: float = 0.002
+    token_s: float = 0.00005
+    link_bytes_s: float = 2e6
+    slice_s: float = 0.0005
+
+
+class Socket(asyncio.Transport):
+    """One end of a connection, and asyncio's transport over it."""
+
+    def __init__(self, connection: Connection, loop: SimLoop, name: tuple[str, int]) -> None:
+        super().__init__({"peername": name})
+        self.connection = connection
+        self.loop = loop
+        self.process: Process = loop.process
+        self.protocol: Any = None
+        self.other: Socket = self
+        #: when what we sent last arrives: the next comes after it
+        self.ready_at = 0.0
+        #: what waits while our direction is blocked; None is our end of the stream
+        self.held: list[bytes | None] = []
+        self._no_more_out = False
+        self.over = False
+
+    # ---- what protocols call ---------------------------------------------------------------------
+
+    def write(self, data: Any) -> None:
+        if not self.over and not self._no_more_out:
+            self._send(bytes(data))
+
+    def write_eof(self) -> None:
+        if not self.over and not self._no_more_out:
+            self._no_more_out = True
+            self._send(None)
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return sum(len(data) for data in self.held if data is not None)
+
+    def is_closing(self) -> bool:
+        return self.over
+
+    def close(self) -> None:
+        self.write_eof()
+        self._finish(None)
+
+    def abort(self) -> None:
+        if not self.over:
+            self._finish(None)
+            self.connection.reset(self)
+
+    # ---- the network's side ----------------------------------------------------------------------
+
+    def _send(self, data: bytes | None) -> None:
+        connection = self.connection
+        if connection.broken:
+            return
+        network = connection.network
+        if network.blocked(self.process, self.other.process):
+            self.held.append(data)
+            return
+        world, timing = network.world, network.timing
+        at = world.now + timing.latency_s * (1.0 + timing.jitter * connection.rng.random())
+        if at <= self.ready_at:
+            at = self.ready_at + 1e-9
+        self.ready_at = at
+        world.at(at, self.other.process, self.other._arrived, data)
+
+    def release(self) -> None:
+        """Our direction is open again: TCP sends what waited."""
+        held, self.held = self.held, []
+        for data in held:
+            self._send(data)
+
+    def _arrived(self, data: bytes | None) -> None:
+        connection = self.connection
+        if connection.broken and connection.lost[self is connection.ends[0]]:
+            return
+        if self.over:
+            if data:
+                connection.reset(self)  # what a closed socket answers
+            return
+        if data is None:
+            self.loop.enter(self._ended)
+        else:
+            self.loop.enter(self._feed, connection.network.carried(self, data))
+
+    def _ended(self) -> None:
+        if not self.protocol.eof_received():
+            self.close()
+
+    def _feed(self, data: bytes) -> None:
+        """In pieces now and then: a stream knows no messages."""
+        rng = self.connection.rng
+        cuts = sorted(rng.randrange(len(data)) for _ in range(2)) if rng.random() < 0.02 else []
+        for piece in (data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)):
+            at = 0
+            while at < len(piece) and not self.over:
+                room = self.protocol.get_buffer(-1)
+                size = min(len(room), len(piece) - at)
+                room[:size] = piece[at : at + size]
+                at += size
+                self.protocol.buffer_updated(size)
+
+    def _finish(self, error: Exception | None) -> None:
+        """This end is over; its protocol hears it in the loop's next turn."""
+        if self.over:
+            return
+        self.over = True
+        self.connection.network.forget(self)
+        if self.process.alive and self.protocol is not None:
+            self.loop.call_soon(self.protocol.connection_lost, error)
+
+    def broke(self, error: Exception) -> None:
+        """The kernel tells us that the connection is no more."""
+        self.loop.enter(self._finish, error)
+
+    def vanish(self) -> None:
+        """The process is gone: nobody is told on this side."""
+        self.over = True
+        self.connection.network.forget(self)
+
+
+class Connection:
+    """Two sockets. `lost[0]` says that what is under way to `ends[1]` is lost, `lost[1]` to `ends[0]`."""
+
+    def __init__(self, network: Network, dialler: SimLoop, listener: SimLoop, port: int) -> None:
+        self.network = network
+        network.opened += 1
+        self.rng = network.world.rng(f"tcp {dialler.process.name} {listener.process.name} {network.opened}")
+        self.broken = False
+        self.lost = [False, False]
+        ours = Socket(self, dialler, (listener.host, port))
+        theirs = Socket(self, listener, (dialler.host, 30000 + network.opened % 30000))
+        ours.other, theirs.other = theirs, ours
+        self.ends = (ours, theirs)
+
+    def reset(self, by: Socket) -> None:
+        """`by` has no use for what comes: the other end hears it after what was sent before."""
+        if self.broken:
+            return
+        self.broken = True
+        other, network = by.other, self.network
+        if other.over or network.blocked(by.process, other.process):
+            return
+        at = max(by.ready_at + 1e-9, network.world.now + network.timing.latency_s)
+        network.world.at(at, other.process, other.broke, ConnectionResetError("connection reset by peer"))
+
+    def snap(self) -> None:
+        """The connection breaks: what is under way may be lost, both ends notice in their own time."""
+        if self.broken:
+            return
+        self.broken = True
+        self.lost = [self.rng.random() < 0.5, self.rng.random() < 0.5]
+        for end in self.ends:
+            if not end.over:
+                delay_s = self.rng.random() * self.network.timing.break_seen_s
+                end.process.after(delay_s, end.broke, ConnectionResetError("connection reset"))
+
+
+class Network:
+    """All connections, who listens where, and which directions are blocked."""
+
+    def __init__(self, world: World, timing: Timing) -> None:
+        self.world = world
+        self.timing = timing
+        self.opened = 0
+        self.live: dict[Process, dict[Socket, None]] = {}
+        self._listeners: dict[tuple[str, int], tuple[SimLoop, Accept]] = {}
+        self._blocked: set[tuple[Process, Process]] = set()
+        #: how many of the next segments that arrive at a process come with one bit changed
+        self.flips: dict[Process, int] = {}
+        self._rng: random.Random = world.rng("network")
+
+    # ---- listening and dialling ------------------------------------------------------------------
+
+    def listen(self, loop: SimLoop, port: int, accept: Accept) -> None:
+        """`loop`'s process listens at its host and `port`, in the place of whoever did before."""
+        self._listeners[loop.host, port] = (loop, accept)
+
+    def dial(
+        self, loop: SimLoop, host: str, port: int, make: Callable[[], Any], made: asyncio.Future[Any]
+    ) -> None:
+        """A SYN on its way. `made` gets (transport, protocol), or ConnectionRefusedError, or TimeoutError."""
+        delay_s = self.timing.latency_s * (1.0 + self.timing.jitter * self._rng.random())
+        self.world.after(delay_s, None, self._knock, loop, host, port, make, made, self.world.now)
+
+    def _knock(
+        self,
+        loop: SimLoop,
+        host: str,
+        port: int,
+        make: Callable[[], Any],
+        made: asyncio.Future[Any],
+        since: float,
+    ) -> None:
+        listener = self._listeners.get((host, port))
+        target = listener[0].process if listener is not None else None
+        if target is not None and (self.blocked(loop.process, target) or self.blocked(target, loop.process)):
+            if self.world.now - since >= self.timing.connect_s:
+                loop.process.after(0.0, _fail, loop, made, TimeoutError("connection timed out"))
+            else:
+                again = (loop, host, port, make, made, since)
+                self.world.after(self.timing.connect_s / 4, None, self._knock, *again)
+            return
+        if listener is None or target is None or not target.alive:
+            delay_s = self.timing.latency_s * self._rng.random()
+            refused = ConnectionRefusedError("connection refused")
+            loop.process.after(delay_s, _fail, loop, made, refused)
+            return
+        # A stopped process's kernel still accepts; the process finds the connection when it goes on.
+        connection = Connection(self, loop, listener[0], port)
+        ours, theirs = connection.ends
+        for socket in connection.ends:
+            self.live.setdefault(socket.process, {})[socket] = None
+        at = self.world.now + self.timing.latency_s * (1.0 + self.timing.jitter * self._rng.random())
+        theirs.ready_at = at  # nothing overtakes the answer to the SYN
+        self.world.at(self.world.now, target, self._accepted, theirs, listener[1], loop.host)
+        self.world.at(at, loop.process, self._dialled, ours, make, made)
+
+    def _accepted(self, socket: Socket, accept: Accept, host: str) -> None:
+        if not socket.over:
+            socket.protocol = socket.loop.enter(accept, host)
+            socket.loop.enter(socket.protocol.connection_made, socket)
+
+    def _dialled(self, socket: Socket, make: Callable[[], Any], made: asyncio.Future[Any]) -> None:
+        if made.done():  # the caller has given up
+            socket.abort()
+        elif socket.over:
+            _fail(socket.loop, made, ConnectionResetError("connection reset by peer"))
+        else:
+            socket.protocol = make()
+            socket.loop.enter(socket.protocol.connection_made, socket)
+            socket.loop.enter(made.set_result, (socket, socket.protocol))
+
+    def forget(self, socket: Socket) -> None:
+        """An end is over."""
+        ends = self.live.get(socket.process)
+        if ends is not None:
+            ends.pop(socket, None)
+            if not ends:
+                del self.live[socket.process]
+
+    def between(self, a: Process, b: Process) -> list[Connection]:
+        """The connections between two processes that are not broken."""
+        return [
+            s.connection for s in self.live.get(a, {}) if s.other.process is b and not s.connection.broken
+        ]
+
+    # ---- what happens on the way -----------------------------------------------------------------
+
+    def carried(self, socket: Socket, data: bytes) -> bytes:
+        """What arrives of `data` at `socket`: the same, unless a bit flips."""
+        if not self.flips.get(socket.process):
+            return data
+        self.flips[socket.process] -= 1
+        bit = self._rng.randrange(8 * len(data))
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    def blocked(self, source: Process, target: Process) -> bool:
+        """Whether nothing gets from `source` to `target` now."""
+        return bool(self._blocked) and (source, target) in self._blocked
+
+    def block(self, source: Process, target: Process) -> None:
+        """From now on nothing gets from `source` to `target`; TCP holds it back."""
+        self._blocked.add((source, target))
+
+    def heal(self, source: Process, target: Process) -> None:
+        """What was held back arrives, if the connection still lives; else the other end hears of it."""
+        if (source, target) not in self._blocked:
+            return
+        self._blocked.discard((source, target))
+        for socket in list(self.live.get(source, {})):
+            if socket.other.process is target:
+                socket.release()
+        for socket in list(self.live.get(target, {})):
+            if socket.other.process is source and (socket.connection.broken or socket.other.over):
+                error = ConnectionResetError("connection reset by peer")
+                socket.process.after(self.timing.latency_s, socket.broke, error)
+
+    def died(self, process: Process) -> None:
+        """The kernel closes what `process` had; peers that can be reached hear it."""
+        for place, (loop, _) in list(self._listeners.items()):
+            if loop.process is process:
+                del self._listeners[place]
+        for socket in list(self.live.get(process, {})):
+            socket.vanish()
+            connection, other = socket.connection, socket.other
+            if connection.broken or other.over:
+                continue
+            connection.broken = True
+            connection.lost = [connection.rng.random() < 0.5] * 2
+            if self.blocked(process, other.process):
+                continue  # silence: keepalive finds it, or the end of the partition
+            delay_s = self.timing.latency_s + connection.rng.random() * self.timing.break_seen_s
+            other.process.after(delay_s, other.broke, ConnectionResetError("connection reset by peer"))
+
+
+def _fail(loop: SimLoop, made: asyncio.Future[Any], error: Exception) -> None:
+    if not made.done():
+        loop.enter(made.set_exception, error)
