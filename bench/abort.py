@@ -274,7 +274,7 @@ def main() -> None:
         print(f"{name:>16}  " + "   ".join(f"{key} {value:9.3f}" for key, value in row.items()))
     if args.json:
         commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
         result = {"command": sys.argv, "commit": commit, "rows": rows, "raw_ms": raw}
         args.json.write_text(json.dumps(result, indent=1) + "\n")

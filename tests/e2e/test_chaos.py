@@ -68,7 +68,7 @@ def wait_until_served(url: str, prompt: list[int], within_s: float) -> float:
     raise AssertionError(f"nobody served within {within_s} s")
 
 
-@pytest.mark.parametrize("victim", ["decode", "prefill"])
+@pytest.mark.parametrize("victim", ["decode", pytest.param("prefill", marks=pytest.mark.soak)])
 def test_lesson_09_a_killed_instance_costs_only_what_it_held(victim: str, tiny: Path) -> None:
     asked = prompts(5, 8)
     with Served(*ARGUMENTS, str(tiny), "--prefill", "2", "--decode", "2") as made:

@@ -45,7 +45,6 @@ QUICK = {
     ("instance-registry", Mode.CORRUPT),
     ("frontend-prefill", Mode.DELAY),
     ("frontend-decode", Mode.DELAY),
-    ("prefill-decode", Mode.CORRUPT),
     ("data", Mode.CUT),
     ("data", Mode.CORRUPT),
 }
