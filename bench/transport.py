@@ -1,6 +1,6 @@
 """Wire speed of `shm` and `tcp` beside the plain copy that each cannot beat, in one run.
 
-    python bench/transport.py [--rounds 100] [--json bench/results/transport.json]
+    python bench/transport.py [--rounds 100] [--tls] [--json bench/results/transport.json]
 
 Two processes, one pool each (SmolLM2: 30 layers, 3 KV heads, 64 dims, bf16; pages of 16 tokens). The parent
 writes 512 tokens (11.25 MiB) into the child's pool, at places chosen anew each time:
@@ -8,7 +8,7 @@ writes 512 tokens (11.25 MiB) into the child's pool, at places chosen anew each 
     memcpy   numpy copyto of as many contiguous bytes, from the parent's pool into the child's, one thread
     shm      the transport: pages in one run, and pages scattered on both sides
     socket   sendall of one contiguous buffer, recv_into of one buffer in the child, one byte back
-    tcp      the transport: pages in one run, and pages scattered on both sides
+    tcp      the transport: pages in one run, and pages scattered on both sides; with --tls encrypted
 
 The ways take turns within each round, so that noise hits all alike; ratios are of medians. A time
 is from the call of `write` to the caller's thread having been woken with `Written`.
@@ -27,6 +27,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ import numpy as np
 
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import KVShape, PoolSpec
+from segue.session.tls import Tls, load
 from segue.transport.base import Endpoint, TransportEvent, Written
 from segue.transport.memory import Memory, allocate
 from segue.transport.registry import create
@@ -78,11 +80,12 @@ def blocks_of(spec: PoolSpec, sources: list[int], targets: list[int]) -> list[Co
     return blocks
 
 
-def child(pages: int, nbytes: int, streams: int) -> None:
+def child(pages: int, nbytes: int, streams: int, tls: Tls | None) -> None:
     """The receiver: grants the epoch, and serves the plain socket copy."""
     memory = allocate(pool_spec(pages).nbytes)
     transports = {
-        name: create(name, lambda _event: None, me=READER, streams=streams) for name in ("shm", "tcp")
+        name: create(name, lambda _event: None, me=READER, streams=streams, tls=tls)
+        for name in ("shm", "tcp")
     }
     listener = socket.create_server(("127.0.0.1", 0))
     hello = Hello(
@@ -119,7 +122,7 @@ def serve_plain(listener: socket.socket, memory: Memory, nbytes: int) -> None:
 class Bench:
     """The writer and its ways to move one hand-off."""
 
-    def __init__(self, hello: Hello, spec: PoolSpec, nbytes: int, streams: int) -> None:
+    def __init__(self, hello: Hello, spec: PoolSpec, nbytes: int, streams: int, tls: Tls | None) -> None:
         self.spec, self.nbytes = spec, nbytes
         self.memory = allocate(spec.nbytes)
         self.source = np.frombuffer(self.memory.buffer, np.uint8)
@@ -130,7 +133,8 @@ class Bench:
         self.target = np.frombuffer(theirs, np.uint8)
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.transports = {
-            name: create(name, self.events.put, me=WRITER, streams=streams) for name in ("shm", "tcp")
+            name: create(name, self.events.put, me=WRITER, streams=streams, tls=tls)
+            for name in ("shm", "tcp")
         }
         for name, transport in self.transports.items():
             transport.register(self.memory)
@@ -188,9 +192,11 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     spec = pool_spec(args.pages)
     nbytes = TOKENS * SHAPE.token_bytes
     command = [sys.executable, __file__, "--child", f"--pages={args.pages}", f"--streams={args.streams}"]
+    command += [f"--tls-folder={args.tls_folder}"] if args.tls_folder else []
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
-    bench = Bench(msgspec.json.decode(process.stdout.readline(), type=Hello), spec, nbytes, args.streams)
+    hello = msgspec.json.decode(process.stdout.readline(), type=Hello)
+    bench = Bench(hello, spec, nbytes, args.streams, tls_of(args.tls_folder))
     ways: dict[str, Callable[[], float]] = {
         "memcpy": bench.memcpy,
         "shm, one run": lambda: bench.move("shm", False),
@@ -221,6 +227,22 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def tls_of(folder: str) -> Tls | None:
+    """The contexts of the files that `make_tls` has put into `folder`."""
+    return load(*(f"{folder}/{part}.pem" for part in ("cert", "key", "ca"))) if folder else None
+
+
+def make_tls(folder: str) -> None:
+    """A certificate for loopback, its key and its authority."""
+    import trustme
+
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    made.cert_chain_pems[0].write_to_path(f"{folder}/cert.pem")
+    made.private_key_pem.write_to_path(f"{folder}/key.pem")
+    authority.cert_pem.write_to_path(f"{folder}/ca.pem")
+
+
 def git_commit() -> str:
     done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -233,11 +255,22 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=1024, help="pages of each pool")
     parser.add_argument("--streams", type=int, default=0, help="tcp connections (0: the default)")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--tls", action="store_true", help="encrypt tcp")
+    parser.add_argument("--tls-folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.pages, TOKENS * SHAPE.token_bytes, args.streams)
+        child(args.pages, TOKENS * SHAPE.token_bytes, args.streams, tls_of(args.tls_folder))
         return
+    with tempfile.TemporaryDirectory() as folder:
+        if args.tls:
+            make_tls(folder)
+            args.tls_folder = folder
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print, write."""
     runs = []
     for _ in range(args.runs):
         result = measure(args)

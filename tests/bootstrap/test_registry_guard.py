@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 from collections.abc import AsyncIterator
@@ -127,10 +128,9 @@ def test_drops_of_one_request_do_not_prolong_its_deadline() -> None:
 
             dripping = asyncio.create_task(drip())
             async with asyncio.timeout(DEADLINE_S):
-                try:
+                # A drop that crosses the answer resets the connection.
+                with contextlib.suppress(ConnectionError):
                     assert b"BOOTSTRAP_TIMEOUT" in await reader.read()
-                except ConnectionError:
-                    pass  # a drop that crossed the answer has reset the connection
             dripping.cancel()
             writer.close()
             await until(lambda: not server.server.server_state.connections)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from registry_records import A, B, C, names, record, store
 
-from segue.bootstrap.records import ReplicaRecord, RoomRecord
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord, RoomRecord
 from segue.bootstrap.store import TIMERS, TOPOLOGY
 from segue.core.errors import (
     DpRankConflict,
@@ -80,6 +80,60 @@ def test_lesson_18_a_registration_is_immutable_for_an_incarnation(change: dict[s
         registry.register(record(**change), 0)
     assert registry.instances().instances == before.instances
     assert registry.version == before.version
+
+
+#: Another value for every field of a registration; a field that is added and not named here fails the test.
+OTHERS: dict[str, Any] = {
+    "role": Role.DECODE,
+    "model": "other",
+    "served_model": "other",
+    "context_tokens": 4096,
+    "source": "elsewhere",
+    "dp_size": 3,
+    "tp_size": 2,
+    "pp_size": 2,
+    "cp_size": 2,
+    "load_balance": "total_tokens",
+    "http_host": "10.0.0.1",
+    "http_port": 9,
+}
+RANK_OTHERS: dict[str, Any] = {"host": "10.0.0.1", "port": 1}
+
+
+def test_lesson_18_each_field_of_a_registration_is_immutable_for_an_incarnation() -> None:
+    # `draining` may change, by its own query; the incarnation is the key, the ranks have their own list.
+    assert set(OTHERS) == set(InstanceRecord.__struct_fields__) - {"incarnation", "draining", "replicas"}
+    assert set(RANK_OTHERS) == set(ReplicaRecord.__struct_fields__) - {"dp_rank"}
+    first = record(dp_size=2)
+    (rank,) = first.replicas
+    changed = [msgspec.structs.replace(first, **{name: value}) for name, value in OTHERS.items()]
+    changed += [
+        msgspec.structs.replace(first, replicas=[msgspec.structs.replace(rank, **{name: value})])
+        for name, value in RANK_OTHERS.items()
+    ]
+    for other in changed:
+        registry, clock = store(ttl_s=10)
+        registry.register(first, 0)
+        before, version = registry.instances().instances, registry.version
+        with pytest.raises(DpRankConflict):
+            registry.register(other, 0)
+        with pytest.raises((DpRankConflict, DpRankOutOfRange, InvalidRequest)):
+            # Nor does another rank of the same incarnation say something else.
+            registry.register(
+                msgspec.structs.replace(
+                    other, replicas=[msgspec.structs.replace(r, dp_rank=1) for r in other.replicas]
+                )
+                if other.replicas == first.replicas
+                else msgspec.structs.replace(first, replicas=[msgspec.structs.replace(rank, dp_rank=1)]),
+                1,
+            )
+        assert registry.instances().instances == before
+        assert registry.version == version
+        clock.advance(6)
+        with pytest.raises(DpRankConflict):  # nor by being repeated, nor later
+            registry.register(other, 0)
+        clock.advance(6)
+        assert not registry.instances().instances  # and a refused one keeps nothing alive
 
 
 def test_lesson_18_a_rank_that_fell_silent_cannot_come_back_elsewhere_while_its_incarnation_lives() -> None:

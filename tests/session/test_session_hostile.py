@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import logging
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -62,6 +64,38 @@ def test_a_flood_of_strangers_keeps_nobody_out_and_stays_bounded(runner: str) ->
             assert listener.stats.strangers_dropped >= 100 - 16
             for stranger in strangers:
                 await stranger.close()
+
+    LOOPS[runner](main())
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+@pytest.mark.parametrize("opening", [b"", b"segue", encode_preamble(77)])
+def test_200_strangers_keep_nobody_out_and_leave_no_descriptor(runner: str, opening: bytes) -> None:
+    """Silent ones, ones that begin, and ones that were told why they are refused and stay (linger)."""
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    async def main() -> None:
+        listener, first, dialler = node("a", Events()), node("c", Events()), node("b", Events())
+        async with closing(first, dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            await first.connect(*address, timeout_s=DEADLINE_S)  # now the loop has what it opens for itself
+            before = descriptors()
+            strangers = [await RawPeer.dial(*address) for _ in range(200)]
+            for stranger in strangers:
+                stranger.writer.write(opening)
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert session.peer.incarnation == incarnation("a")
+            # 200 of theirs, two of the session, and at most as many of ours as strangers may wait.
+            assert descriptors() - before <= 200 + 2 + 128
+            assert listener.strangers <= 128
+            for stranger in strangers:
+                await stranger.close()
+            async with asyncio.timeout(DEADLINE_S):
+                while listener.strangers or descriptors() > before + 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
     LOOPS[runner](main())
 

@@ -1,0 +1,157 @@
+"""No address that a client sends is contacted (lesson 19): the registry alone names hosts."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import segue
+from segue.core.limits import Limits
+from segue.core.request import Request, SamplingParams, Ticket
+from segue.frontend.app import Door, DoorSettings, build_app
+from segue.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from segue.frontend.tokenizer import ModelTokenizer
+from segue.observe.metrics import Metrics
+
+#: Addresses and pins that routers put into bodies and headers (contract.md, sections 2a and 2b).
+FIELDS: dict[str, Any] = {
+    "bootstrap_host": "127.0.0.1",
+    "bootstrap_room": 77,
+    "room": 77,
+    "routed_dp_rank": 1,
+    "data_parallel_rank": 1,
+    "disagg_prefill_dp_rank": 1,
+    "prefill_url": "http://127.0.0.1:{port}",
+    "registry": "http://127.0.0.1:{port}",
+}
+HEADERS = {
+    "x-data-parallel-rank": "1",
+    "x-forwarded-host": "127.0.0.1:{port}",
+    "x-forwarded-for": "127.0.0.1",
+    "forwarded": "host=127.0.0.1:{port}",
+    "x-prefill-host": "127.0.0.1:{port}",
+}
+
+
+class Trap:
+    """A host that nobody registered; counts who comes."""
+
+    def __init__(self) -> None:
+        self.visits = 0
+        self.server: asyncio.Server | None = None
+        self.port = 0
+
+    async def __aenter__(self) -> Trap:
+        async def visited(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.visits += 1
+            writer.close()
+
+        self.server = await asyncio.start_server(visited, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        assert self.server is not None
+        self.server.close()
+        await self.server.wait_closed()
+
+
+def bodies(port: int) -> dict[str, dict[str, Any]]:
+    fields = {k: v.format(port=port) if isinstance(v, str) else v for k, v in FIELDS.items()}
+    remote = {
+        "do_remote_prefill": True,
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "remote_engine_id": "x",
+    }
+    extra = fields | {"bootstrap_port": port, "kv_transfer_params": remote}
+    image = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{port}/x.png"}}
+    message = {"role": "user", "content": "hello"}
+    return {
+        "/v1/completions": {"prompt": "hello", "max_tokens": 2, **extra},
+        "/v1/chat/completions": {"messages": [message], "max_tokens": 2, **extra},
+        "/v1/chat/completions?": {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, image]}],
+            **extra,
+        },
+        "/tokenize": {"prompt": "hello", **extra},
+        "/detokenize": {"tokens": [5], **extra},
+    }
+
+
+def test_lesson_19_no_field_and_no_header_of_a_client_makes_the_frontend_contact_a_host(
+    backend: Any, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contacted: list[object] = []
+    settings = DoorSettings(model="tiny", context_tokens=512, vocab_size=330, limits=Limits())
+    app = build_app(Door(backend, tokenizer, settings, Metrics()))
+
+    def watch() -> None:
+        for name in ("connect", "connect_ex", "sendto"):
+            monkeypatch.setattr(socket.socket, name, lambda *words: contacted.append(words[1:]))
+        monkeypatch.setattr(socket, "create_connection", lambda *words, **_more: contacted.append(words))
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *words, **_more: contacted.append(words))
+
+    async def main() -> None:
+        async with Trap() as trap:
+            watch()
+            headers = {k: v.format(port=trap.port) for k, v in HEADERS.items()}
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+                for path, body in bodies(trap.port).items():
+                    answer = await client.post(path, json=body, headers=headers)
+                    assert answer.status_code in (200, 400), answer.text
+                for path in ("/v1/models", "/health", "/metrics"):
+                    assert (await client.get(path, headers=headers)).status_code == 200
+            assert trap.visits == 0
+
+    asyncio.run(main())
+    assert contacted == []
+
+
+def test_lesson_19_what_reaches_a_leader_has_no_room_for_an_address() -> None:
+    """The types of what a client says and of what a leader is told: no host, no port, no URL in them."""
+    for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, Request, SamplingParams, Ticket):
+        words = {word for name in kind.__struct_fields__ for word in name.split("_")}
+        assert not words & {"host", "port", "url", "address", "addr", "endpoint", "ip", "bootstrap"}, kind
+
+
+def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> None:
+    """Every call that opens a connection, by file: a new one has to be looked at, and added here."""
+    opening = {
+        "create_connection",
+        "open_connection",
+        "AsyncClient",
+        "Client",
+        "urlopen",
+        "connect",
+        "sock_connect",
+    }
+    found: dict[str, set[str]] = {}
+    source = Path(segue.__file__).parent
+    for file in source.rglob("*.py"):
+        for item in ast.walk(ast.parse(file.read_text())):
+            if isinstance(item, ast.Call):
+                name = (
+                    item.func.attr if isinstance(item.func, ast.Attribute) else getattr(item.func, "id", "")
+                )
+                if name in opening:
+                    found.setdefault(str(file.relative_to(source)), set()).add(name)
+    allowed = {
+        "bootstrap/client.py",  # the registry itself, from a setting
+        "session/node.py",  # opens what it is told to, by the next two
+        "frontend/replicas.py",  # leaders, from the registry
+        "conn/manager.py",  # prefill leaders, from the registry; endpoints, from their sessions
+        "transport/tcp_out.py",
+        "transport/shm.py",
+        "transport/fake.py",
+    }
+    inner = {name for name in found if not name.startswith(("cli/", "sim/", "engine/store"))}
+    assert inner <= allowed, inner - allowed
+    assert {"bootstrap/client.py", "session/node.py", "frontend/replicas.py", "transport/tcp_out.py"} <= inner
