@@ -250,7 +250,7 @@ def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
     try:
         address = msgspec.msgpack.decode(p.reader.endpoint.data)
         address["key"] = bytes(len(address["key"]))
-        forged = Endpoint(name, MiB, msgspec.msgpack.encode(address))
+        forged = Endpoint(p.reader.endpoint.transport, MiB, msgspec.msgpack.encode(address))
         with pytest.raises(PeerRefused, match="wrong key"):
             stranger.transport.connect(p.reader.me, forged, 5)
         p.reader.transport.grant(stranger.me, 3)

@@ -147,7 +147,8 @@ class Cursor:
         """Copy the next bytes, at most `limit_bytes`, to `address`; how many. Nothing is advanced."""
         self._restore()
         copied = 0
-        for source, length in self._iov[self._first : self._first + limit_bytes].tolist():
+        last = int(self._ends.searchsorted(self.done + limit_bytes))
+        for source, length in self._iov[self._first : last + 1].tolist():
             nbytes = min(length, limit_bytes - copied)
             ctypes.memmove(address + copied, source, nbytes)
             copied += nbytes
