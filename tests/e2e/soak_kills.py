@@ -17,6 +17,7 @@ from served import State
 from traffic import TYPED, Ask, Result, stream
 
 WITHIN_S = 90.0
+MAX_GROWTH_MIB = 32
 
 
 @dataclass
@@ -188,4 +189,8 @@ def leaks(report: Report) -> list[str]:
             found.append(f"{name}: {before['descriptors']} descriptors became {state['descriptors']}")
         if state["segments"] > before["segments"]:
             found.append(f"{name}: {before['segments']} segments became {state['segments']}")
+        # An instance fills its pool and its caches with time; the frontend has nothing to keep.
+        grown = (state["rss_bytes"] - before["rss_bytes"]) / 2**20
+        if state["role"] == "frontend" and grown > MAX_GROWTH_MIB:
+            found.append(f"{name}: {grown:.0f} MiB more memory")
     return found
