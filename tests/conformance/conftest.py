@@ -12,6 +12,14 @@ from conformance_tls import TCP_TLS, make_files, remove_files
 from segue.transport.registry import NAMES, OK, available
 
 
+def marks(name: str, reason: str, test: str) -> list[pytest.MarkDecorator]:
+    """Why `test` does not run now for the transport `name`, if it does not."""
+    if reason != OK:
+        return [pytest.mark.skip(f"{name}: {reason}")]
+    # A gibibyte under TLS takes ten times as long, and shows nothing that 64 MiB do not.
+    return [pytest.mark.soak] if (name, test) == (TCP_TLS, "test_one_gibibyte") else []
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every test that takes `name` runs for every transport; one that cannot work here says why."""
     if "name" in metafunc.fixturenames:
@@ -20,9 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(
             "name",
             [
-                pytest.param(
-                    name, marks=[] if reasons[name] == OK else pytest.mark.skip(f"{name}: {reasons[name]}")
-                )
+                pytest.param(name, marks=marks(name, reasons[name], metafunc.function.__name__))
                 for name in (*NAMES, TCP_TLS)
             ],
         )

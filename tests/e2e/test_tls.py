@@ -92,7 +92,6 @@ def test_a_part_with_the_secret_and_without_a_certificate_stays_out(tmp_path: Pa
         plain = f"http://127.0.0.1:{port}"
         cases = {
             "only TLS is spoken here": ["--registry", plain],
-            "needs --tls-cert": ["--registry", plain.replace("http:", "https:")],
             "may not accept our --tls-cert": [
                 *["--registry", plain.replace("http:", "https:")],
                 *stranger.issue(trust=authority).flags()[:4],

@@ -1,0 +1,58 @@
+"""An instance's HTTP door among silent clients: probes still get their answer, and no descriptor stays."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+
+import httpx
+import pytest
+import uvloop
+
+from segue.bootstrap.guarded_http import GuardedServer
+from segue.serve.door import Facts, open_door
+
+LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
+DEADLINE_S = 10.0
+
+
+async def _nothing() -> object:
+    return {}
+
+
+def door(request_s: float) -> GuardedServer:
+    facts = Facts(about={"x": 1}, load=lambda: None, counts=dict, alive=lambda: True, integrity=_nothing)  # type: ignore[arg-type]
+    return open_door(facts, "127.0.0.1", 0, request_s)
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("runner", LOOPS)
+def test_200_silent_connections_keep_no_probe_out_and_end_at_their_deadline(runner: str) -> None:
+    async def main() -> None:
+        server = door(0.5)
+        try:
+            url = "http://{}:{}".format(*server.address)
+            async with httpx.AsyncClient() as client:
+                assert (await client.get(f"{url}/health")).json() == {"status": "ok"}
+                before = descriptors()
+                silent = [await asyncio.open_connection(*server.address) for _ in range(200)]
+                async with httpx.AsyncClient() as probe:
+                    assert (await probe.get(f"{url}/health")).status_code == 200
+                assert server.strangers <= 128
+                async with asyncio.timeout(DEADLINE_S):
+                    while server.strangers:  # noqa: ASYNC110  nothing tells of it
+                        await asyncio.sleep(0.01)
+                for _, writer in silent:
+                    writer.close()
+                async with asyncio.timeout(DEADLINE_S):
+                    while descriptors() > before:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+        finally:
+            await server.stop()
+
+    LOOPS[runner](main())
