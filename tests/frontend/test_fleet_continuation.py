@@ -415,3 +415,22 @@ def test_prefill_hears_why_so_that_it_keeps_what_it_computed() -> None:
         assert [s.ticket.attempt for s in last.submits].count(1) == 1
 
     run(test, policy="round_robin")
+
+
+def test_hearsay_of_the_only_pair_costs_a_moment_and_not_the_request() -> None:
+    async def test(fleet: Fleet) -> None:
+        p = await add(fleet, Role.PREFILL)
+        d = await add(fleet, Role.DECODE, 2)
+        d.error = PeerLost(
+            "the link broke",
+            origin=f"decode {d.node.incarnation[:8]} dp0",
+            peer=f"prefill {p.node.incarnation[:8]} dp0",
+        )
+        stream = fleet.backend.submit(request(), budget_s=10)
+        found = [await anext(stream), await anext(stream)]
+        d.cut = None
+        found += [output async for output in stream]
+        assert tokens(found) == WANTED
+        assert [s.ticket.prefill.incarnation for s in d.submits] == [p.node.incarnation] * 2
+
+    run(test, hearsay_wait_s=0.05, replacement_wait_s=0.05)

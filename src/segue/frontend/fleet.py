@@ -9,6 +9,7 @@ budget for the whole fleet.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ _UNBUDGETED = LOSSES | {ErrorCode.DRAINING}
 class FleetSettings:
     """`backlog_outputs` is how far a client may fall behind its generation; `no_replica_wait_s` how
     long a request waits for somebody to serve it, `replacement_wait_s` how long one waits whose
-    client has tokens already; `max_attempts` how often one request is placed in all; `retry_budget` how many
+    client has tokens already, `hearsay_wait_s` how long one passes over a worker that its peer says
+    is gone; `max_attempts` how often one request is placed in all; `retry_budget` how many
     retries the fleet may make in a row, of which each success gives `retry_refill` back."""
 
     served_model: str
@@ -54,6 +56,7 @@ class FleetSettings:
     backlog_outputs: int = 1024
     no_replica_wait_s: float = 2.0
     replacement_wait_s: float = 10.0
+    hearsay_wait_s: float = 1.0
     max_attempts: int = MAX_ATTEMPTS
     retry_budget: float = 10.0
     retry_refill: float = 0.1
@@ -167,10 +170,10 @@ class FleetBackend:
     async def place(self, attempts: Attempts, deadline: float) -> Route:
         """Who runs the next attempt. Waits a little for somebody to come; then BootstrapUnreachable."""
         loop, s = asyncio.get_running_loop(), self.settings
-        # A worker that is said to be gone is waited for: for its end to be seen, or its successor.
-        patient_until = loop.time() + (s.no_replica_wait_s if attempts.hearsay else 0.0)
         wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if attempts.delivered else s.no_replica_wait_s
         until = min(deadline, loop.time() + wait_s)
+        # A worker that its peer says is gone is waited for: for its end to be seen, or its successor.
+        patient_until = min(until, loop.time() + (s.hearsay_wait_s if attempts.hearsay else 0.0))
         while True:
             now = loop.time()
             patient = now < patient_until
@@ -179,13 +182,11 @@ class FleetBackend:
                 return route
             if self._draining and not attempts.delivered:
                 raise Draining("this frontend is draining; ask another")
-            try:
-                async with asyncio.timeout_at(min(until, patient_until) if patient else until):
+            if now >= until:
+                raise BootstrapUnreachable(self._nobody(), phase="placement", origin="frontend")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(patient_until if patient else until):
                     await self._signal.wait()
-            except TimeoutError:
-                if loop.time() < until:
-                    continue
-                raise BootstrapUnreachable(self._nobody(), phase="placement", origin="frontend") from None
 
     def _choose(self, attempts: Attempts, now: float, patient: bool) -> Route | None:
         ask = Ask(new_room(), attempts.request.prompt)
