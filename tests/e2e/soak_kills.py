@@ -51,9 +51,13 @@ class Report:
 
 
 class Traffic:
-    """`clients` clients that ask again and again until `stop`, each result judged as it comes."""
+    """Clients that ask again and again until `stop`, each result judged as it comes; between two
+    requests each pauses for `think_s`."""
 
-    def __init__(self, url: str, asks: list[Ask], reference: dict[Ask, list[int]], report: Report) -> None:
+    def __init__(
+        self, url: str, asks: list[Ask], reference: dict[Ask, list[int]], report: Report, think_s: float
+    ) -> None:
+        self.think_s = think_s
         self.url, self.asks, self.reference, self.report = url, asks, reference, report
         self.probe = min(asks, key=lambda ask: ask.max_tokens)
         self.probes: list[Result] = []
@@ -65,6 +69,7 @@ class Traffic:
         rng = random.Random(number)
         while not self._stop:
             await self._ask(rng.choice(self.asks))
+            await asyncio.sleep(self.think_s)
 
     async def prober(self) -> None:
         """A short request again and again: when is the service back?"""
@@ -124,13 +129,20 @@ async def references(url: str, asks: list[Ask]) -> dict[Ask, list[int]]:
 
 
 async def run(
-    cluster: Cluster, asks: list[Ask], *, kills: int, clients: int = 32, seed: int = 1, calm_s: float = 0.3
+    cluster: Cluster,
+    asks: list[Ask],
+    *,
+    kills: int,
+    clients: int = 32,
+    seed: int = 1,
+    calm_s: float = 0.3,
+    think_s: float = 0.0,
 ) -> Report:
     """Kill a random instance `kills` times; each is started again at its ports before the next dies."""
     rng, report = random.Random(seed), Report()
     reference = await references(cluster.url, asks)
     report.before = await asyncio.to_thread(cluster.rest)
-    traffic = Traffic(cluster.url, asks, reference, report)
+    traffic = Traffic(cluster.url, asks, reference, report, think_s)
     started = time.monotonic()
     running = [asyncio.create_task(traffic.client(i)) for i in range(clients)]
     running.append(asyncio.create_task(traffic.prober()))

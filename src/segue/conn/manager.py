@@ -116,6 +116,7 @@ class KVManager:
         # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
         self._paths: dict[Incarnation, str] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._closed = False
         self._transports = {
             name: runtime.transport(
@@ -261,7 +262,22 @@ class KVManager:
 
     def _handle_all(self, events: Sequence[api.Event]) -> None:
         for event in events:
-            self._handle(event)
+            try:
+                self._handle(event)
+            except Exception as exc:  # the boundary: what was posted with it must not be lost
+                log.exception("a bug while handling %s", type(event).__name__)
+                match event:
+                    case api.OpenSender() | api.OpenReceiver() | api.Publish() | api.SendChunk():
+                        self._broken(event.transfer, exc)
+                    case api.SendMetadata():
+                        self._broken(event.transfer, exc)
+                    case _:
+                        pass  # an abort already, or nothing of one hand-off
+
+    def _broken(self, transfer: TransferId, exc: Exception) -> None:
+        """A hand-off met a bug: it ends now on both sides, not by its deadline."""
+        error = Internal(f"a bug in the hand-off's leader: {exc!r}", room=transfer.room)
+        self.io.loop.call_soon(self._handle, api.AbortTransfer(transfer, error.info))
 
     def _handle(self, event: api.Event) -> None:
         now = self.clock.now()
@@ -332,11 +348,13 @@ class KVManager:
     def _arm(self, now: float) -> None:
         deadline = self.exchange.next_deadline()
         if self._timer is not None:
-            if deadline is not None and self._timer.when() <= self.io.loop.time() + (deadline - now):
+            if deadline is not None and self._timer_at <= deadline:
                 return  # fires early enough; it will arm the next one
             self._timer.cancel()
             self._timer = None
         if deadline is not None:
+            # Its time is kept here: of a timer that is due already uvloop makes one that has none.
+            self._timer_at = deadline
             self._timer = self.io.loop.call_later(max(0.0, deadline - now), self._tick)
 
     def _tick(self) -> None:
