@@ -105,7 +105,9 @@ class Traffic:
         spanned = any(result.began < kill.at < result.ended for kill in report.kills)
         report.spanned += spanned
         if result.tokens != right[: len(result.tokens)]:
-            report.wrong.append(f"{result.ask}: {result.tokens[:20]}… is not {right[:20]}…")
+            pairs = enumerate(zip(result.tokens, right, strict=False))
+            at, (came, wanted) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+            report.wrong.append(f"{result.ask}: token {at} is {came} instead of {wanted}")
         if not result.error:
             if len(result.tokens) != len(right):
                 report.wrong.append(f"{result.ask}: ended well after {len(result.tokens)} of {len(right)}")
