@@ -102,8 +102,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step's result for one request. `finish` or `error` is set exactly once, in the last one.
 
     `position` is the index of `token_ids[0]` in the whole output (the request's `output` comes before
-    it), so that a repeated or lost output is seen. `timeline` comes with the first token: seconds spent in `queue`, `bootstrap`,
-    `reserve`, `prefill`, `wire`, `commit`.
+    it), so that a repeated or lost output is seen. `timeline` comes with the first token: seconds spent
+    in `queue`, `bootstrap`, `reserve`, `prefill`, `wire`, `commit`.
     """
 
     request_id: str
