@@ -280,7 +280,7 @@ def never_ended(stage: Stage) -> None:
 
 
 def handle_left(stage: Stage) -> None:
-    stage.decode.receiver(stage.transfer)
+    stage.decode.manager.receiver(stage.transfer)
     stage.checks.at_rest()
 
 

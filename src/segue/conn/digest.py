@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from segue.core.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
 from segue.handoff import api
@@ -18,6 +19,14 @@ from segue.transport.memory import Memory
 
 #: Content up to this size is hashed where it is asked for: waking a thread costs about as much.
 INLINE_BYTES = 512 * 1024
+
+
+class Digests(Protocol):
+    """What a manager asks of a `Digester`."""
+
+    def start(self) -> None: ...
+    def submit(self, effect: api.Digest) -> None: ...
+    def close(self) -> None: ...
 
 
 class Digester:

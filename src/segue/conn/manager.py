@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from segue.conn.digest import Digester
+from segue.conn.digest import Digester, Digests
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import Io, IoThread, MonotonicClock
 from segue.conn.peers import Dialer, PathSpeed, Peer, join
@@ -40,6 +40,9 @@ from segue.transport.registry import create
 log = logging.getLogger("segue.conn")
 
 LeaderMessage = HandoffMessage | ControlMessage
+#: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
+#: what has failed meanwhile, that it waits for our last write, where to write.
+EARLY_PER_TRANSFER = 4
 KV_ROLES = (Role.PREFILL, Role.DECODE)
 H = TypeVar("H", KVSender, KVReceiver)
 
@@ -81,7 +84,7 @@ class Runtime:
     io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
     node: Callable[..., SessionNode] = SessionNode
     transport: Callable[..., transport_base.Transport] = create
-    digester: Callable[..., Digester] = Digester
+    digester: Callable[..., Digests] = Digester
     exchange: Callable[..., Exchange] = Exchange
     uniform: Callable[[float, float], float] = random.uniform
 
@@ -473,7 +476,7 @@ class KVManager:
         if not isinstance(message, HandoffMessage):
             session.close(TransferFailed(f"{type(message).__name__} is no message between leaders"))
         elif peer.opening is not None:
-            if len(peer.early) >= self.config.limits.max_early_destinations:
+            if len(peer.early) >= EARLY_PER_TRANSFER * self.config.limits.max_transfers:
                 session.close(TransferFailed("too many messages before the path is open"))
             peer.early.append(message)
         else:

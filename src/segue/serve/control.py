@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from segue.conn.io import Io, IoThread
@@ -13,7 +13,7 @@ from segue.core.errors import PeerRefused, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, Role
-from segue.serve.leader import FromFrontend, FrontendGone, Leader
+from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 from segue.session.tls import Tls
@@ -24,11 +24,12 @@ log = logging.getLogger("segue.instance")
 class FrontendSessions:
     """The sessions of frontends: what arrives goes into the leader's inbox, outputs go back.
 
-    A `SessionHandler`. Everything but `leader` is used on the I/O thread only.
+    A `SessionHandler`. Everything but `deliver` is used on the I/O thread only.
     """
 
     def __init__(self) -> None:
-        self.leader: Leader | None = None
+        #: Puts an item into the leader's inbox; None until there is a leader.
+        self.deliver: Callable[[Item], None] | None = None
         self.sessions: dict[Incarnation, Session] = {}
         self.load: Load | None = None
 
@@ -49,8 +50,8 @@ class FrontendSessions:
 
     def received(self, session: Session, message: object) -> None:
         """Only `Submit` and `Cancel` go this way."""
-        if self.leader is not None and isinstance(message, Submit | Cancel):
-            self.leader.inbox.put(FromFrontend(session.peer.incarnation, message))
+        if self.deliver is not None and isinstance(message, Submit | Cancel):
+            self.deliver(FromFrontend(session.peer.incarnation, message))
         else:
             log.warning("a frontend sent a %s", type(message).__name__)
 
@@ -59,8 +60,8 @@ class FrontendSessions:
         incarnation = session.peer.incarnation
         if self.sessions.get(incarnation) is session:
             del self.sessions[incarnation]
-            if self.leader is not None:
-                self.leader.inbox.put(FrontendGone(incarnation, error.info))
+            if self.deliver is not None:
+                self.deliver(FrontendGone(incarnation, error.info))
 
     def send(self, origin: Incarnation, outputs: list[Output]) -> None:
         """Outputs of one step to their frontend, if it is still there."""

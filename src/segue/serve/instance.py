@@ -85,7 +85,7 @@ class Instance:
             send=lambda origin, outputs: self.host.io.post(self.frontends.send, origin, outputs),
             report=lambda load: self.host.io.post(self.frontends.report, load),
         )
-        self.frontends.leader = self.leader
+        self.frontends.deliver = self.leader.inbox.put
         self._stack = AsyncExitStack()
         self._registry: Registry | None = None
         self.door: GuardedServer | None = None

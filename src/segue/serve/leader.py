@@ -97,21 +97,27 @@ class Leader:
         """Serve until a `Drain` has been carried out."""
         busy, self.running = False, True
         try:
-            while not self._drained():
+            while not self.drained():
                 self._take(block=not busy)
-                now = self.clock.now()
-                self.role.advance(now)
-                steps = self.role.plan(now)
+                steps = self.decide()
                 busy = bool(steps)
                 if busy:
-                    # First tokens and failures are known already: they do not wait for the forward.
-                    self._flush()
-                    self._step(steps)
-                self._flush()
+                    self.step(steps)
         finally:
             self.running = False
 
-    def _step(self, steps: Sequence[SequenceStep]) -> None:
+    def decide(self) -> Sequence[SequenceStep]:
+        """Handle what is in the inbox and decide the next forward. What is known already (first tokens,
+        failures) leaves before it."""
+        self._take(block=False)
+        now = self.clock.now()
+        self.role.advance(now)
+        steps = self.role.plan(now)
+        self._flush()
+        return steps
+
+    def step(self, steps: Sequence[SequenceStep]) -> None:
+        """Run the forward that was decided, and send what came of it."""
         self.steps += 1
         try:
             self.role.complete(self.engine.step(steps), self.clock.now())
@@ -119,18 +125,19 @@ class Leader:
             log.exception("a step failed sequences=%d", len(steps))
             error = exc.info if isinstance(exc, SegueError) else Internal(f"the step failed: {exc!r}").info
             self.role.step_failed(steps, error, self.clock.now())
+        self._flush()
 
     def _take(self, *, block: bool) -> None:
         """Handle everything in the inbox; with `block`, wait for the first item or the next deadline."""
         try:
             if block:
-                self._handle(self.inbox.get(timeout=self._patience_s()))
+                self._handle(self.inbox.get(timeout=self.patience_s()))
             while True:
                 self._handle(self.inbox.get_nowait())
         except queue.Empty:
             return
 
-    def _patience_s(self) -> float | None:
+    def patience_s(self) -> float | None:
         """How long the loop may sleep: until the next deadline, or for ever if there is none."""
         deadlines = [d for d in (self.role.next_deadline(), self._drain_until) if d is not None]
         if self._unreported:
@@ -175,7 +182,8 @@ class Leader:
         except Exception:  # the same bug again: the frontend has its answer, the log the rest
             log.exception("a broken request was not ended kind=%s", type(item).__name__)
 
-    def _drained(self) -> bool:
+    def drained(self) -> bool:
+        """Everything has ended after a `Drain`, or its time is up."""
         if self._drain_until is None:
             return False
         if self.role.idle:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from segue.bootstrap.records import InstanceRecord
 from segue.bootstrap.store import TOPOLOGY, RegistryStore
-from segue.core.errors import Draining, ErrorCode, PeerLost, SegueError
+from segue.core.errors import ErrorCode, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.sim.front import Call, FrontNode, Wanted
 from segue.sim.invariants import Checks
-from segue.sim.network import End, Network, Timing
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.scenario import Fault, Scenario
+from segue.sim.tcp import Network, Timing
 from segue.sim.world import Process, SkewedClock, Violation, World
 
 TTL_S = 3.0
@@ -32,7 +31,7 @@ class Deployment:
         self.timing: Timing = scenario.timing
         self.network = Network(self.world, scenario.timing)
         self.one_sided = scenario.one_sided
-        self.secret = b"a secret of the simulator" if scenario.signed else b""
+        self.secret = b"a secret of the simulator" if scenario.signed else None
         self.policy = scenario.policy
         self.counts: Counter[str] = Counter()
         #: faults that took place, by kind
@@ -77,6 +76,13 @@ class Deployment:
         self.checks.sweep()
         self.checks.at_rest()
 
+    def close(self) -> None:
+        """The run is over: end what still waits in the loops of its processes."""
+        processes: list[LeaderNode | FrontNode] = [*self.nodes.values(), *self.fronts.values()]
+        for process in processes:
+            process.kill()
+            process.loop.die()
+
     def _until(self, end: float, quiet: bool = False) -> None:
         world = self.world
         while True:
@@ -96,6 +102,17 @@ class Deployment:
         """Faults have stopped: everything that was down comes back."""
         self.world.note("-", "faults have ended")
         self.healed_at = self.world.now
+
+    def host_of(self, name: str) -> str:
+        """The address of an instance or a frontend, the same in all its lives."""
+        if name.startswith("front"):
+            return f"127.0.2.{int(name[5:]) + 1}"
+        return f"127.0.1.{[spec.name for spec in self.scenario.nodes].index(name) + 1}"
+
+    @property
+    def front_limits(self) -> Limits:
+        """The bounds of a frontend's sessions."""
+        return Limits(keepalive_s=self.timing.keepalive_s, peer_silence_s=self.timing.silence_s)
 
     def limits(self, spec: NodeSpec) -> Limits:
         """The bounds of one instance."""
@@ -145,6 +162,7 @@ class Deployment:
         self.world.note(process.name, "is killed")
         process.kill()
         self.network.died(process)
+        process.loop.die()
         if isinstance(process, FrontNode):
             process.died()
         if not isinstance(process, KVNode):
@@ -162,10 +180,13 @@ class Deployment:
     def leave(self, node: LeaderNode) -> None:
         """A drained instance goes, as `Instance.close` does."""
         self.registry_call("leave", node.me)
-        for end in list(self.network.live.get(node, {})):
-            end.close(Draining(f"{node.name} is leaving"))
-        self.kill(node)
-        self.world.after(0.2, None, self._restart, node)
+
+        async def leaving() -> None:
+            await node.close_sessions()
+            self.world.after(0.0, None, self.kill, node)
+            self.world.after(0.2, None, self._restart, node)
+
+        node.loop.enter(node.loop.create_task, leaving())
 
     def _restart(self, old: LeaderNode | FrontNode) -> None:
         if isinstance(old, LeaderNode):
@@ -182,7 +203,7 @@ class Deployment:
 
     def _register(self, node: LeaderNode) -> None:
         """The keep-alive of one instance: says the same again, until it leaves."""
-        if not node.alive or node.drain_until is not None:
+        if not node.alive or node.draining:
             return
         self.registry_call("register", node.record(), 0)
         node.after(TTL_S / 3, self._register, node)
@@ -232,54 +253,6 @@ class Deployment:
             return
         process.instances_changed({r.incarnation: r for r in found.instances})
 
-    # ---- sessions ------------------------------------------------------------------------------
-
-    def connect(
-        self,
-        dialler: KVNode | FrontNode,
-        record: InstanceRecord,
-        connected: Callable[[End, LeaderNode], None],
-        refused: Callable[[InstanceRecord], None],
-    ) -> None:
-        """Dial the address in `record` and expect its incarnation there."""
-        node = self.nodes.get(record.replicas[0].host if record.replicas else "")
-        cut = node is not None and (
-            node.paused or self.network.blocked(dialler, node) or self.network.blocked(node, dialler)
-        )
-        if node is None or not node.alive or node.drained or node.me != record.incarnation or cut:
-            dialler.after(self.timing.connect_s if cut else self.timing.latency_s, refused, record)
-            return
-        delay_s = self.timing.latency_s * (2 + self._rng.random())
-        dialler.after(delay_s, self._arrived, dialler, node, record, connected, refused)
-
-    def _arrived(
-        self,
-        dialler: KVNode | FrontNode,
-        node: LeaderNode,
-        record: InstanceRecord,
-        connected: Callable[[End, LeaderNode], None],
-        refused: Callable[[InstanceRecord], None],
-    ) -> None:
-        if (
-            not node.alive
-            or node.paused
-            or self.network.blocked(dialler, node)
-            or self.network.blocked(node, dialler)
-        ):
-            dialler.after(self.timing.connect_s, refused, record)
-            return
-        if isinstance(dialler, KVNode) and isinstance(node, KVNode):
-            try:
-                dialler.accept(node)
-                node.accept(dialler)
-            except SegueError as error:
-                self.world.note(dialler.name, f"cannot join {node.name}: {error}")
-                dialler.after(10 * self.timing.retry_s, refused, record)
-                return
-        session = self.network.connect((dialler, dialler), (node, node))
-        node.session_opened(session.ends[1])
-        connected(session.ends[0], node)
-
     # ---- requests and faults -------------------------------------------------------------------
 
     def _ask(self, wanted: Wanted) -> None:
@@ -315,8 +288,8 @@ class Deployment:
             case "crash mid write" | "pause mid write":
                 self._mid_write(fault, process, other)
             case "break" | "front break" if other is not None:
-                for session in self.network.between(process, other):
-                    session.snap()
+                for connection in self.network.between(process, other):
+                    connection.snap()
             case "partition" if other is not None:
                 self.network.block(process, other)
                 world.after(fault.seconds, None, self._heal, process, other)
@@ -330,7 +303,6 @@ class Deployment:
     def _pause(self, process: LeaderNode | FrontNode, seconds: float) -> None:
         if process.alive and not process.paused:
             process.pause()
-            self.network.silent(process)
             self.world.after(seconds, None, process.resume)
 
     def _heal(self, a: Process, b: Process) -> None:
@@ -380,6 +352,8 @@ class Deployment:
                 faults.step_fails += 1
             case "sequence error":
                 faults.sequence_fails += 1
+            case "session flip":
+                self.network.flips[node] = self.network.flips.get(node, 0) + 1
             case "page flip":
                 faults.page_flips += 1
             case "engine refuses":
@@ -413,6 +387,10 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
             code.BOOTSTRAP_TIMEOUT,
             code.UNAUTHORIZED,
         }
+    if features & {"mismatch"}:
+        found |= {code.LAYOUT_MISMATCH, code.PEER_REFUSED}
+    if features & {"crash", "crash mid write", "drain", "front crash", "cut answers"}:
+        found.add(code.PEER_RESTARTED)
     if features & {"bad request"}:
         found.add(code.METADATA_MISMATCH)  # two requests under one room
     if features & {"engine refuses", "small pools"}:
@@ -420,7 +398,8 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
     if features & {"handler exception", "step exception", "sequence error"}:
         found.add(code.INTERNAL)
     if features & {"bit flip"}:
-        found.add(code.CHECKSUM_MISMATCH)
+        # Flipped in a preamble, a peer seems to speak something else.
+        found |= {code.CHECKSUM_MISMATCH, code.PEER_REFUSED}
     if features & {"drain", "cut answers"}:
         found.add(code.DRAINING)
     if features:
@@ -428,6 +407,3 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
     if features & {"squeeze", "small pools", "short deadline"}:
         found.add(code.DEADLINE_EXCEEDED)
     return frozenset(found | {code.BOOTSTRAP_UNREACHABLE})
-
-
-__all__ = ["Deployment", "PeerLost"]

@@ -5,7 +5,7 @@ deadline. What follows a failure is production's (`balance.attempts`). And of it
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ from segue.balance.attempts import Attempts, Next
 from segue.balance.base import Ask, Candidate
 from segue.balance.policies import make_policy
 from segue.bootstrap.records import InstanceRecord
-from segue.core.control import Cancel, Load, Outputs, Submit
+from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import (
     AbortedByClient,
     BootstrapUnreachable,
@@ -27,13 +27,14 @@ from segue.core.errors import (
 from segue.core.request import Output, Request, SamplingParams, Ticket, Usage
 from segue.core.types import Incarnation, Placement, Role
 from segue.handoff.ticket import sign
-from segue.sim.network import End
+from segue.session.api import PeerInfo, Session
+from segue.sim.loop import SimLoop
 from segue.sim.node import VOCAB
-from segue.sim.world import Process, Violation
+from segue.sim.runtime import SimSessionNode
+from segue.sim.world import Process, SkewedClock, Violation
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
-    from segue.sim.node import LeaderNode
 
 #: How long a request waits for another replica than the one that is said to be gone.
 PATIENCE_S = 1.0
@@ -89,7 +90,7 @@ class FrontNode(Process):
         self.rng = deployment.world.rng(self.name)
         self.me = Incarnation(f"{self.rng.getrandbits(128):032x}")
         self.view: dict[Incarnation, InstanceRecord] = {}
-        self.ends: dict[Incarnation, End] = {}
+        self.ends: dict[Incarnation, Session] = {}
         self.loads: dict[Incarnation, Load] = {}
         self.calls: dict[str, Call] = {}
         self.in_flight: dict[Incarnation, int] = {}
@@ -97,6 +98,19 @@ class FrontNode(Process):
         policy = deployment.policy
         self.policies = [make_policy(policy, self.rng.randrange) for _ in range(2)]
         self._dialling: set[Incarnation] = set()
+        clock = SkewedClock(deployment.world, 0.0, 1.0)
+        host = deployment.host_of(f"front{index}")
+        self.loop = SimLoop(self, clock, deployment.network, host)  # type: ignore[abstract]
+        self._node = SimSessionNode(
+            loop=self.loop,
+            incarnation=self.me,
+            role=Role.FRONTEND,
+            dp_rank=0,
+            secret=deployment.secret,
+            handler=self,
+            message_type=ControlMessage,
+            limits=deployment.front_limits,
+        )
 
     # ---- the topology --------------------------------------------------------------------------
 
@@ -113,28 +127,52 @@ class FrontNode(Process):
         if record is None or incarnation in self.ends or incarnation in self._dialling:
             return
         self._dialling.add(incarnation)
-        self.deployment.connect(self, record, self._connected, self._refused)
+        self.loop.enter(self.loop.create_task, self._dial(record))
 
-    def _connected(self, end: End, peer: LeaderNode) -> None:
-        self._dialling.discard(peer.me)
-        end.data = peer.me
-        self.ends[peer.me] = end
+    async def _dial(self, record: InstanceRecord) -> None:
+        timing, replica = self.deployment.timing, record.replicas[0]
+        try:
+            await self._node.connect(
+                replica.host, replica.port, expect=record.incarnation, timeout_s=3 * timing.connect_s
+            )
+        except SegueError:
+            self.after(timing.retry_s, self.dial, record.incarnation)
+        finally:
+            self._dialling.discard(record.incarnation)
 
-    def _refused(self, record: InstanceRecord) -> None:
-        self._dialling.discard(record.incarnation)
-        self.after(self.deployment.timing.retry_s, self.dial, record.incarnation)
+    # ---- sessions (`SessionHandler`) -------------------------------------------------------------
 
-    def session_closed(self, end: End, error: SegueError) -> None:
+    def hello(self) -> bytes:
+        """A frontend has nothing to say of itself."""
+        return b""
+
+    def accept(self, peer: PeerInfo) -> None:
+        """Whoever the registry names."""
+
+    def opened(self, session: Session) -> None:
+        """A leader is there."""
+        self.ends[session.peer.incarnation] = session
+
+    def received(self, session: Session, message: object) -> None:
+        """Outputs or the load of a leader. What is wrong with them ends the run."""
+        try:
+            self._received(session.peer.incarnation, message)
+        except Violation as violation:
+            self.world.fail(violation)
+            raise
+
+    def closed(self, session: Session, error: SegueError) -> None:
         """A leader is gone: its legs have failed."""
-        if self.ends.get(end.data) is not end:
+        me = session.peer.incarnation
+        if self.ends.get(me) is not session:
             return
-        del self.ends[end.data]
-        lost = PeerLost(f"the session to {end.data[:8]} ended", origin=self.name, phase="session").info
-        for call in [c for c in self.calls.values() if end.data in c.legs]:
-            if not (call.begun and call.legs[end.data] is Role.PREFILL):
-                call.dead.add(Placement(end.data))
-            self._leg_failed(call, end.data, lost)
-        self.after(self.deployment.timing.retry_s, self.dial, end.data)
+        del self.ends[me]
+        lost = PeerLost(f"the session to {me[:8]} ended", origin=self.name, phase="session").info
+        for call in [c for c in self.calls.values() if me in c.legs]:
+            if not (call.begun and call.legs[me] is Role.PREFILL):
+                call.dead.add(Placement(me))
+            self._leg_failed(call, me, lost)
+        self.after(self.deployment.timing.retry_s, self.dial, me)
 
     # ---- a request -----------------------------------------------------------------------------
 
@@ -208,7 +246,7 @@ class FrontNode(Process):
         elif bad == "repeated ticket" and self.placed:
             return self.placed[self.rng.randrange(len(self.placed))]
         ticket = Ticket(room=room, attempt=attempt, prefill=prefill, decode=decode, budget_s=budget_s)
-        return sign(ticket, self.deployment.secret, self.me) if 0 <= room < 2**64 else ticket
+        return sign(ticket, self.deployment.secret or b"", self.me) if 0 <= room < 2**64 else ticket
 
     def _submit(self, call: Call, attempt: int, incarnation: Incarnation, ticket: Ticket) -> None:
         if call.outcome or call.attempts.number != attempt or incarnation not in call.legs:
@@ -230,13 +268,12 @@ class FrontNode(Process):
 
     # ---- what comes back -----------------------------------------------------------------------
 
-    def session_received(self, end: End, message: Any) -> None:
-        """Outputs of a leader."""
+    def _received(self, leader: Incarnation, message: object) -> None:
         if isinstance(message, Load):
-            self.loads[end.data] = message
+            self.loads[leader] = message
         elif isinstance(message, Outputs):
             for output in message.outputs:
-                self._output(end.data, output)
+                self._output(leader, output)
 
     def _output(self, leader: Incarnation, output: Output) -> None:
         name = output.request_id.partition("~")[0]

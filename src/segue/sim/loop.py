@@ -31,6 +31,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.network = network
         self.host = host
         self._clock = clock
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._rng = process.world.rng(f"loop {process.name}")
 
     # ---- time and callbacks ----------------------------------------------------------------------
@@ -41,7 +42,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_soon(
         self,
         callback: Callable[[Unpack[Ts]], object],
-        *args: Unpack[Ts],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
@@ -51,7 +52,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_soon_threadsafe(
         self,
         callback: Callable[[Unpack[Ts]], object],
-        *args: Unpack[Ts],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
@@ -60,7 +61,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self,
         delay: float,
         callback: Callable[[Unpack[Ts]], object],
-        *args: Unpack[Ts],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         return self.call_at(self.time() + delay, callback, *args, context=context)
@@ -69,7 +70,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self,
         when: float,
         callback: Callable[[Unpack[Ts]], object],
-        *args: Unpack[Ts],
+        *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
@@ -100,10 +101,24 @@ class SimLoop(asyncio.AbstractEventLoop):
     def create_task(
         self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any
     ) -> asyncio.Task[T]:
-        return asyncio.Task(coro, loop=self, **options)
+        task: asyncio.Task[T] = asyncio.Task(coro, loop=self, **options)
+        self._tasks[task] = None
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+
+    def die(self) -> None:
+        """The process is gone: what its tasks hold is closed now, not whenever memory is collected."""
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks:
+            coroutine = task.get_coro()
+            if coroutine is not None:
+                self.enter(coroutine.close)
 
     def run_in_executor(
-        self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts]
+        self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
         """`func` runs a little later, in one piece: threads interleave at their edges only."""
         future: asyncio.Future[T] = self.create_future()

@@ -1,45 +1,38 @@
-"""Simulated instances: the production role, exchange, handles and pool, with the loop of `serve.leader`.
-
-A node has two threads, as in production: the leader (role and engine) and the I/O thread (exchange,
-sessions, data paths). What one gives the other arrives a little later, in order; everything else of
-the two interleaves.
-"""
+"""Simulated prefill and decode instances: production's `KVManager`, checked, over virtual data paths."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import msgspec
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord
-from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.peers import join
-from segue.core.errors import Draining, Internal, PeerLost, SegueError, TransferFailed
+from segue.conn.handles import KVReceiver, KVSender
+from segue.conn.manager import KVConfig, KVManager, Runtime
+from segue.core.errors import PeerLost, SegueError
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
-from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.layout.blocks import CopyBlock
 from segue.layout.content import checksum
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
-from segue.session.api import PeerInfo
+from segue.session.api import Session
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
-from segue.sim.network import End
+from segue.sim.runtime import PORT, SimSessionNode
 from segue.sim.wire import Path, check_landing
 from segue.sim.world import Violation
-from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.base import Endpoint, EventSink, Fenced, TransportEvent
+from segue.transport.memory import Memory
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
 
 
 __all__ = ["VOCAB", "KVNode", "LeaderNode", "NodeSpec"]
-
-H = TypeVar("H", KVSender, KVReceiver)
 
 
 @dataclass(slots=True)
@@ -50,210 +43,233 @@ class Exposed:
     pages: set[int]
 
 
-class KVNode(LeaderNode):
-    """A prefill or a decode instance; its second half does what `conn.manager.KVManager` does."""
+class CheckedExchange(Exchange):
+    """Production's exchange; each event and what follows from it are looked at."""
 
-    def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
-        self.handles: dict[TransferId, KVSender | KVReceiver] = {}
-        self.peers: dict[Incarnation, End] = {}
-        self.paths: dict[Incarnation, Path] = {}
-        self.exposed: dict[int, Exposed] = {}
-        self.grants: set[tuple[Incarnation, int]] = set()
-        self.targets: dict[Incarnation, InstanceRecord] = {}
-        self._dialling: dict[Incarnation, float] = {}
-        super().__init__(deployment, spec, life)
-        endpoint = msgspec.msgpack.encode(Endpoint("tcp", self.engine.spec.nbytes, b""))
-        self.info = LeaderInfo(
-            protocol=PROTOCOL_VERSION,
-            model=spec.model,
-            dp_rank=0,
-            dp_size=1,
-            ranks=[self.engine.spec],
-            endpoints={"tcp": [endpoint]},
-            max_transfers=self.limits.max_transfers,
-        )
-        self.hello = msgspec.msgpack.encode(self.info)
-        self.exchange = Exchange(
-            spec.role,
-            self.me,
-            f"{spec.role.value} {self.me[:8]} dp0",
-            self.limits,
-            self.info,
-            integrity=spec.integrity,
-        )
-        self._io_ready_at = 0.0
-        self._tick_at: float | None = None
+    def __init__(self, node: KVNode, **options: Any) -> None:
+        super().__init__(**options)
+        self._node = node
 
-    def _make_role(self) -> RoleLogic:
-        make = PrefillRole if self.spec.role is Role.PREFILL else DecodeRole
-        return make(self.engine, self.pool, handoffs=self, **self._common())
-
-    # ---- the handles' owner --------------------------------------------------------------------
-
-    def sender(self, transfer: TransferId) -> KVSender:
-        """See `roles.handoffs.Handoffs`."""
-        return self._remember(transfer, KVSender(self, transfer))
-
-    def receiver(self, transfer: TransferId) -> KVReceiver:
-        """See `roles.handoffs.Handoffs`."""
-        return self._remember(transfer, KVReceiver(self, transfer))
-
-    def _remember(self, transfer: TransferId, handle: H) -> H:
-        if self.handles.setdefault(transfer, handle) is not handle:
-            raise Internal(f"transfer {transfer} exists already", room=transfer.room)
-        return handle
-
-    def post(self, *events: api.Event) -> None:
-        """From the leader's thread to the I/O thread, in order."""
-        world = self.world
-        at = world.now + self.world_timing.hop_s * self.rng.random()
-        self._io_ready_at = at = max(at, self._io_ready_at + 1e-9)
-        world.at(at, self, self._handle_all, events)
-
-    def forget(self, transfer: TransferId) -> None:
-        """The engine has dropped its handle."""
-        self.handles.pop(transfer, None)
-
-    # ---- the protocol --------------------------------------------------------------------------
-
-    def _handle_all(self, events: Sequence[api.Event]) -> None:
-        for event in events:
-            self.handle(event)
-
-    def handle(self, event: api.Event) -> None:
-        """One event into the exchange, its effects out."""
-        self.world.trace.append((self.world.now, self.name, event))
+    def handle(self, event: api.Event, now: float) -> list[api.Effect]:
+        node = self._node
+        node.world.trace.append((node.world.now, node.name, event))
         try:
-            effects = self.exchange.handle(event, self.clock.now())
+            effects = super().handle(event, now)
         except IllegalEvent as exc:
-            if self.deployment.checks.is_over(self, event):
-                return  # a pause outlived even the tombstone: production logs it, nothing happens
-            raise Violation("2", f"{self.name}: {exc}", self._rooms(event)) from exc
+            # What outlives even the tombstone (a pause) production refuses quietly.
+            if not node.deployment.checks.is_over(node, event):
+                transfer = getattr(event, "transfer", None)
+                rooms = (transfer.room,) if transfer is not None else ()
+                node.world.fail(Violation("2", f"{node.name}: {exc}", rooms))
+            raise
         except SegueError as error:
-            effects = api.refusal(event, error.info)
-            self.world.note(self.name, f"refused: {error}")
-            for effect in effects:
-                self._report(effect)  # type: ignore[arg-type]
-            return
-        self.deployment.checks.scope(self, event, effects)
-        for effect in effects:
-            if not self.alive:
-                return
-            self._carry_out(effect)
-        self._arm()
+            node.world.note(node.name, f"refused: {error}")
+            raise
+        node.checked(node.deployment.checks.scope, node, event, effects)
+        return effects
 
-    def _rooms(self, event: Any) -> tuple[int, ...]:
-        transfer = getattr(event, "transfer", None)
-        return (transfer.room,) if transfer is not None else ()
+
+class SimManager(KVManager):
+    """Production's manager; faults strike between its effects."""
+
+    def __init__(self, node: KVNode, config: KVConfig, runtime: Runtime) -> None:
+        self._sim_node = node
+        self._refusals: list[int] = []
+        super().__init__(
+            config,
+            Memory(node.engine.memory, -1),  # type: ignore[arg-type]
+            node.put,
+            control=node.fronts,
+            clock=node.clock,
+            runtime=runtime,
+        )
 
     def _carry_out(self, effect: api.Effect) -> None:
-        self.world.trace.append((self.world.now, self.name, effect))
-        self.deployment.checks.effect(self, effect)
-        kind = type(effect)
-        if kind is api.Send:
-            end = self.peers.get(effect.peer)  # type: ignore[union-attr]
-            if end is not None:
-                end.send(effect.message)  # type: ignore[union-attr]
-            if self.faults.triggers:
-                self.faults.reached(type(effect.message).__name__, effect)  # type: ignore[union-attr]
+        node = self._sim_node
+        if not node.alive:
             return
-        if isinstance(effect, api.PostWrite):
-            self._post_write(effect)
-        elif isinstance(effect, api.Digest):
-            self._digest(effect)
-        elif isinstance(effect, api.Grant):
-            self.grants.add((effect.transfer.prefill, effect.epoch))
-        elif isinstance(effect, api.Fence):
-            self._fence(effect)
+        node.world.trace.append((node.world.now, node.name, effect))
+        if id(effect) in self._refusals:
+            self._refusals.remove(id(effect))
         else:
-            self._report(effect)  # type: ignore[arg-type]
-        if self.faults.triggers:
-            self.faults.reached(kind.__name__, effect)
+            node.checked(node.deployment.checks.effect, node, effect)
+        super()._carry_out(effect)
+        if node.faults.triggers:
+            what = effect.message if isinstance(effect, api.Send) else effect
+            node.faults.reached(type(what).__name__, effect)
 
-    def _report(self, change: Change) -> None:
-        handle = self.handles.get(change.transfer)
-        if handle is not None:
-            handle.apply(change)
-        self.put(self._changed, change)
+    def _refused(self, event: api.Event, error: SegueError, now: float) -> list[api.Effect]:
+        effects = super()._refused(event, error, now)
+        if not isinstance(event, api.Publish | api.SendChunk | api.SendMetadata):
+            # It speaks of a hand-off that was never opened, perhaps in the name of one that was.
+            self._refusals += map(id, effects)
+        return effects
 
-    def _changed(self, change: Change) -> None:
-        self.role.on_change(change, self.clock.now())
+    def received(self, session: Session, message: object) -> None:
+        super().received(session, message)
+        if self._sim_node.faults.triggers:
+            self._sim_node.faults.reached(f"<{type(message).__name__}", message)
 
-    def _arm(self) -> None:
-        deadline = self.exchange.next_deadline()
-        if deadline is None:
-            return
-        at = self.world.now + self.skewed.delay_until(deadline) + 1e-6
-        if self._tick_at is None or at < self._tick_at - 1e-9:
-            self._tick_at = at
-            self.world.at(at, self, self._tick, at)
 
-    def _tick(self, at: float) -> None:
-        if self._tick_at is not None and self._tick_at <= at:
-            self._tick_at = None
-        self.handle(api.Tick())
+class SimDigester:
+    """As `conn.digest`: a thread reads the bytes a little later."""
 
-    # ---- the transport -------------------------------------------------------------------------
+    def __init__(self, node: KVNode, _memory: Memory, answer: Callable[..., None], _waiting: int) -> None:
+        self._node = node
+        self._answer = answer
 
-    def _post_write(self, effect: api.PostWrite) -> None:
-        peer = effect.transfer.decode
-        path = self.paths.get(peer)
-        if peer not in self.peers or path is None:
-            gone = TransferFailed(f"the session to {peer[:8]} has ended", room=effect.transfer.room)
-            self.after(0.0, self.handle, api.WriteBroken(effect.transfer, effect.tag, gone.info))
-            return
-        path.write(effect.epoch, effect.tag, effect.blocks)
+    def start(self) -> None:
+        """Nothing to start."""
 
-    def _digest(self, effect: api.Digest) -> None:
-        """As `conn.digest`: a thread reads the bytes a little later."""
-        if self.faults.page_flips and self.spec.role is Role.DECODE:
-            self.faults.page_flips -= 1
-            self.deployment.checks.flips.page(self, effect, self.rng)
-        self.after(self.world_timing.slice_s * 2 * self.rng.random(), self._read, effect)
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def submit(self, effect: api.Digest) -> None:
+        """Read and answer soon."""
+        node = self._node
+        if node.faults.page_flips and node.spec.role is Role.DECODE:
+            node.faults.page_flips -= 1
+            node.deployment.checks.flips.page(node, effect, node.rng)
+        node.after(node.world_timing.slice_s * 2 * node.rng.random(), self._read, effect)
 
     def _read(self, effect: api.Digest) -> None:
-        size = self.engine.spec.page_tokens
+        node = self._node
+        size = node.engine.spec.page_tokens
         pages = {
             page
             for slot, tokens in effect.content.runs
             for page in range(slot // size, -(-(slot + tokens) // size))
         }
-        self.deployment.checks.hashing(self, effect.transfer, pages)
-        found = checksum(memoryview(self.engine.memory), effect.content)
-        self.handle(api.Digested(effect.transfer, effect.tag, found))
+        node.deployment.checks.hashing(node, effect.transfer, pages)
+        found = checksum(memoryview(node.engine.memory), effect.content)
+        self._answer(api.Digested(effect.transfer, effect.tag, found))
 
-    def _fence(self, effect: api.Fence) -> None:
-        if self.spec.role is Role.PREFILL:
-            path = self.paths.get(effect.transfer.decode)
-            if path is None:
-                self._soon(effect.transfer.decode, Fenced("", effect.epoch, True))
-            else:
-                path.fence(effect.epoch)
+
+class SimTransport:
+    """A `Transport` over simulated paths, two-sided or one-sided as the scenario says."""
+
+    def __init__(self, node: KVNode, name: str, on_event: EventSink, **_options: Any) -> None:
+        self.name = name
+        self._node = node
+        self._on_event = on_event
+
+    def register(self, memory: Memory) -> Endpoint:
+        """The simulated paths know their nodes."""
+        return Endpoint("tcp", self._node.engine.spec.nbytes, b"")
+
+    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+        """Open a path to `peer`, if there is none that works."""
+        node, incarnation = self._node, _incarnation(peer)
+        path = node.paths.get(incarnation)
+        if path is not None and not path.closed:
             return
-        peer = effect.transfer.prefill
-        self.grants.discard((peer, effect.epoch))
-        self._soon(peer, Fenced("", effect.epoch, not self.deployment.one_sided))
+        reader = node.deployment.by_incarnation.get(incarnation)
+        if not isinstance(reader, KVNode) or not reader.alive:
+            raise PeerLost(f"{peer} is not there")
+        node.paths[incarnation] = Path(node, reader, node.deployment.one_sided)
 
-    def _soon(self, peer: Incarnation, event: TransportEvent) -> None:
-        self.after(self.world_timing.hop_s * self.rng.random(), self.transport_event, peer, event)
+    def grant(self, peer: str, epoch: int) -> None:
+        """Two-sided: from now on this process writes what arrives."""
+        self._node.grants.add((_incarnation(peer), epoch))
+
+    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+        """Queue a write."""
+        self._node.paths[_incarnation(peer)].write(epoch, tag, blocks)
+
+    def fence(self, peer: str, epoch: int) -> None:
+        """End `epoch`; what proves it depends on the side and the kind of path."""
+        node, incarnation = self._node, _incarnation(peer)
+        if node.spec.role is Role.PREFILL:
+            path = node.paths.get(incarnation)
+            if path is None:
+                self._soon(Fenced(peer, epoch, True))
+            else:
+                path.fence(epoch)
+            return
+        node.grants.discard((incarnation, epoch))
+        self._soon(Fenced(peer, epoch, not node.deployment.one_sided))
+
+    def _soon(self, event: TransportEvent) -> None:
+        self._node.after(self._node.world_timing.hop_s * self._node.rng.random(), self._on_event, event)
+
+    def close(self) -> None:
+        """The paths end with their processes."""
+
+
+class KVNode(LeaderNode):
+    """A prefill or a decode instance."""
+
+    role: PrefillRole | DecodeRole
+
+    def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
+        self.paths: dict[Incarnation, Path] = {}
+        self.exposed: dict[int, Exposed] = {}
+        self.grants: set[tuple[Incarnation, int]] = set()
+        self._targets: dict[Incarnation, InstanceRecord] = {}
+        super().__init__(deployment, spec, life)
+
+    def _make_role(self) -> RoleLogic:
+        config = KVConfig(
+            role=self.spec.role,
+            model=self.spec.model,
+            spec=self.engine.spec,
+            transports=("tcp",),
+            host=self.host,
+            port=PORT,
+            secret=self.deployment.secret,
+            integrity=self.spec.integrity,
+            limits=self.limits,
+            incarnation=self.me,
+        )
+        rng = self.deployment.world.rng(f"dialer {self.name}")
+        runtime = Runtime(
+            io=lambda _on_error: self.io,
+            node=partial(SimSessionNode, loop=self.loop),
+            transport=partial(SimTransport, self),
+            digester=partial(SimDigester, self),
+            exchange=partial(CheckedExchange, self),
+            uniform=rng.uniform,
+        )
+        self.manager = SimManager(self, config, runtime)
+        make = PrefillRole if self.spec.role is Role.PREFILL else DecodeRole
+        return make(self.engine, self.pool, handoffs=self.manager, **self._common())
+
+    def _listen(self) -> None:
+        self._node = self.manager._node
+        self.manager.start()
+
+    async def close_sessions(self) -> None:
+        """As an instance that leaves."""
+        await self.manager._close_sessions()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The protocol's state."""
+        return self.manager.exchange
+
+    @property
+    def handles(self) -> dict[TransferId, KVSender | KVReceiver]:
+        """What the role still holds."""
+        return self.manager._handles
+
+    @property
+    def peers(self) -> dict[Incarnation, Any]:
+        """The peers that hand-offs are possible with now."""
+        return self.manager._peers
+
+    def checked(self, check: Callable[..., None], *args: Any) -> None:
+        """Look at something; what is wrong ends the run, whatever production makes of the exception."""
+        try:
+            check(*args)
+        except Violation as violation:
+            self.world.fail(violation)
+            raise
+
+    # ---- what lands here ---------------------------------------------------------------------------
 
     def transport_event(self, peer: Incarnation, event: TransportEvent) -> None:
-        """As `KVManager._transport_event`."""
-        if isinstance(event, PeerGone):
-            self.handle(api.PeerDown(peer, event.error.info, dead=event.proven))
-            end = self.peers.get(peer)
-            if end is not None:
-                end.close(event.error)
-            return
-        transfer = self.exchange.transfer_of(peer, event.epoch)
-        if transfer is None:
-            return
-        if isinstance(event, Written):
-            self.handle(api.WriteLanded(transfer, event.tag, event.seconds))
-        elif isinstance(event, WriteFailed):
-            self.handle(api.WriteBroken(transfer, event.tag, event.error.info))
-        else:
-            self.handle(api.FenceDone(transfer, event.proven))
+        """A path says something to the I/O thread."""
+        self.loop.enter(self.manager._transport_event, "tcp", event)
 
     def granted(self, peer: Incarnation, epoch: int) -> bool:
         """Two-sided: whether this process would write what has just arrived."""
@@ -281,97 +297,20 @@ class KVNode(LeaderNode):
         last = (offset + nbytes - 1) % plane // token
         return set(range(first // spec.page_tokens, last // spec.page_tokens + 1))
 
-    # ---- sessions ------------------------------------------------------------------------------
+    # ---- the registry ------------------------------------------------------------------------------
 
     def instances_changed(self, found: dict[Incarnation, InstanceRecord]) -> None:
-        """Decode keeps a session to every prefill leader that the registry names."""
+        """As `Instance._follow_prefill`: decode keeps a session to every prefill leader, and no other."""
         if self.spec.role is not Role.DECODE:
             return
-        self.targets = {i: r for i, r in found.items() if r.role is Role.PREFILL}
-        for incarnation in self.targets:
-            if incarnation not in self.peers:
-                self.dial(incarnation, self.world_timing.retry_s)
+        now = {i: r for i, r in found.items() if r.role is Role.PREFILL}
+        for incarnation in sorted(self._targets.keys() - now.keys()):
+            self.manager.remove_peer(incarnation)
+        for incarnation in sorted(now.keys() - self._targets.keys()):
+            replica = now[incarnation].replicas[0]
+            self.manager.add_peer(incarnation, replica.host, replica.port)
+        self._targets = now
 
-    def dial(self, incarnation: Incarnation, pause_s: float) -> None:
-        """Connect, and go on trying while the registry names it."""
-        if incarnation in self._dialling:
-            return
-        self._dialling[incarnation] = pause_s
-        self._try(incarnation)
 
-    def _try(self, incarnation: Incarnation) -> None:
-        record = self.targets.get(incarnation)
-        if record is None or incarnation in self.peers:
-            self._dialling.pop(incarnation, None)
-            return
-        self.deployment.connect(self, record, self._connected, self._refused)
-
-    def _connected(self, end: End, peer: LeaderNode) -> None:
-        self._dialling.pop(peer.me, None)
-        assert isinstance(peer, KVNode)
-        self._peer_opened(end, peer)
-        self._ready(end, peer)
-
-    def _refused(self, record: InstanceRecord) -> None:
-        pause_s = self._dialling.get(record.incarnation, self.world_timing.retry_s)
-        self._dialling[record.incarnation] = min(2 * pause_s, 8 * self.world_timing.retry_s)
-        self.after(pause_s * (0.8 + 0.4 * self.rng.random()), self._try, record.incarnation)
-
-    def accept(self, peer: KVNode) -> None:
-        """Raises what production's `join` says against this pair."""
-        join(self.spec.role, self.info, PeerInfo(peer.me, peer.spec.role, 0, peer.spec.name, peer.hello))
-
-    def session_opened(self, end: End) -> None:
-        """Somebody has connected to us: decode to prefill, or a frontend."""
-        peer = end.other.owner
-        if not isinstance(peer, KVNode):
-            self.front_opened(end)
-            return
-        old = self.peers.get(peer.me)
-        if old is not None:
-            old.shut(PeerLost("gave this session up and opened another"))
-        self._peer_opened(end, peer)
-        end.data = []
-        path = self.paths.get(peer.me)
-        if path is None or path.closed:
-            self.paths[peer.me] = Path(self, peer, self.deployment.one_sided)
-        self.after(self.world_timing.latency_s * self.rng.random(), self._path_open, end, peer)
-
-    def _peer_opened(self, end: End, peer: KVNode) -> None:
-        self.peers[peer.me] = end
-
-    def _path_open(self, end: End, peer: KVNode) -> None:
-        if self.peers.get(peer.me) is end:
-            early, end.data = end.data, None
-            self._ready(end, peer)
-            for message in early:
-                self.handle(api.Received(peer.me, message))
-
-    def _ready(self, end: End, peer: KVNode) -> None:
-        self.handle(api.PeerUp(peer.me, peer.info, "tcp"))
-
-    def session_received(self, end: End, message: Any) -> None:
-        """A message of a peer leader, or of a frontend."""
-        peer = end.other.owner
-        if not isinstance(peer, KVNode):
-            super().session_received(end, message)
-        elif self.peers.get(peer.me) is end:
-            if end.data is not None:
-                end.data.append(message)
-            else:
-                self.handle(api.Received(peer.me, message))
-                if self.faults.triggers:
-                    self.faults.reached(f"<{type(message).__name__}", message)
-
-    def session_closed(self, end: End, error: SegueError) -> None:
-        """Exactly this session's transfers fail."""
-        peer = end.other.owner
-        if not isinstance(peer, KVNode):
-            super().session_closed(end, error)
-            return
-        if self.peers.get(peer.me) is not end:
-            return
-        del self.peers[peer.me]
-        self.handle(api.PeerDown(peer.me, error.info))
-        if self.spec.role is Role.DECODE and not isinstance(error, Draining):
-            self.after(self.world_timing.retry_s, self.dial, peer.me, self.world_timing.retry_s)
+def _incarnation(peer: str) -> Incarnation:
+    return Incarnation(peer.split("/", 1)[0])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from segue.handoff import api
 from segue.sim.deployment import Deployment
 from segue.sim.engine import WrongKV
+from segue.sim.faults import Injected
 from segue.sim.scenario import Fault, Scenario, make_scenario
-from segue.sim.world import Violation
+from segue.sim.world import Violation, World
 
 
 @dataclass(slots=True)
@@ -35,6 +38,35 @@ class Outcome:
         return bool(self.rule)
 
 
+class _Watcher(logging.Handler):
+    """An exception that production caught and logged is a bug, unless the simulator threw it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.ERROR)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or isinstance(error, Injected | Violation | WrongKV) or "injected" in str(error):
+            return
+        self._world.fail(Violation("12", f"{record.getMessage()}: {error!r}"))
+
+
+@contextmanager
+def watched(world: World) -> Iterator[None]:
+    """Production's log, read by the simulator instead of being written."""
+    log, watcher = logging.getLogger("segue"), _Watcher(world)
+    before = (log.level, log.propagate, log.handlers[:])
+    log.handlers[:] = [watcher]
+    log.propagate = False
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before[0])
+        log.propagate, log.handlers[:] = before[1], before[2]
+
+
 def run_scenario(
     scenario: Scenario, *, timeline: bool = False, digest: bool = False, check_every: int = 8
 ) -> Outcome:
@@ -44,7 +76,11 @@ def run_scenario(
     rule = text = ""
     rooms: tuple[int, ...] = ()
     try:
-        deployment.run()
+        with watched(world):
+            try:
+                deployment.run()
+            finally:
+                deployment.close()
     except Violation as exc:
         rule, text, rooms = exc.rule, str(exc), exc.rooms
     except WrongKV as exc:

@@ -12,8 +12,8 @@ from segue.core.request import SamplingParams
 from segue.core.types import Integrity, Role
 from segue.sim.engine import reference
 from segue.sim.front import Wanted
-from segue.sim.network import Timing
 from segue.sim.node import VOCAB, NodeSpec
+from segue.sim.tcp import Timing
 
 #: The features of swarm testing: each seed draws a subset. Every fault belongs to one of them.
 FEATURES = (
@@ -362,6 +362,7 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
             case "bit flip":
                 add("wire flip", 3 * intensity, prefills, decodes)
                 add("page flip", 3 * intensity, decodes)
+                add("session flip", intensity, everybody)
             case "cut answers":
                 # Right after a token has gone out, when the answer is somebody's already.
                 talkers = [n.name for n in scenario.nodes if n.role is not Role.PREFILL]
