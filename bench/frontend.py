@@ -28,8 +28,8 @@ BODY = {"messages": [{"role": "user", "content": "the capital of France is Paris
 def server(pipe: Any, folder: str) -> None:
     """Serve until told to stop; answer `cpu` with this process's CPU seconds."""
     import uvloop
-    from conftest import make_tokenizer
 
+    from conftest import make_tokenizer
     from segue.core.limits import Limits
     from segue.core.request import Output
     from segue.core.types import FinishReason

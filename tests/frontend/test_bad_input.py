@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from conftest import CONTEXT, FakeBackend, Running
 
 HI = [{"role": "user", "content": "hi"}]

@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import CONTEXT, FakeBackend, Running, serve
 
+from conftest import CONTEXT, FakeBackend, Running, serve
 from segue.core.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,

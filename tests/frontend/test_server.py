@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import CONTEXT
 from test_fleet import SECRET, FakeRegistry, Leader
 
+from conftest import CONTEXT
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
 from segue.core.types import Role

@@ -5,11 +5,11 @@ import threading
 import time
 
 import pytest
-from conftest import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from conftest import make_tokenizer
 from segue.core.errors import ConfigError
 from segue.frontend.chat import check_messages
 from segue.frontend.detokenize import Detokenizer, StopStrings

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import openai
+
 from conftest import FakeBackend, Running
 
 TOOLS: list[Any] = [

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from session_peers import DEADLINE_S, LOOPS, Events, Note, RawPeer, closing, incarnation, node
-from tls_files import Authority, TlsFiles
 
 from segue.core.config import TlsConfig
 from segue.core.errors import BootstrapUnreachable, ConfigError, PeerRefused, SegueError, Unauthorized
 from segue.core.limits import Limits
 from segue.session.node import SessionNode
 from segue.session.tls import from_config
+from tls_files import Authority, TlsFiles
 
 
 @pytest.fixture(scope="module")
