@@ -26,6 +26,7 @@ DECODE, PREFILL, BASE = "roles/decode.py", "roles/prefill.py", "roles/base.py"
 ATTEMPTS, KEPT, JOB = "balance/attempts.py", "roles/kept.py", "roles/job.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
+MANAGER, CONNECTION, LEADER = "conn/manager.py", "session/connection.py", "serve/leader.py"
 
 MUTANTS = (
     # ---- fences and proofs -----------------------------------------------------------------
@@ -618,5 +619,90 @@ MUTANTS = (
         "            self.pool.release(match.pages)\n            return False",
         "            return False",
         "a match that is not used is not given back",
+    ),
+    # ---- sessions, the manager's I/O half, the leader ----------------------------------------
+    Mutant(
+        "few early messages",
+        MANAGER,
+        "len(peer.early) >= EARLY_PER_TRANSFER * self.config.limits.max_transfers",
+        "len(peer.early) >= self.config.limits.max_early_destinations",
+        "a peer that has much to say on a new session can never open one (this was a bug)",
+    ),
+    Mutant(
+        "early messages are lost",
+        MANAGER,
+        "            peer.early.append(message)",
+        "            return",
+        "what comes before the path is open is dropped",
+    ),
+    Mutant(
+        "a lost session is no event",
+        MANAGER,
+        "        self._handle(api.PeerDown(incarnation, error.info))\n        if (dialer",
+        "        if (dialer",
+        "hand-offs of an ended session go on waiting",
+    ),
+    Mutant(
+        "a lost peer is not dialled again",
+        "conn/peers.py",
+        "        self._lost.set()",
+        "        self._lost.clear()",
+        "the dialler sleeps through the end of its session",
+    ),
+    Mutant(
+        "no timer for deadlines",
+        MANAGER,
+        "        self._timer = None\n        self._handle(api.Tick())",
+        "        self._timer = None",
+        "the exchange never hears of the time",
+    ),
+    Mutant(
+        "a dead process is not reported",
+        MANAGER,
+        "            self._handle(api.PeerDown(incarnation, event.error.info, dead=event.proven))",
+        "            self._handle(api.PeerDown(incarnation, event.error.info, dead=False))",
+        "the kernel's word that nothing can land any more is thrown away",
+    ),
+    Mutant(
+        "silence is not judged",
+        CONNECTION,
+        "        if now - self._heard_at >= limits.peer_silence_s:\n            text",
+        "        if now - self._heard_at >= 1000 * limits.peer_silence_s:\n            text",
+        "a peer behind a cut network is waited for",
+    ),
+    Mutant(
+        "no keepalive",
+        CONNECTION,
+        "            self._write(_PING)",
+        "            self._sent_at = now",
+        "two sides with nothing to say take one another for dead",
+    ),
+    Mutant(
+        "frames are not verified",
+        CONNECTION,
+        "            if mark != body_check(body):",
+        "            if mark != mark:",
+        "a flipped bit in a message is believed",
+    ),
+    Mutant(
+        "nobody hears of the end of a session",
+        CONNECTION,
+        "        self._closed_due = was_open",
+        "        self._closed_due = False",
+        "`closed` is never delivered",
+    ),
+    Mutant(
+        "a frontend's end is not delivered",
+        "serve/control.py",
+        "                self.deliver(FrontendGone(incarnation, error.info))",
+        "                self.deliver",
+        "requests of a dead frontend are generated to their end",
+    ),
+    Mutant(
+        "what is known waits for the next forward",
+        LEADER,
+        "        steps = self.role.plan(now)\n        self._flush()\n        return steps",
+        "        steps = self.role.plan(now)\n        return steps",
+        "outputs without a forward after them are never sent",
     ),
 )
