@@ -187,7 +187,10 @@ class SimTransport:
                 path.fence(epoch)
             return
         node.grants.discard((incarnation, epoch))
-        self._soon(Fenced(peer, epoch, not node.deployment.one_sided))
+        # As shm: whoever has never attached can write nothing, and will find the epoch ended.
+        writer = node.deployment.by_incarnation.get(incarnation)
+        attached = isinstance(writer, KVNode) and node.me in writer.paths
+        self._soon(Fenced(peer, epoch, not (node.deployment.one_sided and attached)))
 
     def _soon(self, event: TransportEvent) -> None:
         self._node.after(self._node.world_timing.hop_s * self._node.rng.random(), self._on_event, event)

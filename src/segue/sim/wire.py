@@ -80,9 +80,14 @@ class Path:
             self._tell(Fenced(self.reader.peer_name, epoch, True))
 
     def _next(self) -> None:
-        if self._running is None and self._queue:
-            self._running = self._queue.popleft()
-            self._slice(self._running)
+        while self._running is None and self._queue:
+            write = self._queue.popleft()
+            if self.one_sided and not self.reader.granted(self.writer.me, write.epoch):
+                # As shm: the reader's table is looked at when a write begins, and never again.
+                self._report_failed(write, TransferFailed("this epoch may not be written"))
+                continue
+            self._running = write
+            self._slice(write)
 
     def _slice(self, write: Write) -> None:
         """Move the next part. On the way it may take long, and the process may stop or die."""
