@@ -194,7 +194,8 @@ def test_a_client_that_leaves_frees_both_sides(served: Served) -> None:
         "stream": True,
     }
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # kept: dropping it closes the connection
+        next(lines)
     # With the long generation gone, the next answer comes at once and alone.
     assert len(token_ids(completion(served.url, [1, 2, 3], 3))) == 3
     metrics = httpx.get(f"{served.url}/metrics", timeout=10).text

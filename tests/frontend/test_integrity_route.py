@@ -10,7 +10,8 @@ def test_the_door_is_at_rest_only_when_nothing_runs(door: Running, backend: Fake
     backend.hang_at = 1
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 9, "stream": True}
     with door.http.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: dropping it closes the connection
+        next(lines)
         state = door.http.get("/integrity").json()
         assert not state["at_rest"]
         assert (state["tables"]["calls"], state["tables"]["streams"]) == (1, 1)
