@@ -106,6 +106,5 @@ def test_a_second_signal_ends_everything_at_once() -> None:
     with Served(*SMALL, "--port", "0") as made:
         body = {"model": "smollm2", "prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{made.url}/v1/completions", json=body, timeout=60) as stream:
-            lines = stream.iter_lines()  # kept: dropping it closes the connection
-            next(lines)
+            next(stream.iter_lines())
             made.stop(signals=2, within_s=10)
