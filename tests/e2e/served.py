@@ -20,6 +20,7 @@ import psutil
 
 REST_S = 30.0
 _DOOR = re.compile(r"http door at (\S+):(\d+)")
+_DRAINING = re.compile(r"event=draining")
 _STARTED = re.compile(r"event=started child=(\S+) pid=(\d+)")
 PEERS_OF = {"prefill": ("decode",), "decode": ("prefill",), "unified": ()}
 State = dict[str, Any]
@@ -98,8 +99,22 @@ class Served:
         """The URL of an instance's own HTTP door."""
         if self._door_port is not None:
             return f"http://127.0.0.1:{self._door_port}"
-        host, port = _DOOR.findall(self.log())[-1]
-        return f"http://{host}:{port}"
+        return list(self.doors(1).values())[-1]
+
+    def doors(self, count: int) -> dict[str, str]:
+        """The URLs of the HTTP doors of `count` instances by the name that begins their log lines;
+        the log may be a moment behind what it tells of."""
+        lines = self.logged(_DOOR, count)
+        found = {line.split("|")[0].strip(): _DOOR.search(line) for line in lines}
+        return {name: f"http://{door[1]}:{door[2]}" for name, door in found.items() if door}
+
+    def logged(self, pattern: re.Pattern[str], count: int = 1, within_s: float = 10) -> list[str]:
+        """The log's lines that hold `pattern`, once there are `count`; nobody tells a test of a line."""
+        until = time.monotonic() + within_s
+        while len(lines := [line for line in self.log().splitlines() if pattern.search(line)]) < count:
+            assert time.monotonic() < until, f"{len(lines)} of {count} lines with {pattern.pattern}"
+            time.sleep(0.02)
+        return lines
 
     # ---- what it holds -----------------------------------------------------------------------
 
@@ -111,15 +126,10 @@ class Served:
             return {"frontend": _state(self.url)}
         if self.command != "serve":
             return {f"{self.command} {self.process.pid}": _state(self.door)}
-        pids = {name: int(pid) for name, pid in _STARTED.findall(self.log())}
-        alive = {name for name, pid in pids.items() if name != "frontend" and _alive(pid)}
+        pids = {name: int(pid) for name, pid in _STARTED.findall(self.log()) if name != "frontend"}
+        alive = {name for name, pid in pids.items() if _alive(pid)}
         found: dict[str, State] = {"frontend": _state(self.url)}
-        lines = [line for line in self.log().splitlines() if _DOOR.search(line)]
-        for line in lines:
-            name = line.split("|")[0].strip()
-            if name in alive:
-                [(host, port)] = _DOOR.findall(line)
-                found[name] = _state(f"http://{host}:{port}")
+        found |= {name: _state(url) for name, url in self.doors(len(pids)).items() if name in alive}
         assert len(found) == 1 + len(alive), f"{sorted(found)} answered, {sorted(alive)} are alive"
         return found
 
@@ -132,7 +142,10 @@ class Served:
     def stop(self, *, signals: int = 1, within_s: float = 60) -> int:
         """Send SIGINT `signals` times; the exit status. Nothing of the family may survive."""
         family, sockets = self.family(), self._sockets()
-        for _ in range(signals):
+        self.process.send_signal(signal.SIGINT)
+        for _ in range(signals - 1):
+            # Two signals at once are one to the kernel: the first must have been heard.
+            self.logged(_DRAINING)
             self.process.send_signal(signal.SIGINT)
         status = self.process.wait(within_s)
         self._forget()

@@ -106,5 +106,9 @@ def test_a_second_signal_ends_everything_at_once() -> None:
     with Served(*SMALL, "--port", "0") as made:
         body = {"model": "smollm2", "prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{made.url}/v1/completions", json=body, timeout=60) as stream:
-            next(stream.iter_lines())
-            made.stop(signals=2, within_s=10)
+            lines = stream.iter_lines()  # kept: to drop it would end the stream, and nothing be left to drain
+            next(lines)
+            assert made.stop(signals=2, within_s=10) == 1
+            assert "event=killed child=frontend" in made.log()
+            with pytest.raises(httpx.TransportError):
+                list(lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import subprocess
 import sys
@@ -43,8 +42,7 @@ def test_a_deployment_under_mutual_tls_answers_and_every_inner_port_is_tls(tmp_p
         assert answer.status_code == 200, answer.text
         assert "Paris" in answer.json()["choices"][0]["text"]
         # Doors for HTTP are for whoever has no certificate: the frontend's and each instance's own.
-        doors = {int(port) for port in re.findall(r"http door at [^ ]*:(\d+)", served.log())}
-        doors.add(int(served.url.rsplit(":", 1)[1]))
+        doors = {int(url.rsplit(":", 1)[1]) for url in [served.url, *served.doors(2).values()]}
         ports = {
             c.laddr.port
             for process in served.family()
