@@ -1,12 +1,17 @@
 """The compiled kernels against plain torch in float64, at the sizes models have and some they have not."""
 
+import os
+import subprocess
+import sys
+
+import numba
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from segue.core.errors import ConfigError
-from segue.engine.kernels import make_kernels
+from segue.engine.kernels import _half, _wide, make_kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: Half a step of each type at 1, and room for float32 sums.
@@ -193,3 +198,44 @@ def test_turn_rotates_in_place_and_writes_the_pool(dtype, normed, threads):
 def test_an_unknown_type_is_refused():
     with pytest.raises(ConfigError, match="bfloat16"):
         make_kernels("int8", 64, 9, 3, 1)
+
+
+def test_every_float16_is_widened_exactly():
+    widen = numba.njit(lambda item: _wide(item))
+    halves = np.arange(65536, dtype=np.uint16).view(np.int16)
+    got = np.array([widen(half) for half in halves], np.float32)
+    wanted = halves.view(np.float16).astype(np.float32)
+    nan = np.isnan(wanted)
+    assert np.isnan(got[nan]).all()
+    assert (got[~nan].view(np.uint32) == wanted[~nan].view(np.uint32)).all()
+
+
+def test_float32_is_rounded_to_float16_as_numpy_does():
+    narrow = numba.njit(lambda value: _half(value))
+    exact = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
+    bits = np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32)
+    # each float16 itself, the middle between it and the next one, the floats beside it, and noise
+    with np.errstate(invalid="ignore"):
+        near = [exact, (exact[:-1] + exact[1:]) / 2, np.nextafter(exact, np.float32(np.inf))]
+    values = np.concatenate([*near, np.float32([65519.996, 65520, 1e9, -1e9]), bits.view(np.float32)])
+    got = np.array([narrow(value) for value in values], np.int16).view(np.float16)
+    with np.errstate(over="ignore"):
+        wanted = values.astype(np.float16)
+    nan = np.isnan(values)
+    assert np.isnan(got[nan]).all()
+    assert (got[~nan].view(np.uint16) == wanted[~nan].view(np.uint16)).all()
+
+
+def test_a_processor_without_float16_or_wide_vectors_will_do(tmp_path):
+    """LLVM ends the process where it misses a conversion."""
+    plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    here = f"{__file__}::test_norm[5-33-1-float16]"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", here],
+        env=os.environ | plain,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

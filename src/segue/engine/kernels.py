@@ -39,6 +39,7 @@ BLOCK_TOKENS = 128
 LINE_BYTES = 64
 #: numpy has no bfloat16, numba no float16: both are integers here, told apart by their sign.
 _ITEMS: dict[str, Any] = {"bfloat16": np.uint16, "float16": np.int16, "float32": np.float32}
+_WORD = ir.IntType(32)
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -104,10 +105,9 @@ def _pointer(_typing: Any, address: Any) -> Any:
 @intrinsic
 def _prefetch(_typing: Any, address: Any) -> Any:
     def build(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        flag = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, flag, flag, flag])
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _WORD, _WORD, _WORD])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(flag, value) for value in (0, 3, 1))
+        read, keep, data = (_WORD(value) for value in (0, 3, 1))
         builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), read, keep, data])
         return context.get_dummy_value()
 
@@ -133,19 +133,50 @@ def _wide(_typing: Any, item: Any) -> Any:
 
     def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         if item == types.uint16:
-            bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+            bits = builder.shl(builder.zext(args[0], _WORD), _WORD(16))
             return builder.bitcast(bits, ir.FloatType())
-        if item == types.int16:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-        return args[0]
+        return _widened_half(builder, args[0]) if item == types.int16 else args[0]
 
     return types.float32(item), build
 
 
+# float16 is converted by integer arithmetic: where a processor has no instruction for it, LLVM calls
+# a function that is not there and ends the process.
+
+
+def _widened_half(builder: Any, half: Any) -> Any:
+    bits = builder.zext(half, _WORD)
+    sign = builder.shl(builder.and_(bits, _WORD(0x8000)), _WORD(16))
+    magnitude = builder.shl(builder.and_(bits, _WORD(0x7FFF)), _WORD(13))
+    # The exponents' biases differ by 112; a product turns subnormal numbers into normal ones.
+    rebias = builder.bitcast(_WORD((127 + 112) << 23), ir.FloatType())
+    finite = builder.bitcast(builder.fmul(builder.bitcast(magnitude, ir.FloatType()), rebias), _WORD)
+    endless = builder.icmp_unsigned(">=", magnitude, _WORD(0x7C00 << 13))
+    wide = builder.select(endless, builder.or_(magnitude, _WORD(0x7F800000)), finite)
+    return builder.bitcast(builder.or_(wide, sign), ir.FloatType())
+
+
 @intrinsic
 def _half_bits(_typing: Any, value: Any) -> Any:
+    """The nearest float16, ties to even; NaN stays one."""
+
     def build(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        bits = builder.bitcast(args[0], _WORD)
+        magnitude = builder.and_(bits, _WORD(0x7FFFFFFF))
+        # 0.5 ends where float16's subnormal numbers do, so this sum is rounded as they are.
+        half = builder.bitcast(_WORD(0x3F000000), ir.FloatType())
+        sum_bits = builder.bitcast(builder.fadd(builder.bitcast(magnitude, ir.FloatType()), half), _WORD)
+        small = builder.sub(sum_bits, _WORD(0x3F000000))
+        rebiased = builder.sub(magnitude, _WORD(112 << 23))
+        odd = builder.and_(builder.lshr(rebiased, _WORD(13)), _WORD(1))
+        normal = builder.lshr(builder.add(builder.add(rebiased, _WORD(0xFFF)), odd), _WORD(13))
+        too_large = builder.icmp_unsigned(">=", magnitude, _WORD(0x47800000))
+        nan = builder.icmp_unsigned(">", magnitude, _WORD(0x7F800000))
+        found = builder.select(builder.icmp_unsigned("<", magnitude, _WORD(0x38800000)), small, normal)
+        found = builder.select(too_large, _WORD(0x7C00), found)
+        found = builder.select(nan, _WORD(0x7E00), found)
+        sign = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(0x8000))
+        return builder.trunc(builder.or_(found, sign), ir.IntType(16))
 
     return types.int16(types.float32), build
 
