@@ -81,12 +81,12 @@ def test_a_reader_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Si
     writer, reader = side("aaaa/0", 256 * MiB), peer("bbbb/0", 256 * MiB)
     writer.transport.connect(reader.me, reader.endpoint, 5)
     reader.ask("grant", peer=writer.me, epoch=3)
-    for tag in range(20):
+    for tag in range(200):  # more than can land before the kill, however late that comes
         writer.transport.write(reader.me, 3, tag, [CopyBlock(0, 0, 1, 256 * MiB)])
     writer.outcome(3, 0)
     reader.kill()
     writer.take(PeerGone, peer=reader.me)
-    ends = [writer.outcome(3, tag) for tag in range(20)]
+    ends = [writer.outcome(3, tag) for tag in range(200)]
     assert isinstance(ends[-1], WriteFailed)
     writer.fence(reader.me, 3)
 
