@@ -429,7 +429,7 @@ class World:
         transfer, tag = write.effect.transfer, write.effect.tag
         if write.cut:
             error = TransferFailed("cut by the fence").info
-            self.tell(self.prefill, api.WriteBroken(transfer, tag, error))
+            self.tell(self.prefill, api.WriteBroken(transfer, tag, error, refused=True))
         else:
             self.tell(self.prefill, api.WriteLanded(transfer, tag, 0.1))
         return True

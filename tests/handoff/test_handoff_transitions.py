@@ -38,7 +38,7 @@ from segue.handoff.messages import (
     Moved,
 )
 from segue.handoff.receiver import RECEIVER_TABLE, ReceiverMachine, ReceiverStep
-from segue.handoff.sender import SENDER_TABLE, SenderMachine, SenderStep
+from segue.handoff.sender import REASON_WAIT_S, SENDER_TABLE, SenderMachine, SenderStep
 
 PROMPT = 10
 CLIENT = AbortedByClient("client left").info
@@ -675,6 +675,64 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
         assert (error.phase, error.room) == (place, w.transfer.room)
     if cause == "deadline":
         assert error.elapsed_s == 61.0
+
+
+def refused(w: Case) -> list[api.Effect]:
+    error = TransferFailed("this epoch is not granted").info
+    return w.tell(w.prefill, api.WriteBroken(w.transfer, 0, error, refused=True))
+
+
+@pytest.mark.parametrize("cause", ["failed", "abort message", "down", "abort"])
+def test_lesson_10_a_refused_write_waits_for_the_reason_of_the_refusal(cause: str) -> None:
+    """The refusal may overtake decode's word, which says why. (The engine may send on meanwhile.)"""
+    w = Case().waiting()
+    assert w.s is not None
+    w.send_chunk(w.s, 4)
+    assert refused(w) == []
+    assert w.sender_state == "TRANSFERRING"
+    w.send_chunk(w.s, 4)
+    again = api.WriteBroken(w.transfer, 1, TransferFailed("nor is this").info, refused=True)
+    assert w.tell(w.prefill, again) == []
+    w.now += 0.9
+    events: dict[str, api.Event] = {
+        "failed": api.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
+        "abort message": api.Received(w.decode.me, Abort(w.transfer)),
+        "down": api.PeerDown(w.decode.me, PeerLost("cut").info),
+        "abort": api.AbortTransfer(w.transfer, CLIENT),
+    }
+    effects = kinds(w.tell(w.prefill, events[cause]))
+    assert effects == ["Fence", "FAILED"] + (["Failed"] if cause == "abort" else [])
+    assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+    (error,) = w.s.errors
+    assert error.text != "this epoch is not granted"
+    if cause == "failed":
+        assert error == PEER_SAYS
+
+
+def test_a_refused_write_whose_reason_never_comes_fails_the_sender_after_a_second() -> None:
+    w = Case().in_flight()
+    assert refused(w) == []
+    at = w.prefill.exchange.next_deadline()
+    assert at == w.now + REASON_WAIT_S
+    w.now = at
+    effects = w.tell(w.prefill, api.Tick())
+    assert kinds(effects) == ["Fence", "FAILED", "Failed"]
+    assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+    assert w.s is not None
+    (error,) = w.s.errors
+    assert (error.text, error.phase) == ("this epoch is not granted", "TRANSFERRING")
+    # It is remembered as long as any other: until the hand-off's own deadline.
+    assert w.prefill.exchange.next_deadline() == 60.0
+
+
+def test_a_refused_write_does_not_outlive_the_deadline() -> None:
+    w = Case().in_flight()
+    w.now = 59.5
+    refused(w)
+    w.now = 60.0
+    assert kinds(w.tell(w.prefill, api.Tick())) == ["Fence", "FAILED", "Failed"]
+    assert w.s is not None
+    assert w.s.errors[0].code is ErrorCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize("place", RECEIVER_PLACES)

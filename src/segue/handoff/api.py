@@ -123,11 +123,13 @@ class WriteLanded:
 
 @dataclass(frozen=True, slots=True)
 class WriteBroken:
-    """Transport: the write `tag` did not land."""
+    """Transport: the write `tag` did not land. `refused`: decode did not grant its epoch (any more), so
+    decode ended this hand-off, and the reason is under way."""
 
     transfer: TransferId
     tag: int
     error: ErrorInfo
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

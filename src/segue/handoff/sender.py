@@ -47,6 +47,10 @@ from segue.handoff.tally import page_problem
 from segue.layout.content import Sample
 from segue.layout.planner import PairPlan
 
+#: How long a sender whose write decode refused waits for decode to say why. Decode says it before it refuses
+#: anything, but over the session, which a write may overtake; without a session nothing comes.
+REASON_WAIT_S = 1.0
+
 #: A sampled checksum covers one layer in this many; following chunks look at other ones.
 SAMPLE_EVERY = 8
 
@@ -71,6 +75,7 @@ class SenderStep(enum.StrEnum):
     CHUNK = "SendChunk"
     METADATA = "SendMetadata"
     LANDED = "WriteLanded"
+    REFUSED = "WriteBroken, refused"
     COMMITTED = "Committed received"
     FAIL = "fails, nothing posted"
     FAIL_POSTED = "fails, writes posted"
@@ -93,6 +98,7 @@ SENDER_TABLE: Mapping[SenderState, Mapping[SenderStep, SenderState]] = {
         _E.CHUNK: _S.TRANSFERRING,
         _E.METADATA: _S.TRANSFERRING,
         _E.LANDED: _S.TRANSFERRING,
+        _E.REFUSED: _S.TRANSFERRING,
         _E.DIGESTED: _S.TRANSFERRING,
         _E.COMMITTED: _S.SUCCESS,
         _E.FAIL: _S.FAILED,
@@ -137,6 +143,7 @@ class SenderMachine(Machine):
 
     __slots__ = (
         "_destination",
+        "_due",
         "_fenced",
         "_first_post_at",
         "_in_flight",
@@ -146,6 +153,7 @@ class SenderMachine(Machine):
         "_next_token",
         "_queues",
         "_reading",
+        "_refusal",
         "_sequence",
     )
 
@@ -170,6 +178,9 @@ class SenderMachine(Machine):
         self._reading: dict[int, tuple[tuple[int, int], _Write]] = {}
         self._fenced = False
         self._metadata_sent = False
+        #: what to fail with if decode does not say why it refused a write, and the deadline without that
+        self._refusal: ErrorInfo | None = None
+        self._due = deadline
         self._first_post_at: float | None = None
         self._last_landed_at = 0.0
 
@@ -378,7 +389,13 @@ class SenderMachine(Machine):
         """A write did not land; False if it is not (or no longer) ours."""
         if self._in_flight.pop(event.tag, None) is None:
             return False
-        self.fail(self.fill(event.error, now), now, out)
+        error = self.fill(event.error, now)
+        if not event.refused:
+            self.fail(error, now, out)
+        elif self._refusal is None:
+            self.go(SenderStep.REFUSED)
+            self._refusal, self._due = error, self.deadline
+            self.deadline = min(self.deadline, now + REASON_WAIT_S)
         return True
 
     def _announce(self, pair: tuple[int, int], out: list[Effect]) -> None:
@@ -424,6 +441,8 @@ class SenderMachine(Machine):
         if self.state is SenderState.BOOTSTRAPPING:
             text = f"decode gave no destination within {now - self.opened_at:.3f} s"
             return self.problem(BootstrapTimeout, text, now)
+        if self._refusal is not None and now < self._due:
+            return self._refusal
         return super().deadline_error(now)
 
     def fail(
@@ -433,6 +452,8 @@ class SenderMachine(Machine):
             return
         self.error = error
         self.told = told
+        if self._refusal is not None:
+            self.deadline = self._due  # the tombstone's
         posted = self.lease.state is LeaseState.PUBLISHED
         self.go(SenderStep.FAIL_POSTED if posted else SenderStep.FAIL)
         self._in_flight.clear()
