@@ -26,6 +26,7 @@ DECODE, PREFILL, BASE = "roles/decode.py", "roles/prefill.py", "roles/base.py"
 ATTEMPTS, KEPT, JOB = "balance/attempts.py", "roles/kept.py", "roles/job.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
+ABSENT = "handoff/absent.py"
 MANAGER, CONNECTION, LEADER = "conn/manager.py", "session/connection.py", "serve/leader.py"
 
 MUTANTS = (
@@ -124,9 +125,9 @@ MUTANTS = (
     ),
     Mutant(
         "no Gone",
-        EXCHANGE,
-        '        self.counters["gone_answers"] += 1\n        out.append(Send(event.peer, Gone(transfer)))',
-        '        self.counters["gone_answers"] += 1',
+        ABSENT,
+        '        self._counters["gone_answers"] += 1\n        out.append(Send(event.peer, Gone(transfer)))',
+        '        self._counters["gone_answers"] += 1',
         "a question about a finished hand-off is not answered",
     ),
     Mutant(
@@ -311,7 +312,7 @@ MUTANTS = (
     Mutant(
         "no tombstone",
         EXCHANGE,
-        "        self._bury(machine.transfer, ended, machine.deadline, now)",
+        "        self._absent.bury(machine, now)",
         "        self._deadlines.cancel(machine.timer)",
         "what is over is forgotten at once",
     ),
@@ -324,16 +325,16 @@ MUTANTS = (
     ),
     Mutant(
         "early destination stays",
-        EXCHANGE,
-        "early = self._early.pop(event.transfer, None)",
-        "early = self._early.get(event.transfer)",
+        ABSENT,
+        "early = self.early.pop(transfer, None)",
+        "early = self.early.get(transfer)",
         "a parked destination is used and kept",
     ),
     Mutant(
         "early destination outlives its session",
-        EXCHANGE,
-        "            self._end_early(transfer, self._record(event.error, transfer, name), now)",
-        "            self._early[transfer] = self._early[transfer]",
+        ABSENT,
+        "            self._end_early(transfer, self._record(error, transfer, name), now)",
+        "            self.early[transfer] = self.early[transfer]",
         "a destination of a lost peer is obeyed later",
     ),
     Mutant(
@@ -345,7 +346,7 @@ MUTANTS = (
     ),
     Mutant(
         "opened after its end",
-        EXCHANGE,
+        ABSENT,
         "        if ended is None:\n            return False\n        ended.opened = True",
         "        if ended is None or not ended.opened:\n            return False\n        ended.opened = True",
         "a half whose peer has given up waits for it",

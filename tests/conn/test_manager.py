@@ -316,7 +316,7 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
         forgotten = threading.Event()
 
         def forget() -> None:
-            prefill.manager.exchange._ended.clear()
+            prefill.manager.exchange._absent.ended.clear()
             forgotten.set()
 
         prefill.manager.io.post(forget)

@@ -24,7 +24,7 @@ from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.lease import LEASE_TABLE, Lease, LeaseState, LeaseStep
-from segue.handoff.machine import IllegalEvent, Machine
+from segue.handoff.machine import Birth, IllegalEvent, Machine
 from segue.handoff.messages import (
     Abort,
     Accepted,
@@ -159,8 +159,8 @@ def test_every_pair_of_state_and_step_moves_as_the_table_says_or_raises_unchange
     world = World()
     for state in table:
         for step in steps:
-            args = (world.new_transfer(), world.decode.me, "peer", 1, 1.0, 0.0)
-            machine = kind(world.prefill.exchange._local, *args)
+            local = world.prefill.exchange._local
+            machine = kind(Birth(local, world.new_transfer(), world.decode.me, "peer", 1, 1.0, now=0.0))
             machine.state = state
             if step in table[state]:
                 machine.go(step)

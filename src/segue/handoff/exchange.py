@@ -1,8 +1,8 @@
 """Every hand-off of one leader: routes events to machines, keeps time, remembers what is over.
 
 No I/O, no clock: `handle(event, now)` returns the effects that the caller carries out in order. What a
-hand-off holds lives in its machine. Here is one table of machines, one of early destinations and one
-of tombstones; a transfer is in at most one of them.
+hand-off holds lives in its machine. Here is the table of machines; a transfer that has none (yet, or any
+more) is at most in one of the tables of `Absent`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,10 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from segue.core.errors import (
-    ErrorInfo,
-    Internal,
-    InvalidRequest,
-    OutOfCapacity,
-    SegueError,
-    TransferFailed,
-)
+from segue.core.errors import Internal, InvalidRequest, OutOfCapacity, SegueError, TransferFailed
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Integrity, KVPoll, Role, TransferId
+from segue.handoff.absent import Absent
 from segue.handoff.api import (
     AbortTransfer,
     Digested,
@@ -34,8 +28,6 @@ from segue.handoff.api import (
     Phase,
     Publish,
     Received,
-    Release,
-    Send,
     SendChunk,
     SendMetadata,
     Tick,
@@ -44,8 +36,8 @@ from segue.handoff.api import (
 )
 from segue.handoff.integrity import Tables
 from segue.handoff.link import Link, Local, make_link
-from segue.handoff.machine import IllegalEvent, Machine, Timer
-from segue.handoff.memory import Deadlines, Early, Ended
+from segue.handoff.machine import Birth, IllegalEvent, Machine, Timer
+from segue.handoff.memory import Deadlines
 from segue.handoff.messages import (
     Abort,
     Accepted,
@@ -66,8 +58,6 @@ _M = TypeVar("_M", bound=Machine)
 
 _TO_PREFILL = frozenset({Destination, Committed, Failed, Abort, Gone})
 _TO_DECODE = frozenset({Accepted, Moved, ChunkPosted, Metadata, Failed, Drained, Gone})
-#: Messages about something unknown that get no answer, so that two sides never ping-pong.
-_UNANSWERED = frozenset({Gone, Drained, Committed})
 
 
 class Exchange:
@@ -94,8 +84,6 @@ class Exchange:
         self._local = Local(role, me, origin, limits, info, integrity)
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
-        self._early: dict[TransferId, Early] = {}
-        self._ended: dict[TransferId, Ended] = {}
         self._links: dict[Incarnation, Link] = {}
         # The transport speaks of epochs; an entry lives as long as its machine.
         self._epochs: dict[tuple[Incarnation, int], Machine] = {}
@@ -108,6 +96,7 @@ class Exchange:
             ("stray_messages", "late_events", "repeats", "gone_answers", "early_refused", "internal_errors"),
             0,
         )
+        self._absent = Absent(self._local, self._deadlines, self.counters)
         self._handlers: dict[type[Any], Callable[[Any, float, list[Effect]], None]] = {
             OpenSender: self._open_sender,
             OpenReceiver: self._open_receiver,
@@ -142,7 +131,7 @@ class Exchange:
         machine = self._machines.get(transfer)
         if machine is not None:
             return machine.phase
-        ended = self._ended.get(transfer)
+        ended = self._absent.ended.get(transfer)
         return ended.phase if ended is not None and ended.opened else None
 
     def transfer_of(self, peer: Incarnation, epoch: int) -> TransferId | None:
@@ -155,8 +144,8 @@ class Exchange:
         self._deadlines.next()
         return {
             "transfers": len(self._machines),
-            "early": len(self._early),
-            "ended": len(self._ended),
+            "early": len(self._absent.early),
+            "ended": len(self._absent.ended),
             "epochs": len(self._epochs),
             "peers": len(self._links),
             "deadlines": len(self._deadlines),
@@ -168,7 +157,7 @@ class Exchange:
 
     def check_integrity(self) -> None:
         """Look at everything; raises Internal with what is wrong."""
-        tables = Tables(self._machines, self._early, self._ended, self._epochs)
+        tables = Tables(self._machines, self._absent.early, self._absent.ended, self._epochs)
         found = tables.problems(self._deadlines.live, self._local.limits)
         if found:
             raise Internal("; ".join(found))
@@ -177,14 +166,13 @@ class Exchange:
 
     def _open_sender(self, event: OpenSender, now: float, out: list[Effect]) -> None:
         self._check_open(event.transfer, event.prompt_tokens, Role.PREFILL)
-        if self._over_before_it_began(event.transfer, now, out):
+        if self._absent.over_before_it_began(event.transfer, out):
             return
-        machine = SenderMachine(*self._birth(event, event.transfer.decode), now)
+        machine = SenderMachine(self._birth(event, event.transfer.decode, now))
         self._add(machine, out)
-        early = self._early.pop(event.transfer, None)
+        early = self._absent.take_early(event.transfer)
         if early is None:
             return
-        self._deadlines.cancel(early.timer)
         link = self._links.get(early.peer)
         if link is None:
             raise Internal("an early destination outlived its session")
@@ -192,20 +180,18 @@ class Exchange:
 
     def _open_receiver(self, event: OpenReceiver, now: float, out: list[Effect]) -> None:
         self._check_open(event.transfer, event.prompt_tokens, Role.DECODE)
-        if self._over_before_it_began(event.transfer, now, out):
+        if self._absent.over_before_it_began(event.transfer, out):
             return
-        machine = ReceiverMachine(*self._birth(event, event.transfer.prefill), now)
+        machine = ReceiverMachine(self._birth(event, event.transfer.prefill, now))
         self._add(machine, out)
         link = self._links.get(machine.peer)
         if link is not None:
             self._run(machine, now, out, machine.peer_up, link)
 
-    def _birth(
-        self, event: OpenSender | OpenReceiver, peer: Incarnation
-    ) -> tuple[Local, TransferId, Incarnation, str, int, float]:
+    def _birth(self, event: OpenSender | OpenReceiver, peer: Incarnation, now: float) -> Birth:
         link = self._links.get(peer)
         name = link.name if link is not None else self._local.name_of(peer)
-        return (self._local, event.transfer, peer, name, event.prompt_tokens, event.deadline)
+        return Birth(self._local, event.transfer, peer, name, event.prompt_tokens, event.deadline, now)
 
     def _check_open(self, transfer: TransferId, prompt_tokens: int, role: Role) -> None:
         mine = transfer.prefill if self._local.role is Role.PREFILL else transfer.decode
@@ -213,7 +199,7 @@ class Exchange:
             raise IllegalEvent(f"{transfer} is not a hand-off of {self._local.origin}", room=transfer.room)
         if prompt_tokens < 1:
             raise IllegalEvent("a hand-off needs at least one prompt token", room=transfer.room)
-        ended = self._ended.get(transfer)
+        ended = self._absent.ended.get(transfer)
         if transfer in self._machines or (ended is not None and ended.opened):
             raise InvalidRequest(
                 f"room {transfer.room}, attempt {transfer.attempt} was used already; "
@@ -227,17 +213,6 @@ class Exchange:
                 origin=self._local.origin,
                 room=transfer.room,
             )
-
-    def _over_before_it_began(self, transfer: TransferId, now: float, out: list[Effect]) -> bool:
-        """True if the peer ended this hand-off before we opened it: it fails at once."""
-        ended = self._ended.get(transfer)
-        if ended is None:
-            return False
-        ended.opened = True
-        out.append(Phase(transfer, KVPoll.BOOTSTRAPPING))
-        out.append(Phase(transfer, KVPoll.FAILED, error=ended.error))
-        out.append(Release(transfer))
-        return True
 
     def _add(self, machine: Machine, out: list[Effect]) -> None:
         self._machines[machine.transfer] = machine
@@ -275,7 +250,7 @@ class Exchange:
         if isinstance(machine, kind):
             if not machine.phase.terminal:
                 return machine
-        elif machine is not None or transfer not in self._ended:
+        elif machine is not None or transfer not in self._absent.ended:
             raise IllegalEvent(f"{transfer} is not open here", room=transfer.room)
         self.counters["late_events"] += 1
         return None
@@ -317,20 +292,12 @@ class Exchange:
         self._links[event.peer] = link
         for machine in self._bound_to(event.peer):
             self._run(machine, now, out, machine.peer_up, link)
-        # A failure while there was no session must not stay one-way: the peer's half may be waiting,
-        # or still to come.
-        for transfer, ended in self._ended.items():
-            if ended.error is not None and not ended.told and self._peer_of(transfer) == event.peer:
-                out.append(Send(event.peer, Failed(transfer, ended.error)))
-
-    def _peer_of(self, transfer: TransferId) -> Incarnation:
-        return transfer.decode if self._local.role is Role.PREFILL else transfer.prefill
+        self._absent.peer_up(event.peer, out)
 
     def _peer_down(self, event: PeerDown, now: float, out: list[Effect]) -> None:
         link = self._links.pop(event.peer, None)
         name = link.name if link is not None else self._local.name_of(event.peer)
-        for transfer in [t for t, early in self._early.items() if early.peer == event.peer]:
-            self._end_early(transfer, self._record(event.error, transfer, name), now)
+        self._absent.peer_down(event.peer, event.error, name, now)
         for machine in self._bound_to(event.peer):
             self._run(machine, now, out, machine.peer_down, event.error, event.dead)
 
@@ -351,17 +318,12 @@ class Exchange:
             self.counters["stray_messages"] += 1
             return
         machine = self._machines.get(transfer)
-        if machine is not None:
-            if isinstance(message, Destination) and isinstance(machine, SenderMachine):
-                self._destination(machine, message, now + message.budget_s, link, now, out)
-            else:
-                self._run(machine, now, out, machine.receive, message, link)
-        elif transfer in self._early:
-            self._received_early(transfer, event, now, out)
-        elif isinstance(message, Destination) and transfer not in self._ended:
-            self._park(message, link, now, out)
+        if machine is None:
+            self._absent.received(event, link, now, out)
+        elif isinstance(message, Destination) and isinstance(machine, SenderMachine):
+            self._destination(machine, message, now + message.budget_s, link, now, out)
         else:
-            self._received_unknown(transfer, event, now, out)
+            self._run(machine, now, out, machine.receive, message, link)
 
     def _destination(
         self,
@@ -378,79 +340,15 @@ class Exchange:
         else:
             self._run(machine, now, out, machine.destination, message, deadline, link)
 
-    def _received_unknown(self, transfer: TransferId, event: Received, now: float, out: list[Effect]) -> None:
-        """A message for a hand-off that is over, or that is not open yet."""
-        message = event.message
-        if isinstance(message, (Failed, Abort)) and transfer not in self._ended:
-            # If our half is still to come, it must not wait for a peer that has given up.
-            error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
-            until = now + self._local.limits.request_budget_s
-            self._bury_unopened(transfer, error, until, now)
-        if type(message) in _UNANSWERED:
-            return
-        ended = self._ended.get(transfer)
-        if isinstance(message, Destination) and ended is not None and ended.error is not None:
-            out.append(Send(event.peer, Failed(transfer, ended.error)))
-        self.counters["gone_answers"] += 1
-        out.append(Send(event.peer, Gone(transfer)))
-
-    # ---- early destinations --------------------------------------------------------------------
-
-    def _park(self, message: Destination, link: Link, now: float, out: list[Effect]) -> None:
-        limits = self._local.limits
-        if len(self._early) >= limits.max_early_destinations:
-            self.counters["early_refused"] += 1
-            text = (
-                f"{len(self._early)} destinations wait for requests that prefill has not seen, as many as "
-                "limits.max_early_destinations allows"
-            )
-            error = self._record(OutOfCapacity(text).info, message.transfer, link.name)
-            # If the request comes after all, it fails at once for the same reason.
-            self._bury_unopened(message.transfer, error, now + limits.request_budget_s, now)
-            out.append(Send(link.peer, Failed(message.transfer, error)))
-            return
-        # A NaN from the wire must not get into the heap: it compares as false with everything.
-        budget_s = message.budget_s if message.budget_s > 0 else 0.0
-        timer = Timer(message.transfer, now + min(budget_s, limits.request_budget_s))
-        self._early[message.transfer] = Early(link.peer, message, timer)
-        self._deadlines.add(timer)
-
-    def _received_early(self, transfer: TransferId, event: Received, now: float, out: list[Effect]) -> None:
-        message = event.message
-        if isinstance(message, (Failed, Abort)):
-            error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
-            self._end_early(transfer, error, now)
-            out.append(Send(event.peer, Drained(transfer)))
-        elif isinstance(message, Gone):
-            self._end_early(transfer, self._aborted(transfer, event.peer), now)
-        else:
-            self.counters["repeats"] += 1
-
-    def _end_early(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
-        early = self._early.pop(transfer)
-        self._deadlines.cancel(early.timer)
-        self._bury_unopened(transfer, error, early.timer.at, now)
-
-    def _aborted(self, transfer: TransferId, peer: Incarnation) -> ErrorInfo:
-        text = "the peer ended this hand-off before it began here"
-        return self._record(TransferFailed(text).info, transfer, self._local.name_of(peer))
-
-    def _record(self, error: ErrorInfo, transfer: TransferId, peer: str) -> ErrorInfo:
-        where = {"phase": KVPoll.BOOTSTRAPPING.name, "origin": self._local.origin, "peer": peer}
-        return error.exception().at(room=transfer.room, **where).info
-
     # ---- time and the end ----------------------------------------------------------------------
 
     def _tick(self, event: Tick, now: float, out: list[Effect]) -> None:
         while (timer := self._deadlines.pop_due(now)) is not None:
-            transfer = timer.transfer
-            machine = self._machines.get(transfer)
+            machine = self._machines.get(timer.transfer)
             if machine is not None and machine.timer is timer:
                 self._run(machine, now, out, machine.expire)
-            elif transfer in self._early and self._early[transfer].timer is timer:
-                del self._early[transfer]
-            elif transfer in self._ended and self._ended[transfer].timer is timer:
-                del self._ended[transfer]
+            else:
+                self._absent.expire(timer)
 
     def _run(
         self,
@@ -506,23 +404,4 @@ class Exchange:
         del self._machines[machine.transfer]
         if self._epochs.get((machine.peer, machine.epoch)) is machine:
             del self._epochs[machine.peer, machine.epoch]
-        ended = Ended(machine.phase, machine.error, machine.timer, opened=True, told=machine.told)
-        self._bury(machine.transfer, ended, machine.deadline, now)
-
-    def _bury_unopened(self, transfer: TransferId, error: ErrorInfo, until: float, now: float) -> None:
-        timer = Timer(transfer, until)
-        self._deadlines.add(timer)
-        self._bury(transfer, Ended(KVPoll.FAILED, error, timer, opened=False, told=True), until, now)
-
-    def _bury(self, transfer: TransferId, ended: Ended, until: float, now: float) -> None:
-        """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
-        meets it; the oldest goes when there are too many."""
-        until = max(until, now + self._local.limits.peer_silence_s)
-        if not ended.timer.live or ended.timer.at < until:
-            self._deadlines.cancel(ended.timer)
-            ended.timer = Timer(transfer, until)
-            self._deadlines.add(ended.timer)
-        self._ended[transfer] = ended
-        if len(self._ended) > self._local.limits.max_transfers:
-            oldest = next(iter(self._ended))
-            self._deadlines.cancel(self._ended.pop(oldest).timer)
+        self._absent.bury(machine, now)

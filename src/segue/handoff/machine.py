@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
@@ -37,6 +38,20 @@ class Timer:
         self.live = True
 
 
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """What a machine knows from its beginning. `peer_name` is how errors name the peer; `deadline` and
+    `now` are the caller's clock."""
+
+    local: Local
+    transfer: TransferId
+    peer: Incarnation
+    peer_name: str
+    prompt_tokens: int
+    deadline: float
+    now: float
+
+
 class Machine:
     """One half of one hand-off and everything it holds."""
 
@@ -63,24 +78,15 @@ class Machine:
         "transport",
     )
 
-    def __init__(
-        self,
-        local: Local,
-        transfer: TransferId,
-        peer: Incarnation,
-        peer_name: str,
-        prompt_tokens: int,
-        deadline: float,
-        now: float,
-    ) -> None:
-        self.local = local
-        self.transfer = transfer
-        self.peer = peer
-        self.peer_name = peer_name
-        self.prompt_tokens = prompt_tokens
-        self.deadline = deadline
-        self.opened_at = now
-        self.timer = Timer(transfer, deadline)
+    def __init__(self, birth: Birth) -> None:
+        self.local = birth.local
+        self.transfer = birth.transfer
+        self.peer = birth.peer
+        self.peer_name = birth.peer_name
+        self.prompt_tokens = birth.prompt_tokens
+        self.deadline = birth.deadline
+        self.opened_at = birth.now
+        self.timer = Timer(birth.transfer, birth.deadline)
         self.state: enum.StrEnum = next(iter(self.TABLE))
         self.lease = Lease()
         self.error: ErrorInfo | None = None

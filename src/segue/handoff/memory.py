@@ -1,4 +1,4 @@
-"""What an exchange remembers of transfers it has no machine for: bounded, and only until a deadline.
+"""What is remembered of a transfer without a machine (see `absent`), and the heap of all deadlines.
 
 `Early` is a destination that came before its sender was opened. `Ended` is the tombstone of a transfer
 that is over, so that repeats are answered and never obeyed. Neither holds pages.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from segue.core.errors import DeadlineExceeded, DpRankConflict, ErrorInfo, TransferFailed
-from segue.core.types import Incarnation, KVPoll, TransferId
+from segue.core.types import KVPoll
 from segue.handoff.api import (
     Digest,
     Digested,
@@ -21,8 +21,8 @@ from segue.handoff.api import (
     Send,
 )
 from segue.handoff.lease import LeaseState, LeaseStep
-from segue.handoff.link import Link, Local
-from segue.handoff.machine import IllegalEvent, Machine
+from segue.handoff.link import Link
+from segue.handoff.machine import Birth, IllegalEvent, Machine
 from segue.handoff.messages import (
     Abort,
     ChunkPosted,
@@ -105,17 +105,8 @@ class ReceiverMachine(Machine):
 
     __slots__ = ("_proven", "pages", "tally")
 
-    def __init__(
-        self,
-        local: Local,
-        transfer: TransferId,
-        peer: Incarnation,
-        peer_name: str,
-        prompt_tokens: int,
-        deadline: float,
-        now: float,
-    ) -> None:
-        super().__init__(local, transfer, peer, peer_name, prompt_tokens, deadline, now)
+    def __init__(self, birth: Birth) -> None:
+        super().__init__(birth)
         self.tally: Tally | None = None
         self.pages: tuple[int, ...] = ()
         #: No write can land any more; a verification may still read.

@@ -14,7 +14,7 @@ from segue.core.errors import (
     LayoutMismatch,
     TransferFailed,
 )
-from segue.core.types import Incarnation, Integrity, KVPoll, Span, TransferId
+from segue.core.types import Integrity, KVPoll, Span
 from segue.handoff.api import (
     Digest,
     Digested,
@@ -30,8 +30,8 @@ from segue.handoff.api import (
     WriteLanded,
 )
 from segue.handoff.lease import LeaseState, LeaseStep
-from segue.handoff.link import Link, Local
-from segue.handoff.machine import IllegalEvent, Machine
+from segue.handoff.link import Link
+from segue.handoff.machine import Birth, IllegalEvent, Machine
 from segue.handoff.messages import (
     Abort,
     Accepted,
@@ -157,17 +157,8 @@ class SenderMachine(Machine):
         "_sequence",
     )
 
-    def __init__(
-        self,
-        local: Local,
-        transfer: TransferId,
-        peer: Incarnation,
-        peer_name: str,
-        prompt_tokens: int,
-        deadline: float,
-        now: float,
-    ) -> None:
-        super().__init__(local, transfer, peer, peer_name, prompt_tokens, deadline, now)
+    def __init__(self, birth: Birth) -> None:
+        super().__init__(birth)
         self._destination: Destination | None = None
         self._next_token = 0
         self._next_tag = 0
@@ -180,7 +171,7 @@ class SenderMachine(Machine):
         self._metadata_sent = False
         #: what to fail with if decode does not say why it refused a write, and the deadline without that
         self._refusal: ErrorInfo | None = None
-        self._due = deadline
+        self._due = birth.deadline
         self._first_post_at: float | None = None
         self._last_landed_at = 0.0
 
