@@ -25,8 +25,9 @@ from typing import Any
 import httpx
 import msgspec
 
+from segue.conn.config import KVConfig
 from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.manager import KVConfig, KVManager
+from segue.conn.manager import KVManager
 from segue.core.errors import AbortedByClient
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId

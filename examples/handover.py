@@ -6,7 +6,8 @@ import sys
 
 import numpy as np
 
-from segue.conn.manager import KVConfig, KVManager
+from segue.conn.config import KVConfig
+from segue.conn.manager import KVManager
 from segue.core.types import KVPoll, Role, Span, TransferId, new_incarnation, new_room
 from segue.handoff.messages import Metadata
 from segue.layout.spec import KVShape, PoolSpec

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from segue.conn.manager import KVConfig, KVManager
+from segue.conn.config import KVConfig
+from segue.conn.manager import KVManager
 from segue.core.errors import ErrorCode, Internal
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, KVPoll, Role, TransferId

@@ -13,8 +13,9 @@ import msgspec
 import psutil
 import pytest
 
+from segue.conn.config import KVConfig
 from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.manager import KVConfig, KVManager
+from segue.conn.manager import KVManager
 from segue.core.errors import AbortedByClient, ErrorCode
 from segue.core.limits import Limits
 from segue.core.types import KVPoll, Role, Span, TransferId, new_room

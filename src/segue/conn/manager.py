@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from segue.conn.digest import Digester, Digests
+from segue.conn.config import HOST, KVConfig, Runtime
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
-from segue.conn.io import Io, IoThread, MonotonicClock
+from segue.conn.io import MonotonicClock
 from segue.conn.peers import Dialer, PathSpeed, Peer, join
+from segue.conn.transports import Transports, incarnation_of
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
-from segue.core.errors import DECODE_ERRORS, Internal, SegueError, TransferFailed
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, Integrity, Role, TransferId, new_incarnation
+from segue.core.errors import Internal, SegueError, TransferFailed
+from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
-from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
-from segue.layout.spec import PoolSpec
 from segue.session.api import PeerInfo, Session, SessionHandler
-from segue.session.node import SessionNode
-from segue.session.tls import Tls
 from segue.transport import base as transport_base
 from segue.transport.memory import Memory
-from segue.transport.registry import create
 
 log = logging.getLogger("segue.conn")
 
@@ -45,48 +38,6 @@ LeaderMessage = HandoffMessage | ControlMessage
 EARLY_PER_TRANSFER = 4
 KV_ROLES = (Role.PREFILL, Role.DECODE)
 H = TypeVar("H", KVSender, KVReceiver)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVConfig:
-    """How one leader meets its peers.
-
-    `model` is the fingerprint that both sides must share, `transports` the names to offer, in
-    order of preference. `host:port` is where sessions listen (port 0: any); transports listen
-    on `host` at `transport_port` (0: any); `advertise` and `advertise_transport_port` are what peers
-    are told if it is something else. `secret` is mandatory beyond loopback. `integrity` is what the checksums
-    of chunks that this side sends cover.
-    """
-
-    role: Role
-    model: str
-    spec: PoolSpec
-    transports: Sequence[str] = ("shm", "tcp")
-    host: str = "127.0.0.1"
-    port: int = 0
-    transport_port: int = 0
-    advertise: str | None = None
-    advertise_transport_port: int | None = None
-    secret: bytes | None = None
-    dp_rank: int = 0
-    dp_size: int = 1
-    integrity: Integrity = Integrity.FULL
-    limits: Limits = field(default_factory=Limits)
-    tls: Tls | None = None
-    incarnation: Incarnation = field(default_factory=new_incarnation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runtime:
-    """What makes the parts that a manager runs on: threads, sockets, chance. Another one (the simulator's)
-    runs the same manager in a world of its own."""
-
-    io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
-    node: Callable[..., SessionNode] = SessionNode
-    transport: Callable[..., transport_base.Transport] = create
-    digester: Callable[..., Digests] = Digester
-    exchange: Callable[..., Exchange] = Exchange
-    uniform: Callable[[float, float], float] = random.uniform
 
 
 class KVManager:
@@ -104,7 +55,7 @@ class KVManager:
         *,
         control: SessionHandler | None = None,
         clock: Clock | None = None,
-        runtime: Runtime = Runtime(),
+        runtime: Runtime = HOST,
     ) -> None:
         self.config = config
         self.clock: Clock = clock or MonotonicClock()
@@ -116,34 +67,19 @@ class KVManager:
         self._handles: dict[TransferId, KVSender | KVReceiver] = {}
         self._peers: dict[Incarnation, Peer] = {}
         self._dialers: dict[Incarnation, Dialer] = {}
-        # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
-        self._paths: dict[Incarnation, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
-        self._transports = {
-            name: runtime.transport(
-                name,
-                partial(self.io.post, self._transport_event, name),
-                me=f"{config.incarnation}/0",
-                host=config.host,
-                port=config.transport_port,
-                advertise=config.advertise,
-                advertise_port=config.advertise_transport_port,
-                stall_s=config.limits.peer_silence_s,
-                tls=config.tls,
-            )
-            for name in config.transports
-        }
+        self._transports = Transports(
+            config, memory, runtime.transport, partial(self.io.post, self._transport_event)
+        )
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
             model=config.model,
             dp_rank=config.dp_rank,
             dp_size=config.dp_size,
             ranks=[config.spec],
-            endpoints={
-                name: [msgspec.msgpack.encode(t.register(memory))] for name, t in self._transports.items()
-            },
+            endpoints=self._transports.endpoints,
             max_transfers=config.limits.max_transfers,
         )
         self._hello = msgspec.msgpack.encode(self.info)
@@ -200,8 +136,7 @@ class KVManager:
             if self.io.running:
                 self.io.call(self._close_sessions(), self.config.limits.connect_s)
         finally:
-            for transport in self._transports.values():
-                transport.close()
+            self._transports.close()
             self.io.stop()
 
     async def _close_sessions(self) -> None:
@@ -331,22 +266,13 @@ class KVManager:
             self._on_change(change)
 
     def _move(self, effect: api.PostWrite | api.Grant | api.Fence) -> None:
-        """Hand an effect to the transport that was chosen for the transfer's peer."""
         transfer = effect.transfer
-        sending = self.config.role is Role.PREFILL
-        incarnation = transfer.decode if sending else transfer.prefill
-        name = f"{incarnation}/{effect.target if isinstance(effect, api.PostWrite) else 0}"
-        transport = self._transports[self._paths[incarnation]]
-        match effect:
-            case api.PostWrite() if incarnation not in self._peers:
-                gone = TransferFailed(f"the session to {incarnation[:8]} has ended", room=transfer.room)
-                self.io.loop.call_soon(self._handle, api.WriteBroken(transfer, effect.tag, gone.info))
-            case api.PostWrite():
-                transport.write(name, effect.epoch, effect.tag, effect.blocks)
-            case api.Grant():
-                transport.grant(name, effect.epoch)
-            case api.Fence():
-                transport.fence(name, effect.epoch)
+        incarnation = self._transports.peer_of(transfer)
+        if isinstance(effect, api.PostWrite) and incarnation not in self._peers:
+            gone = TransferFailed(f"the session to {incarnation[:8]} has ended", room=transfer.room)
+            self.io.loop.call_soon(self._handle, api.WriteBroken(transfer, effect.tag, gone.info))
+        else:
+            self._transports.move(effect)
 
     def _arm(self, now: float) -> None:
         deadline = self.exchange.next_deadline()
@@ -367,7 +293,7 @@ class KVManager:
     # ---- transports --------------------------------------------------------------------------
 
     def _transport_event(self, name: str, event: transport_base.TransportEvent) -> None:
-        incarnation = Incarnation(event.peer.split("/", 1)[0])
+        incarnation = incarnation_of(event.peer)
         if isinstance(event, transport_base.PeerGone):
             self._handle(api.PeerDown(incarnation, event.error.info, dead=event.proven))
             peer = self._peers.get(incarnation)
@@ -423,10 +349,7 @@ class KVManager:
         joined = join(self.config.role, self.info, session.peer)
         peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
         self._peers[session.peer.incarnation] = peer
-        self._paths[session.peer.incarnation] = joined.transport
-        while len(self._paths) > self.config.limits.max_sessions:
-            oldest = next(name for name in self._paths if name not in self._peers)
-            del self._paths[oldest]
+        self._transports.choose(session.peer.incarnation, joined.transport, self._peers)
         log.info(
             "peer joined role=%s incarnation=%s address=%s transport=%s",
             session.peer.role.value,
@@ -442,16 +365,9 @@ class KVManager:
     async def _open_path(self, peer: Peer) -> None:
         """Prefill: connect the transport (it may block) before the first message is handled."""
         incarnation = peer.session.peer.incarnation
-        transport = self._transports[peer.transport]
-        limit_s = self.config.limits.connect_s
         try:
-            for rank, data in enumerate(peer.info.endpoints[peer.transport]):
-                endpoint = msgspec.msgpack.decode(data, type=transport_base.Endpoint)
-                await self.io.loop.run_in_executor(
-                    None, transport.connect, f"{incarnation}/{rank}", endpoint, limit_s
-                )
-        except (SegueError, *DECODE_ERRORS) as exc:
-            error = exc if isinstance(exc, SegueError) else TransferFailed(f"unreadable endpoint: {exc}")
+            await self._transports.connect(incarnation, peer.info, self.config.limits.connect_s)
+        except SegueError as error:
             peer.session.close(error)
             return
         if self._peers.get(incarnation) is peer:

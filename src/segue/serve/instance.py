@@ -21,9 +21,10 @@ from segue.bootstrap.client import Registry, RegistryClient
 from segue.bootstrap.guarded_http import GuardedServer
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import serve as serve_registry
+from segue.conn.config import KVConfig
 from segue.conn.handles import Change
 from segue.conn.io import MonotonicClock
-from segue.conn.manager import KVConfig, KVManager
+from segue.conn.manager import KVManager
 from segue.core.config import InstanceConfig
 from segue.core.errors import SegueError
 from segue.core.types import Incarnation, Integrity, Role, new_incarnation

@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord
+from segue.conn.config import KVConfig, Runtime
 from segue.conn.handles import KVReceiver, KVSender
-from segue.conn.manager import KVConfig, KVManager, Runtime
+from segue.conn.manager import KVManager
 from segue.core.errors import PeerLost, SegueError
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api

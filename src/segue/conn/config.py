@@ -1,0 +1,65 @@
+"""How one leader meets its peers, and what its manager runs on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.conn.digest import Digester, Digests
+from segue.conn.io import Io, IoThread
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Integrity, Role, new_incarnation
+from segue.handoff.exchange import Exchange
+from segue.layout.spec import PoolSpec
+from segue.session.node import SessionNode
+from segue.session.tls import Tls
+from segue.transport.base import Transport
+from segue.transport.registry import create
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig:
+    """How one leader meets its peers.
+
+    `model` is the fingerprint that both sides must share, `transports` the names to offer, in
+    order of preference. `host:port` is where sessions listen (port 0: any); transports listen
+    on `host` at `transport_port` (0: any); `advertise` and `advertise_transport_port` are what peers
+    are told if it is something else. `secret` is mandatory beyond loopback. `integrity` is what the checksums
+    of chunks that this side sends cover.
+    """
+
+    role: Role
+    model: str
+    spec: PoolSpec
+    transports: Sequence[str] = ("shm", "tcp")
+    host: str = "127.0.0.1"
+    port: int = 0
+    transport_port: int = 0
+    advertise: str | None = None
+    advertise_transport_port: int | None = None
+    secret: bytes | None = None
+    dp_rank: int = 0
+    dp_size: int = 1
+    integrity: Integrity = Integrity.FULL
+    limits: Limits = field(default_factory=Limits)
+    tls: Tls | None = None
+    incarnation: Incarnation = field(default_factory=new_incarnation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """What makes the parts that a manager runs on: threads, sockets, chance. Another one (the simulator's)
+    runs the same manager in a world of its own."""
+
+    io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
+    node: Callable[..., SessionNode] = SessionNode
+    transport: Callable[..., Transport] = create
+    digester: Callable[..., Digests] = Digester
+    exchange: Callable[..., Exchange] = Exchange
+    uniform: Callable[[float, float], float] = random.uniform
+
+
+#: The host's threads and sockets, and real chance.
+HOST = Runtime()

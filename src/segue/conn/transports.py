@@ -1,0 +1,111 @@
+"""The transports of one leader, and which of them leads to which peer.
+
+A transport's peers are ranks: `incarnation/rank`. Only here is that name made and taken apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Container
+from functools import partial
+
+import msgspec
+
+from segue.conn.config import KVConfig
+from segue.core.errors import DECODE_ERRORS, TransferFailed
+from segue.core.types import Incarnation, Role, TransferId
+from segue.handoff import api
+from segue.handoff.messages import LeaderInfo
+from segue.transport.base import Endpoint, Transport, TransportEvent
+from segue.transport.memory import Memory
+
+
+class Transports:
+    """One transport of each configured name, with the pool registered at each.
+
+    `make` is `transport.registry.create` or another with its arguments. `on_event` is called with
+    a transport's name and event, on any thread. Raises ConfigError for a transport that cannot be used here.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        memory: Memory,
+        make: Callable[..., Transport],
+        on_event: Callable[[str, TransportEvent], None],
+    ) -> None:
+        self._sending = config.role is Role.PREFILL
+        self._max_peers = config.limits.max_sessions
+        self._by_name = {
+            name: make(
+                name,
+                partial(on_event, name),
+                me=_rank_name(config.incarnation, 0),
+                host=config.host,
+                port=config.transport_port,
+                advertise=config.advertise,
+                advertise_port=config.advertise_transport_port,
+                stall_s=config.limits.peer_silence_s,
+                tls=config.tls,
+            )
+            for name in config.transports
+        }
+        #: What peers are told, by the transport's name: an encoded `Endpoint` for each rank.
+        self.endpoints = {
+            name: [msgspec.msgpack.encode(transport.register(memory))]
+            for name, transport in self._by_name.items()
+        }
+        # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
+        self._chosen: dict[Incarnation, str] = {}
+
+    def choose(self, peer: Incarnation, name: str, live: Container[Incarnation]) -> None:
+        """From now on `peer` is reached by the transport `name`. No `live` peer is forgotten for it."""
+        self._chosen[peer] = name
+        while len(self._chosen) > self._max_peers:
+            oldest = next(known for known in self._chosen if known not in live)
+            del self._chosen[oldest]
+
+    async def connect(self, peer: Incarnation, info: LeaderInfo, timeout_s: float) -> None:
+        """Open the path to each rank of a peer that was chosen a transport for. It may block, so it does
+        so on a thread of the loop's executor. Raises what `Transport.connect` does."""
+        name = self._chosen[peer]
+        connect = self._by_name[name].connect
+        for rank, data in enumerate(info.endpoints[name]):
+            try:
+                endpoint = msgspec.msgpack.decode(data, type=Endpoint)
+            except DECODE_ERRORS as exc:
+                raise TransferFailed(f"unreadable endpoint: {exc}") from exc
+            await asyncio.get_running_loop().run_in_executor(
+                None, connect, _rank_name(peer, rank), endpoint, timeout_s
+            )
+
+    def peer_of(self, transfer: TransferId) -> Incarnation:
+        """The other side of a transfer."""
+        return transfer.decode if self._sending else transfer.prefill
+
+    def move(self, effect: api.PostWrite | api.Grant | api.Fence) -> None:
+        """Hand an effect to the transport that was chosen for the transfer's peer."""
+        peer = self.peer_of(effect.transfer)
+        transport = self._by_name[self._chosen[peer]]
+        match effect:
+            case api.PostWrite():
+                name = _rank_name(peer, effect.target)
+                transport.write(name, effect.epoch, effect.tag, effect.blocks)
+            case api.Grant():
+                transport.grant(_rank_name(peer, 0), effect.epoch)
+            case api.Fence():
+                transport.fence(_rank_name(peer, 0), effect.epoch)
+
+    def close(self) -> None:
+        """End all of them; no event after it returns."""
+        for transport in self._by_name.values():
+            transport.close()
+
+
+def _rank_name(incarnation: Incarnation, rank: int) -> str:
+    return f"{incarnation}/{rank}"
+
+
+def incarnation_of(rank_name: str) -> Incarnation:
+    """Whose rank a transport's event speaks of."""
+    return Incarnation(rank_name.split("/", 1)[0])
