@@ -27,6 +27,7 @@ ATTEMPTS, KEPT, JOB = "balance/attempts.py", "roles/kept.py", "roles/job.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
 ABSENT = "handoff/absent.py"
+INBOX, KEEPALIVE = "session/inbox.py", "session/keepalive.py"
 MANAGER, CONNECTION, LEADER = "conn/manager.py", "session/connection.py", "serve/leader.py"
 
 MUTANTS = (
@@ -666,23 +667,23 @@ MUTANTS = (
     ),
     Mutant(
         "silence is not judged",
-        CONNECTION,
-        "        if now - self._heard_at >= limits.peer_silence_s:\n            text",
-        "        if now - self._heard_at >= 1000 * limits.peer_silence_s:\n            text",
+        KEEPALIVE,
+        "        if now - self.heard_at >= limits.peer_silence_s:\n            self._silent",
+        "        if now - self.heard_at >= 1000 * limits.peer_silence_s:\n            self._silent",
         "a peer behind a cut network is waited for",
     ),
     Mutant(
         "no keepalive",
-        CONNECTION,
-        "            self._write(_PING)",
-        "            self._sent_at = now",
+        KEEPALIVE,
+        "            self._ping()",
+        "            self.sent_at = now",
         "two sides with nothing to say take one another for dead",
     ),
     Mutant(
         "frames are not verified",
-        CONNECTION,
-        "            if mark != body_check(body):",
-        "            if mark != mark:",
+        INBOX,
+        "        if mark != body_check(body):",
+        "        if mark != mark:",
         "a flipped bit in a message is believed",
     ),
     Mutant(

@@ -111,7 +111,7 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
         feed = frames.encode_preamble(frames.PROTOCOL_VERSION)
         if state == "open":
             connection.state = State.OPEN
-            connection._max_in_bytes = 2**20
+            connection._inbox.max_frame_bytes = 2**20
             feed = b""
         elif state == "proven":
             feed += _frame(frames.KIND_SESSION, msgspec.msgpack.encode(_hello()))
@@ -127,7 +127,7 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
             view[: len(piece)] = piece
             connection.buffer_updated(len(piece))
             at += len(piece)
-            assert len(connection._buffer) <= 4 * 2**20, "a buffer grows with what is announced"
+            assert connection._inbox.buffer_bytes <= 4 * 2**20, "a buffer grows with what is announced"
         assert me.stats.handler_errors == 0
         if state == "stranger":
             assert not owner.heard, "a stranger was heard"

@@ -344,7 +344,7 @@ def test_frames_survive_any_way_of_being_cut(lengths: list[int], sizes: list[int
         connection.connection_made(FakeTransport())  # type: ignore[arg-type]
         # What the framing does once the session is open; how it opens is shown elsewhere.
         connection.state = State.OPEN
-        connection._max_in_bytes = 2**20
+        connection._inbox.max_frame_bytes = 2**20
         notes = [Note(i, bytes([i]) * (n * (50 if i == 3 else 1))) for i, n in enumerate(lengths)]
         bodies = [msgspec.msgpack.encode(note) for note in notes]
         _feed(connection, b"".join(pack_frame(KIND_MESSAGE, b) for b in bodies), sizes)

@@ -1,4 +1,4 @@
-"""One TCP (or TLS) connection of a session: framing, handshake, keepalive, backlog, end.
+"""One TCP (or TLS) connection of a session: handshake, messages, backlog, end.
 
 All methods run on the event loop. What concerns more than one connection (who replaces whom, how
 many strangers are let in) is decided by the `SessionNode`, here seen as `Owner`.
@@ -10,7 +10,8 @@ import asyncio
 import enum
 import logging
 import socket
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 
@@ -32,7 +33,6 @@ from segue.session.frames import (
     HEADER,
     KIND_MESSAGE,
     KIND_SESSION,
-    PREAMBLE,
     Accepted,
     Bye,
     Duplicate,
@@ -41,20 +41,20 @@ from segue.session.frames import (
     Refused,
     SessionFrame,
     Welcome,
-    body_check,
     decode_frame,
     decode_preamble,
     encode_frame,
     encode_message,
     encode_preamble,
-    lead_check,
 )
 from segue.session.handshake import Handshake, Progress
+from segue.session.inbox import ChangedFrame, Inbox, LongFrame
+from segue.session.keepalive import Keepalive
 
 log = logging.getLogger(__name__)
 
-_BASE_BUFFER_BYTES = 2 * (HANDSHAKE_FRAME_BYTES + HEADER.size)
-_OPEN_BUFFER_BYTES = 64 * 2**10
+T = TypeVar("T")
+
 #: How long a closed connection may take to hand its last frame over before it is cut.
 _LINGER_S = 1.0
 _PING = encode_frame(Ping())
@@ -143,16 +143,11 @@ class Connection(asyncio.BufferedProtocol):
         self._lost = False
         self._closed_due = False
         self._deadline: asyncio.TimerHandle | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._heard_at = loop.time()
-        self._sent_at = loop.time()
-        self._max_in_bytes = HANDSHAKE_FRAME_BYTES
+        self._keepalive = Keepalive(loop, owner.limits, self._ping, self._silent)
+        self._inbox = Inbox()
         self._max_out_bytes = HANDSHAKE_FRAME_BYTES
         self._out: list[bytes | bytearray] = []
         self._out_bytes = 0
-        self._buffer = memoryview(bytearray(_BASE_BUFFER_BYTES))
-        self._start = 0
-        self._end = 0
 
     # ---- the face -------------------------------------------------------------------------------
 
@@ -199,7 +194,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have asyncio's methods but not its base class.
         self._transport = cast(asyncio.Transport, transport)
-        self._heard_at = self._sent_at = self._loop.time()
+        self._keepalive.heard_at = self._keepalive.sent_at = self._loop.time()
         self.began_at = self._owner.next_turn()
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -222,15 +217,13 @@ class Connection(asyncio.BufferedProtocol):
             self._send_frame(self.handshake.me)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._end == len(self._buffer):
-            self._make_room(self._end - self._start + 1)
-        return self._buffer[self._end :]
+        return self._inbox.space()
 
     def buffer_updated(self, nbytes: int) -> None:
         if self.state is State.ENDED:
             return  # lingering: read on only to see the peer's end
-        self._heard_at = self._loop.time()
-        self._end += nbytes
+        self._keepalive.heard_at = self._loop.time()
+        self._inbox.add(nbytes)
         self._owner.batch_begin()
         try:
             self._parse()
@@ -257,61 +250,28 @@ class Connection(asyncio.BufferedProtocol):
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def _make_room(self, need_bytes: int) -> None:
-        """Move what is unread to the front of a buffer with room for `need_bytes` in all, growing
-        at most twofold, so that memory follows what was received, not what was announced."""
-        unread = self._end - self._start
-        size = len(self._buffer)
-        if need_bytes > size:
-            fresh = memoryview(bytearray(min(need_bytes, 2 * size) if unread >= size // 2 else size))
-            fresh[:unread] = self._buffer[self._start : self._end]
-            self._buffer = fresh
-        else:
-            self._buffer[:unread] = self._buffer[self._start : self._end]
-        self._start, self._end = 0, unread
-
     def _parse(self) -> None:
         if self.state is State.PREAMBLE and not self._parse_preamble():
             return
-        need = HEADER.size
-        while self._end - self._start >= HEADER.size:
-            length, kind, lead, mark = HEADER.unpack_from(self._buffer, self._start)
-            if lead != lead_check(length, kind):
-                self._changed("a frame whose header was changed on its way")
-                return
-            if length > self._max_in_bytes:
-                self._violation(f"a frame of {length} bytes; the limit is {self._max_in_bytes}")
-                return
-            need = HEADER.size + length
-            if self._end - self._start < need:
-                break
-            body = self._buffer[self._start + HEADER.size : self._start + need]
-            self._start += need
-            need = HEADER.size
-            if mark != body_check(body):
-                self._changed("a frame that was changed on its way")
-                return
-            self._on_frame(kind, body)
-            if self.state is State.ENDED:
-                return
-        if self._start == self._end:
-            self._start = self._end = 0
-            base = _OPEN_BUFFER_BYTES if self.state is State.OPEN else _BASE_BUFFER_BYTES
-            if len(self._buffer) != base:
-                self._buffer = memoryview(bytearray(base))
-        elif self._start + need > len(self._buffer):
-            self._make_room(need)
+        try:
+            while self.state is not State.ENDED and (frame := self._inbox.next_frame()) is not None:
+                self._on_frame(*frame)
+        except ChangedFrame as changed:
+            self._changed(str(changed))
+        except LongFrame as long:
+            self._violation(str(long))
 
     def _parse_preamble(self) -> bool:
-        if self._end < PREAMBLE.size:
+        preamble = self._inbox.preamble()
+        if preamble is None:
             return False
         ours = self._owner.protocol
         try:
-            theirs = decode_preamble(self._buffer[: PREAMBLE.size])
+            theirs = decode_preamble(preamble)
         except ValueError:
             self._owner.count("bad_frames")
             text = f"{self.describe()} does not speak the segue session protocol"
-            if self._buffer[0] == tls.HANDSHAKE_RECORD:
+            if preamble[0] == tls.HANDSHAKE_RECORD:
                 text = f"{self.describe()} speaks TLS and this side does not; {tls.GIVE_BOTH}"
                 log.warning("%s", text)
             self.end(PeerRefused(text), tell=False)
@@ -325,7 +285,6 @@ class Connection(asyncio.BufferedProtocol):
                 )
             )
             return False
-        self._start = PREAMBLE.size
         self.state = State.HANDSHAKE
         if not self.dialling:
             self._send_frame(self.handshake.me)
@@ -395,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
             case Progress.SEND_PROOF:
                 self._send_frame(handshake.proof_frame())
             case Progress.AUTHENTICATED:
-                self._max_in_bytes = owner.limits.max_frame_bytes
+                self._inbox.max_frame_bytes = owner.limits.max_frame_bytes
                 owner.authenticated(self)
                 if not self.dialling:
                     self._send_frame(handshake.proof_frame())
@@ -415,17 +374,9 @@ class Connection(asyncio.BufferedProtocol):
                 pass
 
     def _send_welcome(self) -> None:
-        limits = self._owner.limits
-        try:
-            payload = self._owner.handler.hello()
-        except SegueError:
-            raise
-        except Exception as error:
-            self._owner.count("handler_errors")
-            log.exception("the handler failed to make its payload for %s", self.describe())
-            raise Internal(f"the owner of the session failed to introduce itself: {error}") from error
-        others = self._owner.others(self)
-        self._send_frame(Welcome(payload=payload, max_frame_bytes=limits.max_frame_bytes, others=others))
+        payload = self._ask("introduce itself", self._owner.handler.hello)
+        limit, others = self._owner.limits.max_frame_bytes, self._owner.others(self)
+        self._send_frame(Welcome(payload=payload, max_frame_bytes=limit, others=others))
 
     def _on_payload(self) -> None:
         handshake = self.handshake
@@ -440,20 +391,24 @@ class Connection(asyncio.BufferedProtocol):
             address=self.lineage[2] if self.lineage else self._remote_address(),
             hello=welcome.payload,
         )
-        try:
-            self._owner.handler.accept(self._peer)
-        except SegueError:
-            raise
-        except Exception as error:
-            self._owner.count("handler_errors")
-            log.exception("the handler failed to judge %s", self.describe())
-            raise Internal(f"the owner of the session failed to judge its peer: {error}") from error
+        self._ask("judge its peer", self._owner.handler.accept, self._peer)
         if self.dialling:
             self._send_welcome()
         elif handshake.decides:
             self._decide()
         else:
             self._send_frame(Accepted(self._owner.others(self)))
+
+    def _ask(self, what: str, question: Callable[..., T], *about: object) -> T:
+        """Ask the handler something. Its refusal is the peer's to hear, and so is its bug, as Internal."""
+        try:
+            return question(*about)
+        except SegueError:
+            raise
+        except Exception as error:
+            self._owner.count("handler_errors")
+            log.exception("the handler failed to %s in a session with %s", what, self.describe())
+            raise Internal(f"the owner of the session failed to {what}: {error}") from error
 
     def _decide(self) -> None:
         if self._owner.decide(self):
@@ -468,7 +423,8 @@ class Connection(asyncio.BufferedProtocol):
         self.opened_at = self._owner.next_turn()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._arm()
+        self._inbox.opened()
+        self._keepalive.start()
         self._owner.opened(self)
         if self.outcome is not None and not self.outcome.done():
             self.outcome.set_result(True)
@@ -492,7 +448,7 @@ class Connection(asyncio.BufferedProtocol):
         self._write(encode_frame(frame))
 
     def _write(self, data: bytes | bytearray) -> None:
-        self._sent_at = self._loop.time()
+        self._keepalive.sent_at = self._loop.time()
         if self._owner.batching(self):
             self._out.append(data)
             self._out_bytes += len(data)
@@ -509,27 +465,8 @@ class Connection(asyncio.BufferedProtocol):
         waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
         return waiting + self._out_bytes
 
-    # ---- keepalive ------------------------------------------------------------------------------
-
-    def _arm(self) -> None:
-        limits = self._owner.limits
-        due = min(self._sent_at + limits.keepalive_s, self._heard_at + limits.peer_silence_s)
-        self._timer = self._loop.call_at(due, self._tick, due)
-
-    def _tick(self, due: float) -> None:
-        """Each session has its own timer, so nothing that one peer does delays another's."""
-        limits, now = self._owner.limits, self._loop.time()
-        if now - due > limits.keepalive_s and now - self._heard_at >= limits.peer_silence_s:
-            # We were the ones who slept (stopped process, blocked loop); what the peer sent
-            # meanwhile waits in the socket. Give it one more interval before judging.
-            self._heard_at = now - limits.peer_silence_s + min(limits.keepalive_s, limits.peer_silence_s)
-        if now - self._heard_at >= limits.peer_silence_s:
-            text = f"{self.describe()} has been silent for {now - self._heard_at:.1f} s"
-            self.end(PeerLost(text), tell=True)
-            return
-        if now - self._sent_at >= limits.keepalive_s:
-            self._write(_PING)
-        self._arm()
+    def _ping(self) -> None:
+        self._write(_PING)
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -545,6 +482,9 @@ class Connection(asyncio.BufferedProtocol):
         self._stop(error, tell=tell, linger=linger or tell)
         self._deliver_closed()
 
+    def _silent(self, silence_s: float) -> None:
+        self.end(PeerLost(f"{self.describe()} has been silent for {silence_s:.1f} s"), tell=True)
+
     def _end_later(self, error: SegueError, *, tell: bool) -> None:
         """As `end`, but `closed` comes in the loop's next turn: the caller is the handler itself."""
         if self._stop(error, tell=tell, linger=tell):
@@ -555,9 +495,9 @@ class Connection(asyncio.BufferedProtocol):
             return False
         was_open, self.state, self.error = self.state is State.OPEN, State.ENDED, error
         self._closed_due = was_open
-        for timer in (self._timer, self._deadline):
-            if timer is not None:
-                timer.cancel()
+        self._keepalive.stop()
+        if self._deadline is not None:
+            self._deadline.cancel()
         if tell and not self._lost:
             self._write(encode_frame(Bye(error.info) if was_open else Refused(error.info)))
         if linger:
@@ -568,8 +508,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.outcome is not None and not self.outcome.done():
             self.outcome.set_exception(error)
             self.outcome.exception()  # seen: a dialler that gave up does not fetch it
-        self._buffer = memoryview(bytearray(HEADER.size + 512))
-        self._start = self._end = 0
+        self._inbox.drop()
         self._owner.ended(self)
         return True
 
