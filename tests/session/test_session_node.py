@@ -506,7 +506,7 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
         assert not listener._connections
         assert not listener.strangers
         assert not listener._open
-        assert not listener._lineages
+        assert not listener._places
         assert not listener._arrivals
         for stranger in strangers:
             await stranger.ended()

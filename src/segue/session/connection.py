@@ -129,7 +129,8 @@ class Connection(asyncio.BufferedProtocol):
         self.state = State.PREAMBLE
         self.handshake = owner.new_handshake(dialling)
         self.expect: Incarnation | None = None
-        self.lineage: tuple[str, int, str] | None = None
+        #: Where the peer listens, if it does: no two processes hold one address.
+        self.place = ""
         self.error: SegueError | None = None
         #: The node's turns at which it was made and opened.
         self.began_at = self.opened_at = 0
@@ -184,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
     def describe(self) -> str:
         """For texts: role, rank, start of the incarnation and address of the peer."""
         hello = self.handshake.peer
-        address = self._peer.address if self._peer else self._remote_address()
+        address = self._peer.address if self._peer else self.remote_address()
         if hello is None:
             return address
         return f"{hello.role} {hello.incarnation[:8]} dp{hello.dp_rank} at {address}"
@@ -388,7 +389,7 @@ class Connection(asyncio.BufferedProtocol):
             incarnation=hello.incarnation,
             role=hello.role,
             dp_rank=hello.dp_rank,
-            address=self.lineage[2] if self.lineage else self._remote_address(),
+            address=self.place or self.remote_address(),
             hello=welcome.payload,
         )
         self._ask("judge its peer", self._owner.handler.accept, self._peer)
@@ -557,6 +558,7 @@ class Connection(asyncio.BufferedProtocol):
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
         return str(name[0]) if name else ""
 
-    def _remote_address(self) -> str:
+    def remote_address(self) -> str:
+        """Host and port of the socket's other end, for texts too."""
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
         return f"{name[0]}:{name[1]}" if name else "an unknown address"

@@ -126,7 +126,7 @@ class SessionNode:
         self._listener: socket.socket | None = None
         self._connections: dict[Connection, None] = {}
         self._open: dict[Incarnation, Connection] = {}
-        self._lineages: dict[tuple[str, int, str], Connection] = {}
+        self._places: dict[str, Connection] = {}
         self._arrivals: dict[Incarnation, list[asyncio.Future[None]]] = {}
         self._dials: dict[tuple[str, int, Incarnation | None], _Dial] = {}
         self._quiet: asyncio.Future[None] | None = None
@@ -362,10 +362,12 @@ class SessionNode:
     def _end_predecessor(self, connection: Connection, hello: Hello) -> None:
         """A new incarnation at an old one's listener proves that the old one is gone: two processes
         cannot hold one listening address. Its sessions end now, not after a silence."""
-        if not hello.listen:
-            return
-        connection.lineage = (hello.role, hello.dp_rank, _reachable(hello.listen, connection.remote_host()))
-        old = self._lineages.get(connection.lineage)
+        if connection.dialling:
+            # Not what it says of itself: behind one address translator two may name the same listener.
+            connection.place = connection.remote_address()
+        elif hello.listen:
+            connection.place = _reachable(hello.listen, connection.remote_host())
+        old = self._places.get(connection.place)
         if old is not None and old.peer.incarnation != hello.incarnation:
             old.end(
                 PeerRestarted(
@@ -405,8 +407,8 @@ class SessionNode:
         if old is not None:
             old.end(PeerLost(f"{old.describe()} gave this session up and opened another"), tell=False)
         self._open[incarnation] = connection
-        if connection.lineage is not None:
-            self._lineages[connection.lineage] = connection
+        if connection.place:
+            self._places[connection.place] = connection
         self.stats.opened += 1
         for arrival in self._arrivals.pop(incarnation, []):
             if not arrival.done():
@@ -426,8 +428,8 @@ class SessionNode:
             log.info("session ended: %s", connection.error)
         elif not connection.dialling:
             log.info("no session: %s", connection.error)
-        if connection.lineage is not None and self._lineages.get(connection.lineage) is connection:
-            del self._lineages[connection.lineage]
+        if self._places.get(connection.place) is connection:
+            del self._places[connection.place]
 
     def lost(self, connection: Connection) -> None:
         self._connections.pop(connection, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from segue.bootstrap.store import TOPOLOGY, RegistryStore
@@ -13,8 +14,10 @@ from segue.core.types import Incarnation, Role
 from segue.sim.front import Call, FrontNode, Wanted
 from segue.sim.invariants import Checks
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
+from segue.sim.places import Places
 from segue.sim.scenario import Fault, Scenario
 from segue.sim.tcp import Network, Timing
+from segue.sim.wire import Path
 from segue.sim.world import Process, SkewedClock, Violation, World
 
 TTL_S = 3.0
@@ -44,6 +47,9 @@ class Deployment:
         self.checks = Checks(self)
         self.by_incarnation: dict[Incarnation, Process] = {}
         self.nodes: dict[str, LeaderNode] = {}
+        #: what each instance is in its next life, and where
+        self.specs = {spec.name: spec for spec in scenario.nodes}
+        self.places = Places(list(self.specs), self.world.rng("places"))
         self.fronts: dict[str, FrontNode] = {}
         self._lives: Counter[str] = Counter()
         self._rng = self.world.rng("deployment")
@@ -57,8 +63,8 @@ class Deployment:
         """The whole scenario: busy time with faults, then peace, then rest."""
         scenario, world = self.scenario, self.world
         self._start_registry()
-        for spec in scenario.nodes:
-            self._start_node(spec)
+        for name in self.specs:
+            self._start_node(name)
         for index in range(scenario.fronts):
             self._start_front(index)
         for wanted in scenario.requests:
@@ -103,12 +109,6 @@ class Deployment:
         self.world.note("-", "faults have ended")
         self.healed_at = self.world.now
 
-    def host_of(self, name: str) -> str:
-        """The address of an instance or a frontend, the same in all its lives."""
-        if name.startswith("front"):
-            return f"127.0.2.{int(name[5:]) + 1}"
-        return f"127.0.1.{[spec.name for spec in self.scenario.nodes].index(name) + 1}"
-
     @property
     def front_limits(self) -> Limits:
         """The bounds of a frontend's sessions."""
@@ -134,14 +134,14 @@ class Deployment:
 
     # ---- instances and frontends ---------------------------------------------------------------
 
-    def _start_node(self, spec: NodeSpec) -> None:
-        life = self._lives[spec.name]
-        self._lives[spec.name] += 1
+    def _start_node(self, name: str) -> None:
+        spec, life = self.specs[name], self._lives[name]
+        self._lives[name] += 1
         make = LeaderNode if spec.role is Role.UNIFIED else KVNode
         node = make(self, spec, life)
-        self.nodes[spec.name] = node
+        self.nodes[name] = node
         self.by_incarnation[node.me] = node
-        self.world.note(node.name, f"starts as {node.me[:8]}")
+        self.world.note(node.name, f"starts as {spec.role} {node.me[:8]} at {node.host}:{node.port}")
         self._register(node)
 
     def _start_front(self, index: int) -> None:
@@ -190,8 +190,10 @@ class Deployment:
 
     def _restart(self, old: LeaderNode | FrontNode) -> None:
         if isinstance(old, LeaderNode):
-            if self.nodes[old.spec.name] is old:
-                self._start_node(old.spec)
+            name = old.spec.name
+            if self.nodes[name] is old:
+                self.places.settle(name)
+                self._start_node(name)
         elif self.fronts[f"front{old.index}"] is old:
             self._start_front(old.index)
 
@@ -281,8 +283,7 @@ class Deployment:
             case _ if process is None or not process.alive:
                 pass
             case "crash" | "front crash":
-                self.kill(process)
-                world.after(fault.seconds, None, self._restart, process)
+                self._crash(process, fault.seconds)
             case "pause":
                 self._pause(process, fault.seconds)
             case "crash mid write" | "pause mid write":
@@ -300,6 +301,35 @@ class Deployment:
             case _:
                 pass
 
+    def _crash(self, process: LeaderNode | FrontNode, down_s: float) -> None:
+        self.kill(process)
+        self.world.after(down_s, None, self._restart, process)
+
+    def _succeeded(self, fault: Fault, node: LeaderNode) -> None:
+        """The process ends, by a crash or by a drain, and its next life is another one."""
+        if fault.amount % 2:
+            node.drain()
+        else:
+            self._crash(node, fault.seconds)
+
+    def _change_role(self, fault: Fault, node: LeaderNode) -> None:
+        """The next life is of another role, at the same address. A deployment keeps one prefill and one
+        decode instance: where the last one changes, one of the other side takes its place."""
+        specs, name = self.specs, node.spec.name
+        old = specs[name].role
+        others = [spec for spec in specs.values() if spec.name != name]
+        if old is Role.UNIFIED or any(spec.role is old for spec in others):
+            choice = [role for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED) if role is not old]
+            specs[name] = replace(specs[name], role=choice[fault.amount // 2 % 2])
+            self._succeeded(fault, node)
+            return
+        new = Role.DECODE if old is Role.PREFILL else Role.PREFILL
+        partner = next(spec.name for spec in others if spec.role is new)
+        for changed, role in ((name, new), (partner, old)):
+            specs[changed] = replace(specs[changed], role=role)
+            if self.nodes[changed].alive:
+                self._succeeded(fault, self.nodes[changed])
+
     def _pause(self, process: LeaderNode | FrontNode, seconds: float) -> None:
         if process.alive and not process.paused:
             process.pause()
@@ -309,24 +339,20 @@ class Deployment:
         self.network.heal(a, b)
         self.healed_at = self.world.now
 
-    def _mid_write(self, fault: Fault, process: Any, other: Any) -> None:
-        path = process.paths.get(other.me) if isinstance(other, KVNode) else None
+    def _mid_write(self, fault: Fault, process: Process, other: Process | None) -> None:
+        path = _path(process, other)
         if path is None:
             return
+        writer = path.writer
         if fault.kind == "crash mid write":
-
-            def strike() -> None:
-                self.kill(process)
-                self.world.after(fault.seconds, None, self._restart, process)
-
-            process.faults.kill_mid_write = strike
+            writer.faults.kill_mid_write = lambda: self._crash(writer, fault.seconds)
             path.mid_write.append("kill")
         else:
-            process.faults.pause_mid_write = lambda: self._pause(process, fault.seconds)
+            writer.faults.pause_mid_write = lambda: self._pause(writer, fault.seconds)
             path.mid_write.append("pause")
 
-    def _path_fault(self, fault: Fault, process: Any, other: Any) -> None:
-        path = process.paths.get(other.me) if isinstance(other, KVNode) else None
+    def _path_fault(self, fault: Fault, process: Process, other: Process | None) -> None:
+        path = _path(process, other)
         if path is None:
             return
         if fault.kind == "path cut":
@@ -364,8 +390,20 @@ class Deployment:
                     node.after(fault.seconds, node.unsqueeze)
             case "drain":
                 node.drain()
+            case "move":
+                self.places.move(node.spec.name)
+                self._succeeded(fault, node)
+            case "role change":
+                self._change_role(fault, node)
             case _:
                 raise Violation("scenario", f"no such fault: {fault}")
+
+
+def _path(a: Process, b: Process | None) -> Path | None:
+    """The data path between two instances, whichever of them is the prefill one now."""
+    if not isinstance(a, KVNode) or not isinstance(b, KVNode):
+        return None
+    return a.paths.get(b.me) or b.paths.get(a.me)
 
 
 def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
@@ -389,7 +427,7 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
         }
     if features & {"mismatch"}:
         found |= {code.LAYOUT_MISMATCH, code.PEER_REFUSED}
-    if features & {"crash", "crash mid write", "drain", "front crash", "cut answers"}:
+    if features & {"crash", "crash mid write", "drain", "front crash", "cut answers", "move", "role change"}:
         found.add(code.PEER_RESTARTED)
     if features & {"bad request"}:
         found.add(code.METADATA_MISMATCH)  # two requests under one room
@@ -400,7 +438,7 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
     if features & {"bit flip"}:
         # Flipped in a preamble, a peer seems to speak something else.
         found |= {code.CHECKSUM_MISMATCH, code.PEER_REFUSED}
-    if features & {"drain", "cut answers"}:
+    if features & {"drain", "cut answers", "move", "role change"}:
         found.add(code.DRAINING)
     if features:
         found |= {code.OUT_OF_CAPACITY, code.TRANSFER_FAILED}

@@ -99,7 +99,7 @@ class FrontNode(Process):
         self.policies = [make_policy(policy, self.rng.randrange) for _ in range(2)]
         self._dialling: set[Incarnation] = set()
         clock = SkewedClock(deployment.world, 0.0, 1.0)
-        host = deployment.host_of(f"front{index}")
+        host = f"127.0.2.{index + 1}"
         self.loop = SimLoop(self, clock, deployment.network, host)  # type: ignore[abstract]
         self._node = SimSessionNode(
             loop=self.loop,

@@ -29,7 +29,7 @@ from segue.session.node import SessionNode
 from segue.sim.engine import LineageEngine, WrongKV, lineage_spec
 from segue.sim.faults import Injected, NodeFaults
 from segue.sim.loop import SimLoop
-from segue.sim.runtime import PORT, SimIo, SimSessionNode
+from segue.sim.runtime import SimIo, SimSessionNode
 from segue.sim.tcp import Timing
 from segue.sim.world import Process, SkewedClock, Violation
 
@@ -111,7 +111,7 @@ class LeaderNode(Process):
         self.engine.node = self
         self.pool = PagePool(spec.pages, spec.page_tokens)
         self.faults = NodeFaults(self)
-        self.host = deployment.host_of(spec.name)
+        self.host, self.port = deployment.places.of(spec.name)
         self.loop = SimLoop(self, self.skewed, deployment.network, self.host)  # type: ignore[abstract]
         self.io = SimIo(self.loop, self, deployment.timing.hop_s)
         self.fronts = Fronts(self)
@@ -154,7 +154,7 @@ class LeaderNode(Process):
             message_type=ControlMessage,
             limits=self.limits,
         )
-        self.io.call(self._node.listen(self.host, PORT), 1.0)
+        self.io.call(self._node.listen(self.host, self.port), 1.0)
 
     def record(self) -> InstanceRecord:
         """What the registry is told."""
@@ -164,7 +164,7 @@ class LeaderNode(Process):
             model=self.spec.model,
             served_model="m",
             context_tokens=CONTEXT_TOKENS,
-            replicas=[ReplicaRecord(dp_rank=0, host=self.host, port=PORT)],
+            replicas=[ReplicaRecord(dp_rank=0, host=self.host, port=self.port)],
         )
 
     def instances_changed(self, found: dict[Incarnation, InstanceRecord]) -> None:

@@ -1,7 +1,7 @@
 """An asyncio loop in virtual time: what production code of one simulated process runs on.
 
-Only what sessions and the I/O half of a `KVManager` use is here: callbacks, timers, futures, tasks,
-dialling. Everything else of `AbstractEventLoop` raises NotImplementedError, as its base class does.
+It has what sessions and the I/O half of a `KVManager` ask of their loop: callbacks, timers, futures, tasks,
+dialling. A call of any other method ends the run, loudly: nothing is simulated by accident.
 The time is the process's own monotonic clock; a paused process's callbacks wait, a dead one's never run.
 """
 

@@ -23,7 +23,7 @@ from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
 from segue.session.api import Session
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
-from segue.sim.runtime import PORT, SimSessionNode
+from segue.sim.runtime import SimSessionNode
 from segue.sim.wire import Path, check_landing
 from segue.sim.world import Violation
 from segue.transport.base import Endpoint, EventSink, Fenced, TransportEvent
@@ -219,7 +219,7 @@ class KVNode(LeaderNode):
             spec=self.engine.spec,
             transports=("tcp",),
             host=self.host,
-            port=PORT,
+            port=self.port,
             secret=self.deployment.secret,
             integrity=self.spec.integrity,
             limits=self.limits,

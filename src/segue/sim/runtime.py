@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from segue.core.errors import ErrorCode
+from segue.core.types import Incarnation
+from segue.session.api import Session
+from segue.session.connection import Connection
 from segue.session.node import SessionNode
 from segue.sim.loop import SimLoop
-from segue.sim.world import Process
+from segue.sim.world import Process, Violation
 
 T = TypeVar("T")
 
-#: Where every instance listens; its host tells them apart.
+#: Where every instance listens at first; its host tells them apart.
 PORT = 7000
 
 
@@ -52,18 +56,55 @@ class SimIo:
 
 
 class SimSessionNode(SessionNode):
-    """Production's node, listening in the simulated network."""
+    """Production's node, listening in the simulated network, and what 13 says of its sessions: each is with
+    the incarnation that was asked for, nobody is said to be gone who is there, and two incarnations at one
+    address are never both taken for alive."""
 
     def __init__(self, *, loop: SimLoop, **options: Any) -> None:
         rng = loop.process.world.rng(f"nonces {loop.process.name}")
         super().__init__(**options, random_bytes=rng.randbytes)
         self._sim_loop = loop
+        loop.network.processes[self.incarnation] = loop.process
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Bind nothing; the network gives us each connection."""
         self._listen = f"{host}:{port}"
         self._sim_loop.network.listen(self._sim_loop, port, self._gate.guest)
+        self._sim_loop.network.places[self.incarnation] = (host, port)
         return host, port
+
+    async def connect(
+        self, host: str, port: int, *, expect: Incarnation | None = None, timeout_s: float
+    ) -> Session:
+        """As production; an address is not a peer."""
+        session = await super().connect(host, port, expect=expect, timeout_s=timeout_s)
+        if expect is not None and session.peer.incarnation != expect:
+            self._wrong(f"dialled {expect[:8]} and took {session.peer.incarnation[:8]} for it")
+        return session
+
+    def opened(self, connection: Connection) -> None:
+        """As production."""
+        super().opened(connection)
+        places, me = self._sim_loop.network.places, connection.peer.incarnation
+        place = places.get(me)
+        for other in self._open:
+            if place is not None and other != me and places.get(other) == place:
+                self._wrong(f"has sessions with {other[:8]} and with {me[:8]}, both at {place}")
+
+    def ended(self, connection: Connection) -> None:
+        """As production."""
+        hello, error = connection.handshake.peer, connection.error
+        open_here = hello is not None and self._open.get(hello.incarnation) is connection
+        who = hello.incarnation if hello is not None and open_here else connection.expect
+        super().ended(connection)
+        if who is None or error is None or error.info.code is not ErrorCode.PEER_RESTARTED:
+            return
+        if self._sim_loop.network.processes[who].alive:
+            self._wrong(f"says that {who[:8]} was restarted, which lives: {error}")
+
+    def _wrong(self, text: str) -> None:
+        process = self._sim_loop.process
+        process.world.fail(Violation("13", f"{process.name} {text}"))
 
 
 __all__ = ["PORT", "SimIo", "SimSessionNode"]

@@ -44,6 +44,8 @@ FEATURES = (
     "mismatch",
     "bit flip",
     "cut answers",
+    "move",
+    "role change",
 )
 
 BAD = (
@@ -299,79 +301,91 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the faults of one kind are drawn: between one and `times` times the scenario's intensity of
+    them (0: one), each on one of the processes called `where` and, if given, one of those called `other`."""
+
+    kind: str
+    times: int
+    where: str
+    other: str = ""
+    seconds: tuple[float, ...] = (0.003, 0.05, 0.5, 4.0, 4.0)
+    triggers: tuple[str, ...] = TRIGGERS
+
+
+_DOWN_S = (0.01, 0.3, 3.0)
+_BRIEF_S = (0.01, 0.3)
+#: Right after a token has gone out, when the answer is somebody's already.
+_CUTS = ("Outputs",)
+
+#: What each feature brings. Those that are not here change the deployment, its requests or its clocks.
+FAULTS: dict[str, tuple[Draw, ...]] = {
+    "crash": (Draw("crash", 1, "any", seconds=_DOWN_S),),
+    "crash mid write": (Draw("crash mid write", 1, "prefill", "decode", seconds=_BRIEF_S),),
+    "pause": (Draw("pause", 1, "any"),),
+    "pause mid write": (Draw("pause mid write", 2, "prefill", "decode"),),
+    "break": (Draw("break", 2, "prefill", "decode"), Draw("break", 2, "decode", "prefill")),
+    "front break": (Draw("front break", 2, "any", "front"),),
+    "partition": (Draw("partition", 1, "one side", "other side"),),
+    "slow link": (Draw("slow link", 1, "prefill", "decode"),),
+    "write fails": (Draw("write fails", 4, "prefill", "decode"),),
+    "path cut": (Draw("path cut", 2, "prefill", "decode"),),
+    # A handler that breaks on a proof is worth more tries than one that breaks anywhere.
+    "handler exception": (Draw("handler exception", 3, "kv", triggers=PROOFS),),
+    "step exception": (Draw("step exception", 2, "any"),),
+    "sequence error": (Draw("sequence error", 2, "any"),),
+    "engine refuses": (Draw("engine refuses", 2, "any"),),
+    "squeeze": (Draw("squeeze", 2, "any"),),
+    "registry loss": (Draw("registry loss", 0, "registry"),),
+    "drain": (Draw("drain", 1, "any"),),
+    "front crash": (Draw("front crash", 0, "front", seconds=(0.1,)),),
+    "bit flip": (
+        Draw("wire flip", 3, "prefill", "decode"),
+        Draw("page flip", 3, "decode"),
+        Draw("session flip", 1, "any"),
+    ),
+    "cut answers": (
+        Draw("crash", 2, "talker", seconds=_BRIEF_S, triggers=_CUTS),
+        Draw("front break", 2, "talker", "front", triggers=_CUTS),
+        Draw("drain", 2, "talker", triggers=_CUTS),
+    ),
+    "move": (Draw("move", 2, "any", seconds=_DOWN_S),),
+    "role change": (Draw("role change", 2, "any", seconds=_DOWN_S),),
+}
+
+
 def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
-    kv = [n.name for n in scenario.nodes if n.role is not Role.UNIFIED]
-    everybody = [n.name for n in scenario.nodes]
-    prefills = [n.name for n in scenario.nodes if n.role is Role.PREFILL]
-    decodes = [n.name for n in scenario.nodes if n.role is Role.DECODE]
-    fronts = [f"front{i}" for i in range(scenario.fronts)]
+    by_role = {role: [n.name for n in scenario.nodes if n.role is role] for role in Role}
+    prefills, decodes, unified = (by_role[r] for r in (Role.PREFILL, Role.DECODE, Role.UNIFIED))
+    sides = [prefills, decodes]
+    rng.shuffle(sides)
+    names = {
+        "prefill": prefills,
+        "decode": decodes,
+        "kv": prefills + decodes,
+        "talker": decodes + unified,
+        "any": prefills + decodes + unified,
+        "one side": sides[0],
+        "other side": sides[1],
+        "front": [f"front{i}" for i in range(scenario.fronts)],
+        "registry": ["registry"],
+        "": [""],
+    }
     found: list[Fault] = []
     intensity = rng.choice((1, 2, 2, 4))
-
-    def add(kind: str, count: int, nodes: list[str], others: list[str] | None = None, **more: float) -> None:
-        # A handler that breaks on a proof is worth more tries than one that breaks anywhere.
-        triggers = PROOFS if kind == "handler exception" else TRIGGERS
-        for _ in range(rng.randint(1, max(1, count))):
-            seconds = rng.choice((0.003, 0.05, 0.5, 4.0, 4.0))
-            found.append(
-                Fault(
-                    name=f"f{len(found)}",
-                    kind=kind,
-                    at=rng.uniform(0.02, 0.02 + scenario.busy_s),
-                    node=rng.choice(nodes),
-                    other=rng.choice(others) if others else "",
-                    seconds=more.get("seconds", seconds),
-                    amount=rng.randint(1, 64),
-                    trigger=rng.choice(triggers),
-                )
+    draws = [draw for feature in FEATURES if feature in scenario.features for draw in FAULTS.get(feature, ())]
+    for draw in draws:
+        for _ in range(rng.randint(1, max(1, draw.times * intensity))):
+            fault = Fault(
+                name=f"f{len(found)}",
+                kind=draw.kind,
+                at=rng.uniform(0.02, 0.02 + scenario.busy_s),
+                node=rng.choice(names[draw.where]),
+                other=rng.choice(names[draw.other]),
+                seconds=rng.choice(draw.seconds),
+                amount=rng.randint(1, 64),
+                trigger=rng.choice(draw.triggers),
             )
-
-    for feature in FEATURES:
-        if feature not in scenario.features:
-            continue
-        match feature:
-            case "crash":
-                add(feature, intensity, everybody, seconds=rng.choice((0.01, 0.3, 3.0)))
-            case "crash mid write":
-                add(feature, intensity, prefills, decodes, seconds=rng.choice((0.01, 0.3)))
-            case "pause":
-                add(feature, intensity, everybody)
-            case "pause mid write":
-                add(feature, 2 * intensity, prefills, decodes)
-            case "break" | "path cut":
-                add(feature, 2 * intensity, prefills, decodes)
-                if feature == "break":
-                    add(feature, 2 * intensity, decodes, prefills)
-            case "front break":
-                add(feature, 2 * intensity, everybody, fronts)
-            case "partition":
-                a, b = (prefills, decodes) if rng.random() < 0.5 else (decodes, prefills)
-                add(feature, intensity, a, b)
-            case "slow link":
-                add(feature, intensity, prefills, decodes)
-            case "write fails":
-                add(feature, 4 * intensity, prefills, decodes)
-            case "handler exception":
-                add(feature, 3 * intensity, kv)
-            case "step exception" | "sequence error" | "engine refuses" | "squeeze":
-                add(feature, 2 * intensity, everybody)
-            case "registry loss":
-                add(feature, 1, ["registry"])
-            case "drain":
-                add(feature, intensity, everybody, seconds=0.2)
-            case "bit flip":
-                add("wire flip", 3 * intensity, prefills, decodes)
-                add("page flip", 3 * intensity, decodes)
-                add("session flip", intensity, everybody)
-            case "cut answers":
-                # Right after a token has gone out, when the answer is somebody's already.
-                talkers = [n.name for n in scenario.nodes if n.role is not Role.PREFILL]
-                for kind in ("crash", "front break", "drain"):
-                    first = len(found)
-                    add(kind, 2 * intensity, talkers, fronts, seconds=rng.choice((0.01, 0.3)))
-                    found[first:] = [replace(fault, trigger="Outputs") for fault in found[first:]]
-            case "front crash":
-                add(feature, 1, fronts, seconds=0.1)
-            case _:
-                pass
+            found.append(fault)
     return found

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from segue.core.types import Incarnation
 from segue.sim.world import Process, World
 
 if TYPE_CHECKING:
@@ -202,6 +203,9 @@ class Network:
         self.timing = timing
         self.opened = 0
         self.live: dict[Process, dict[Socket, None]] = {}
+        #: what is true of an incarnation, whatever others believe: its process, and where it listens
+        self.processes: dict[Incarnation, Process] = {}
+        self.places: dict[Incarnation, tuple[str, int]] = {}
         self._listeners: dict[tuple[str, int], tuple[SimLoop, Accept]] = {}
         self._blocked: set[tuple[Process, Process]] = set()
         #: how many of the next segments that arrive at a process come with one bit changed
