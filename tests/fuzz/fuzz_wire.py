@@ -24,10 +24,11 @@ from segue.session import frames
 from segue.session.connection import Connection, State
 from segue.session.handshake import Handshake, session_key
 from segue.session.node import SessionNode
-from segue.transport import handshake, registry, shm, tcp, tcp_wire
+from segue.transport import handshake, registry, shm_out, tcp, tcp_wire
 from segue.transport.base import Endpoint
 from segue.transport.host import host_id
 from segue.transport.memory import allocate
+from segue.transport.shm_wire import ShmAddress
 
 SECRET = b"a secret of the tests"
 MINE, THEIRS = Incarnation("a" * 32), Incarnation("b" * 32)
@@ -311,13 +312,13 @@ def _tcp_endpoint_seeds() -> list[bytes]:
 def _shm_endpoint(data: bytes) -> str:
     ours = {"shm": Endpoint("shm", 4096, _shm_endpoint_seeds()[0])}
     registry.choose(ours, {"shm": Endpoint("shm", 4096, data)})
-    shm._open_path("a/0", "b/0", Endpoint("shm", 4096, data), 0.2)
+    shm_out.map_peer("a/0", "b/0", Endpoint("shm", 4096, data), 0.2)
     return "connected"
 
 
 def _shm_endpoint_seeds() -> list[bytes]:
     name = b"\0segue-fuzz-%d" % os.getpid()  # nobody listens there
-    address = shm.ShmAddress(version=1, name=name, key=KEY, host=host_id())
+    address = ShmAddress(version=1, name=name, key=KEY, host=host_id())
     return [
         msgspec.msgpack.encode(a)
         for a in (
@@ -340,10 +341,10 @@ def _shm_verdict(data: bytes) -> str:
         theirs.send(listener.challenge())
         writer = handshake.Writer(KEY, _GOOD)
         ours.settimeout(1.0)
-        ours.sendall(writer.respond(shm._frame(ours, handshake.CHALLENGE_BYTES)))
+        ours.sendall(writer.respond(shm_out.read_frame(ours, handshake.CHALLENGE_BYTES)))
         _, verdict = listener.accept(theirs.recv(2 * handshake.RESPONSE_BYTES))
         socket.send_fds(theirs, [verdict if len(data) < 60 else data], fds)
-        pool, table = shm._take_memory(ours, writer, 4096)
+        pool, table = shm_out.take_memory(ours, writer, 4096)
         pool.close()
         table.close()
         return "mapped"

@@ -15,8 +15,9 @@ from segue.layout.blocks import CopyBlock
 from segue.transport import handshake
 from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
 from segue.transport.memory import Memory, allocate, available_bytes, sealed
-from segue.transport.shm import ShmAddress, ShmTransport
+from segue.transport.shm import ShmTransport
 from segue.transport.shm_table import SLOTS, GrantTable, GrantView
+from segue.transport.shm_wire import ShmAddress
 
 MiB = 2**20
 

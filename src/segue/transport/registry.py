@@ -115,7 +115,7 @@ def choose(ours: Mapping[str, Endpoint], theirs: Mapping[str, Endpoint]) -> str 
 
 
 class _ShmHost(msgspec.Struct, frozen=True):
-    """The part of `shm.ShmAddress` that says where it is; read without loading `shm`."""
+    """The part of `shm_wire.ShmAddress` that says where it is; read without loading `shm`."""
 
     version: int
     host: str

@@ -26,13 +26,14 @@ from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, PeerRefused,
 from segue.layout.blocks import CopyBlock
 from segue.session.tls import GIVE_BOTH, Tls
 from segue.transport import handshake, ranges, tcp_wire
-from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed
+from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, WriteFailed
 from segue.transport.epochs import Ended, Grants
 from segue.transport.ioloop import IoLoop
 from segue.transport.memory import Memory
 from segue.transport.tcp_channel import Channel
 from segue.transport.tcp_in import Door, InStream, Pool
 from segue.transport.tcp_out import Path, open_streams
+from segue.transport.teller import Teller
 
 DEFAULT_STREAMS = (
     1  # on loopback more only cost header and wake-ups (bench/transport.py); a fast NIC wants more
@@ -88,7 +89,6 @@ class TcpTransport:
             raise ConfigError(f"tcp needs 1 to {MAX_STREAMS_PER_PEER} streams per peer, not {streams}")
         if not 1 <= part_bytes <= tcp_wire.MAX_PART_BYTES:
             raise ConfigError(f"part_bytes must be in 1 … {tcp_wire.MAX_PART_BYTES}, not {part_bytes}")
-        self._on_event = on_event
         self._me = handshake.checked_name(me)
         self._host, self._port, self._advertise = host, port, advertise or host
         self._advertise_port = advertise_port
@@ -103,8 +103,7 @@ class TcpTransport:
         self._max_streams = max_streams
         self._max_parts = max_parts
         self._lock = threading.Lock()
-        self._closed = False
-        self._failed: BaseException | None = None
+        self._teller = Teller(self.name, on_event)
         self._memory: Memory | None = None
         self._view: object = None  # an export of the mapping: it cannot be unmapped under our feet
         self._pool = Pool(0, 0)
@@ -120,7 +119,7 @@ class TcpTransport:
     def register(self, memory: Memory) -> Endpoint:
         """See `Transport.register`. Raises ConfigError when the port cannot be listened on."""
         with self._lock:
-            if self._memory is not None or self._closed:
+            if self._memory is not None or self._teller.closed:
                 raise ConfigError("a transport registers one memory, once, before it is closed")
             listener = self._listen()
             view = np.frombuffer(memory.buffer, np.uint8)
@@ -149,7 +148,7 @@ class TcpTransport:
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         with self._lock:
-            if self._closed:
+            if self._teller.closed:
                 raise TransferFailed("the transport is closed")
             if self._memory is None:
                 raise ConfigError("register the memory before connecting")
@@ -176,7 +175,7 @@ class TcpTransport:
             channels,
             self._pool.address,
             endpoint.nbytes,
-            self._emit,
+            self._teller.emit,
             self._path_gone,
             part_bytes=self._part_bytes,
             slice_bytes=self._slice_bytes,
@@ -184,7 +183,7 @@ class TcpTransport:
             max_parts=self._max_parts,
         )
         with self._lock:
-            if self._closed or peer in self._paths:
+            if self._teller.closed or peer in self._paths:
                 for channel in channels:
                     channel.close()
                 return
@@ -194,7 +193,7 @@ class TcpTransport:
     def grant(self, peer: str, epoch: int) -> None:
         """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
         with self._lock:
-            if not self._closed:
+            if not self._teller.closed:
                 self._grants.add(peer, epoch)
 
     def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
@@ -205,8 +204,8 @@ class TcpTransport:
             try:
                 if path is None or self._memory is None:
                     raise TransferFailed(f"no tcp path to {peer}")
-                if self._failed is not None:
-                    raise Internal(f"the tcp transport has failed: {self._failed!r}")
+                if self._teller.failure:
+                    raise Internal(self._teller.failure)
                 if (peer, epoch) in self._ended:
                     raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
                 nbytes = ranges.check(blocks, self._pool.nbytes, path.target_bytes)
@@ -215,49 +214,34 @@ class TcpTransport:
             else:
                 self._loop.post(partial(path.write, epoch, tag, blocks, nbytes, posted))
                 return
-        self._soon(failed)
+        self._teller.soon(self._loop, failed)
 
     def fence(self, peer: str, epoch: int) -> None:
         """See `Transport.fence`; proven, except when the path broke under a write of this side."""
         with self._lock:
-            if self._closed:
+            if self._teller.closed:
                 return
             self._grants.remove(peer, epoch)  # seen before the next slice lands
             self._ended.add(peer, epoch)
             path = self._paths.get(peer)
-            if path is not None and self._failed is None:
+            if path is not None and not self._teller.failure:
                 self._loop.post(partial(path.fence, epoch))
                 return
-        self._soon(Fenced(peer, epoch, path is None))
+        self._teller.soon(self._loop, Fenced(peer, epoch, path is None))
 
     def close(self) -> None:
         """See `Transport.close`."""
         with self._lock:
-            if self._closed:
+            if self._teller.closed:
                 return
-            self._closed = True
+            self._teller.closed = True
         self._loop.stop(self._release, _CLOSE_S)
 
     # ---- inside (loop thread) ---------------------------------------------------------------------
 
-    def _emit(self, event: TransportEvent) -> None:
-        if not self._closed:
-            self._on_event(event)
-
-    def _soon(self, event: TransportEvent) -> None:
-        """Tell `event` from our thread; when that has died, from the caller's."""
-        if self._failed is None:
-            self._loop.post(partial(self._emit, event))
-        else:
-            self._emit(event)
-
     def _crashed(self, exc: BaseException) -> None:
-        """The thread ended by a bug: every peer is unreachable, and nothing lands any more."""
-        self._failed = exc
-        error = Internal(f"the tcp transport has failed: {exc!r}")
-        names = {*self._paths, *(self._door.groups if self._door is not None else ())}
-        for name in names:
-            self._emit(PeerGone(name, False, error))
+        self._teller.fail(exc)
+        self._teller.all_gone({*self._paths, *(self._door.groups if self._door is not None else ())})
 
     def _release(self) -> None:
         for path in self._paths.values():
@@ -283,13 +267,13 @@ class TcpTransport:
     def _writer_gone(self, peer: str, error: SegueError) -> None:
         with self._lock:
             self._grants.remove_peer(peer)
-        self._emit(PeerGone(peer, True, error))
+        self._teller.emit(PeerGone(peer, True, error))
 
     def _path_gone(self, path: Path, error: SegueError) -> None:
         with self._lock:
             if self._paths.get(path.name) is path:
                 del self._paths[path.name]
-        self._emit(PeerGone(path.name, False, error))
+        self._teller.emit(PeerGone(path.name, False, error))
 
     def _listen(self) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(

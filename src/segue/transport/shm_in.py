@@ -1,0 +1,204 @@
+"""The receiving end of `shm`: who is let in, who may hold a mapping of our pool, and the proof that it
+does not any more.
+
+Everything here runs on the loop's thread, but for `may_write`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from segue.core.errors import PeerLost, PeerRefused
+from segue.transport import handshake
+from segue.transport.base import PeerGone, TransportEvent
+from segue.transport.host import peer_pidfd, peer_uid
+from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.shm_table import GrantTable
+from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, farewell, send
+
+OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+REST_S = 0.1
+
+log = logging.getLogger("segue.shm")
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A peer's socket. `name` is empty until it proved that it knows the key."""
+
+    sock: socket.socket
+    proof: handshake.Listener
+    name: str = ""
+    pidfd: int | None = None
+    goodbye: bool = False
+    timer: Timer | None = None
+
+
+class Door:
+    """The listening socket and every process that came in through it.
+
+    `memory_fd` is the pool that is passed to those who know `key`, with `table`; `lock` covers the
+    table and the list of writers.
+    """
+
+    def __init__(
+        self,
+        loop: IoLoop,
+        lock: threading.RLock,
+        listener: socket.socket,
+        key: bytes,
+        memory_fd: int,
+        table: GrantTable,
+        emit: Callable[[TransportEvent], None],
+        *,
+        max_strangers: int,
+        handshake_s: float,
+    ) -> None:
+        self._loop = loop
+        self._lock = lock
+        self._listener = listener
+        self._key = key
+        self._memory_fd = memory_fd
+        self._table = table
+        self._emit = emit
+        self._max_strangers = max_strangers
+        self._handshake_s = handshake_s
+        self._strangers: dict[int, Incoming] = {}
+        #: Those who may hold a mapping, by name: one name may have come in more than once.
+        self.writers: dict[str, list[Incoming]] = {}
+
+    def open(self) -> None:
+        """Start to accept; also after a rest."""
+        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._knock)
+
+    def may_write(self, name: str) -> bool:
+        """Whether a process of this name may hold a mapping (under the lock)."""
+        return name in self.writers
+
+    def close(self) -> None:
+        """Close every socket, with a goodbye; no event."""
+        for peer in [*self._strangers.values(), *(p for named in self.writers.values() for p in named)]:
+            farewell(peer.sock)
+            if peer.pidfd is not None:
+                os.close(peer.pidfd)
+        self._listener.close()
+        self._strangers.clear()
+        self.writers.clear()
+
+    # ---- strangers -------------------------------------------------------------------------------
+
+    def _knock(self, _events: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as exc:
+            if exc.errno in OUT_OF_DESCRIPTORS:
+                self._rest(exc)
+            return  # or it left again
+        sock.setblocking(False)
+        peer = Incoming(sock, handshake.Listener(self._key))
+        if peer_uid(sock) != os.getuid():
+            send(sock, peer.proof.refuse("another user"))
+            sock.close()
+            return
+        if len(self._strangers) >= self._max_strangers:
+            # The oldest, so that a crowd cannot keep a peer out that proves itself at once.
+            self._drop_stranger(next(iter(self._strangers.values())))
+        self._strangers[sock.fileno()] = peer
+        peer.timer = self._loop.later(self._handshake_s, partial(self._drop_stranger, peer))
+        self._loop.watch(sock.fileno(), select.EPOLLIN, partial(self._greet, peer))
+        send(sock, peer.proof.challenge())
+
+    def _rest(self, exc: OSError) -> None:
+        """No descriptor is free: do not let the kernel call us again at once, for nothing."""
+        log.error("shm cannot accept peers: %s", exc.strerror)
+        self._loop.unwatch(self._listener.fileno())
+        self._loop.later(REST_S, self.open)
+
+    def _drop_stranger(self, peer: Incoming) -> None:
+        if peer.timer is not None:
+            peer.timer.cancel()
+        self._strangers.pop(peer.sock.fileno(), None)
+        self._loop.unwatch(peer.sock.fileno())
+        peer.sock.close()
+
+    def _greet(self, peer: Incoming, _events: int) -> None:
+        try:
+            frame = peer.sock.recv(handshake.RESPONSE_BYTES + 1)
+            hello, verdict = peer.proof.accept(frame)
+            pidfd = peer_pidfd(peer.sock)
+            if pidfd is None:
+                raise PeerRefused("the process is gone")
+        except PeerRefused as exc:
+            send(peer.sock, peer.proof.refuse(exc.info.text))
+            self._drop_stranger(peer)
+            return
+        except OSError:
+            self._drop_stranger(peer)
+            return
+        if peer.timer is not None:
+            peer.timer.cancel()
+        del self._strangers[peer.sock.fileno()]
+        peer.name, peer.pidfd = hello.name, pidfd
+        self._loop.unwatch(peer.sock.fileno())
+        self._loop.watch(peer.sock.fileno(), select.EPOLLIN, partial(self._says, peer))
+        self._loop.watch(pidfd, select.EPOLLIN, partial(self._died, peer))
+        with self._lock:  # from here on the peer may hold a mapping
+            self.writers.setdefault(peer.name, []).append(peer)
+        try:
+            socket.send_fds(peer.sock, [verdict], [self._memory_fd, self._table.fd])
+        except OSError:
+            self._left(peer)
+
+    # ---- writers ---------------------------------------------------------------------------------
+
+    def _says(self, peer: Incoming, _events: int) -> None:
+        try:
+            data = peer.sock.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data == GOODBYE:
+            peer.goodbye = True
+        elif not data:
+            self._left(peer)
+
+    def _left(self, peer: Incoming) -> None:
+        """The socket has ended. With a goodbye that is a proof; else wait for the process."""
+        self._loop.unwatch(peer.sock.fileno())
+        if peer.goodbye:
+            self._gone(peer, "said goodbye")
+        else:
+            peer.timer = self._loop.later(DEATH_GRACE_S, partial(self._silent, peer))
+
+    def _silent(self, peer: Incoming) -> None:
+        error = PeerLost(f"{peer.name} closed its shm socket but its process lives", peer=peer.name)
+        self._emit(PeerGone(peer.name, False, error))
+
+    def _died(self, peer: Incoming, _events: int) -> None:
+        self._gone(peer, "its process has ended")
+
+    def _gone(self, peer: Incoming, why: str) -> None:
+        assert peer.pidfd is not None
+        if peer.timer is not None:
+            peer.timer.cancel()
+        self._loop.unwatch(peer.sock.fileno())
+        self._loop.unwatch(peer.pidfd)
+        peer.sock.close()
+        os.close(peer.pidfd)
+        with self._lock:
+            left = self.writers[peer.name]
+            left.remove(peer)
+            if left:
+                return  # another connection of this name may still write
+            del self.writers[peer.name]
+            self._table.remove_peer(peer.name)
+        self._emit(PeerGone(peer.name, True, PeerLost(f"{peer.name} is gone: {why}", peer=peer.name)))

@@ -1,0 +1,34 @@
+"""What both ends of an `shm` path say on their unix socket, and how a peer reaches one."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+GOODBYE = b"goodbye"
+#: A killed process closes its socket a moment before its pidfd says that it has ended.
+DEATH_GRACE_S = 1.0
+
+
+class ShmAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in `Endpoint.data`. `host` is `host.host_id()` of the listener."""
+
+    version: int
+    name: bytes
+    key: bytes
+    host: str
+
+
+def send(sock: socket.socket, frame: bytes) -> None:
+    """Send to a peer that may have left already: its end is seen where the socket is read."""
+    try:
+        sock.send(frame, socket.MSG_NOSIGNAL)
+    except OSError:
+        return
+
+
+def farewell(sock: socket.socket) -> None:
+    """Say that nothing of this side will be written any more, and close."""
+    send(sock, GOODBYE)
+    sock.close()
