@@ -27,100 +27,71 @@ class Metrics:
     """The metrics of one process. Methods are cheap and may be called on the event loop."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter(
             "segue_requests",
             "HTTP requests by endpoint and outcome ('ok' or the error code)",
-            ["endpoint", "outcome"],
-            registry=self.registry,
+            "endpoint",
+            "outcome",
         )
-        self.rejected = Counter(
-            "segue_rejected", "Requests answered 429 because a limit was reached", registry=self.registry
+        self.rejected = counter("segue_rejected", "Requests answered 429 because a limit was reached")
+        self.aborts = counter("segue_aborts", "Generations ended early, by reason", "reason")
+        self.retries = counter(
+            "segue_retries", "Generations placed again before their first token, by error code", "code"
         )
-        self.aborts = Counter(
-            "segue_aborts", "Generations ended early, by reason", ["reason"], registry=self.registry
-        )
-        self.retries = Counter(
-            "segue_retries",
-            "Generations placed again before their first token, by error code",
-            ["code"],
-            registry=self.registry,
-        )
-        self.continuations = Counter(
+        self.continuations = counter(
             "segue_continuations",
             "Generations continued on other workers after tokens had been sent, by error code",
-            ["code"],
-            registry=self.registry,
+            "code",
         )
-        self.placed_again_tokens = Counter(
+        self.placed_again_tokens = counter(
             "segue_placed_again_prompt_tokens",
             "Prompt tokens of generations that were placed again or continued, by whether their KV was still "
             "there ('kept') or had to be computed again ('computed')",
-            ["kv"],
-            registry=self.registry,
+            "kv",
         )
-        self.running = Gauge(
-            "segue_generations_running", "Generations that have begun to answer", registry=self.registry
+        self.running = gauge("segue_generations_running", "Generations that have begun to answer")
+        self.waiting = gauge("segue_generations_waiting", "Generations without their first token yet")
+        self.prompt_tokens = counter(
+            "segue_prompt_tokens", "Prompt tokens of generations that began to answer"
         )
-        self.waiting = Gauge(
-            "segue_generations_waiting",
-            "Generations without their first token yet",
-            registry=self.registry,
-        )
-        self.prompt_tokens = Counter(
-            "segue_prompt_tokens", "Prompt tokens of generations that began to answer", registry=self.registry
-        )
-        self.cached_tokens = Counter(
+        self.cached_tokens = counter(
             "segue_cached_tokens",
             "Prompt tokens that were not computed, by the side whose cache had them",
-            ["side"],
-            registry=self.registry,
+            "side",
         )
-        self.output_tokens = Counter("segue_output_tokens", "Tokens generated", registry=self.registry)
-        self.prompt_length = Histogram(
-            "segue_prompt_length_tokens", "Prompt length", buckets=_TOKENS, registry=self.registry
-        )
-        self.ttft = Histogram(
-            "segue_ttft_seconds",
-            "Request received to first token",
-            buckets=_SLOW_S,
-            registry=self.registry,
-        )
-        self.itl = Histogram(
-            "segue_itl_seconds",
-            "Between two outputs of a generation",
-            buckets=_FAST_S,
-            registry=self.registry,
-        )
-        self.e2e = Histogram(
-            "segue_e2e_seconds",
-            "Request received to last token",
-            buckets=_SLOW_S,
-            registry=self.registry,
-        )
-        self.handoff = Histogram(
+        self.output_tokens = counter("segue_output_tokens", "Tokens generated")
+        self.prompt_length = histogram("segue_prompt_length_tokens", "Prompt length", _TOKENS)
+        self.ttft = histogram("segue_ttft_seconds", "Request received to first token", _SLOW_S)
+        self.itl = histogram("segue_itl_seconds", "Between two outputs of a generation", _FAST_S)
+        self.e2e = histogram("segue_e2e_seconds", "Request received to last token", _SLOW_S)
+        self.handoff = histogram(
             "segue_handoff_seconds",
             "Parts of the time to first token, as the leaders measured them",
-            ["phase"],
-            buckets=_FAST_S,
-            registry=self.registry,
+            _FAST_S,
+            "phase",
         )
-        self.replicas = Gauge(
-            "segue_replicas", "Replicas with an open session", ["role"], registry=self.registry
+        self.replicas = gauge("segue_replicas", "Replicas with an open session", "role")
+        self.ready = gauge("segue_ready", "1 while a request can complete")
+        replica = ("role", "replica")
+        self.replica_running = gauge(
+            "segue_replica_running", "Requests running, by the last report", *replica
         )
-        self.ready = Gauge("segue_ready", "1 while a request can complete", registry=self.registry)
-        replica = ["role", "replica"]
-        self.replica_running = Gauge(
-            "segue_replica_running", "Requests running, by the last report", replica, registry=self.registry
+        self.replica_waiting = gauge(
+            "segue_replica_waiting", "Requests waiting, by the last report", *replica
         )
-        self.replica_waiting = Gauge(
-            "segue_replica_waiting", "Requests waiting, by the last report", replica, registry=self.registry
-        )
-        self.pages = Gauge(
-            "segue_pages",
-            "KV pages of a replica by state (free, used, quarantined)",
-            [*replica, "state"],
-            registry=self.registry,
+        self.pages = gauge(
+            "segue_pages", "KV pages of a replica by state (free, used, quarantined)", *replica, "state"
         )
         self._handoff = {phase: self.handoff.labels(phase) for phase in PHASES}
 

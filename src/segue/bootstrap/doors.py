@@ -1,0 +1,213 @@
+"""How a question of the registry's users reaches the store: over HTTP, or in the same process."""
+
+from __future__ import annotations
+
+import ssl
+from abc import ABC, abstractmethod
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from segue.bootstrap.auth import bearer_token
+from segue.bootstrap.digest import DIGEST_HEADER, digest_of
+from segue.bootstrap.guarded_http import ErrorBody
+from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import StoreWaiter
+from segue.core.clock import Clock
+from segue.core.errors import (
+    DECODE_ERRORS,
+    BootstrapTimeout,
+    BootstrapUnreachable,
+    ChecksumMismatch,
+    ConfigError,
+    PeerRefused,
+    SegueError,
+    Unauthorized,
+)
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Placement, Role
+from segue.session.tls import Tls, explain, not_tls
+
+T = TypeVar("T")
+
+
+class Door(ABC):
+    """The store's operations, however they are reached. Each raises SegueErrors only."""
+
+    @abstractmethod
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> None: ...
+
+    @abstractmethod
+    async def put_draining(self, incarnation: Incarnation, draining: bool) -> None: ...
+
+    @abstractmethod
+    async def delete(self, incarnation: Incarnation) -> None: ...
+
+    @abstractmethod
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList: ...
+
+    @abstractmethod
+    async def put_room(self, room: int, record: RoomRecord) -> None: ...
+
+    @abstractmethod
+    async def room(self, room: int, wait_s: float) -> Placement | None: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class HttpDoor(Door):
+    """To the registry at `url`, over HTTP(S)."""
+
+    def __init__(self, url: str, secret: bytes | None, limits: Limits, tls: Tls | None) -> None:
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url!r} is no address of a registry: {error}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(f"a registry's address looks like http://host:8998, unlike {url!r}")
+        if (parsed.scheme == "https") != (tls is not None):
+            raise ConfigError(
+                f"{url}: an https registry, and only that, needs --tls-cert, --tls-key and --tls-ca"
+            )
+        headers = {"Authorization": f"Bearer {bearer_token(secret)}"} if secret is not None else {}
+        self._connect_s = limits.connect_s
+        self._url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self._url,
+            headers=headers,
+            verify=tls.client if tls is not None else False,
+            # Never through a proxy of the environment, and never to where an answer points.
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx.Limits(max_connections=limits.max_queue, max_keepalive_connections=16),
+        )
+
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> None:
+        await self._ask("PUT", f"/v1/instances/{record.incarnation}/ranks/{dp_rank}", body=record)
+
+    async def put_draining(self, incarnation: Incarnation, draining: bool) -> None:
+        await self._ask("PUT", f"/v1/instances/{incarnation}/draining", body=DrainFlag(draining=draining))
+
+    async def delete(self, incarnation: Incarnation) -> None:
+        await self._ask("DELETE", f"/v1/instances/{incarnation}")
+
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
+        query: dict[str, str | int | float] = {"wait_s": wait_s}
+        if role is not None:
+            query["role"] = role.value
+        if version is not None:
+            query["version"] = version
+        data = await self._ask("GET", "/v1/instances", query=query, wait_s=wait_s)
+        return self._decode(data, InstanceList)
+
+    async def put_room(self, room: int, record: RoomRecord) -> None:
+        await self._ask("PUT", f"/v1/rooms/{room}", body=record)
+
+    async def room(self, room: int, wait_s: float) -> Placement | None:
+        try:
+            data = await self._ask("GET", f"/v1/rooms/{room}", query={"wait_s": wait_s}, wait_s=wait_s)
+        except _NotYet:
+            return None
+        return self._decode(data, Placement)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: msgspec.Struct | None = None,
+        query: dict[str, str | int | float] | None = None,
+        wait_s: float = 0.0,
+    ) -> bytes:
+        content = None if body is None else msgspec.json.encode(body)
+        timeout = httpx.Timeout(self._connect_s, read=wait_s + self._connect_s)
+        try:
+            request = self._client.build_request(method, path, content=content, params=query, timeout=timeout)
+            start = method.encode() + b" " + request.url.raw_path
+            request.headers[DIGEST_HEADER] = digest_of(start, content or b"")
+            answer = await self._client.send(request)
+        except httpx.TimeoutException as error:
+            text = f"the registry at {self._url} did not answer in time ({type(error).__name__})"
+            raise BootstrapTimeout(text) from error
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        told = answer.headers.get(DIGEST_HEADER)
+        if told is not None and told != digest_of(b"%d" % answer.status_code, answer.content):
+            raise ChecksumMismatch(f"an answer of the registry at {self._url} was changed on its way")
+        if answer.status_code == 200:
+            return answer.content
+        try:
+            info = msgspec.json.decode(answer.content, type=ErrorBody).error
+        except DECODE_ERRORS as error:
+            text = f"{self._url} answered {answer.status_code} and is no segue registry"
+            raise PeerRefused(text) from error
+        if path.startswith("/v1/rooms/") and isinstance(info.exception(), BootstrapTimeout):
+            raise _NotYet(info.text)
+        raise info.exception()
+
+    def _unreachable(self, error: httpx.HTTPError) -> SegueError:
+        reason = _ssl_error(error)
+        if isinstance(reason, ssl.SSLCertVerificationError):
+            return Unauthorized(f"the registry at {self._url}: {explain(reason)}")
+        if reason is not None and not_tls(reason):
+            return PeerRefused(f"the registry at {self._url}: {explain(reason)}")
+        text = f"the registry at {self._url} cannot be reached: {error or type(error).__name__}"
+        if self._url.startswith("https:") and not isinstance(error, httpx.ConnectError):
+            # Of TLS 1.3 the client hears nothing when the server rejects its certificate.
+            text += "; it may not accept our --tls-cert (then its log says why)"
+        return BootstrapUnreachable(text)
+
+    def _decode(self, data: bytes, type_: type[T]) -> T:
+        try:
+            return msgspec.json.decode(data, type=type_)
+        except DECODE_ERRORS as error:
+            raise PeerRefused(f"{self._url} answered with something else than a {type_.__name__}") from error
+
+
+class _NotYet(Exception):
+    """The registry waited in vain; it is there, and may be asked again."""
+
+
+def _ssl_error(error: BaseException) -> ssl.SSLError | None:
+    """The TLS error at the root of an error of httpx, if there is one."""
+    cause: BaseException | None = error
+    for _ in range(8):  # httpx, httpcore and anyio each put a layer around it
+        if cause is None or isinstance(cause, ssl.SSLError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+class LocalDoor(Door):
+    """To a store in this process."""
+
+    def __init__(self, store: RegistryStore, clock: Clock) -> None:
+        self._store = store
+        self._waiter = StoreWaiter(store, clock)
+
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> None:
+        self._store.register(record, dp_rank)
+
+    async def put_draining(self, incarnation: Incarnation, draining: bool) -> None:
+        self._store.set_draining(incarnation, draining)
+
+    async def delete(self, incarnation: Incarnation) -> None:
+        self._store.leave(incarnation)
+
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
+        return await self._waiter.instances(role, version, wait_s)
+
+    async def put_room(self, room: int, record: RoomRecord) -> None:
+        self._store.register_room(room, record)
+
+    async def room(self, room: int, wait_s: float) -> Placement | None:
+        return await self._waiter.room(room, wait_s)
+
+    async def close(self) -> None:
+        self._waiter.close()
