@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -88,6 +89,29 @@ def test_other_rows_are_left_alone():
     out = case.attend()
     assert (out[1] == 7.0).all()
     assert (out[3] == 7.0).all()
+
+
+def test_threads_that_attend_at_once_do_not_disturb_one_another():
+    """What a kernel allocates must live as long as it computes: numba frees an array whose name is not used
+    any more, and what is under an address of it then belongs to whoever allocates next. One arena
+    for all threads makes that the next thread, instead of once in a thousand runs (a wrong token)."""
+    here = str(Path(__file__).parent)
+    program = (
+        f"import ctypes, sys; sys.path.insert(0, {here!r}); ctypes.CDLL(None).mallopt(-8, 1)\n"
+        "import threading; from test_engine_kernels import Case\n"
+        "import torch\n"
+        "cases = [Case('float32', 64, 9, 3, 16, [47, 33, 300 + n]) for n in range(4)]\n"
+        "wanted = [case.attend() for case in cases]\n"
+        "wrong = []\n"
+        "def work(n):\n"
+        "    for _ in range(500):\n"
+        "        if not torch.equal(cases[n].attend(), wanted[n]): wrong.append(n)\n"
+        "threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+        "sys.exit(len(wrong))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

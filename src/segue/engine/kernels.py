@@ -432,12 +432,17 @@ def _attend_row(
     block_pages = max(1, BLOCK_TOKENS // page_tokens)
     width = block_pages * page_tokens
     page_bytes = page_tokens * slot_bytes
-    queries, sums = np.empty(served * dim, np.float32), np.zeros(served * dim, np.float32)
-    scores = np.empty(served * width, np.float32)
+    # One array, read to the very end: numba frees an array after the last use of its *name*, whatever still
+    # goes through its address, and another thread would be given memory that is in use here.
+    room = np.empty(served * (2 * dim + width), np.float32)
+    sums, queries = room[: served * dim], room[served * dim : 2 * served * dim]
+    sums_at = room.ctypes.data
+    queries_at = sums_at + served * dim * 4
+    scores_at = queries_at + served * dim * 4
     tops, totals = np.full(served, -np.inf, np.float32), np.zeros(served, np.float32)
-    queries_at, sums_at, scores_at = queries.ctypes.data, sums.ctypes.data, scores.ctypes.data
     source, target = _items(q, served * dim, item), _items(out, served * dim, item)
     for i in range(served * dim):
+        sums[i] = np.float32(0.0)
         queries[i] = _wide(source[i]) * np.float32(scale)
     page_count = (end + page_tokens - 1) // page_tokens
     page_of = _indices(pages, page_count)
