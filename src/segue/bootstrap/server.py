@@ -14,9 +14,7 @@ Errors are `{"error": ErrorInfo}` with the status of their code.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import socket
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -48,6 +46,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
+from segue.session.listen import listening
 from segue.session.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -269,30 +268,6 @@ class RegistryServer:
         await self.server.stop()
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        infos = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"the registry cannot listen at {host}: {error.strerror or error}") from error
-    family, _, _, _, where = infos[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(where)
-        # Listening now, not when the server starts, is what makes a second registry fail here.
-        sock.listen(512)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            text = f"port {port} at {host} is in use by another process: choose another --bootstrap-port"
-            raise ConfigError(text) from error
-        raise ConfigError(
-            f"the registry cannot listen at {host}:{port}: {error.strerror or error}"
-        ) from error
-    sock.setblocking(False)
-    return sock
-
-
 async def serve(
     host: str,
     port: int,
@@ -305,7 +280,7 @@ async def serve(
 ) -> RegistryServer:
     """Run a registry in the current loop (port 0: any free one). ConfigError if the port is in use
     or the host is not loopback and there is no secret. Ends with `close`."""
-    sock = _bind(host, port)
+    sock = listening(host, port, what="the registry", flag="--bootstrap-port")
     if secret is None and not is_loopback(str(sock.getsockname()[0])):
         sock.close()
         raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Generator
 from typing import Any
@@ -13,33 +12,13 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from segue.core.errors import ConfigError
 from segue.frontend.call import TRANSPORT_KEY
-
-_BACKLOG = 1024
+from segue.session.listen import listening
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. ConfigError if the port is taken or the host is not ours."""
-    try:
-        infos = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
-        family, _, _, _, where = infos[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {host}: {error.strerror or error}") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setblocking(False)
-        sock.bind(where)
-        sock.listen(_BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} at {host} is in use by another process: choose another --port"
-            ) from error
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
-    return sock
+    return listening(host, port, what="the HTTP door", flag="--port")
 
 
 class _Protocol(HttpToolsProtocol):
