@@ -87,7 +87,7 @@ def disturbed(made: Cluster, ask: Callable[[], Any], step: int) -> Any:
     for steps in armed.values():
         steps.act = kill_one(steps)
     result = ask()
-    assert made.replaced > before, "nothing was continued"
+    assert made.replaced == before + 1, "continued once, and by nobody else"
     made.seen(1, Role.DECODE)
     [alive] = made.backend.replicas.usable(Role.DECODE)
     [dead] = [r for r in decodes if r.instance.me != alive.placement.incarnation]
@@ -310,6 +310,8 @@ def test_sessions_that_are_cut_and_come_back(role: Role, transport: str, folder:
             long = prompt(60 + step, 200)
             answer = made.post("/v1/completions", {"prompt": long, **body})
             assert answer["choices"][0]["token_ids"] == generate(folder, [long], 8)[0]
+        # More than once where the other side sees the cut after the request has been placed again: what
+        # is bound to a peer whose session ends fails, though it had not used it yet.
         assert made.replaced >= 3
 
 
