@@ -28,6 +28,7 @@ PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
 ABSENT = "handoff/absent.py"
 INBOX, KEEPALIVE = "session/inbox.py", "session/keepalive.py"
+NODE = "session/node.py"
 MANAGER, CONNECTION, LEADER = "conn/manager.py", "session/connection.py", "serve/leader.py"
 
 MUTANTS = (
@@ -706,5 +707,27 @@ MUTANTS = (
         "        steps = self.role.plan(now)\n        self._flush()\n        return steps",
         "        steps = self.role.plan(now)\n        return steps",
         "outputs without a forward after them are never sent",
+    ),
+    # ---- who answers at an address -----------------------------------------------------------
+    Mutant(
+        "whoever answers will do",
+        NODE,
+        "if connection.expect is not None and hello.incarnation != connection.expect:",
+        "if connection.expect is not None and not hello.incarnation:",
+        "an address is taken for a peer: its successor there, or another role, is talked to in its name",
+    ),
+    Mutant(
+        "one host, one instance",
+        NODE,
+        '        return f"{remote_host}:{port}"\n',
+        "        return remote_host\n",
+        "a neighbour that comes to the same host ends the sessions of whoever is there (only `move` shows it)",
+    ),
+    Mutant(
+        "a place for each role",
+        NODE,
+        "            connection.place = connection.remote_address()\n",
+        '            connection.place = f"{hello.role} {connection.remote_address()}"\n',
+        "an instance that came back in another role leaves its old session behind (only `role change` shows it)",
     ),
 )

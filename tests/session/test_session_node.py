@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 from typing import Any
 
 import pytest
@@ -487,6 +488,57 @@ def test_lesson_09_dialling_a_restarted_peer_ends_its_old_session_and_the_next_c
             session = await prefill.connect(*at, expect=incarnation("c"), timeout_s=DEADLINE_S)
             assert session.peer.incarnation == incarnation("c")
             await vanished.close()
+
+    asyncio.run(main())
+
+
+def test_an_instance_that_comes_back_in_another_role_ends_its_old_session() -> None:
+    async def main() -> None:
+        here = Events()
+        front = node("a", here, role=Role.FRONTEND)
+        prefill, decode = node("b", Events()), node("c", Events(), role=Role.DECODE)
+        async with closing(front, decode):
+            address = await prefill.listen("127.0.0.1", 0)
+            await front.connect(*address, expect=incarnation("b"), timeout_s=DEADLINE_S)
+            await prefill._gate.close()  # its socket is another's from now on; nobody is told
+            prefill._listener.close()  # type: ignore[union-attr]
+            await decode.listen(*address)
+            await front.connect(*address, expect=incarnation("c"), timeout_s=DEADLINE_S)
+            assert isinstance((await here.wait("closed"))[0], PeerRestarted)
+            assert set(front.sessions) == {incarnation("c")}
+            await prefill.close()
+
+    asyncio.run(main())
+
+
+def test_two_that_name_the_same_listener_behind_one_address_translator_are_two() -> None:
+    async def forward(
+        to: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        there, onward = await asyncio.open_connection(*to)
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(pump(reader, onward), pump(there, writer))
+
+    async def main() -> None:
+        here = Events()
+        front = node("a", here, role=Role.FRONTEND)
+        first, second = node("b", Events()), node("c", Events())
+        async with closing(front, first, second):
+            one = await first.listen("127.0.0.2", 0)
+            other = await second.listen("127.0.0.3", one[1])
+            for letter, to in (("b", one), ("c", other)):
+                gate = await asyncio.start_server(partial(forward, to), "127.0.0.1", 0)
+                host, port = gate.sockets[0].getsockname()
+                await front.connect(host, port, expect=incarnation(letter), timeout_s=DEADLINE_S)
+                gate.close()
+            # Both say that they listen at this port, and both are seen at 127.0.0.1.
+            assert set(front.sessions) == {incarnation("b"), incarnation("c")}
+            assert not here.of("closed")
 
     asyncio.run(main())
 

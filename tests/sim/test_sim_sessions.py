@@ -3,13 +3,13 @@
 import pytest
 
 from segue.core.control import ControlMessage, Load
-from segue.core.errors import BootstrapUnreachable, SegueError
+from segue.core.errors import BootstrapUnreachable, PeerRestarted, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.sim.loop import SimLoop
 from segue.sim.runtime import PORT, SimSessionNode
 from segue.sim.tcp import Network, Timing
-from segue.sim.world import Process, SkewedClock, World
+from segue.sim.world import Process, SkewedClock, Violation, World
 
 
 class Peer(Process):
@@ -152,6 +152,49 @@ def test_a_killed_peer_is_noticed_and_its_next_life_is_another_incarnation():
     pair.dial(expect=old.me)
     pair.run(1.0)
     assert "restarted" in str(pair.outcomes[-1])
+
+
+def reborn_as(pair, old, name="b#1", host="10.0.0.2"):
+    """`old` is gone, and somebody else listens where it was; nothing tells the others."""
+    old.kill()
+    new = Peer(pair.world, pair.network, name, host)
+    with pytest.raises(StopIteration):
+        new.node.listen(host, PORT).send(None)
+    return new
+
+
+def test_whoever_takes_the_one_that_answers_for_the_one_it_dialled_is_found_out():
+    pair = Pair(5)
+    old, pair.b = pair.b, reborn_as(pair, pair.b)
+
+    def trusting(connection, hello):
+        connection.expect = None
+
+    pair.a.node._end_predecessor = trusting
+    pair.dial(expect=old.me)
+    with pytest.raises(Violation, match=r"\[13\] a dialled .* for it"):
+        pair.run(1.0)
+
+
+def test_whoever_keeps_the_old_one_beside_its_successor_is_found_out():
+    pair = Pair(5)
+    pair.dial()
+    pair.run(1.0)
+    pair.b = reborn_as(pair, pair.b)
+    pair.a.node._end_predecessor = lambda connection, hello: None
+    pair.dial()
+    with pytest.raises(Violation, match=r"\[13\] a keeps .* has just met"):
+        pair.run(1.0)
+
+
+def test_whoever_says_of_a_living_one_that_it_was_restarted_is_found_out():
+    pair = Pair(5)
+    pair.dial()
+    pair.run(1.0)
+    session = pair.a.session(pair.b)
+    pair.world.after(0.0, pair.a, pair.a.loop.enter, session.close, PeerRestarted("it is another one now"))
+    with pytest.raises(Violation, match=r"\[13\] a says that .* was restarted, which lives"):
+        pair.run(1.0)
 
 
 def test_a_paused_peer_is_given_up_and_finds_out_when_it_goes_on():

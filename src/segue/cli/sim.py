@@ -27,6 +27,7 @@ def sim(args: argparse.Namespace) -> int:
     rules: Counter[str] = Counter()
     failed: list[Outcome] = []
     seed, events, virtual_s, started = args.seed, 0, 0.0, time.perf_counter()
+    cpu_before_s = time.process_time()
     shown_at = started
     while True:
         outcome = run_scenario(load(seed, args.only))
@@ -46,15 +47,17 @@ def sim(args: argparse.Namespace) -> int:
             continue
         if seed - args.seed >= (args.seeds or 1):
             break
-    took_s = time.perf_counter() - started
+    took_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_before_s
     result = {
         "first_seed": args.seed,
         "seeds": seed - args.seed,
         "events": events,
         "hand_offs": counts["hand-offs"],
         "hand_offs_per_s": counts["hand-offs"] / took_s,
+        "hand_offs_per_cpu_s": counts["hand-offs"] / cpu_s,
         "virtual_hours": virtual_s / 3600,
         "seconds": took_s,
+        "cpu_seconds": cpu_s,
         "counts": dict(sorted(counts.items())),
         "failed_seeds": [o.seed for o in failed],
         "broken_rules": dict(rules),
@@ -63,7 +66,7 @@ def sim(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     print(
         f"{result['seeds']} seeds, {events} events, {counts['hand-offs']} hand-offs, {virtual_s / 3600:.1f} "
-        f"virtual hours in {took_s:.1f} s: {result['hand_offs_per_s']:.0f} hand-offs/s, "
+        f"virtual hours in {took_s:.1f} s: {result['hand_offs_per_cpu_s']:.0f} hand-offs per second of CPU time, "
         f"{len(failed)} seeds broke an invariant"
     )
     return 1 if failed else 0
@@ -84,7 +87,8 @@ def _show(seed: int, only: str, outcome: Outcome) -> None:
     for wanted in small.requests[:20]:
         print(f"  request {wanted}")
     print(f"features: {', '.join(outcome.features)}")
-    print(f"replay: {replay_command(small, whole)}")
+    # A long run may go on for hours, into a file: its first failure is told at once.
+    print(f"replay: {replay_command(small, whole)}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

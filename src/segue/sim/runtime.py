@@ -82,14 +82,16 @@ class SimSessionNode(SessionNode):
             self._wrong(f"dialled {expect[:8]} and took {session.peer.incarnation[:8]} for it")
         return session
 
-    def opened(self, connection: Connection) -> None:
+    def authenticated(self, connection: Connection) -> None:
         """As production."""
-        super().opened(connection)
-        places, me = self._sim_loop.network.places, connection.peer.incarnation
-        place = places.get(me)
-        for other in self._open:
-            if place is not None and other != me and places.get(other) == place:
-                self._wrong(f"has sessions with {other[:8]} and with {me[:8]}, both at {place}")
+        try:
+            super().authenticated(connection)
+        finally:
+            hello, places = connection.handshake.peer, self._sim_loop.network.places
+            place = places.get(hello.incarnation) if hello is not None else None
+            for other in self._open:
+                if hello is not None and other != hello.incarnation and place and places.get(other) == place:
+                    self._wrong(f"keeps {other[:8]} where it has just met {hello.incarnation[:8]}: {place}")
 
     def ended(self, connection: Connection) -> None:
         """As production."""

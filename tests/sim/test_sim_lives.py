@@ -1,0 +1,123 @@
+"""Instances that come back elsewhere, or as something else: who is where, and who is talked to."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from segue.core.types import Role
+from segue.sim.deployment import Deployment
+from segue.sim.places import Places
+from segue.sim.run import load, run_scenario
+from segue.sim.scenario import FAULTS, FEATURES, Fault, Scenario, make_scenario
+
+CALM = next(s for s in range(2000) if not (m := make_scenario(s)).features and len(m.nodes) == 4)
+
+
+def with_faults(*faults: Fault) -> Scenario:
+    """A calm deployment, and these faults in it."""
+    features = frozenset(fault.kind for fault in faults)
+    return replace(make_scenario(CALM), features=features, faults=list(faults))
+
+
+def fault(kind: str, node: str, at: float, amount: int, name: str = "f0") -> Fault:
+    return Fault(name, kind, at, node, seconds=0.01, amount=amount)
+
+
+def lives(scenario: Scenario) -> Deployment:
+    deployment = Deployment(scenario)
+    try:
+        deployment.run()
+    finally:
+        deployment.close()
+    return deployment
+
+
+def test_no_two_instances_are_ever_at_one_address_and_left_ones_are_taken_again() -> None:
+    names = ["a", "b", "c"]
+    again = 0
+    for seed in range(50):
+        places, left = Places(names, random.Random(seed)), set[tuple[str, int]]()
+        rng = random.Random(seed)
+        for _ in range(10):
+            name = rng.choice(names)
+            before = places.of(name)
+            places.settle(name)
+            assert places.of(name) == before  # it did not want to move
+            places.move(name)
+            assert places.of(name) == before  # nor does it before its last life has ended
+            places.settle(name)
+            assert places.of(name) != before
+            assert len({places.of(n) for n in names}) == len(names)
+            again += places.of(name) in left
+            left.add(before)
+    assert again > 50
+
+
+@pytest.mark.parametrize("ends", [1, 2], ids=["crashes", "drains"])
+def test_an_instance_that_moves_is_served_at_its_new_address(ends: int) -> None:
+    first = make_scenario(CALM).nodes[0].name
+    deployment = lives(with_faults(fault("move", first, 0.05, ends)))
+    node = deployment.nodes[first]
+    assert (node.host, node.port) != Places([first], random.Random(0)).of(first)
+    assert node.name == f"{first}#1"
+    assert node.me in deployment.fronts["front0"].ends
+    assert deployment.counts["done"] > 0
+
+
+@pytest.mark.parametrize("ends", [1, 2], ids=["crashes", "drains"])
+def test_a_role_changes_at_the_same_address_and_the_other_side_keeps_one(ends: int) -> None:
+    scenario = make_scenario(CALM)
+    prefills = [n.name for n in scenario.nodes if n.role is Role.PREFILL]
+    decodes = [n.name for n in scenario.nodes if n.role is Role.DECODE]
+    faults = [fault("role change", name, 0.05 + i, ends, f"f{i}") for i, name in enumerate(prefills)]
+    deployment = lives(with_faults(*faults))
+    before = Places([n.name for n in scenario.nodes], random.Random(0))
+    roles = {name: node.spec.role for name, node in deployment.nodes.items()}
+    assert all(roles[name] is not Role.PREFILL for name in prefills)
+    assert Role.PREFILL in {roles[name] for name in decodes}  # one took the place of the last one
+    assert Role.DECODE in roles.values()
+    for name, node in deployment.nodes.items():
+        assert (node.host, node.port) == before.of(name)
+        assert node.me in deployment.fronts["front0"].ends
+    assert deployment.counts["done"] > 0
+
+
+def test_a_path_fault_finds_its_path_after_the_roles_were_swapped() -> None:
+    scenario = next(
+        s for s in map(make_scenario, range(2000)) if not s.features and [n.role for n in s.nodes] == KV
+    )
+    prefill, decode = (n.name for n in scenario.nodes)
+    swap = fault("role change", prefill, 0.03, 1)
+    cut = Fault("f1", "slow link", 0.9, prefill, decode, 0.5, 8)
+    features = frozenset({"role change", "slow link"})
+    late = [replace(r, at=r.at + 0.7) for r in scenario.requests]
+    deployment = Deployment(replace(scenario, features=features, faults=[swap, cut], requests=late))
+    slowed: list[float] = []
+    normal = deployment._path_fault
+
+    def watched(struck: Fault, a: object, b: object) -> None:
+        normal(struck, a, b)  # type: ignore[arg-type]
+        slowed.extend(path.slow for node in deployment.nodes.values() for path in node.paths.values())  # type: ignore[attr-defined]
+
+    deployment._path_fault = watched  # type: ignore[method-assign]
+    deployment.run()
+    deployment.close()
+    assert deployment.nodes[prefill].spec.role is Role.DECODE
+    assert 8.0 in slowed
+
+
+KV = [Role.PREFILL, Role.DECODE]
+
+
+def test_every_fault_belongs_to_a_feature_and_one_seed_shows_both_new_ones() -> None:
+    assert set(FAULTS) <= set(FEATURES)
+    both = [s for s in range(300) if {"move", "role change"} <= make_scenario(s).features][:6]
+    struck = set[str]()
+    for seed in both:
+        outcome = run_scenario(load(seed))
+        assert not outcome.failed, outcome.text
+        struck |= set(outcome.struck)
+    assert {"move", "role change"} <= struck
