@@ -297,10 +297,13 @@ def test_a_client_that_goes_away_leaves_no_waiting_query_behind() -> None:
         _, writer = await asyncio.open_connection(server.host, server.port)
         writer.write(b"GET /v1/rooms/9?wait_s=30 HTTP/1.1\r\nhost: x\r\n\r\n")
         await _until_subscribed(server.store, 9)
+        before = len(server.store._watchers)
         writer.close()
         await writer.wait_closed()
         await _until_subscribed(server.store, 9, 0)
+        assert len(server.store._watchers) == before - 1, "more than its own query has ended"
         await server.close()
+        assert not server.store._watchers
 
     asyncio.run(main())
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_manager import PAGES, SHAPE, Side, begin, hand_over, rest, sides, spec
+from test_manager import PAGES, SHAPE, Side, assert_at_rest, assert_handed_over, begin, sides, spec
 
 from segue.conn import digest as conn_digest
 from segue.conn.digest import INLINE_BYTES, Digester
@@ -77,10 +77,10 @@ def test_a_byte_that_changes_after_landing_fails_both_sides(
             assert f"room {transfer.room}, chunk 0 (tokens 0 to 16" in handle.error.text
             assert handle.metadata is None
             handle.clear()
-        rest(prefill)
-        rest(decode)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
         hook.before = None
-        hand_over(prefill, decode, TOKENS, 10)
+        assert_handed_over(prefill, decode, TOKENS, 10)
 
 
 @pytest.mark.parametrize("mode", list(Integrity))
@@ -94,10 +94,10 @@ def test_every_mode_and_page_size_hands_over(mode: Integrity, pages: tuple[int, 
         prefill.manager.start()
         decode.manager.start()
         decode.manager.add_peer(prefill.me, *prefill.manager.address)
-        hand_over(prefill, decode, TOKENS, 10)
-        hand_over(prefill, decode, TOKENS, 64, prefix=16)
-        rest(prefill)
-        rest(decode)
+        assert_handed_over(prefill, decode, TOKENS, 10)
+        assert_handed_over(prefill, decode, TOKENS, 64, prefix=16)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
     finally:
         decode.close()
         prefill.close()
@@ -155,9 +155,9 @@ def test_an_abort_while_bytes_are_read_releases_them_after_the_reading(
             h.clear()
         if not others.released:
             other.wait_release(transfer)
-        rest(prefill)
-        rest(decode)
-        hand_over(prefill, decode, TOKENS, 8)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
+        assert_handed_over(prefill, decode, TOKENS, 8)
 
 
 async def _settle() -> None:
@@ -183,7 +183,7 @@ def test_lesson_22_a_range_that_cannot_be_read_fails_its_hand_off_and_the_thread
             assert "a bug" in handle.error.text
             handle.clear()
         hook.before = None
-        hand_over(prefill, decode, TOKENS, 8)
+        assert_handed_over(prefill, decode, TOKENS, 8)
 
 
 def digest_of(tag: int, nbytes: int) -> api.Digest:
@@ -246,7 +246,7 @@ def test_a_large_chunk_goes_through_the_thread_and_is_verified(
         decode.manager.start()
         decode.manager.add_peer(prefill.me, *prefill.manager.address)
         hook.side, hook.before = decode, note
-        hand_over(prefill, decode, 40, 40)
+        assert_handed_over(prefill, decode, 40, 40)
         assert seen == [("segue-digest", 40 * shape.token_bytes)]
     finally:
         decode.close()

@@ -87,7 +87,7 @@ def begin(prefill: Side, decode: Side, tokens: int) -> tuple[TransferId, KVSende
     return transfer, sender, receiver
 
 
-def hand_over(prefill: Side, decode: Side, tokens: int, chunk: int, prefix: int = 0) -> None:
+def assert_handed_over(prefill: Side, decode: Side, tokens: int, chunk: int, prefix: int = 0) -> None:
     """One hand-off from pages 0 … of prefill into pages 2 … of decode; the bytes must be equal."""
     pattern = os.urandom(prefill.spec.nbytes)
     prefill.memory.buffer[: len(pattern)] = pattern
@@ -116,7 +116,7 @@ def hand_over(prefill: Side, decode: Side, tokens: int, chunk: int, prefix: int 
     receiver.clear()
 
 
-def rest(side: Side) -> None:
+def assert_at_rest(side: Side) -> None:
     """Nothing is held any more. Asked on the I/O thread, after everything it has been given."""
     done = threading.Event()
     sizes: dict[str, int] = {}
@@ -131,19 +131,19 @@ def rest(side: Side) -> None:
 def test_bytes_arrive(transport: str, tokens: int, chunk: int, prefix: int) -> None:
     with sides(transport) as (prefill, decode):
         for _ in range(3):
-            hand_over(prefill, decode, tokens, chunk, prefix)
-        rest(prefill)
-        rest(decode)
+            assert_handed_over(prefill, decode, tokens, chunk, prefix)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
 
 
 def test_unequal_page_sizes() -> None:
     with sides(spec=spec(page_tokens=8)) as (prefill, decode):
-        hand_over(prefill, decode, 33, 10)
+        assert_handed_over(prefill, decode, 33, 10)
 
 
 def test_a_prompt_that_decode_has_already_moves_no_byte() -> None:
     with sides() as (prefill, decode):
-        hand_over(prefill, decode, 32, 32, prefix=32)
+        assert_handed_over(prefill, decode, 32, 32, prefix=32)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -161,9 +161,9 @@ def test_lesson_10_an_abort_reaches_the_other_side(transport: str) -> None:
             assert handle.error is not None
             assert handle.error.code is ErrorCode.ABORTED_BY_CLIENT
             handle.clear()
-        rest(prefill)
-        rest(decode)
-        hand_over(prefill, decode, 5, 5)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
+        assert_handed_over(prefill, decode, 5, 5)
 
 
 def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves() -> None:
@@ -182,7 +182,7 @@ def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves(
         try:
             again.manager.start()
             decode.manager.add_peer(again.me, *again.manager.address)
-            hand_over(again, decode, 33, 8)
+            assert_handed_over(again, decode, 33, 8)
         finally:
             again.close()
 
@@ -236,11 +236,11 @@ def test_nothing_is_left_after_close() -> None:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     with sides() as (prefill, decode):
-        hand_over(prefill, decode, 33, 8)
+        assert_handed_over(prefill, decode, 33, 8)
     before = state()
     for _ in range(3):
         with sides() as (prefill, decode):
-            hand_over(prefill, decode, 33, 8)
+            assert_handed_over(prefill, decode, 33, 8)
     assert state() == before
 
 
@@ -280,8 +280,8 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
         many(count // 4)  # tombstones, pools and caches reach their bounds
         rss, fds = me.memory_info().rss, len(os.listdir("/proc/self/fd"))
         many(count)
-        rest(prefill)
-        rest(decode)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
         assert len(os.listdir("/proc/self/fd")) == fds
         assert me.memory_info().rss - rss < 8 * 2**20
 
@@ -303,9 +303,9 @@ def test_lesson_20_metadata_too_large_for_a_frame_ends_its_own_hand_off_only() -
             assert handle.error.code is ErrorCode.REQUEST_TOO_LARGE
             side.wait_release(handle.transfer)
             handle.clear()
-        hand_over(prefill, decode, 33, 8)
-        rest(prefill)
-        rest(decode)
+        assert_handed_over(prefill, decode, 33, 8)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
 
 
 def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCaptureFixture) -> None:
@@ -326,7 +326,7 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
             sender.send(Span(0, 8), range(PAGES), Metadata(transfer=transfer, prompt_tokens=8, first_token=1))
             sender.clear()
             sender.send(Span(0, 8), range(PAGES))
-            rest(prefill)
+            assert_at_rest(prefill)
         assert sender.poll() is KVPoll.FAILED
         assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -343,8 +343,8 @@ def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
             assert handle.error is not None
             assert handle.error.code is ErrorCode.INTERNAL
             handle.clear()
-        rest(prefill)
-        rest(decode)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -355,7 +355,7 @@ def test_lesson_16_the_path_that_was_chosen_and_its_speed_are_said_once_and_show
     monkeypatch.setattr("segue.conn.peers.MEASURED_BYTES", 1000)
     with caplog.at_level(logging.INFO, "segue.conn"), sides(transport) as (prefill, decode):
         for _ in range(4):
-            hand_over(prefill, decode, 33, 8)
+            assert_handed_over(prefill, decode, 33, 8)
         [speed] = prefill.manager.paths().values()
         assert speed.transport == transport
         assert speed.nbytes == 4 * 33 * SHAPE.layers * SHAPE.kv_heads * (SHAPE.k_dim + SHAPE.v_dim) * 2
@@ -418,5 +418,5 @@ def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand
             assert side.error is not None
             assert side.error.code is ErrorCode.INTERNAL
             side.clear()
-        rest(prefill)
-        rest(decode)
+        assert_at_rest(prefill)
+        assert_at_rest(decode)

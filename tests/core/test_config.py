@@ -27,7 +27,7 @@ def instance(role: Role = Role.DECODE, toml: str = "", **flags: object) -> Insta
     return build(InstanceConfig, layers, command=str(role), known=KNOWN, fixed={"role": role})
 
 
-def refused(*fragments: str, make: Any = serve, **arguments: Any) -> None:
+def assert_refused(*fragments: str, make: Any = serve, **arguments: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         make(**arguments)
     text = str(caught.value)
@@ -81,11 +81,11 @@ def test_values_have_their_types_from_every_source() -> None:
 def test_wrong_value_is_one_sentence_that_helps(
     fragments: tuple[str, ...], arguments: dict[str, Any]
 ) -> None:
-    refused(*fragments, **arguments)
+    assert_refused(*fragments, **arguments)
 
 
 def test_a_wrong_lower_layer_is_refused_even_when_a_flag_would_win() -> None:
-    refused("SEGUE_PORT", environ={"SEGUE_PORT": "x"}, port="1")
+    assert_refused("SEGUE_PORT", environ={"SEGUE_PORT": "x"}, port="1")
 
 
 def test_one_file_serves_several_commands() -> None:
@@ -100,8 +100,8 @@ def test_other_variables_are_left_alone() -> None:
 
 
 def test_required_settings_are_named() -> None:
-    refused("segue decode", "--model", "SEGUE_MODEL", make=instance, model=None)
-    refused("segue decode", "--registry", "SEGUE_REGISTRY", make=instance, registry=None)
+    assert_refused("segue decode", "--model", "SEGUE_MODEL", make=instance, model=None)
+    assert_refused("segue decode", "--registry", "SEGUE_REGISTRY", make=instance, registry=None)
     assert instance(Role.PREFILL, registry=None).registry is None
 
 
@@ -109,18 +109,18 @@ def test_required_settings_are_named() -> None:
     "url", ["10.0.0.1:8998", "http://host", "http://host:x", "http://:1", "ftp://h:1", "http://h:1/v1"]
 )
 def test_registry_url_is_checked(url: str) -> None:
-    refused("--registry", "http://HOST:PORT", url, make=instance, registry=url)
+    assert_refused("--registry", "http://HOST:PORT", url, make=instance, registry=url)
 
 
 def test_strangers_need_a_secret_and_a_wildcard_needs_a_name() -> None:
-    refused("--host 10.0.0.5", "--secret-file", make=instance, host="10.0.0.5")
-    refused("--host 0.0.0.0", "--advertise-host", make=instance, host="0.0.0.0", secret_file="s")
+    assert_refused("--host 10.0.0.5", "--secret-file", make=instance, host="10.0.0.5")
+    assert_refused("--host 0.0.0.0", "--advertise-host", make=instance, host="0.0.0.0", secret_file="s")
     config = instance(host="0.0.0.0", advertise_host="10.0.0.5", secret_file="s")
     assert config.peer_host == "10.0.0.5"
 
 
 def test_more_than_one_rank_is_refused_with_what_to_do() -> None:
-    refused("tp=2", "one rank per instance", make=instance, tp="2")
+    assert_refused("tp=2", "one rank per instance", make=instance, tp="2")
 
 
 def test_the_secret_is_never_printed() -> None:
@@ -186,7 +186,7 @@ def test_automatic_pools_leave_room(free_gib: int, pools: int) -> None:
 
 
 def test_too_little_memory_is_said_before_anything_starts() -> None:
-    refused("KV pools", "--kv-gib", make=lambda: c.kv_pool_bytes(None, Host(2, 2**28), 2, SMOLLM2))
+    assert_refused("KV pools", "--kv-gib", make=lambda: c.kv_pool_bytes(None, Host(2, 2**28), 2, SMOLLM2))
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ QUICK = ("--keepalive-s", "0.5", "--peer-silence-s", "3", "--request-budget-s", 
 @pytest.mark.timeout(300)
 def test_three_kills_under_load(tiny: Path) -> None:
     # With pauses, or the instances that come back would have to share two cores with a full load.
-    kill(tiny, 3, think_s=0.8, max_tokens=120)
+    assert_kills_lose_nothing(tiny, 3, think_s=0.8, max_tokens=120)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_fifty_kills_under_load(tiny: Path) -> None:
-    kill(tiny, 50)
+    assert_kills_lose_nothing(tiny, 50)
 
 
-def kill(model: Path, kills: int, think_s: float = 0.0, max_tokens: int = 300) -> None:
+def assert_kills_lose_nothing(model: Path, kills: int, think_s: float = 0.0, max_tokens: int = 300) -> None:
     asks = traffic.asks(3, 48, vocab=VOCAB - 8, longest=200, max_tokens=max_tokens)
     asks += traffic.asks(4, 1, vocab=VOCAB - 8, longest=20, max_tokens=4)
     # So small a pool that cached prompts go soon, and a full batch has to be retracted now and then.

@@ -404,10 +404,11 @@ def test_values_out_of_range_are_refused_by_name(params, word):
 
 
 def test_values_at_the_edge_are_taken():
-    check_sampling(
-        SamplingParams(
-            temperature=0.0, top_p=1.0, min_p=1.0, presence_penalty=-2.0, logprobs=20, prompt_logprobs=0,
-            logit_bias={VOCAB - 1: -100.0}, stop_token_ids=[0], seed=-1, min_tokens=16,
-        ),
-        VOCAB,
+    params = SamplingParams(
+        temperature=0.0, top_p=1.0, min_p=1.0, presence_penalty=-2.0, logprobs=20, prompt_logprobs=0,
+        logit_bias={VOCAB - 1: -100.0}, stop_token_ids=[0], seed=-1, min_tokens=16,
     )  # fmt: skip
+    check_sampling(params, VOCAB)
+    sampler = Sampler(VOCAB, {EOS})
+    sampler.open(1, [1], params)
+    assert len(sampler) == 1

@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from fuzz_loop import CORPUS, Fuzzer
+from fuzz_loop import CORPUS, Fuzzer, corpus_of
 from targets import TARGETS
 
 
@@ -18,3 +18,4 @@ def test_lesson_17_long(name: str) -> None:
     fuzzer = Fuzzer(TARGETS[name], seed=time.time_ns(), save=CORPUS / name, keep=True)
     fuzzer.prime()
     fuzzer.run(seconds)
+    assert fuzzer.runs > len(corpus_of(name)), "not one new input was tried"

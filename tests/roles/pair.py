@@ -196,7 +196,7 @@ class Pair:
     def errors(self, name: str) -> list[str]:
         return [o.error.code.value for o in self.outputs.get(name, []) if o.error]
 
-    def at_rest(self) -> None:
+    def assert_at_rest(self) -> None:
         """Nothing is held by any request on either side."""
         for node in (self.prefill, self.decode):
             assert not any(node.role.sizes().values()), node.role.sizes()

@@ -100,7 +100,7 @@ def test_a_computed_prompt_is_sent_again_without_a_forward(tokens: int, lost: ty
     assert usage is not None
     assert (usage.prompt_tokens, usage.computed) == (tokens, 0)
     assert len(pair.prefill.role.kept) == 0
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -115,7 +115,7 @@ def test_what_was_computed_of_a_prompt_is_not_computed_again(chunks: int) -> Non
     pair.run()
     assert pair.tokens("again") == wanted
     assert pair.prefill.engine.computed_tokens - before == 43 - 16 * chunks
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_twice_in_a_row() -> None:
@@ -140,7 +140,7 @@ def test_twice_in_a_row() -> None:
     pair.run()
     assert pair.tokens("r2") == wanted
     assert pair.prefill.engine.computed_tokens == 22
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_only_where_a_new_attempt_may_come_and_nothing_is_in_doubt(reason: objec
     pair.run()
     assert pair.tokens("again") == wanted
     assert pair.prefill.engine.computed_tokens - before == computed
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_another_seed_or_another_output_is_another_request() -> None:
@@ -191,7 +191,7 @@ def test_another_seed_or_another_output_is_another_request() -> None:
     pair.clock.advance(200)
     pair.run()
     assert len(pair.prefill.role.kept) == 0, "nobody can ask for it any more"
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_evicted_pages_are_computed_again() -> None:
@@ -206,7 +206,7 @@ def test_evicted_pages_are_computed_again() -> None:
     pair.run()
     assert pair.tokens("again") == wanted
     assert pair.prefill.engine.computed_tokens - before == 18 - 8
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_a_pool_without_a_page_for_the_tail_waits_like_any_other() -> None:
@@ -223,7 +223,7 @@ def test_a_pool_without_a_page_for_the_tail_waits_like_any_other() -> None:
     pair.prefill.pool.release(held)
     pair.run()
     assert pair.tokens("again") == wanted
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 # ---- the bounds ------------------------------------------------------------------------------------
@@ -305,4 +305,4 @@ def test_a_lost_peer_fails_what_waits_for_it_in_each_phase_and_not_at_the_deadli
             assert not pair.errors(f"r{i}"), "decode has everything: prefill's end no longer matters"
         else:
             assert set(pair.errors(f"r{i}")) == {"PEER_LOST"}
-    pair.at_rest()
+    pair.assert_at_rest()

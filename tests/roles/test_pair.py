@@ -24,7 +24,7 @@ def test_tokens_equal_the_reference(page_tokens: tuple[int, int]) -> None:
         wanted[f"r{i}"] = reference(prompt, pair.submit(f"r{i}", prompt, count), VOCAB, count)
     pair.run()
     assert {name: pair.tokens(name) for name in wanted} == wanted
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_a_prefix_on_decode_is_not_sent_again() -> None:
@@ -44,7 +44,7 @@ def test_a_prefix_on_decode_is_not_sent_again() -> None:
     assert usage.decode_cached == 28
     token_bytes = pair.prefill.engine.spec.page_bytes // 4
     assert sum(b.nbytes for w in sent for b in w.blocks) == (len(follow_up) - 32) * token_bytes
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_the_destination_may_come_before_the_request() -> None:
@@ -55,7 +55,7 @@ def test_the_destination_may_come_before_the_request() -> None:
     pair.submit("r", [1, 2, 3], 3, to=(True, False))
     pair.run()
     assert pair.tokens("r") == reference([1, 2, 3], sampling, VOCAB, 3)
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_decode_full_holds_requests_back_and_serves_them_all() -> None:
@@ -66,7 +66,7 @@ def test_decode_full_holds_requests_back_and_serves_them_all() -> None:
         wanted[f"r{i}"] = reference(prompt, pair.submit(f"r{i}", prompt, 20), VOCAB, 20)
     pair.run()
     assert {name: pair.tokens(name) for name in wanted} == wanted
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_lesson_01_an_unsettled_peer_changes_only_the_phase() -> None:
@@ -83,7 +83,7 @@ def test_lesson_01_an_unsettled_peer_changes_only_the_phase() -> None:
     pair.join()
     pair.run()
     assert pair.tokens("r") == reference([1, 2, 3], sampling, VOCAB, 3)
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_lesson_03_no_step_before_the_metadata() -> None:
@@ -103,7 +103,7 @@ def test_lesson_03_no_step_before_the_metadata() -> None:
     pair.decode.post(api.Received(pair.prefill.me, held[0]))
     pair.run()
     assert pair.tokens("r") == reference(list(range(9)), sampling, VOCAB, 3)
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 @pytest.mark.parametrize("turns", range(8))
@@ -120,7 +120,7 @@ def test_lesson_10_a_cancel_at_any_step_ends_both_sides(turns: int, side: str) -
         if side in (node.kind.value, "both"):
             node.role.cancel(FRONT, "r", reason, pair.clock.now())
     pair.run()
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_the_deadline_ends_a_request_that_decode_never_saw() -> None:
@@ -130,7 +130,7 @@ def test_the_deadline_ends_a_request_that_decode_never_saw() -> None:
     pair.clock.advance(5)
     pair.run()
     assert len(pair.errors("r")) == 1
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
@@ -155,7 +155,7 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     pair.prefill.post(api.FenceDone(transfer, True))
     pair.run()
     assert pair.decode.pool.free == free + 11
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_a_broken_session_fails_exactly_its_transfers() -> None:
@@ -173,4 +173,4 @@ def test_a_broken_session_fails_exactly_its_transfers() -> None:
     pair.run()
     assert len(pair.tokens("done")) == 8
     assert set(pair.errors("open")) == {"PEER_LOST"}
-    pair.at_rest()
+    pair.assert_at_rest()

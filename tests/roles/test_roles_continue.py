@@ -39,7 +39,7 @@ def test_apart(given: int, page_tokens: tuple[int, int]) -> None:
     ask(pair, "rest", prompt, count=COUNT, attempt=1, output=wanted[:given])
     pair.run()
     check(pair.outputs["rest"], wanted, given, 13)
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 class Alone:

@@ -37,7 +37,7 @@ def test_lesson_12_timers_and_aborts_work_while_nothing_can_be_admitted() -> Non
     assert not pair.prefill.role.jobs
     pair.run()
     assert len(pair.tokens("holder")) == 28
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -58,7 +58,7 @@ def test_lesson_12_both_sides_take_in_one_order_and_nobody_waits_in_a_circle(rev
         wanted[name] = reference([int(name[1:])] * 14, sampling, VOCAB, 3)
     pair.run()
     assert {name: pair.tokens(name) for name in names} == wanted
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_lesson_15_the_first_token_comes_with_the_commit_and_the_next_step_includes_it() -> None:
@@ -81,7 +81,7 @@ def test_lesson_15_the_first_token_comes_with_the_commit_and_the_next_step_inclu
     assert list(step.tokens) == pair.tokens("r")
     pair.decode.role.complete(pair.decode.engine.step([step]), pair.clock.now())
     pair.run()
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
@@ -114,4 +114,4 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     pair.prefill.post(api.FenceDone(transfer, True))
     pair.run()
     assert node.exchange.phase(transfer) in (None, KVPoll.FAILED)
-    pair.at_rest()
+    pair.assert_at_rest()

@@ -32,7 +32,7 @@ def test_a_room_in_use_is_an_invalid_request_and_not_a_bug(side: str) -> None:
     assert error.code is ErrorCode.INVALID_REQUEST
     assert "room of its own" in error.text
     assert pair.tokens("first") == reference([1, 2, 3], sampling, VOCAB, 4)
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_two_prompts_of_one_length_under_one_room_are_an_error_and_not_an_answer() -> None:
@@ -43,4 +43,4 @@ def test_two_prompts_of_one_length_under_one_room_are_an_error_and_not_an_answer
     pair.run()
     assert pair.tokens("second") == []
     assert pair.errors("second") == [ErrorCode.METADATA_MISMATCH.value]
-    pair.at_rest()
+    pair.assert_at_rest()

@@ -58,7 +58,7 @@ def test_a_replayed_ticket_is_refused_and_the_first_request_goes_on(when: str) -
     assert "used already" in str(pair.outputs["again"][0].error)
     expected = reference([1, 2, 3], SamplingParams(max_tokens=3, seed=1), VOCAB, 3)
     assert pair.tokens("first") == expected
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_a_ticket_in_the_session_of_another_frontend_is_refused() -> None:
@@ -66,7 +66,7 @@ def test_a_ticket_in_the_session_of_another_frontend_is_refused() -> None:
     both(pair, "stolen", [1, 2, 3], ticket(pair, 7, origin=Incarnation("e" * 32)))
     pair.run()
     assert set(pair.errors("stolen")) == {ErrorCode.UNAUTHORIZED.value}
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_a_retry_is_another_attempt_and_has_a_ticket_of_its_own() -> None:
@@ -77,7 +77,7 @@ def test_a_retry_is_another_attempt_and_has_a_ticket_of_its_own() -> None:
     both(pair, "a~1", [1, 2, 3], sign(msgspec.structs.replace(first, attempt=1), SECRET, FRONT))
     pair.run()
     assert len(pair.tokens("a~1")) == 3
-    pair.at_rest()
+    pair.assert_at_rest()
 
 
 def test_what_is_remembered_of_tickets_dies_with_them() -> None:
@@ -90,4 +90,4 @@ def test_what_is_remembered_of_tickets_dies_with_them() -> None:
     both(pair, "late", [1, 2, 3], ticket(pair, 99, budget_s=10.0))
     pair.run()
     assert len(pair.decode.role._spent) == len(pair.prefill.role._spent) == 1
-    pair.at_rest()
+    pair.assert_at_rest()

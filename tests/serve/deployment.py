@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -208,6 +209,12 @@ class Deployment:
 
     def by_role(self, role: Role) -> list[Instance]:
         return [r.instance for r in self.running if r.instance.config.role is role]
+
+    def assert_comes_to_rest(self) -> None:
+        """Every table of every instance empties by itself, within a bounded time."""
+        until = time.monotonic() + 10
+        while any(any(r.ask().values()) for r in self.running):
+            assert time.monotonic() < until, [r.ask() for r in self.running]
 
     def close(self) -> None:
         self.front.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 
 import httpx
 import psutil
@@ -16,14 +15,7 @@ from segue.core.types import FinishReason, Role
 from segue.sim.engine import reference
 
 
-def rest(made: Deployment) -> None:
-    """Every table of every instance empties by itself, within a bounded time."""
-    until = time.monotonic() + 10
-    while any(any(r.ask().values()) for r in made.running):
-        assert time.monotonic() < until, [r.ask() for r in made.running]
-
-
-def serve_many(made: Deployment, count: int, *, batch: int = 64, longest: int = 60) -> None:
+def assert_served(made: Deployment, count: int, *, batch: int = 64, longest: int = 60) -> None:
     rng = random.Random(count)
     prefills, decodes = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
     for start in range(0, count, batch):
@@ -41,8 +33,8 @@ def serve_many(made: Deployment, count: int, *, batch: int = 64, longest: int = 
 def test_two_and_two_answer_with_the_right_tokens(transport: str) -> None:
     roles = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
     with deployment(*roles, transport=transport) as made:
-        serve_many(made, 128)
-        rest(made)
+        assert_served(made, 128)
+        made.assert_comes_to_rest()
 
 
 def test_unified_answers_alike() -> None:
@@ -51,7 +43,7 @@ def test_unified_answers_alike() -> None:
         sampling = made.front.submit("r", [1, 2, 3], one, one)
         assert made.front.tokens("r") == reference([1, 2, 3], sampling, VOCAB, 4)
         assert made.front.outputs["r"][-1].finish is FinishReason.LENGTH
-        rest(made)
+        made.assert_comes_to_rest()
 
 
 def test_the_first_output_says_where_the_time_went() -> None:
@@ -70,7 +62,7 @@ def test_cancel_on_both_sides_leaves_nothing() -> None:
         for i in range(20):
             made.front.submit(f"r{i}", list(range(200)), p, d, max_tokens=500)
             made.front.cancel(f"r{i}", p, d)
-        rest(made)
+        made.assert_comes_to_rest()
 
 
 @pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
@@ -82,7 +74,7 @@ def test_lesson_11_a_request_that_reached_one_side_only_ends_by_its_deadline(sid
         [output] = made.front.wait("half", 5)
         assert output.error is not None
         assert output.error.code in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT)
-        rest(made)
+        made.assert_comes_to_rest()
 
 
 def test_a_frontend_that_leaves_takes_its_requests_along() -> None:
@@ -91,7 +83,7 @@ def test_a_frontend_that_leaves_takes_its_requests_along() -> None:
         for i in range(5):
             made.front.submit(f"r{i}", list(range(100)), p, d, max_tokens=700)
         made.front.close()
-        rest(made)
+        made.assert_comes_to_rest()
         made.front = type(made.front)()
 
 
@@ -128,9 +120,9 @@ def test_lesson_18_a_forged_ticket_is_refused() -> None:
 def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
     with deployment(Role.PREFILL, Role.DECODE, transport=transport) as made:
         me = psutil.Process()
-        serve_many(made, 256)
+        assert_served(made, 256)
         rss, fds = me.memory_info().rss, len(os.listdir("/proc/self/fd"))
-        serve_many(made, count)
-        rest(made)
+        assert_served(made, count)
+        made.assert_comes_to_rest()
         assert len(os.listdir("/proc/self/fd")) == fds
         assert me.memory_info().rss - rss < 16 * 2**20

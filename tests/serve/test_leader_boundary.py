@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from deployment import VOCAB, Deployment, deployment
+from deployment import VOCAB, deployment
 
 from segue.core.errors import ErrorCode
 from segue.core.types import KVPoll, Role
 from segue.handoff import api
 from segue.sim.engine import reference
-
-
-def rest(made: Deployment) -> None:
-    until = time.monotonic() + 10
-    while any(any(r.ask().values()) for r in made.running):
-        assert time.monotonic() < until, [r.ask() for r in made.running]
 
 
 def break_once(owner: object, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
@@ -64,10 +57,10 @@ def test_a_bug_ends_its_own_request_at_once_and_typed(
         assert "a bug" in error.text
         # What the frontend does with an error on one leg; a half that was never told must not stay.
         made.front.cancel("bad", p, d)
-        rest(made)
+        made.assert_comes_to_rest()
         sampling = made.front.submit("good", [1, 2, 3], p, d)
         assert made.front.tokens("good") == reference([1, 2, 3], sampling, VOCAB, 4)
-        rest(made)
+        made.assert_comes_to_rest()
 
 
 def test_an_engine_that_breaks_on_the_end_of_a_request_keeps_none_of_its_pages() -> None:
@@ -76,7 +69,7 @@ def test_an_engine_that_breaks_on_the_end_of_a_request_keeps_none_of_its_pages()
         break_once(d.engine, "close")
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
         made.front.cancel("bad", p, d)
-        rest(made)
+        made.assert_comes_to_rest()
 
 
 def test_every_instance_says_what_it_holds() -> None:
@@ -90,7 +83,7 @@ def test_every_instance_says_what_it_holds() -> None:
         assert not states[Role.DECODE]["at_rest"]
         assert states[Role.DECODE]["pages"]["used"] > 0
         made.front.cancel("r", p, d)
-        rest(made)
+        made.assert_comes_to_rest()
         for instance, peer in ((p, d), (d, p)):
             state = look(instance)
             assert state["at_rest"], state

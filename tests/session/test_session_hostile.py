@@ -42,6 +42,7 @@ from segue.session.frames import (
     Hello,
     Ping,
     Proof,
+    SessionFrame,
     decode_frame,
     decode_preamble,
     encode_frame,
@@ -243,12 +244,16 @@ def test_lesson_17_no_room_here_knows_pickle() -> None:
 
 @given(st.binary(max_size=200))
 def test_lesson_17_frame_decoders_give_a_frame_or_a_known_error(data: bytes) -> None:
-    decoders: tuple[Callable[[bytes], object], ...] = (decode_frame, msgspec.msgpack.Decoder(Message).decode)
-    for decode in decoders:
+    decoders: tuple[tuple[Callable[[bytes], object], Any], ...] = (
+        (decode_frame, SessionFrame),
+        (msgspec.msgpack.Decoder(Message).decode, Message),
+    )
+    for decode, kinds in decoders:
         try:
-            decode(data)
+            decoded = decode(data)
         except DECODE_ERRORS:
             continue
+        assert isinstance(decoded, kinds)
 
 
 @given(st.binary(min_size=8, max_size=8))

@@ -163,9 +163,10 @@ def test_a_silent_peer_before_tls_is_cut_after_the_handshake_deadline(
             address = await listener.listen("127.0.0.1", 0)
             mute, halfway = await RawPeer.dial(*address), await RawPeer.dial(*address)
             halfway.writer.write(b"\x16\x03\x01\x02\x00\x01")  # a hello that never ends
-            await mute.ended()
+            assert await mute.ended() == b""
             await halfway.ended()
             await nobody_waits(listener)
+            assert listener.stats.opened == 0
             await mute.close()
             await halfway.close()
 
