@@ -190,8 +190,12 @@ class FusedLayer(nn.Module):
     def _attend(self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], step: StepContext) -> Tensor:
         qkv = self.qkv(x)
         cos, sin = position_embeddings
-        if not cos.numel() == sin.numel() == step.rows * self.head_dim:
-            raise Internal(f"rotary embedding of shape {tuple(cos.shape)} for heads of {self.head_dim}")
+        for part in (cos, sin):  # the kernel trusts its addresses
+            right = part.numel() == step.rows * self.head_dim and part.dtype == qkv.dtype
+            if not right or not part.is_contiguous():
+                raise Internal(
+                    f"rotary embedding {part.dtype} {tuple(part.shape)} for heads of {self.head_dim}"
+                )
         k_at, v_at = step.pool.layer_at[self.index]
         step.kernels.turn(
             qkv.data_ptr(),
