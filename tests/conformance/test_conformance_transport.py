@@ -199,7 +199,9 @@ def test_an_epoch_that_was_not_granted_does_not_land(pair: Pairs) -> None:
     p.grant(3)
     p.reader.transport.grant("cccc/0", 4)
     for epoch in (4, 5):
-        assert isinstance(p.move(epoch, 1, CopyBlock(0, 0, 1, 5000)), WriteFailed)
+        failed = p.move(epoch, 1, CopyBlock(0, 0, 1, 5000))
+        assert isinstance(failed, WriteFailed)
+        assert failed.refused
     assert not p.reader.array.any()
     assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 5000)), Written)
 
@@ -211,7 +213,9 @@ def test_lesson_06_a_late_write_after_an_abort_does_not_land(pair: Pairs) -> Non
     p.grant(4)
     assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 100)), Written)
     fenced = p.reader.fence(p.writer.me, 3)
-    assert isinstance(p.move(3, 2, CopyBlock(0, 4096, 1, 100)), WriteFailed)
+    failed = p.move(3, 2, CopyBlock(0, 4096, 1, 100))
+    assert isinstance(failed, WriteFailed)
+    assert failed.refused
     assert not p.reader.array[100:].any()
     assert fenced.peer == p.writer.me
     assert isinstance(p.move(4, 3, CopyBlock(0, 8192, 1, 100)), Written)  # others are not touched
@@ -222,7 +226,9 @@ def test_lesson_07_an_epoch_ended_at_the_writer_starts_nothing(pair: Pairs) -> N
     fill(p.writer)
     p.grant(3)
     assert p.writer.fence(p.reader.me, 3).proven
-    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 100)), WriteFailed)
+    failed = p.move(3, 1, CopyBlock(0, 0, 1, 100))
+    assert isinstance(failed, WriteFailed)
+    assert not failed.refused
     assert not p.reader.array.any()
 
 

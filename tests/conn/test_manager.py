@@ -166,6 +166,40 @@ def test_lesson_10_an_abort_reaches_the_other_side(transport: str) -> None:
         assert_handed_over(prefill, decode, 5, 5)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it(transport: str) -> None:
+    with sides(transport) as (prefill, decode):
+        transfer, sender, receiver = begin(prefill, decode, 33)
+        receiver.send_metadata(range(9))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        refused = threading.Event()
+        exchange, handle = prefill.manager.exchange, prefill.manager.exchange.handle
+
+        def watched(event: api.Event, now: float) -> list[api.Effect]:
+            effects = handle(event, now)
+            if isinstance(event, api.WriteBroken) and event.refused:
+                refused.set()
+            return effects
+
+        exchange.handle = watched  # type: ignore[method-assign]
+
+        def refuse() -> None:
+            epoch = decode.manager.exchange._machines[transfer].epoch
+            decode.manager._move(api.Fence(transfer, epoch))
+
+        # What the abort does last comes first here, as it does when its words are slow.
+        ended = threading.Event()
+        decode.manager.io.post(lambda: (refuse(), ended.set()))
+        assert ended.wait(10)
+        sender.send(Span(0, 16), range(PAGES))
+        assert refused.wait(10)
+        receiver.abort(AbortedByClient("the client left").info)
+        for side in (prefill, decode):
+            side.wait_release(transfer)
+        assert sender.error == receiver.error
+        assert sender.error.code is ErrorCode.ABORTED_BY_CLIENT
+
+
 def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves() -> None:
     with sides() as (prefill, decode):
         _transfer, sender, receiver = begin(prefill, decode, 33)

@@ -308,7 +308,7 @@ class KVManager:
                 self._measure(incarnation, event)
                 self._handle(api.WriteLanded(transfer, event.tag, event.seconds))
             case transport_base.WriteFailed():
-                self._handle(api.WriteBroken(transfer, event.tag, event.error.info))
+                self._handle(api.WriteBroken(transfer, event.tag, event.error.info, event.refused))
             case transport_base.Fenced():
                 self._handle(api.FenceDone(transfer, event.proven))
 

@@ -84,7 +84,7 @@ class Path:
             write = self._queue.popleft()
             if self.one_sided and not self.reader.granted(self.writer.me, write.epoch):
                 # As shm: the reader's table is looked at when a write begins, and never again.
-                self._report_failed(write, TransferFailed("this epoch may not be written"))
+                self._report_failed(write, TransferFailed("this epoch may not be written"), refused=True)
                 continue
             self._running = write
             self._slice(write)
@@ -144,7 +144,8 @@ class Path:
                 seconds = self.writer.world.now - write.posted_at
                 self._tell(Written(self.reader.peer_name, write.epoch, write.tag, write.nbytes, seconds))
             else:
-                self._report_failed(write, TransferFailed("the write was refused or cut"))
+                refused = not granted and not self.closed
+                self._report_failed(write, TransferFailed("the write was refused or cut"), refused=refused)
         while write.epoch in self._fencing:
             self._fencing.remove(write.epoch)
             self._tell(Fenced(self.reader.peer_name, write.epoch, True))
@@ -157,9 +158,9 @@ class Path:
         self._ready_at = at = max(at, self._ready_at + 1e-9)
         world.at(at, self.writer, self.writer.transport_event, self.reader.me, event)
 
-    def _report_failed(self, write: Write, error: SegueError) -> None:
+    def _report_failed(self, write: Write, error: SegueError, *, refused: bool = False) -> None:
         write.failed = True
-        self._tell(WriteFailed(self.reader.peer_name, write.epoch, write.tag, error))
+        self._tell(WriteFailed(self.reader.peer_name, write.epoch, write.tag, error, refused))
 
     def busy_with(self, epoch: int) -> bool:
         """Whether a write of `epoch` is under way or waits."""

@@ -45,12 +45,14 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """The write `tag` of `epoch` did not land, or only in part. No further event for it."""
+    """The write `tag` of `epoch` did not land, or only in part. No further event for it. `refused`: the
+    receiver does not grant `epoch` (any more), and nothing else is wrong."""
 
     peer: str
     epoch: int
     tag: int
     error: SegueError
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,12 +39,13 @@ class Job:
     allowed: Callable[[], bool]
     posted: float = field(default_factory=time.perf_counter)
     error: SegueError | None = None
+    refused: bool = False
     active: int = 0  # threads that copy a slice of it right now
 
     def event(self) -> TransportEvent:
         """The one event that ends it."""
         if self.error is not None:
-            return WriteFailed(self.peer, self.epoch, self.tag, self.error)
+            return WriteFailed(self.peer, self.epoch, self.tag, self.error, self.refused)
         seconds = time.perf_counter() - self.posted
         return Written(self.peer, self.epoch, self.tag, self.nbytes, seconds)
 
@@ -221,6 +222,7 @@ class Copier:
             job.active += 1
             self._active.add(job)
         if job.error is None and not job.allowed():
+            job.refused = True
             job.error = TransferFailed(
                 f"epoch {job.epoch:x} is not granted by {job.peer[:8]}", retryable=False
             )

@@ -210,7 +210,7 @@ class FakeTransport:
                 return WriteFailed(w.peer, w.epoch, w.tag, PeerLost(f"{w.peer} is gone", peer=w.peer))
             if (self._me, w.epoch) not in target._grants:
                 error = TransferFailed(f"epoch {w.epoch:x} is not granted by {w.peer[:8]}", retryable=False)
-                return WriteFailed(w.peer, w.epoch, w.tag, error)
+                return WriteFailed(w.peer, w.epoch, w.tag, error, refused=True)
             if self._copy:
                 for block in w.blocks:
                     copy_block(self._memory.buffer, target._memory.buffer, block)

@@ -46,6 +46,7 @@ class Write:
     posted: float
     parts: int = 0
     error: SegueError | None = None
+    refused: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +214,7 @@ class Path:
 
     def _report(self, write: Write) -> None:
         if write.error is not None:
-            self._emit(WriteFailed(self.name, write.epoch, write.tag, write.error))
+            self._emit(WriteFailed(self.name, write.epoch, write.tag, write.error, write.refused))
         else:
             seconds = time.perf_counter() - write.posted
             self._emit(Written(self.name, write.epoch, write.tag, write.nbytes, seconds))
@@ -281,6 +282,7 @@ class Path:
             part = stream.unanswered.pop(ident, None)
             if part is None:
                 raise TransferFailed(f"{self.name} answered a part that was not sent")
+            part.write.refused |= status == tcp_wire.REFUSED and part.write.error is None
             self._finish(part, _refusal(self.name, part.write.epoch, status))
             self._settle(part.write.epoch)
 
