@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from conftest import make_tokenizer
-from segue.core.errors import ConfigError
+from segue.core.errors import ConfigError, Internal
 from segue.frontend.chat import check_messages
 from segue.frontend.detokenize import Detokenizer, StopStrings
 from segue.frontend.problems import BadParam
@@ -94,6 +94,17 @@ def test_the_bytes_of_tokens_make_the_text() -> None:
     assert FALLBACK.token_bytes(0xE4 + 1) == b"\xe4"
     assert FALLBACK.token_bytes(257) == b" Hello"
     assert FALLBACK.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("number", [-1, 2**32, 2**53])
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK])
+def test_a_number_of_a_worker_that_is_no_token_id_is_a_typed_error(
+    tokenizer: ModelTokenizer, number: int
+) -> None:
+    with pytest.raises(Internal, match=f"^{number} came as a token id"):
+        tokenizer.decode([1, number], skip_special=True)
+    with pytest.raises(Internal, match=f"^{number} came as a token id"):
+        tokenizer.token_text(number)
 
 
 @settings(max_examples=300, deadline=None)

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerFast
 
-from segue.core.errors import ConfigError
+from segue.core.errors import ConfigError, Internal
 from segue.frontend.problems import BadParam
 
 _SHORT_CHARS = 4096
@@ -70,18 +70,26 @@ class ModelTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
-        text: str = self._fast.decode(ids, skip_special_tokens=skip_special)
+        """The text of `ids`; unknown ones are left out. Raises Internal for a number that is no id at all."""
+        try:
+            text: str = self._fast.decode(ids, skip_special_tokens=skip_special)
+        except OverflowError:
+            raise _no_token_id(next(i for i in ids if not 0 <= i < 2**32)) from None
         return text
 
     def is_special(self, token: int) -> bool:
         return token in self._special
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes one token stands for; together the tokens of a text give its UTF-8."""
+        """The bytes one token stands for; together the tokens of a text give its UTF-8. An
+        unknown token has none; raises Internal for a number that is no id at all."""
         known = self._bytes.get(token)
         if known is not None:
             return known
-        text = self._fast.id_to_token(token)
+        try:
+            text = self._fast.id_to_token(token)
+        except OverflowError:
+            raise _no_token_id(token) from None
         byte = _BYTE_TOKEN.match(text) if text else None
         if text is None:
             out = b""
@@ -134,6 +142,11 @@ class ModelTokenizer:
             # What a template raises is about the messages it was given: it is the client's to read.
             raise BadParam(f"the chat template refuses these messages: {error}", "messages") from None
         return text
+
+
+def _no_token_id(token: int) -> Internal:
+    # Only a worker can have sent it: what a client sends is compared with the vocabulary at the door.
+    return Internal(f"{token} came as a token id, which it cannot be", phase="stream")
 
 
 def _contains(node: object, kind: str) -> bool:
