@@ -144,14 +144,15 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
                 if name in opening:
                     found.setdefault(str(file.relative_to(source)), set()).add(name)
     allowed = {
-        "bootstrap/client.py",  # the registry itself, from a setting
+        "bootstrap/doors.py",  # the registry itself, from a setting
         "session/node.py",  # opens what it is told to, by the next two
         "frontend/replicas.py",  # leaders, from the registry
-        "conn/manager.py",  # prefill leaders, from the registry; endpoints, from their sessions
+        "conn/manager.py",  # prefill leaders, from the registry
+        "conn/transports.py",  # endpoints, from their sessions
         "transport/tcp_out.py",
-        "transport/shm.py",
+        "transport/shm_out.py",
         "transport/fake.py",
     }
     inner = {name for name in found if not name.startswith(("cli/", "sim/", "engine/store"))}
     assert inner <= allowed, inner - allowed
-    assert {"bootstrap/client.py", "session/node.py", "frontend/replicas.py", "transport/tcp_out.py"} <= inner
+    assert {"bootstrap/doors.py", "session/node.py", "frontend/replicas.py", "transport/tcp_out.py"} <= inner
