@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from segue.balance.attempts import MAX_ATTEMPTS, Attempts, Next
+from segue.balance.attempts import Attempts, Next
 from segue.balance.base import Ask, Candidate
 from segue.balance.policies import make_policy
 from segue.core.errors import (
@@ -17,6 +17,7 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
+from segue.core.limits import MAX_ATTEMPTS
 from segue.core.request import Output, Request, SamplingParams, Usage
 from segue.core.types import Incarnation, Placement
 

@@ -157,6 +157,18 @@ def test_every_limit_that_can_be_set_has_the_default_of_core() -> None:
     assert serve().limit.limits() == Limits()
 
 
+def test_how_requests_are_answered_reaches_the_frontend() -> None:
+    assert serve().frontend("http://127.0.0.1:9").answers == c.AnswersConfig(
+        max_attempts=4, sampling_defaults="model"
+    )
+    config = serve("max_attempts = 2", {"SEGUE_SAMPLING_DEFAULTS": "openai"})
+    assert config.frontend("http://127.0.0.1:9").answers == c.AnswersConfig(
+        max_attempts=2, sampling_defaults="openai"
+    )
+    assert_refused("--max-attempts", "between 1 and 64", max_attempts="0")
+    assert_refused("--sampling-defaults", "model, openai", sampling_defaults="vllm")
+
+
 def test_children_inherit_what_was_decided_once() -> None:
     config = serve(prefill="2", decode="2", page_tokens="32", chunk_tokens="64", transport="shm")
     child = config.instance(Role.DECODE, "decode-1", HOST, "http://127.0.0.1:9", SMOLLM2)

@@ -16,11 +16,9 @@ from msgspec.structs import replace
 
 from segue.balance.base import Ask, Candidate, Policy
 from segue.core.errors import ErrorCode, ErrorInfo, Internal
+from segue.core.limits import MAX_ATTEMPTS
 from segue.core.request import Output, Request, Usage
 from segue.core.types import Placement
-
-#: Attempts of one request, the first one included.
-MAX_ATTEMPTS = 4
 
 #: The other side of the pair is gone, as the one that says so sees it.
 LOSSES = frozenset({ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED})

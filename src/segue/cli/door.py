@@ -51,6 +51,8 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 port=config.port,
                 secret=config.secret or None,
                 policy=config.policy,
+                max_attempts=config.answers.max_attempts,
+                model_defaults=config.answers.sampling_defaults == "model",
                 limits=limits,
                 tls=tls,
             )

@@ -20,6 +20,7 @@ KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 MAX_SECRET_BYTES = 4096
 _GROUPS = {
     "engine": "model and memory",
+    "answers": "answers",
     "tls": "encryption between the parts",
     "limit": "limits",
     "log": "log",

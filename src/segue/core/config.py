@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from segue.core.errors import ConfigError
-from segue.core.limits import Limits
+from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.core.settings import integer, number, required, switch, text
 from segue.core.types import Integrity, Role
 
@@ -115,6 +115,25 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswersConfig:
+    """How the frontend serves a request."""
+
+    max_attempts: int = integer(
+        "times that one request is placed in all when workers fail; 1 never tries again",
+        MAX_ATTEMPTS,
+        low=1,
+        high=64,
+    )
+    sampling_defaults: str = text(
+        "sampling settings that a client does not name are those of the model's generation_config.json, "
+        "or OpenAI's",
+        "model",
+        choices=("model", "openai"),
+        metavar="WHOSE",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is written to standard error."""
 
@@ -169,6 +188,7 @@ class ServeConfig:
     instance_doors: bool = switch(
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
     )
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
@@ -230,6 +250,7 @@ class ServeConfig:
             model=self.model,
             served_model_name=served_name(self.model, self.engine.served_model_name),
             policy=self.policy,
+            answers=self.answers,
             tls=self.tls,
             limit=self.limit,
             log=self.log,
@@ -352,6 +373,7 @@ class FrontendConfig:
     policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     cache: str | None = text("folder for fetched and converted models", metavar="DIR")
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)

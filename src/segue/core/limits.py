@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+#: Times that one request is placed in all, the first included, when workers fail.
+MAX_ATTEMPTS = 4
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one process. All are positive; times in seconds, sizes in bytes."""

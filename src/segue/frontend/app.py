@@ -45,6 +45,7 @@ from segue.frontend.openai_types import (
 from segue.frontend.params import ModelCard
 from segue.frontend.plan import Plan, Planner
 from segue.frontend.problems import BadParam, UnknownModel, error_body
+from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.integrity import NodeState, busy, process_facts
 from segue.observe.metrics import CONTENT_TYPE, Metrics
@@ -58,6 +59,7 @@ T = TypeVar("T")
 class DoorSettings:
     """What the door needs besides a backend and a tokenizer.
 
+    `defaults` are the sampling settings that a client does not name.
     `context_tokens` bounds prompts while no worker has said what it can take. Bodies above `inline_bytes` are
     tokenized in one of `tokenizer_threads` threads, so that the event loop keeps answering.
     """
@@ -66,6 +68,7 @@ class DoorSettings:
     context_tokens: int
     vocab_size: int
     limits: Limits
+    defaults: SamplingDefaults = OPENAI
     inline_bytes: int = 16 * 1024
     tokenizer_threads: int = 2
     body_timeout_s: float = 60.0
@@ -116,6 +119,7 @@ class Door:
             name=s.model,
             context_tokens=s.context_tokens if context is None else context,
             vocab_size=s.vocab_size,
+            defaults=s.defaults,
         )
 
     # ---- the boundary ---------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from segue.balance.attempts import LOSSES, MAX_ATTEMPTS, Attempts, Next
+from segue.balance.attempts import LOSSES, Attempts, Next
 from segue.balance.base import Ask, Policy
 from segue.balance.policies import make_policy
 from segue.core.errors import (
@@ -26,7 +26,7 @@ from segue.core.errors import (
     OutOfCapacity,
     status_of,
 )
-from segue.core.limits import Limits
+from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.core.request import Output, Request
 from segue.core.types import Placement, Role, new_room
 from segue.frontend.replicas import InstanceWatch, Replica, Replicas, Signal

@@ -14,6 +14,7 @@ from typing import Any
 from segue.core.request import Grammar, SamplingParams
 from segue.frontend.openai_types import GenerateFields
 from segue.frontend.problems import BadParam
+from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults
 
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20
@@ -27,11 +28,13 @@ _SEED_MASK = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What the door must know of the model: its public name and its bounds."""
+    """What the door must know of the model: its public name, its bounds, and how it is sampled from
+    where a client does not say."""
 
     name: str
     context_tokens: int
     vocab_size: int
+    defaults: SamplingDefaults = OPENAI
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +111,24 @@ def sampling(
             "context_length_exceeded",
         )
     min_tokens = _within("min_tokens", body.min_tokens, 0, max_tokens, 0)
-    top_k = _within("top_k", body.top_k, -1, card.vocab_size, 0)
+    defaults = card.defaults
+    top_k = _within("top_k", body.top_k, -1, card.vocab_size, defaults.top_k)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=int(min_tokens),
-        temperature=_within("temperature", body.temperature, 0.0, 2.0, 1.0),
-        top_p=_within("top_p", body.top_p, 0.0, 1.0, 1.0, open_low=True),
+        temperature=_within("temperature", body.temperature, 0.0, 2.0, defaults.temperature),
+        top_p=_within("top_p", body.top_p, 0.0, 1.0, defaults.top_p, open_low=True),
         top_k=max(0, int(top_k)),
-        min_p=_within("min_p", body.min_p, 0.0, 1.0, 0.0),
+        min_p=_within("min_p", body.min_p, 0.0, 1.0, defaults.min_p),
         presence_penalty=_within("presence_penalty", body.presence_penalty, -2.0, 2.0, 0.0),
         frequency_penalty=_within("frequency_penalty", body.frequency_penalty, -2.0, 2.0, 0.0),
         repetition_penalty=_within(
-            "repetition_penalty", body.repetition_penalty, 0.0, 10.0, 1.0, open_low=True
+            "repetition_penalty",
+            body.repetition_penalty,
+            0.0,
+            10.0,
+            defaults.repetition_penalty,
+            open_low=True,
         ),
         logit_bias=_logit_bias(body.logit_bias, card),
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from segue.core.errors import ConfigError
-from segue.core.limits import Limits
+from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.frontend.app import Door, DoorSettings, build_app
 from segue.frontend.fleet import FleetBackend, FleetSettings
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.ready import keep_proving
 from segue.frontend.replicas import InstanceWatch
+from segue.frontend.sampling_defaults import OPENAI, of_model
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
 from segue.session.tls import Tls
@@ -27,7 +28,8 @@ log = logging.getLogger("segue.frontend")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """Everything `run_frontend` needs. `port` 0 means any free one; `model_folder` holds the tokenizer
-    and `config.json`; `context_tokens` 0 means what `config.json` says."""
+    and `config.json`; `context_tokens` 0 means what `config.json` says. `model_defaults`: sampling settings
+    that a client does not name are those of the model's `generation_config.json`."""
 
     registry: InstanceWatch
     model_folder: Path
@@ -39,6 +41,8 @@ class FrontendConfig:
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
     context_tokens: int = 0
+    max_attempts: int = MAX_ATTEMPTS
+    model_defaults: bool = True
 
 
 async def run_frontend(
@@ -57,10 +61,14 @@ async def run_frontend(
     try:
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model_folder)
         context_tokens, vocab_size = _model_bounds(config, tokenizer)
+        defaults = of_model(config.model_folder, vocab_size) if config.model_defaults else OPENAI
+        log.info("what clients do not name: %s", defaults)
         metrics = Metrics()
         backend = FleetBackend(
             config.registry,
-            FleetSettings(served_model=config.served_model, policy=config.policy),
+            FleetSettings(
+                served_model=config.served_model, policy=config.policy, max_attempts=config.max_attempts
+            ),
             secret=config.secret,
             limits=config.limits,
             metrics=metrics,
@@ -71,6 +79,7 @@ async def run_frontend(
             context_tokens=context_tokens,
             vocab_size=vocab_size,
             limits=config.limits,
+            defaults=defaults,
         )
         door = Door(backend, tokenizer, settings, metrics)
     except BaseException:
