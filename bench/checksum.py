@@ -21,20 +21,14 @@ import sys
 import time
 from pathlib import Path
 
-from handoff import Front, quantile
-from segue.bootstrap.client import RegistryClient
+from instances import commit, connected, end, quantile, start
 from segue.bootstrap.server import serve as serve_registry
-from segue.core.control import ControlMessage, Submit
 from segue.core.limits import Limits
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Integrity, Placement, Role, Span, new_incarnation, new_room
+from segue.core.types import Integrity, Role, Span
 from segue.layout.content import Part, Sample, canonical_content, checksum
 from segue.layout.spec import KVShape, PoolSpec
-from segue.session.api import Session
-from segue.session.node import SessionNode
 from segue.transport.memory import allocate
 
-ROOT = Path(__file__).resolve().parent.parent
 PORT = 18997
 #: SmolLM2-135M in bfloat16.
 SHAPE = KVShape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="bfloat16", item_bytes=2)
@@ -72,78 +66,42 @@ def hash_alone(tokens: int, repeats: int = 30) -> dict[str, dict[str, float]]:
 
 async def measure(args: argparse.Namespace, words: list[list[str]]) -> dict[str, list[float]]:
     """Start everything, measure, end everything."""
-    limits = Limits()
-    server = await serve_registry("127.0.0.1", PORT, secret=None, limits=limits)
+    server = await serve_registry("127.0.0.1", PORT, secret=None, limits=Limits())
     processes: list[subprocess.Popen[str]] = []
     try:
         for command in words:
             process = await asyncio.to_thread(start, command)
             processes.append(process)
-        return await rounds(args, limits)
+        return await rounds(args)
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            await asyncio.to_thread(process.wait, 30)
+        await asyncio.to_thread(end, processes)
         await server.close()
 
 
-async def rounds(args: argparse.Namespace, limits: Limits) -> dict[str, list[float]]:
+async def rounds(args: argparse.Namespace) -> dict[str, list[float]]:
     """One request to each prefill process per round; milliseconds to the first token, by mode."""
-    registry = RegistryClient(f"http://127.0.0.1:{PORT}", secret=None, limits=limits)
-    front = Front()
-    node = SessionNode(
-        incarnation=new_incarnation(),
-        role=Role.FRONTEND,
-        dp_rank=0,
-        secret=None,
-        handler=front,
-        message_type=ControlMessage,
-        limits=limits,
-    )
-    sessions: dict[str, Session] = {}
-    wanted = {Role.PREFILL: len(Integrity), Role.DECODE: 1}
-    for role, count in wanted.items():
-        async for records in registry.watch(role):
-            if len(records) == count:
-                for record in records:
-                    replica = record.replicas[0]
-                    # Served under the name of its mode: that is how this program tells them apart.
-                    name = record.served_model if role is Role.PREFILL else "decode"
-                    sessions[name] = await node.connect(
-                        replica.host, replica.port, expect=record.incarnation, timeout_s=10
-                    )
-                break
     rng = random.Random(1)
     times: dict[str, list[float]] = {mode: [] for mode in Integrity}
-    decode = sessions["decode"]
-    for index in range(args.warmup + args.rounds):
-        for mode in rng.sample(list(Integrity), len(Integrity)):
-            prompt = [rng.randrange(1000, 40000) for _ in range(args.tokens)]
-            prefill = sessions[mode]
-            ticket = Ticket(
-                room=new_room(),
-                attempt=0,
-                prefill=Placement(prefill.peer.incarnation),
-                decode=Placement(decode.peer.incarnation),
-                budget_s=60,
-            )
-            sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-            submit = Submit(Request(request_id=f"{mode}{index}", prompt=prompt, sampling=sampling), ticket)
-            start = time.perf_counter()
-            for session in (prefill, decode):
-                session.send(submit)
-            first = 0.0
-            while True:
-                output = await asyncio.wait_for(front.outputs.get(), 60)
-                assert output.error is None, output.error
-                first = first or time.perf_counter() - start
-                if output.finish is not None:
-                    break
-            if index >= args.warmup:
-                times[mode].append(first * 1e3)
-    await node.close()
-    await registry.aclose()
+    wanted = {Role.PREFILL: len(Integrity), Role.DECODE: 1}
+    # Served under the name of its mode: that is how this program tells them apart.
+    async with connected(
+        PORT, wanted, lambda role, r: r.served_model if role is Role.PREFILL else "decode"
+    ) as front:
+        for index in range(args.warmup + args.rounds):
+            for mode in rng.sample(list(Integrity), len(Integrity)):
+                prompt = [rng.randrange(1000, 40000) for _ in range(args.tokens)]
+                heard_at: list[float] = []
+                began = time.perf_counter()
+                await front.ask_each(
+                    f"{mode}{index}",
+                    prompt,
+                    mode,
+                    "decode",
+                    1,
+                    lambda _, heard_at=heard_at: heard_at.append(time.perf_counter()),
+                )
+                if index >= args.warmup:
+                    times[mode].append((heard_at[0] - began) * 1e3)
     return times
 
 
@@ -172,16 +130,11 @@ def main() -> None:
     alone = hash_alone(args.tokens)
     shared = ["--model", args.model, "--transport", args.transport]
     shared += ["--threads-per-worker", "1", "--kv-gib", "0.25", "--log-level", "error"]
-    segue = [sys.executable, "-m", "segue.cli.main"]
     shared += ["--registry", f"http://127.0.0.1:{PORT}"]
-    words = [
-        [*segue, "prefill", "--integrity", mode, "--served-model-name", mode, *shared] for mode in Integrity
-    ]
-    words.append([*segue, "decode", *shared])
+    words = [["prefill", "--integrity", mode, "--served-model-name", mode, *shared] for mode in Integrity]
+    words.append(["decode", *shared])
     times = asyncio.run(measure(args, words))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    measured_at = commit()
     rows = {
         mode: {
             "ttft_p50_ms": round(statistics.median(values), 2),
@@ -190,13 +143,13 @@ def main() -> None:
         }
         for mode, values in times.items()
     }
-    print(f"{args.rounds} rounds of {args.tokens} tokens over {args.transport}, commit {commit}")
+    print(f"{args.rounds} rounds of {args.tokens} tokens over {args.transport}, commit {measured_at}")
     for name, row in (*alone.items(), *rows.items()):
         print(f"{name:>18}  " + "   ".join(f"{key} {value:,}" for key, value in row.items()))
     if args.json:
         result = {
             "command": sys.argv,
-            "commit": commit,
+            "commit": measured_at,
             "rounds": args.rounds,
             "tokens": args.tokens,
             "transport": args.transport,
@@ -205,15 +158,6 @@ def main() -> None:
             "raw_ms": times,
         }
         args.json.write_text(json.dumps(result, indent=1))
-
-
-def start(words: list[str]) -> subprocess.Popen[str]:
-    """One process, once it says that it is ready."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("ready"), f"{words[3]} did not start: {line!r}"
-    return process
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""What the benches of real instances share: starting them, the least that a frontend is, one request."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from segue.bootstrap.client import RegistryClient
+from segue.bootstrap.records import InstanceRecord
+from segue.core.control import ControlMessage, Load, Outputs, Submit
+from segue.core.errors import SegueError
+from segue.core.limits import Limits
+from segue.core.request import Output, Request, SamplingParams, Ticket
+from segue.core.types import Placement, Role, new_incarnation, new_room
+from segue.session.api import PeerInfo, Session
+from segue.session.node import SessionNode
+
+ROOT = Path(__file__).resolve().parent.parent
+SEGUE = [sys.executable, "-m", "segue.cli.main"]
+ANSWER_S = 60.0
+
+
+class Outbox:
+    """A frontend's handler; the outputs of the one request in flight go into a queue."""
+
+    def __init__(self) -> None:
+        self.outputs: asyncio.Queue[Output] = asyncio.Queue()
+
+    def hello(self) -> bytes:
+        return b""
+
+    def accept(self, peer: PeerInfo) -> None: ...
+
+    def opened(self, session: Session) -> None: ...
+
+    def closed(self, session: Session, error: SegueError) -> None: ...
+
+    def received(self, session: Session, message: object) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self.outputs.put_nowait(output)
+        else:
+            assert isinstance(message, Load)
+
+
+@dataclass
+class Front:
+    """A frontend with a session to each instance, by the name that `connected` gave it."""
+
+    handler: Outbox
+    sessions: dict[str, Session]
+
+    async def ask(
+        self, name: str, prompt: Sequence[int], prefill: str, decode: str, tokens: int
+    ) -> list[Output]:
+        """Every output of one greedy request for exactly `tokens` tokens; none other may be in flight."""
+        outputs: list[Output] = []
+        await self.ask_each(name, prompt, prefill, decode, tokens, outputs.append)
+        return outputs
+
+    async def ask_each(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        prefill: str,
+        decode: str,
+        tokens: int,
+        hear: Callable[[Output], None],
+    ) -> None:
+        """As `ask`, and `hear` is called with each output as it comes."""
+        pair = self.sessions[prefill], self.sessions[decode]
+        ticket = Ticket(
+            room=new_room(),
+            attempt=0,
+            prefill=Placement(pair[0].peer.incarnation),
+            decode=Placement(pair[1].peer.incarnation),
+            budget_s=ANSWER_S,
+        )
+        sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        submit = Submit(Request(request_id=name, prompt=list(prompt), sampling=sampling), ticket)
+        for session in pair:
+            session.send(submit)
+        while True:
+            output = await asyncio.wait_for(self.handler.outputs.get(), ANSWER_S)
+            assert output.error is None, output.error
+            hear(output)
+            if output.finish is not None:
+                return
+
+
+@asynccontextmanager
+async def connected(
+    port: int, wanted: dict[Role, int], name: Callable[[Role, InstanceRecord], str]
+) -> AsyncIterator[Front]:
+    """A frontend of the registry at `port`, once so many instances of each role are there."""
+    limits = Limits()
+    registry = RegistryClient(f"http://127.0.0.1:{port}", secret=None, limits=limits)
+    handler = Outbox()
+    node = SessionNode(
+        incarnation=new_incarnation(),
+        role=Role.FRONTEND,
+        dp_rank=0,
+        secret=None,
+        handler=handler,
+        message_type=ControlMessage,
+        limits=limits,
+    )
+    sessions: dict[str, Session] = {}
+    try:
+        for role, count in wanted.items():
+            async for records in registry.watch(role):
+                if len(records) == count:
+                    for record in records:
+                        replica = record.replicas[0]
+                        sessions[name(role, record)] = await node.connect(
+                            replica.host, replica.port, expect=record.incarnation, timeout_s=10
+                        )
+                    break
+        yield Front(handler, sessions)
+    finally:
+        await node.close()
+        await registry.aclose()
+
+
+def start(words: Sequence[str]) -> subprocess.Popen[str]:
+    """`segue WORDS`, once it says that it is ready."""
+    process = subprocess.Popen([*SEGUE, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("ready"), f"{words[0]} did not start: {line!r}"
+    return process
+
+
+def end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Ask all to leave, then wait for each."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.wait(30)
+
+
+def commit() -> str:
+    """What the numbers were measured at."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The value at `q` (0 to 1) of `values` in order; no interpolation."""
+    return sorted(values)[min(len(values) - 1, round(q * (len(values) - 1)))]
