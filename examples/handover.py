@@ -39,9 +39,8 @@ def prefill(transfer, transport):
     sender.init(TOKENS, budget_s=10)
     print(port, flush=True)
     wait(sender, KVPoll.WAITING_FOR_INPUT)  # decode has said where to write
-    sender.send(
-        Span(0, TOKENS), range(PAGES), Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=42)
-    )
+    metadata = Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=42)
+    sender.send(Span(0, TOKENS), range(PAGES), metadata)
     wait(sender, KVPoll.SUCCESS)
     manager.close()
 
@@ -63,12 +62,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         prefill(TransferId(int(sys.argv[2]), 0, *sys.argv[3:]), sys.argv[1])
     else:
-        transport, room, me, peer = (
-            (*sys.argv[1:], "shm")[0],
-            new_room(),
-            new_incarnation(),
-            new_incarnation(),
-        )
+        transport = sys.argv[1] if len(sys.argv) > 1 else "shm"
+        room, me, peer = new_room(), new_incarnation(), new_incarnation()
         command = [sys.executable, __file__, transport, str(room), peer, me]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             decode(TransferId(room, 0, peer, me), transport, int(child.stdout.readline()))
