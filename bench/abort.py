@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from recorded import commit, quantile
 from segue.conn.config import KVConfig
 from segue.conn.handles import Change, KVReceiver, KVSender
 from segue.conn.manager import KVManager
@@ -245,13 +246,11 @@ def through_http(count: int) -> list[float]:
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    at = {q: ordered[min(len(ordered) - 1, round(q * (len(ordered) - 1)))] for q in (0.5, 0.99, 1.0)}
     return {
-        "n": len(ordered),
-        "p50_ms": round(at[0.5], 3),
-        "p99_ms": round(at[0.99], 3),
-        "max_ms": round(at[1.0], 3),
+        "n": len(values),
+        "p50_ms": round(quantile(values, 0.5), 3),
+        "p99_ms": round(quantile(values, 0.99), 3),
+        "max_ms": round(max(values), 3),
     }
 
 
@@ -274,10 +273,7 @@ def main() -> None:
     for name, row in rows.items():
         print(f"{name:>16}  " + "   ".join(f"{key} {value:9.3f}" for key, value in row.items()))
     if args.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
-        result = {"command": sys.argv, "commit": commit, "rows": rows, "raw_ms": raw}
+        result = {"command": sys.argv, "commit": commit(), "rows": rows, "raw_ms": raw}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -21,7 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from instances import commit, connected, end, quantile, start
+from instances import connected, end, start
+from recorded import commit, quantile
 from segue.bootstrap.server import serve as serve_registry
 from segue.core.limits import Limits
 from segue.core.types import Integrity, Role, Span

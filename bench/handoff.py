@@ -16,7 +16,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from instances import commit, connected, end, quantile, start
+from instances import connected, end, start
+from recorded import commit, quantile
 from segue.core.types import Role
 
 PORT = 18998

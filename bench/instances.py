@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.records import InstanceRecord
@@ -20,7 +19,6 @@ from segue.core.types import Placement, Role, new_incarnation, new_room
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 
-ROOT = Path(__file__).resolve().parent.parent
 SEGUE = [sys.executable, "-m", "segue.cli.main"]
 ANSWER_S = 60.0
 
@@ -142,16 +140,3 @@ def end(processes: Sequence[subprocess.Popen[str]]) -> None:
         process.terminate()
     for process in processes:
         process.wait(30)
-
-
-def commit() -> str:
-    """What the numbers were measured at."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """The value at `q` (0 to 1) of `values` in order; no interpolation."""
-    return sorted(values)[min(len(values) - 1, round(q * (len(values) - 1)))]

@@ -14,12 +14,13 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from recorded import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
@@ -106,11 +107,9 @@ def main() -> None:
     if args.json and args.json.exists() and args.part is not None and args.part > 1:
         done = json.loads(args.json.read_text())["pieces"]
     for number in numbers:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        measured_at = commit()
         made = piece(number, args.kills // args.pieces, args.clients)
-        done.append({"commit": commit, **made})
+        done.append({"commit": measured_at, **made})
         print(json.dumps({**summary(done), "last": made["kills"]}))
         if args.json:
             result = {"command": sys.argv, "summary": summary(done), "pieces": done}

@@ -1,0 +1,116 @@
+"""Which transport leads to which peer: what is remembered of peers is bounded, and ranks have one name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_manager import Side, spec
+
+from segue.conn.config import KVConfig
+from segue.conn.transports import Transports, incarnation_of
+from segue.core.errors import TransferFailed
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role, TransferId, new_incarnation
+from segue.handoff import api
+from segue.transport.base import Endpoint
+from segue.transport.memory import allocate
+
+PEERS = 3
+
+
+class Recorder:
+    """A transport that notes what it is asked."""
+
+    def __init__(self, name: str, on_event: Any, **options: Any) -> None:
+        self.name = name
+        self.options = options
+        self.asked: list[tuple[Any, ...]] = []
+        self.closed = False
+
+    def register(self, memory: Any) -> Endpoint:
+        return Endpoint(self.name, memory.nbytes, b"")
+
+    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+        self.asked.append(("connect", peer, endpoint.transport, timeout_s))
+
+    def grant(self, peer: str, epoch: int) -> None:
+        self.asked.append(("grant", peer, epoch))
+
+    def fence(self, peer: str, epoch: int) -> None:
+        self.asked.append(("fence", peer, epoch))
+
+    def write(self, peer: str, epoch: int, tag: int, blocks: Any) -> None:
+        self.asked.append(("write", peer, epoch, tag))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Made:
+    """The transports of one side over two recorders."""
+
+    def __init__(self, role: Role) -> None:
+        self.made: dict[str, Recorder] = {}
+        self.config = KVConfig(
+            role=role, model="m", spec=spec(), transports=("shm", "tcp"), limits=Limits(max_sessions=PEERS)
+        )
+        self.memory = allocate(self.config.spec.nbytes)
+        self.transports = Transports(self.config, self.memory, self._make, lambda _name, _event: None)
+
+    def _make(self, name: str, on_event: Any, **options: Any) -> Any:
+        self.made[name] = Recorder(name, on_event, **options)
+        return self.made[name]
+
+    def transfer(self, peer: Incarnation) -> TransferId:
+        me = self.config.incarnation
+        return TransferId(1, 0, me, peer) if self.config.role is Role.PREFILL else TransferId(1, 0, peer, me)
+
+
+def test_an_effect_goes_to_the_transport_of_its_peer_by_the_name_of_its_rank() -> None:
+    made = Made(Role.PREFILL)
+    near, far = new_incarnation(), new_incarnation()
+    made.transports.choose(near, "shm", {near})
+    made.transports.choose(far, "tcp", {near, far})
+    made.transports.move(api.PostWrite(made.transfer(near), 7, 1, 0, 2, ()))
+    made.transports.move(api.Fence(made.transfer(far), 8))
+    assert made.made["shm"].asked == [("write", f"{near}/2", 7, 1)]
+    assert made.made["tcp"].asked == [("fence", f"{far}/0", 8)]
+    assert made.made["shm"].options["me"] == f"{made.config.incarnation}/0"
+    assert incarnation_of(f"{far}/3") == far
+    made.transports.close()
+    assert all(transport.closed for transport in made.made.values())
+    made.memory.close()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role) -> None:
+    made = Made(role)
+    stays = new_incarnation()
+    made.transports.choose(stays, "tcp", {stays})
+    others = [new_incarnation() for _ in range(20)]
+    for other in others:
+        made.transports.choose(other, "shm", {stays, other})
+    # A fence may come after its session, so the last ones that left are still known.
+    for known in (stays, *others[-(PEERS - 1) :]):
+        made.transports.move(api.Fence(made.transfer(known), 1))
+    assert [ask[1] for ask in made.made["tcp"].asked] == [f"{stays}/0"]
+    assert len(made.made["shm"].asked) == PEERS - 1
+    with pytest.raises(KeyError):
+        made.transports.move(api.Fence(made.transfer(others[0]), 1))
+    made.memory.close()
+
+
+def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
+    made, side = Made(Role.PREFILL), Side(Role.DECODE)
+    peer = new_incarnation()
+    made.transports.choose(peer, "shm", {peer})
+    info = side.manager.info
+    asyncio.run(made.transports.connect(peer, info, 1.0))
+    assert made.made["shm"].asked == [("connect", f"{peer}/0", "shm", 1.0)]
+    info.endpoints["shm"][0] = b"\xc1"
+    with pytest.raises(TransferFailed, match="unreadable endpoint"):
+        asyncio.run(made.transports.connect(peer, info, 1.0))
+    side.close()
+    made.memory.close()
