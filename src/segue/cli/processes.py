@@ -20,6 +20,7 @@ from segue.core.errors import ConfigError, Internal, SegueError
 from segue.core.limits import Limits
 from segue.core.settings import argv, nearest
 from segue.core.types import Role
+from segue.serve.collector import for_good
 from segue.serve.host import this_host
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
 from segue.serve.supervisor import MARGIN_S, THREAD_VARIABLES, Supervisor, check_port
@@ -141,9 +142,10 @@ def frontend(args: argparse.Namespace) -> int:
         if not lifeline.supervised:
             check_port(config.host, config.port)
         logs.event(log, "config", **config.derived())
-        import uvloop
+        with for_good():
+            import uvloop
 
-        from segue.cli.door import run as serve_http
+            from segue.cli.door import run as serve_http
 
         try:
             uvloop.run(serve_http(config, lambda url: _ready(lifeline, config.label, url)))

@@ -8,6 +8,8 @@ registry itself.
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import logging
 import os
 import signal
@@ -34,6 +36,7 @@ from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
 from segue.roles.unified import UnifiedRole
+from segue.serve.collector import for_good
 from segue.serve.control import ControlHost, FrontendSessions, Host
 from segue.serve.door import Facts, open_door
 from segue.serve.integrity import look
@@ -258,7 +261,10 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
     The first SIGINT or SIGTERM drains, the second ends the process at once. `on_ready` is called
     with the instance's control address once it is registered.
     """
-    from segue.engine.runner import load_engine
+    with for_good():
+        # Most of it is imported by transformers only while it loads a model: here it costs less.
+        importlib.import_module("transformers.modeling_utils")
+        from segue.engine.runner import load_engine
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     engine = load_engine(
@@ -269,6 +275,8 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
         threads=config.engine.threads_per_worker or 1,
     )
     instance = Instance(config, engine, engine.memory)
+    gc.collect()
+    gc.freeze()
     signals = 0
 
     def on_signal(number: int, frame: object) -> None:

@@ -1,0 +1,42 @@
+"""What is made for good is not collected, and not looked through."""
+
+import gc
+import weakref
+
+import pytest
+
+from segue.serve.collector import for_good
+
+
+class Node:
+    """Something that holds itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_is_made_inside_is_out_of_the_collectors_sight_and_the_rest_is_not() -> None:
+    try:
+        with for_good():
+            assert not gc.isenabled()
+            inside = Node()
+        assert gc.isenabled()
+        assert not any(o is inside for o in gc.get_objects())
+        outside = Node()
+        assert any(o is outside for o in gc.get_objects())
+        kept, lost = weakref.ref(inside), weakref.ref(outside)
+        del inside, outside
+        gc.collect()
+        assert kept() is not None
+        assert lost() is None
+    finally:
+        gc.unfreeze()
+
+
+def test_a_failure_inside_leaves_the_collector_at_work() -> None:
+    try:
+        with pytest.raises(ImportError), for_good():
+            raise ImportError("no such module")
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
