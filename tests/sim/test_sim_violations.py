@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,15 @@ B, W, T, S, F = (
     KVPoll.SUCCESS,
     KVPoll.FAILED,
 )
+
+
+def joined_with_another_model(stage: Stage) -> None:
+    stage.prefill.spec = replace(stage.prefill.spec, model="another")
+    stage.checks.joined(stage.decode, stage.prefill)
+
+
+def joined_with_its_own_role(stage: Stage) -> None:
+    stage.checks.joined(stage.decode, stage.decode)
 
 
 def second_half(stage: Stage) -> None:
@@ -291,6 +301,8 @@ def quarantined_at_rest(stage: Stage) -> None:
 
 CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("1", second_half),
+    ("9", joined_with_another_model),
+    ("9", joined_with_its_own_role),
     ("1", never_opened),
     ("2", after_the_end),
     ("2", skipped_phase),

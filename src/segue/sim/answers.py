@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from segue.balance.base import Candidate
 from segue.core.errors import ErrorCode, ErrorInfo
+from segue.core.request import Usage
 from segue.core.types import Placement, Role
 from segue.sim.engine import reference
 from segue.sim.node import VOCAB
@@ -50,7 +51,11 @@ class AnswerChecks:
         expected = reference(wanted.prompt, wanted.sampling, VOCAB, len(call.tokens))
         if call.tokens != expected:
             raise Violation("24", f"{wanted.name} got {call.tokens}, not {expected}", tuple(call.rooms))
-        usage = call.usage
+        self.usage(call, call.usage)
+
+    def usage(self, call: Call, usage: Usage | None) -> None:
+        """23, of what a client is told and of what each attempt's worker says."""
+        wanted = call.wanted
         if usage is not None and (
             usage.prompt_tokens != usage.decode_cached + usage.prefill_cached + usage.computed
             or usage.prompt_tokens != len(wanted.prompt)

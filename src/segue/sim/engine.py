@@ -84,7 +84,8 @@ class _Open:
 
 
 class LineageEngine:
-    """Implements `engine.api.Engine`. `memory` is the pool; transports may copy into it.
+    """Implements `engine.api.Engine`. `memory` is the pool; transports may copy into it. Engines of another
+    `model` give the same tokens, but their KV is not each other's.
 
     Raises WrongKV from `step` when a position does not hold the sequence's own KV.
     """
@@ -97,23 +98,25 @@ class LineageEngine:
         vocab_size: int = 1000,
         context_tokens: int = 4096,
         eos_token_ids: frozenset[int] = frozenset(),
+        model: str = "lineage-1",
     ) -> None:
         self.spec = spec
         self.memory: bytearray | memoryview = bytearray(spec.nbytes) if memory is None else memory
         self.info = ModelInfo(
             name="lineage",
-            fingerprint="lineage-1",
+            fingerprint=model,
             vocab_size=vocab_size,
             context_tokens=context_tokens,
             eos_token_ids=eos_token_ids,
             dtype="lineage",
         )
         self.computed_tokens = 0
+        own = lineage(model.encode())
         #: of each plane (K or V of a layer): where it begins, what marks it, and how it is called
         self._planes = [
             (
                 spec.offset(layer, value, 0),
-                layer ^ (VALUE_MARK if value else 0),
+                own ^ layer ^ (VALUE_MARK if value else 0),
                 f"layer {layer}, {'KV'[value]}",
             )
             for layer in range(spec.layer_count)

@@ -220,7 +220,9 @@ class FrontNode(Process):
         if prefill == decode:
             call.legs = {decode.incarnation: Role.DECODE}
         self.deployment.rooms[ticket.room] = call
-        self.placed.append(ticket)
+        # One that somebody repeats before it was used would rob an innocent request, and nobody could know.
+        late_s = max(wanted.leg_delay_s) if attempts.number == 0 else 0.0
+        self.after(late_s, self.placed.append, ticket)
         for incarnation, role in call.legs.items():
             self.in_flight[incarnation] = self.in_flight.get(incarnation, 0) + 1
             delay_s = wanted.leg_delay_s[role is Role.PREFILL] if attempts.number == 0 else 0.0
@@ -290,6 +292,7 @@ class FrontNode(Process):
             raise Violation(
                 "24", f"{name}: token {output.position} where {len(call.tokens)} was due", tuple(call.rooms)
             )
+        self.deployment.checks.usage(call, output.usage)
         try:
             output = call.attempts.arrived(output)
         except Internal as exc:

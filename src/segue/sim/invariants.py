@@ -115,6 +115,12 @@ class Checks(AnswerChecks):
             if phase is not None and not phase.terminal:
                 raise Violation("18", f"{node.name} was told to end {own} and did not", (own.room,))
 
+    def joined(self, node: KVNode, peer: KVNode) -> None:
+        """9: an illegal pair is refused before anything is asked of it."""
+        mine, theirs = node.spec, peer.spec
+        if mine.role is theirs.role or (mine.model, mine.layers) != (theirs.model, theirs.layers):
+            raise Violation("9", f"{node.name} joined {peer.name}, whose KV is not its own: {mine}, {theirs}")
+
     def is_over(self, node: KVNode, event: Any) -> bool:
         """Whether the hand-off that `event` speaks of has ended here and let everything go."""
         half = self.halves.get((node.me, getattr(event, "transfer", None)))  # type: ignore[arg-type]

@@ -107,6 +107,7 @@ class LeaderNode(Process):
             lineage_spec(spec.pages, spec.page_tokens, spec.layers),
             vocab_size=VOCAB,
             context_tokens=CONTEXT_TOKENS,
+            model=spec.model,
         )
         self.engine.node = self
         self.pool = PagePool(spec.pages, spec.page_tokens)

@@ -106,6 +106,12 @@ class SimManager(KVManager):
             self._refusals += map(id, effects)
         return effects
 
+    def opened(self, session: Session) -> None:
+        super().opened(session)
+        node, me = self._sim_node, session.peer.incarnation
+        if me in self._peers:
+            node.checked(node.deployment.checks.joined, node, node.deployment.by_incarnation[me])
+
     def received(self, session: Session, message: object) -> None:
         super().received(session, message)
         if self._sim_node.faults.triggers:

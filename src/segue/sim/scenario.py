@@ -63,6 +63,9 @@ BAD = (
     "mixed legs",
 )
 
+#: In what an instance differs from the others.
+ODD = ("", "", "model", "model", "layers", "model and layers")
+
 #: Where a fault can strike: right after the next one of these.
 TRIGGERS = (
     "Publish",
@@ -217,7 +220,7 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
         for index in range(count):
             tokens = rng.choice((48, 64, 96, 160)) if "small pools" in features else 1024
             skew = "skew" in features
-            odd = "mismatch" in features and index and rng.random() < 0.6
+            odd = rng.choice(ODD) if "mismatch" in features and index else ""
             found.append(
                 NodeSpec(
                     name=f"{role.value}{index}",
@@ -226,8 +229,8 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
                     page_tokens=page,
                     chunk_tokens=chunk,
                     max_batch=rng.choice((2, 4, 16)),
-                    model="another" if odd and rng.random() < 0.5 else "lineage-1",
-                    layers=3 - layers if odd else layers,
+                    model="another" if "model" in odd else "lineage-1",
+                    layers=3 - layers if "layers" in odd else layers,
                     integrity=_integrity(rng, features),
                     clock_offset_s=rng.uniform(0, 1e6) if skew else 0.0,
                     clock_rate=rng.choice((0.9, 0.99, 1.0, 1.01, 1.1)) if skew else 1.0,
