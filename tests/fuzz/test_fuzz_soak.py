@@ -1,4 +1,7 @@
-"""The same targets for long. SEGUE_FUZZ_SECONDS is shared by all of them (default 600)."""
+"""The same targets for long. FUZZ_SECONDS is shared by all of them (default 600).
+
+(Not SEGUE_…: every part that a test starts refuses a variable of that kind which is no setting.)
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from targets import TARGETS
 @pytest.mark.parametrize("name", TARGETS)
 def test_lesson_17_long(name: str) -> None:
     """New crashes and new kinds of inputs are written into `tests/fuzz/corpus`, to be committed."""
-    seconds = float(os.environ.get("SEGUE_FUZZ_SECONDS", "600")) / len(TARGETS)
+    seconds = float(os.environ.get("FUZZ_SECONDS", "600")) / len(TARGETS)
     fuzzer = Fuzzer(TARGETS[name], seed=time.time_ns(), save=CORPUS / name, keep=True)
     fuzzer.prime()
     fuzzer.run(seconds)
