@@ -77,9 +77,6 @@ class ModelTokenizer:
             raise _no_token_id(next(i for i in ids if not 0 <= i < 2**32)) from None
         return text
 
-    def is_special(self, token: int) -> bool:
-        return token in self._special
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; together the tokens of a text give its UTF-8. An
         unknown token has none; raises Internal for a number that is no id at all."""

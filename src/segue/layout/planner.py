@@ -52,11 +52,6 @@ class PairPlan:
         return self.targets[0].page_tokens
 
     @property
-    def source_pages(self) -> int:
-        """Page ids below this one exist in every source rank's pool."""
-        return min(spec.pages for spec in self.sources)
-
-    @property
     def target_pages(self) -> int:
         """Page ids below this one exist in every target rank's pool."""
         return min(spec.pages for spec in self.targets)
