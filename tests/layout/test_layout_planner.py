@@ -256,6 +256,9 @@ def two(**changes: object) -> list[PoolSpec]:
         ([whole(shape())], split(shape(), 2, 1, 8, 4), "1 ranks.*and decode 2.*equal --tp and --pp"),
         (split(shape(), 1, 2, 8, 4), split(shape(), 2, 1, 8, 4), "rank 0 of prefill holds layers 0 to 0"),
         ([], [whole(shape())], "prefill declares no ranks"),
+        # What a peer declares costs nothing before it is known to be ours: this took 9 GB (fuzzing).
+        ([whole(shape(layers=2**40))], [whole(shape())], r"layers \(1099511627776 on prefill"),
+        ([whole(shape())] * 1025, [whole(shape())], "prefill declares 1025 ranks; .* at most 1024"),
         ([whole(shape())], split(shape(), 2, 1, 8, 4)[:1], "leave 3 of"),
         (two(), two(page_tokens=8), "rank 1 of decode has pages of 8 tokens"),
         (two(coord=RankCoord(cp=1)), two(), "prefill uses context parallelism"),

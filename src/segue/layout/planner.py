@@ -24,6 +24,9 @@ from segue.layout.spec import KVShape, PoolSpec
 #: Changes whenever the meaning of a plan changes, so that two versions never agree by accident.
 PLAN_VERSION = 1
 
+#: Ranks that one replica may declare.
+MAX_RANKS = 1024
+
 _HASH_KEY = b"segue plan"
 _SHARE = struct.Struct("<QQQ")
 
@@ -181,9 +184,12 @@ def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairP
     Raises LayoutMismatch with a sentence that says what differs and what to change. Today both
     sides need the same model, dtype and parallel split; page sizes and page counts may differ.
     """
+    _check_count("prefill", sources)
+    _check_count("decode", targets)
+    # First of all, since what follows is work in proportion to a shape that a peer has declared.
+    _check_shapes(sources[0].shape, targets[0].shape)
     _check_side("prefill", sources)
     _check_side("decode", targets)
-    _check_shapes(sources[0].shape, targets[0].shape)
     if len(sources) != len(targets):
         raise LayoutMismatch(
             f"prefill has {len(sources)} ranks per replica ({_split(sources)}) and decode {len(targets)} "
@@ -233,10 +239,15 @@ def _check_shapes(prefill: KVShape, decode: KVShape) -> None:
     raise LayoutMismatch(f"the KV of the two sides differs in {what}; start both with the same {flags}")
 
 
-def _check_side(name: str, ranks: Sequence[PoolSpec]) -> None:
-    """All ranks of one side describe one model, and together they hold all of it."""
+def _check_count(name: str, ranks: Sequence[PoolSpec]) -> None:
     if not ranks:
         raise LayoutMismatch(f"{name} declares no ranks; each leader must declare one pool per rank")
+    if len(ranks) > MAX_RANKS:
+        raise LayoutMismatch(f"{name} declares {len(ranks)} ranks; a replica has at most {MAX_RANKS}")
+
+
+def _check_side(name: str, ranks: Sequence[PoolSpec]) -> None:
+    """All ranks of one side describe one model, and together they hold all of it."""
     first = ranks[0]
     for rank, spec in enumerate(ranks):
         if spec.shape != first.shape:
