@@ -44,11 +44,23 @@ def test_a_sabotage_is_caught_in_a_copy(mutants: ModuleType) -> None:
     mutant = next(m for m in mutants.MUTANTS if m.name == "unproven fence is a proof")
     path = ROOT / "src" / "segue" / mutant.file
     before = path.read_bytes()
-    catch = mutants.hunt(mutant, 0, 60, 120.0)
+    catch = mutants.hunt(mutant, 0, 60, 120)
     assert catch.seeds > 0
     assert catch.rule == "4"
     assert path.read_bytes() == before
 
 
 def test_the_unchanged_code_survives(mutants: ModuleType) -> None:
-    assert mutants.hunt(None, 0, 5, 120.0).seeds == 0
+    assert mutants.hunt(None, 0, 5, 120).seeds == 0
+
+
+def test_a_sabotage_without_end_is_caught_at_its_seed(mutants: ModuleType) -> None:
+    late = mutants.Mutant(
+        "late", "sim/run.py", "    deployment = Deployment(", LATE + "    deployment = Deployment(", ""
+    )
+    catch = mutants.hunt(late, 0, 10, 3)
+    assert (catch.seeds, catch.rule) == (3, "hang")
+
+
+#: Endless in the third seed.
+LATE = "    while scenario.seed == 2: pass\n"

@@ -194,9 +194,10 @@ class SimTransport:
                 path.fence(epoch)
             return
         node.grants.discard((incarnation, epoch))
-        # As shm: whoever has never attached can write nothing, and will find the epoch ended.
+        # As shm: whoever has never attached, or is known to be dead, can write nothing.
         writer = node.deployment.by_incarnation.get(incarnation)
-        attached = isinstance(writer, KVNode) and node.me in writer.paths
+        path = writer.paths.get(node.me) if isinstance(writer, KVNode) else None
+        attached = path is not None and not path.writer_gone
         self._soon(Fenced(peer, epoch, not (node.deployment.one_sided and attached)))
 
     def _soon(self, event: TransportEvent) -> None:

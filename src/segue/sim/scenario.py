@@ -330,7 +330,8 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "pause mid write": (Draw("pause mid write", 2, "prefill", "decode"),),
     "break": (Draw("break", 2, "prefill", "decode"), Draw("break", 2, "decode", "prefill")),
     "front break": (Draw("front break", 2, "any", "front"),),
-    "partition": (Draw("partition", 1, "one side", "other side"),),
+    # Longer than it takes to judge a silence, and than anybody may go on waiting behind it.
+    "partition": (Draw("partition", 1, "one side", "other side", seconds=(0.05, 0.5, 4.0, 12.0)),),
     "slow link": (Draw("slow link", 1, "prefill", "decode"),),
     "write fails": (Draw("write fails", 4, "prefill", "decode"),),
     "path cut": (Draw("path cut", 2, "prefill", "decode"),),

@@ -52,6 +52,8 @@ class Path:
         self.mid_write: list[str] = []
         #: how many of the next slices land with one bit changed
         self.flips = 0
+        #: the reader has seen that the writer's process is gone
+        self.writer_gone = False
 
     # ---- the writer ----------------------------------------------------------------------------
 
@@ -198,8 +200,12 @@ class Path:
         delay_s = self.writer.world_timing.break_seen_s * self._rng.random()
         if not self.one_sided:
             self.closed = True
+        self.reader.after(delay_s, self._writer_gone)
+
+    def _writer_gone(self) -> None:
+        self.writer_gone = True
         gone = PeerGone(self.writer.peer_name, True, PeerLost("the writer's process ended"))
-        self.reader.after(delay_s, self.reader.transport_event, self.writer.me, gone)
+        self.reader.transport_event(self.writer.me, gone)
 
     def reader_died(self) -> None:
         """The writer hears it; its copies into a dead process's memory harm nobody."""
