@@ -108,7 +108,9 @@ def change(rng: random.Random, value: Any, rich: bool, depth: int = 0) -> Any:
         if action < 0.1:
             return value[:at] + value[at + 1 :]
         if action < 0.2:
-            return value[:at] + [value[at]] * rng.choice((2, 3, 500)) + value[at + 1 :]
+            # Long runs of small things only: repeated repetitions would fill this process' memory.
+            many = 3 if isinstance(value[at], dict | list) else 500
+            return value[:at] + [value[at]] * rng.choice((2, 3, many)) + value[at + 1 :]
         return [*value[:at], change(rng, value[at], rich, depth + 1), *value[at + 1 :]]
     if isinstance(value, bool) or value is None:
         return _leaf(rng, rich)
@@ -154,5 +156,5 @@ def mutated(rng: random.Random, pool: list[bytes], structured: Mutation | None) 
     data = rng.choice(pool)
     for _ in range(rng.choice((1, 1, 2, 3))):
         use = structured if structured is not None and rng.random() < 0.6 else rng.choice(BYTE_MUTATIONS)
-        data = use(rng, data, pool)
-    return data[:MAX_BYTES]
+        data = use(rng, data, pool)[:MAX_BYTES]
+    return data
