@@ -670,7 +670,8 @@ MUTANTS = (
         "silence is not judged",
         KEEPALIVE,
         "        if now - self.heard_at >= limits.peer_silence_s:\n            self._silent",
-        "        if now - self.heard_at >= 1000 * limits.peer_silence_s:\n            self._silent",
+        "        if now - self.heard_at >= limits.peer_silence_s:\n            self.heard_at = now\n"
+        "        if now < self.heard_at:\n            self._silent",
         "a peer behind a cut network is waited for",
     ),
     Mutant(
