@@ -57,8 +57,8 @@ class SimIo:
 
 class SimSessionNode(SessionNode):
     """Production's node, listening in the simulated network, and what 13 says of its sessions: each is with
-    the incarnation that was asked for, nobody is said to be gone who is there, and two incarnations at one
-    address are never both taken for alive."""
+    the incarnation that was asked for, nobody is said to be gone who is there and could say so, and two
+    incarnations at one address are never both taken for alive."""
 
     def __init__(self, *, loop: SimLoop, **options: Any) -> None:
         rng = loop.process.world.rng(f"nonces {loop.process.name}")
@@ -99,9 +99,14 @@ class SimSessionNode(SessionNode):
         open_here = hello is not None and self._open.get(hello.incarnation) is connection
         who = hello.incarnation if hello is not None and open_here else connection.expect
         super().ended(connection)
-        if who is None or error is None or error.info.code is not ErrorCode.PEER_RESTARTED:
+        if who is None or error is None:
             return
-        if self._sim_loop.network.processes[who].alive:
+        network = self._sim_loop.network
+        peer, us = network.processes[who], self._sim_loop.process
+        could_speak = peer.alive and not (peer.was_paused or us.was_paused or network.ever_blocked)
+        if open_here and could_speak and "silent" in error.info.text:
+            self._wrong(f"takes {who[:8]} for dead, which nothing kept from speaking: {error}")
+        if error.info.code is ErrorCode.PEER_RESTARTED and peer.alive:
             self._wrong(f"says that {who[:8]} was restarted, which lives: {error}")
 
     def _wrong(self, text: str) -> None:

@@ -208,6 +208,7 @@ class Network:
         self.places: dict[Incarnation, tuple[str, int]] = {}
         self._listeners: dict[tuple[str, int], tuple[SimLoop, Accept]] = {}
         self._blocked: set[tuple[Process, Process]] = set()
+        self.ever_blocked = False
         #: how many of the next segments that arrive at a process come with one bit changed
         self.flips: dict[Process, int] = {}
         self._rng: random.Random = world.rng("network")
@@ -306,6 +307,7 @@ class Network:
     def block(self, source: Process, target: Process) -> None:
         """From now on nothing gets from `source` to `target`; TCP holds it back."""
         self._blocked.add((source, target))
+        self.ever_blocked = True
 
     def heal(self, source: Process, target: Process) -> None:
         """What was held back arrives, if the connection still lives; else the other end hears of it."""

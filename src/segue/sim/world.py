@@ -98,7 +98,7 @@ class Process:
         self.world = world
         self.name = name
         self.alive = True
-        self.paused = False
+        self.paused = self.was_paused = False
         self.died_at = 0.0
         self.resumed_at = 0.0
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -110,7 +110,7 @@ class Process:
 
     def pause(self) -> None:
         """SIGSTOP."""
-        self.paused = True
+        self.paused = self.was_paused = True
 
     def resume(self) -> None:
         """SIGCONT: what came meanwhile is handled now, in the order it came."""
