@@ -274,6 +274,7 @@ class Checks(AnswerChecks):
         self._deadlines(node)
         self._tickets(node)
         self._bounds(node)
+        self._abandoned(node)
         if isinstance(node, KVNode):
             self._orphans(node)
             self._hidden_quarantine(node)
@@ -365,6 +366,19 @@ class Checks(AnswerChecks):
                 raise Violation(
                     "3", f"{node.name} does not count {transfer} as quarantined", (transfer.room,)
                 )
+
+    def _abandoned(self, node: LeaderNode) -> None:
+        """16, of frontends: what nobody waits for any more ends when its session does, not by itself."""
+        role: Any = node.role
+        if self.deployment.network.ever_blocked or node.was_paused:
+            return
+        patience_s = self.deployment.timing.break_seen_s + 0.3
+        for job in role.jobs.values():
+            front = self.deployment.by_incarnation.get(job.origin)
+            if job.ended or front is None or front.alive or self.world.now - front.died_at < patience_s:
+                continue
+            text = f"{node.name} still serves {front.name}, which is dead"
+            raise Violation("16", text, (job.ticket.room,))
 
     def _bounds(self, node: LeaderNode) -> None:
         """20 and 22."""
