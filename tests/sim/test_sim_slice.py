@@ -112,7 +112,7 @@ def test_the_command_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_a_million_hand_offs(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--seed", "1000000", "--hand-offs", str(SOAK_HAND_OFFS)])
+    status = main(["--seed", "2000000", "--hand-offs", str(SOAK_HAND_OFFS)])
     with capsys.disabled():
         sys.stdout.write(capsys.readouterr().out)
     assert status == 0
