@@ -19,7 +19,7 @@ from segue.sim.engine import LineageEngine, lineage_spec, reference
 COUNT = 9
 
 
-def check(outputs: list[Output], wanted: list[int], given: int, prompt_tokens: int) -> None:
+def assert_goes_on(outputs: list[Output], wanted: list[int], given: int, prompt_tokens: int) -> None:
     assert [t for o in outputs for t in o.token_ids] == wanted[given:]
     assert [o.position for o in outputs] == list(range(given, len(wanted)))
     assert outputs[-1].finish is FinishReason.LENGTH
@@ -38,7 +38,7 @@ def test_apart(given: int, page_tokens: tuple[int, int]) -> None:
     assert pair.tokens("whole") == wanted
     ask(pair, "rest", prompt, count=COUNT, attempt=1, output=wanted[:given])
     pair.run()
-    check(pair.outputs["rest"], wanted, given, 13)
+    assert_goes_on(pair.outputs["rest"], wanted, given, 13)
     pair.assert_at_rest()
 
 
@@ -79,7 +79,7 @@ class Alone:
 @pytest.mark.parametrize("given", range(1, COUNT))
 def test_on_a_unified_instance(given: int) -> None:
     wanted = reference(list(range(13)), SamplingParams(seed=3), VOCAB, COUNT)
-    check(Alone().run(wanted[:given]), wanted, given, 13)
+    assert_goes_on(Alone().run(wanted[:given]), wanted, given, 13)
 
 
 @pytest.mark.parametrize("output", [[5] * COUNT, [5] * (COUNT + 1), [-1], [VOCAB]])
