@@ -207,8 +207,8 @@ MUTANTS = (
     Mutant(
         "the last layer is not hashed",
         CONTENT,
-        "for index in range(sample.key % every, part.layers, every):",
-        "for index in range(sample.key % every, max(1, part.layers - 1), every):",
+        "for index in range(first, part.layers, every):",
+        "for index in range(first, max(1, part.layers - 1), every):",
         "an off-by-one in the range, on both sides alike",
     ),
     Mutant(
@@ -705,8 +705,8 @@ MUTANTS = (
     Mutant(
         "what is known waits for the next forward",
         LEADER,
-        "        steps = self.role.plan(now)\n        self._flush()\n        return steps",
-        "        steps = self.role.plan(now)\n        return steps",
+        "        steps = self.role.plan(now)\n        self._flush()\n",
+        "        steps = self.role.plan(now)\n",
         "outputs without a forward after them are never sent",
     ),
     # ---- who answers at an address -----------------------------------------------------------

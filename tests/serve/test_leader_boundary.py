@@ -39,7 +39,7 @@ def phase_is(phase: KVPoll) -> Callable[..., bool]:
         (Role.DECODE, "submit", lambda *_: True),
         (Role.PREFILL, "on_change", phase_is(KVPoll.WAITING_FOR_INPUT)),
         (Role.DECODE, "on_change", phase_is(KVPoll.SUCCESS)),
-        (Role.DECODE, "on_change", phase_is(KVPoll.TRANSFERRING)),
+        (Role.DECODE, "on_change", phase_is(KVPoll.WAITING_FOR_INPUT)),
     ],
 )
 def test_a_bug_ends_its_own_request_at_once_and_typed(

@@ -1,17 +1,22 @@
-"""What is known before a forward is sent before it."""
+"""What leaves a leader, and when: outputs before the next forward, the load after them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from segue.conn.io import MonotonicClock
+from segue.core.clock import VirtualClock
 from segue.core.control import Load
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation
+from segue.core.types import Incarnation, KVPoll, TransferId
 from segue.engine.api import SequenceResult, SequenceStep
-from segue.serve.leader import Drain, Leader
+from segue.handoff import api
+from segue.serve.leader import LOAD_INTERVAL_S, QUIET_S, Drain, Leader
 
 FRONT = Incarnation("f" * 32)
 
@@ -65,3 +70,85 @@ def test_lesson_15_the_first_token_does_not_wait_for_the_next_forward() -> None:
     leader.run()
     assert seen_by_the_engine == [[7]]
     assert sent == [7, 8]
+
+
+class Busy(OneStep):
+    """A role that always has a step to run while `steps` last."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def plan(self, now: float) -> list[SequenceStep]:
+        return [SequenceStep(1, [7], 0, [0], True)] if self.steps else []
+
+    def complete(self, results: Sequence[SequenceResult], now: float) -> None:
+        self.steps -= 1
+
+    def load(self) -> Load:
+        return Load(dp_rank=0, running=self.steps, waiting=0, tokens=0, pages_free=1, pages_total=1)
+
+
+class Clocked:
+    """An engine whose forwards take `step_s` of a virtual clock."""
+
+    def __init__(self, clock: VirtualClock, step_s: float) -> None:
+        self.clock = clock
+        self.step_s = step_s
+
+    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+        self.clock.advance(self.step_s)
+        return [SequenceResult(1, 8)]
+
+
+def leader_of(role: OneStep, clock: VirtualClock, step_s: float, told: list[tuple[float, int]]) -> Leader:
+    return Leader(
+        role,  # type: ignore[arg-type]
+        Clocked(clock, step_s),  # type: ignore[arg-type]
+        limits=Limits(),
+        clock=clock,
+        send=lambda _origin, _outputs: None,
+        report=lambda load: told.append((clock.now(), load.running)),
+    )
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.03, 0.2])
+def test_a_busy_leader_tells_its_load_within_an_interval_and_a_step(step_s: float) -> None:
+    clock, told = VirtualClock(), list[tuple[float, int]]()
+    leader = leader_of(Busy(1000), clock, step_s, told)
+    for _ in range(300):
+        leader.step(leader.decide())
+    moments = [at for at, _ in told]
+    assert len(moments) >= 3
+    gaps = [later - earlier for earlier, later in pairwise(moments)]
+    assert max(gaps) <= LOAD_INTERVAL_S + step_s + 1e-9
+
+
+def test_the_load_after_the_last_forward_is_told_once_its_results_have_left() -> None:
+    clock, told = VirtualClock(), list[tuple[float, int]]()
+    leader = leader_of(Busy(1), clock, 0.2, told)
+    leader.step(leader.decide())
+    ended_at = clock.now()
+    assert not leader.decide()
+    assert [running for _, running in told] == [1]
+    patience_s = leader.patience_s()
+    assert patience_s == pytest.approx(QUIET_S)
+    clock.advance(patience_s)
+    assert not leader.decide()
+    assert told[1:] == [(ended_at + patience_s, 0)]
+    assert leader.patience_s() is None
+
+
+def test_that_bytes_move_does_not_wake_a_leader_but_every_other_change_does() -> None:
+    leader = leader_of(Busy(0), VirtualClock(), 0.1, [])
+    transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("b" * 32))
+    leader.changed(api.Phase(transfer, KVPoll.TRANSFERRING))
+    assert leader.inbox.empty()
+    changes = [
+        *(api.Phase(transfer, phase) for phase in KVPoll if phase is not KVPoll.TRANSFERRING),
+        api.Quarantined(transfer, (1,)),
+        api.Release(transfer),
+    ]
+    for change in changes:
+        leader.changed(change)
+    assert [leader.inbox.get_nowait() for _ in changes] == changes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -118,9 +119,16 @@ def canonical_content(
         start, stop = max(token, span.start), min(token + tokens, span.end)
         runs.append((slot + start - token, stop - start))
     every = min(sample.every, part.layers)
+    return Content(_planes(spec, part, every, sample.key % every), tuple(runs))
+
+
+@lru_cache(maxsize=256)
+def _planes(spec: PoolSpec, part: Part, every: int, first: int) -> tuple[Plane, ...]:
+    """The planes of one in `every` layers of `part` from its layer `first` on. Kept, since every chunk of
+    a pair asks for the same ones while its request waits."""
     shape = spec.shape
     planes: list[Plane] = []
-    for index in range(sample.key % every, part.layers, every):
+    for index in range(first, part.layers, every):
         layer = part.layer_start + index - spec.layer_start
         for value, dim, token_bytes in (
             (False, shape.k_dim, spec.k_token_bytes),
@@ -132,7 +140,7 @@ def canonical_content(
                 planes.append(
                     Plane(spec.offset(layer, value, 0) + skip, token_bytes, part.heads * head_bytes)
                 )
-    return Content(tuple(planes), tuple(runs))
+    return tuple(planes)
 
 
 def page_runs(

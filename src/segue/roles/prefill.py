@@ -168,6 +168,8 @@ class PrefillRole(Desk):
                     continue
                 metadata = job.metadata = self._metadata(job, result, result.token, now)
             self._sender(job.transfer).send(span, job.pages, metadata)
+            if step.sample:
+                self.remember(job, len(job.prompt))
         self._steps = []
 
     def _metadata(self, job: Job, result: SequenceResult, token: int, now: float) -> Metadata:

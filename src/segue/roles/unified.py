@@ -69,6 +69,7 @@ class UnifiedRole(Desk):
             self.prompts.complete(job, step, result)
             if not step.sample:
                 continue
+            self.remember(job, len(job.prompt))
             if result is None or result.token is None:
                 self.fail(job, Internal("the engine returned no first token").info, now)
                 continue

@@ -128,7 +128,7 @@ class Instance:
         return KVManager(kv, memory, self._changed, control=self.frontends)
 
     def _changed(self, change: Change) -> None:
-        self.leader.inbox.put(change)
+        self.leader.changed(change)
 
     # ---- life --------------------------------------------------------------------------------
 

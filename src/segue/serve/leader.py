@@ -18,7 +18,7 @@ from segue.core.control import Cancel, Load, Submit
 from segue.core.errors import ErrorInfo, Internal, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation
+from segue.core.types import Incarnation, KVPoll
 from segue.engine.api import Engine, SequenceStep
 from segue.handoff import api
 from segue.roles.base import Role
@@ -26,6 +26,9 @@ from segue.roles.base import Role
 log = logging.getLogger("segue.leader")
 
 LOAD_INTERVAL_S = 0.1
+#: After a forward the load is told a moment later, unless another one follows at once: what came of the
+#: forward is on its way, and the I/O thread needs the interpreter's lock for it.
+QUIET_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,15 @@ class Leader:
         self._send = send
         self._report = report
         self._reported: Load | None = None
-        self._report_at = clock.now()
+        self._report_at = self._quiet_until = clock.now()
         self._unreported = True
         self._drain_until: float | None = None
+
+    def changed(self, change: Change) -> None:
+        """A hand-off has changed; from any thread. That its bytes move is no news for a role: it would
+        take the interpreter's lock from the I/O thread while that checks them."""
+        if not (isinstance(change, api.Phase) and change.phase is KVPoll.TRANSFERRING):
+            self.inbox.put(change)
 
     # ---- the loop ----------------------------------------------------------------------------
 
@@ -114,6 +123,8 @@ class Leader:
         self.role.advance(now)
         steps = self.role.plan(now)
         self._flush()
+        if now >= self._report_at and (steps or now >= self._quiet_until):
+            self._tell_load(now)
         return steps
 
     def step(self, steps: Sequence[SequenceStep]) -> None:
@@ -126,6 +137,7 @@ class Leader:
             error = exc.info if isinstance(exc, SegueError) else Internal(f"the step failed: {exc!r}").info
             self.role.step_failed(steps, error, self.clock.now())
         self._flush()
+        self._quiet_until = self.clock.now() + QUIET_S
 
     def _take(self, *, block: bool) -> None:
         """Handle everything in the inbox; with `block`, wait for the first item or the next deadline."""
@@ -141,7 +153,7 @@ class Leader:
         """How long the loop may sleep: until the next deadline, or for ever if there is none."""
         deadlines = [d for d in (self.role.next_deadline(), self._drain_until) if d is not None]
         if self._unreported:
-            deadlines.append(self._report_at)
+            deadlines.append(max(self._report_at, self._quiet_until))
         return max(0.0, min(deadlines) - self.clock.now()) if deadlines else None
 
     def _handle(self, item: Item) -> None:
@@ -203,10 +215,10 @@ class Leader:
         for origin, outputs in by_frontend.items():
             self._send(origin, outputs)
         self._unreported = True
-        now = self.clock.now()
-        if now >= self._report_at:
-            self._report_at, self._unreported = now + LOAD_INTERVAL_S, False
-            load = self.role.load()
-            if load != self._reported:
-                self._reported = load
-                self._report(load)
+
+    def _tell_load(self, now: float) -> None:
+        self._report_at, self._unreported = now + LOAD_INTERVAL_S, False
+        load = self.role.load()
+        if load != self._reported:
+            self._reported = load
+            self._report(load)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.conn.handles import Change
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage, Load
 from segue.core.limits import Limits
@@ -182,6 +183,11 @@ class LeaderNode(Process):
     def put(self, item: Item) -> None:
         """Into the leader's inbox."""
         self.leader.inbox.put(item)
+        self.wake()
+
+    def changed(self, change: Change) -> None:
+        """What a manager says of a hand-off."""
+        self.leader.changed(change)
         self.wake()
 
     def wake(self) -> None:

@@ -79,7 +79,7 @@ class SimManager(KVManager):
         super().__init__(
             config,
             Memory(node.engine.memory, -1),  # type: ignore[arg-type]
-            node.put,
+            node.changed,
             control=node.fronts,
             clock=node.clock,
             runtime=runtime,
