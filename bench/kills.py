@@ -23,7 +23,7 @@ from typing import Any
 from recorded import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+sys.path[:0] = [str(ROOT / "tests" / "e2e"), str(ROOT / "tests" / "e2e" / "chaos")]
 
 import soak_kills  # noqa: E402
 import tiny_model  # noqa: E402
