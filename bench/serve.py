@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from recorded import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 SEGUE = [sys.executable, "-m", "segue.cli.main"]
 MODES = {"pd": [], "unified": ["--unified"]}
@@ -54,11 +56,15 @@ def served(flags: list[str]) -> Iterator[str]:
 def machine() -> dict[str, object]:
     """What the numbers depend on."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "--untracked-files=no"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return {
-        "commit": commit.stdout.strip(),
+        "dirty": bool(dirty.stdout.strip()),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu[1] if cpu else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -75,6 +81,7 @@ def main() -> None:
     args, bench_flags = parser.parse_known_args()
     bench_flags = [flag for flag in bench_flags if flag != "--"]
     args.out.mkdir(parents=True, exist_ok=True)
+    measured_at = commit()  # before the runs: what is committed meanwhile is not what was measured
     for mode in args.modes:
         file = args.out / f"serve-{mode}.json"
         flags = [*MODES[mode], *shlex.split(args.serve)]
@@ -85,7 +92,7 @@ def main() -> None:
         if status:
             raise SystemExit(f"{shlex.join(command)} ended with status {status}")
         report = json.loads(file.read_text())
-        report |= {"machine": machine(), "serve_flags": flags}
+        report |= {"commit": measured_at, "machine": machine(), "serve_flags": flags}
         file.write_text(json.dumps(report, indent=2) + "\n")
         print(f"raw report: {file}")
 

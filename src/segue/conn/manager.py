@@ -426,9 +426,11 @@ class KVManager:
 
         def refused(error: SegueError) -> None:
             # What waits for this peer need not wait for its deadline to hear why.
-            self._handle(api.PeerDown(incarnation, error.info))
+            if incarnation not in self._peers:
+                self._handle(api.PeerDown(incarnation, error.info))
 
-        dialer = Dialer(connect, f"{host}:{port}", refused, self._uniform)
+        patience_s = self.config.limits.connect_s
+        dialer = Dialer(connect, f"{host}:{port}", refused, patience_s, self._uniform)
         self._dialers[incarnation] = dialer
         dialer.start(self.io.loop)
 

@@ -118,7 +118,8 @@ class Dialer:
     """Keeps one session open: connects, and after a loss connects again with growing pauses.
 
     The pauses are timers of the loop and end at `stop`. Two failures in a row for the same reason
-    are logged once. `refused` hears of every refusal that trying again will not mend by itself.
+    are logged once. `refused` hears of every refusal that trying again will not mend by itself, and of
+    every failure once the peer could not be reached for `patience_s`: who waits for it is told why.
     """
 
     def __init__(
@@ -126,9 +127,11 @@ class Dialer:
         connect: Callable[[], Awaitable[object]],
         address: str,
         refused: Callable[[SegueError], None],
+        patience_s: float,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._connect = connect
+        self._patience_s = patience_s
         self._uniform = uniform
         self._refused = refused
         self._address = address
@@ -149,7 +152,8 @@ class Dialer:
         self._lost.set()
 
     async def _run(self) -> None:
-        pause_s, said = FIRST_RETRY_S, ""
+        clock = asyncio.get_running_loop().time
+        pause_s, said, since = FIRST_RETRY_S, "", clock()
         while True:
             self._lost.clear()
             try:
@@ -158,11 +162,12 @@ class Dialer:
                 if str(error) != said:
                     said = str(error)
                     log.warning("cannot join %s: %s", self._address, said)
-                if not error.info.retryable:
+                if not error.info.retryable or clock() - since >= self._patience_s:
                     self._refused(error)
                 await asyncio.sleep(pause_s * self._uniform(0.8, 1.2))
                 pause_s = min(MAX_RETRY_S, 2 * pause_s)
                 continue
             pause_s, said = FIRST_RETRY_S, ""
             await self._lost.wait()
+            since = clock()
             await asyncio.sleep(FIRST_RETRY_S)

@@ -1,0 +1,143 @@
+"""Instances of which not every rank has registered: nothing is placed there until the last one has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+from test_fleet import LIMITS, SECRET, Fleet, Leader
+
+from segue.bootstrap.client import LocalRegistry
+from segue.bootstrap.records import InstanceRecord
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import SystemClock
+from segue.core.control import ControlMessage
+from segue.core.errors import BootstrapUnreachable, DeadlineExceeded
+from segue.core.types import Placement, Role
+from segue.session.node import SessionNode
+
+
+class Halves:
+    """A decode instance of two ranks, both alive and reachable, of which the registry hears one by one."""
+
+    def __init__(self, first: Leader, second: Leader, records: tuple[InstanceRecord, InstanceRecord]) -> None:
+        self.first = first
+        self.second = second
+        self.records = records
+
+    @property
+    def asked(self) -> int:
+        return len(self.first.submits) + len(self.second.submits)
+
+
+async def two_ranks() -> Halves:
+    first, second = Leader(Role.DECODE), Leader(Role.DECODE)
+    second.node = SessionNode(
+        incarnation=first.node.incarnation,
+        role=Role.DECODE,
+        dp_rank=1,
+        secret=SECRET,
+        handler=second,
+        message_type=ControlMessage,
+        limits=LIMITS,
+    )
+    one, other = await first.start(), await second.start()
+    [at] = other.replicas
+    other = msgspec.structs.replace(other, dp_size=2, replicas=[msgspec.structs.replace(at, dp_rank=1)])
+    return Halves(first, second, (msgspec.structs.replace(one, dp_size=2), other))
+
+
+class Unfiltered:
+    """A registry that lists what it has, ready or not: the frontend must look for itself."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def register(self, record: InstanceRecord) -> None:
+        known = self._fleet.registry.records.get(record.incarnation)
+        replicas = [*(known.replicas if known is not None else []), *record.replicas]
+        self._fleet.registry.put(msgspec.structs.replace(record, replicas=replicas))
+
+
+@asynccontextmanager
+async def a_fleet(real: bool, **settings: float) -> AsyncIterator[tuple[Fleet, LocalRegistry | Unfiltered]]:
+    """A fleet and where its instances register: the registry's own client and store, or `Unfiltered`."""
+    fleet = Fleet(**settings)
+    registry: LocalRegistry | Unfiltered = Unfiltered(fleet)
+    if real:
+        registry = LocalRegistry(RegistryStore(SystemClock(), ttl_s=600.0), limits=LIMITS)
+        fleet.backend.replicas._registry = registry
+    fleet.backend.start()
+    try:
+        async with asyncio.timeout(30):
+            yield fleet, registry
+        assert fleet.at_rest()
+    finally:
+        await fleet.backend.close()
+        if isinstance(registry, LocalRegistry):
+            await registry.aclose()
+        for leader in fleet.leaders:
+            await leader.node.close()
+
+
+Test = Callable[[Fleet, "LocalRegistry | Unfiltered", Halves], Awaitable[None]]
+
+
+def run(test: Test, real: bool, **settings: float) -> None:
+    async def main() -> None:
+        async with a_fleet(real, **settings) as (fleet, registry):
+            prefill, halves = Leader(Role.PREFILL), await two_ranks()
+            fleet.leaders += [prefill, halves.first, halves.second]
+            await registry.register(halves.records[0])
+            # Registered after it: once this one is usable, the frontend has seen the other too.
+            await registry.register(await prefill.start())
+            await fleet.until(lambda: bool(fleet.backend.replicas.usable(Role.PREFILL)))
+            await test(fleet, registry, halves)
+
+    asyncio.run(main())
+
+
+real_or_not = pytest.mark.parametrize("real", [True, False], ids=["registry", "unfiltered"])
+
+
+@real_or_not
+def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(real: bool) -> None:
+    async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+        assert not fleet.backend.can_serve
+        with pytest.raises(BootstrapUnreachable, match="1 prefill, 0 decode"):
+            await fleet.run()
+        assert halves.first.session is None, "nobody even connected"
+        assert Placement(halves.records[0].incarnation) not in {r.placement for r in fleet.backend.replicas}
+        await registry.register(halves.records[1])
+        await fleet.until(lambda: fleet.backend.can_serve)
+        assert await fleet.run() == [5, 6, 7]
+        assert halves.asked == 1
+
+    run(test, real)
+
+
+@real_or_not
+def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(real: bool) -> None:
+    async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+        waiting = asyncio.create_task(fleet.run())
+        await asyncio.sleep(0)
+        assert fleet.backend.in_flight == 1
+        assert halves.asked == 0
+        await registry.register(halves.records[1])
+        assert await waiting == [5, 6, 7]
+        assert halves.asked == 1
+
+    run(test, real, no_replica_wait_s=25.0)
+
+
+@real_or_not
+def test_a_request_that_waits_for_half_an_instance_ends_by_its_own_deadline(real: bool) -> None:
+    async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+        with pytest.raises((BootstrapUnreachable, DeadlineExceeded)):
+            await fleet.run(budget_s=0.1)
+        assert halves.asked == 0
+
+    run(test, real, no_replica_wait_s=25.0)
