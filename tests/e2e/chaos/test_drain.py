@@ -1,0 +1,51 @@
+"""One instance of a deployment leaves while clients stream: it ends what it has, and nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import soak_kills
+import traffic
+from cluster import Cluster
+from soak_kills import WITHIN_S, Kill, Traffic
+from test_kills import TWO_AND_TWO
+from tiny_model import VOCAB
+from under_load import leave, live, under_load
+
+pytestmark = pytest.mark.timeout(300)
+
+CLIENTS = 16
+REFUSED = 'retries_total{code="DRAINING"}'
+
+
+@pytest.mark.parametrize("name", [pytest.param("prefill-0", marks=pytest.mark.soak), "decode-0"])
+def test_a_leaving_instance_ends_its_streams_and_gets_no_new_ones(name: str, tiny: Path) -> None:
+    # Prompts that keep a prefill instance busy, and answers that keep a decode instance.
+    asks = traffic.asks(51, 24, vocab=VOCAB - 8, longest=1200, max_tokens=200)
+    asks += traffic.asks(52, 1, vocab=VOCAB - 8, longest=20, max_tokens=4)
+    with Cluster(tiny, TWO_AND_TWO, limits=("--drain-s", "60")) as cluster:
+        leaver = cluster.parts[name]
+
+        async def act(load: Traffic) -> None:
+            left = Kill(name, time.monotonic())
+            load.report.kills.append(left)
+            leaving = asyncio.create_task(asyncio.to_thread(leave, cluster, name))
+            # One request that began after the signal has gone all the way: the frontend knows.
+            left.first_success_s = await load.success_since(left.at, WITHIN_S)
+            known = (await asyncio.to_thread(soak_kills.healed, cluster.url)).get(REFUSED, 0)
+            await leaving
+            refused = (await asyncio.to_thread(soak_kills.healed, cluster.url)).get(REFUSED, 0)
+            assert refused == known, "the frontend went on placing requests there"
+
+        report = asyncio.run(under_load(cluster.url, asks, act, clients=CLIENTS, rest=lambda: live(cluster)))
+        assert leaver.process.returncode == 0
+        soak_kills.check(report, 1)
+        assert report.spanned >= CLIENTS / 2, "hardly a stream ran when it left"
+        assert report.failed == {}
+        assert report.failed_begun == {}
+        # What it had begun it has ended itself; a request may be refused that was on its way to it.
+        assert report.healed.keys() <= {REFUSED}
+        assert len(report.after) == len(report.before) - 1
