@@ -1,0 +1,93 @@
+"""Lesson 11: a pair is a transaction, and only a worker's own faults count against it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_fleet import Fleet, Leader, run
+
+from segue.core.errors import ErrorCode, PeerLost, SegueError
+from segue.core.types import Role
+
+#: What a client, a deadline or a drain causes; written down here, not asked of the code.
+NOBODYS_FAULT = {
+    ErrorCode.ABORTED_BY_CLIENT,
+    ErrorCode.DEADLINE_EXCEEDED,
+    ErrorCode.DP_RANK_CONFLICT,
+    ErrorCode.DP_RANK_OUT_OF_RANGE,
+    ErrorCode.DRAINING,
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.NOT_FOUND,
+    ErrorCode.OUT_OF_CAPACITY,
+    ErrorCode.REQUEST_TOO_LARGE,
+    ErrorCode.UNAUTHORIZED,
+}
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_lesson_11_only_transport_errors_and_5xx_count_against_a_worker(code: ErrorCode) -> None:
+    """A client that sends nonsense all day must not close a healthy worker to the others."""
+
+    async def test(fleet: Fleet) -> None:
+        prefill, decode = await fleet.add(Role.PREFILL), await fleet.add(Role.DECODE)
+        assert await fleet.run() == [5, 6, 7]
+        decode.behave = f"fail:{code}"
+        for _ in range(3):
+            with pytest.raises(SegueError) as caught:
+                await fleet.run()
+            assert caught.value.info.code is code
+        [at_prefill] = fleet.backend.replicas.usable(Role.PREFILL)
+        [at_decode] = fleet.backend.replicas.usable(Role.DECODE)
+        assert (at_prefill.failures, at_prefill.cool_until) == (0, 0.0), "it did its half"
+        counted = 0 if code in NOBODYS_FAULT else 3
+        assert at_decode.failures == counted
+        assert (at_decode.cool_until > 0) == bool(counted)
+        assert fleet.backend.proven == (not counted), "/ready goes only with a worker's own fault"
+        decode.behave = "serve"
+        assert await fleet.run() == [5, 6, 7]
+        assert at_decode.failures == 0
+        await prefill.until(lambda: len(prefill.submits) == 5)
+
+    run(test, max_attempts=1)
+
+
+def test_lesson_11_a_session_that_breaks_counts_against_its_worker() -> None:
+    async def test(fleet: Fleet) -> None:
+        await fleet.add(Role.PREFILL)
+        decode = await fleet.add(Role.DECODE, "hang")
+        [replica] = fleet.backend.replicas.usable(Role.DECODE)
+        stream = fleet.backend.submit(fleet.request(), budget_s=10)
+        task = asyncio.ensure_future(anext(aiter(stream)))
+        await decode.until(lambda: bool(decode.submits))
+        decode.session.close(PeerLost("the cable"))
+        with pytest.raises(PeerLost):
+            await task
+        assert replica.failures == 1
+
+    run(test, max_attempts=1)
+
+
+@pytest.mark.parametrize("broken", [Role.PREFILL, Role.DECODE])
+@pytest.mark.parametrize("how", ["says so", "is gone"])
+def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(broken: Role, how: str) -> None:
+    async def test(fleet: Fleet) -> None:
+        halves = {role: await fleet.add(role, "hang") for role in (Role.PREFILL, Role.DECODE)}
+        bad: Leader = halves.pop(broken)
+        [other] = halves.values()
+        stream = fleet.backend.submit(fleet.request(), budget_s=10)
+        task = asyncio.ensure_future(anext(aiter(stream)))
+        for leader in (bad, other):
+            await leader.until(lambda at=leader: bool(at.submits))
+        if how == "is gone":
+            bad.session.close(PeerLost("the cable"))
+        else:
+            bad.behave = "fail:INTERNAL"
+            bad.answer(bad.session, bad.submits[0])
+        with pytest.raises(SegueError):
+            await task
+        await other.until(lambda: len(other.cancels) == 1)
+        assert other.cancels[0].request_id == other.submits[0].request.request_id
+        assert fleet.at_rest()
+
+    run(test, max_attempts=1)
