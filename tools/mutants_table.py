@@ -556,8 +556,8 @@ MUTANTS = (
     Mutant(
         "attempts without bound",
         ATTEMPTS,
-        "if not error.retryable or self.begun >= self.limit:",
-        "if not error.retryable:",
+        "if not elsewhere or self.begun >= self.limit:",
+        "if not elsewhere:",
         "a request that fails everywhere is placed for ever",
     ),
     Mutant(

@@ -23,8 +23,11 @@ from segue.core.types import Placement
 #: The other side of the pair is gone, as the one that says so sees it.
 LOSSES = frozenset({ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED})
 
+#: The two halves cannot be joined: another try of this pair is in vain, another pair may do.
+MISFITS = frozenset({ErrorCode.PEER_REFUSED, ErrorCode.LAYOUT_MISMATCH})
+
 #: Something went wrong between the two halves, and neither is known to be at fault.
-_OF_THE_PAIR = frozenset({ErrorCode.TRANSFER_FAILED, ErrorCode.CHECKSUM_MISMATCH})
+_OF_THE_PAIR = MISFITS | {ErrorCode.TRANSFER_FAILED, ErrorCode.CHECKSUM_MISMATCH}
 
 
 class Next(enum.Enum):
@@ -188,7 +191,8 @@ class Attempts:
             self._pair_failures.add(self._route[0])
         if culprit == self.keep:
             self.keep = None
-        if not error.retryable or self.begun >= self.limit:
+        elsewhere = error.retryable or error.code in MISFITS
+        if not elsewhere or self.begun >= self.limit:
             return Next.END
         return Next.CONTINUE if self.delivered else Next.PLACE_AGAIN
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from segue.balance.attempts import LOSSES, Attempts, Next
+from segue.balance.attempts import LOSSES, MISFITS, Attempts, Next
 from segue.balance.base import Ask, Policy
 from segue.balance.policies import make_policy
 from segue.core.errors import (
@@ -36,11 +36,12 @@ from segue.observe.metrics import Metrics
 from segue.session.tls import Tls
 
 #: Not a worker's fault, so nobody is avoided for it (lesson 11).
-_BLAMELESS = {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}
+_BLAMELESS = MISFITS | {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}
 
 #: One worker's end fails all that ran there at once; it says nothing about the others, so what follows it
-#: is bounded by each request's attempts and not by the fleet's budget.
-_UNBUDGETED = LOSSES | {ErrorCode.DRAINING}
+#: is bounded by each request's attempts and not by the fleet's budget. A pair that cannot be joined is
+#: remembered, so that it costs one retry in its life.
+_UNBUDGETED = LOSSES | MISFITS | {ErrorCode.DRAINING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,8 @@ class FleetBackend:
         self._signal = Signal()
         self._context: int | None = None
         self._proven: set[tuple[Placement, Placement]] = set()
+        #: Pairs that refused one another: incarnations that are alive, so never more than there are pairs.
+        self._refused: set[tuple[Placement, Placement]] = set()
         self._streams: dict[str, FleetStream] = {}
         self._draining = False
         self._retries_left = settings.retry_budget
@@ -126,8 +129,7 @@ class FleetBackend:
     def can_serve(self) -> bool:
         if self._draining:
             return False
-        usable = self.replicas.usable
-        return bool(usable(Role.UNIFIED) or (usable(Role.PREFILL) and usable(Role.DECODE)))
+        return bool(self._serving())
 
     @property
     def proven(self) -> bool:
@@ -190,12 +192,15 @@ class FleetBackend:
 
     def _choose(self, attempts: Attempts, now: float, patient: bool) -> Route | None:
         ask = Ask(new_room(), attempts.request.prompt)
-        prefill = self.replicas.usable(Role.PREFILL)
+        serving = self._serving()
         # A unified replica stands beside the decode replicas: whoever decodes is chosen first.
-        decode = self.replicas.usable(Role.UNIFIED) + (self.replicas.usable(Role.DECODE) if prefill else [])
+        halves = [r for r in serving if r.role is Role.PREFILL]
+        decode = [r for r in serving if r.role is not Role.PREFILL]
+        decode = [r for r in decode if r.role is Role.UNIFIED or self._partners(r, halves)] or decode
         d = self._pick(self._decode_policy, decode, attempts, ask, now, patient)
         if d is None or d.role is Role.UNIFIED:
             return None if d is None else Route(ask.room, d, d)
+        prefill = self._partners(d, halves) or [r for r in halves if r.record.model == d.record.model]
         following = [
             r
             for r in prefill
@@ -206,6 +211,27 @@ class FleetBackend:
             self._prefill_policy, following or prefill, attempts, ask, now, patient, half=Role.PREFILL
         )
         return None if p is None else Route(ask.room, p, d)
+
+    def _serving(self) -> list[Replica]:
+        """Usable replicas that a request may be given to: a prefill or decode replica only if the other
+        half of its pair is there with the same model and dtype, for no other one could read its KV."""
+        usable = self.replicas.usable
+        prefill, decode = usable(Role.PREFILL), usable(Role.DECODE)
+        models = {p.record.model for p in prefill} & {d.record.model for d in decode}
+        return usable(Role.UNIFIED) + [r for r in prefill + decode if r.record.model in models]
+
+    def _partners(self, decode: Replica, prefill: list[Replica]) -> list[Replica]:
+        """Those of `prefill` that can hand KV to `decode`, as far as we know."""
+        d, model = decode.placement, decode.record.model
+        return [p for p in prefill if p.record.model == model and (p.placement, d) not in self._refused]
+
+    def refused(self, route: Route) -> bool:
+        """The two halves of `route` cannot be joined (no common transport, say): they are not paired again
+        while there is a choice. Returns whether there is one."""
+        self._refused.add((route.prefill.placement, route.decode.placement))
+        serving = self._serving()
+        prefill = [r for r in serving if r.role is Role.PREFILL]
+        return any(r.role is Role.UNIFIED or self._partners(r, prefill) for r in serving if r not in prefill)
 
     def _pick(
         self,
@@ -229,7 +255,7 @@ class FleetBackend:
         counts = {role: len(self.replicas.usable(role)) for role in (Role.PREFILL, Role.DECODE)}
         return (
             f"nobody can serve: {counts[Role.PREFILL]} prefill, {counts[Role.DECODE]} decode and no unified "
-            "replica are usable; a request needs one of each, or a unified one"
+            "replica are usable; a request needs one of each with the same model and dtype, or a unified one"
         )
 
     def may_retry(self, code: ErrorCode, follows: Next) -> bool:
@@ -249,8 +275,10 @@ class FleetBackend:
 
     def alone(self, replica: Replica) -> bool:
         """Nobody else could take what `replica` failed at."""
-        return len(self.replicas.usable(replica.role)) <= 1 and not (
-            replica.role is Role.DECODE and self.replicas.usable(Role.UNIFIED)
+        serving = self._serving()
+        alike = [r for r in serving if r.role is replica.role and r.record.model == replica.record.model]
+        return len(alike) <= 1 and not (
+            replica.role is Role.DECODE and any(r.role is Role.UNIFIED for r in serving)
         )
 
     def succeeded(self, route: Route) -> None:
@@ -276,6 +304,7 @@ class FleetBackend:
     def _membership_changed(self) -> None:
         known = {r.placement for r in self.replicas}
         self._proven = {(p, d) for p, d in self._proven if p in known and d in known}
-        sizes = [r.record.context_tokens for r in self.replicas if r.usable]
+        self._refused = {(p, d) for p, d in self._refused if p in known and d in known}
+        sizes = [r.record.context_tokens for r in self._serving()]
         self._context = min(sizes, default=None)
         self._signal.notify()

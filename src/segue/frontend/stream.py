@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from segue.balance.attempts import Attempts, Next
+from segue.balance.attempts import MISFITS, Attempts, Next
 from segue.core.control import Cancel, Submit
 from segue.core.errors import (
     AbortedByClient,
@@ -206,6 +206,8 @@ class FleetStream:
         follows = self.attempts.failed(info, reporter.placement)
         # A full worker is not asked again at once; a lost one may have a successor soon.
         hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and backend.alone(culprit)
+        if info.code in MISFITS:
+            hopeless = not backend.refused(attempt.route)
         if follows is Next.END or hopeless or not backend.may_retry(info.code, follows):
             self._fail(error)
             return
