@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from engine_models import VOCAB, GreedySampler, engine_for, generate, page_lists, save_model, serve
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from segue.core.errors import ConfigError, Internal, InvalidRequest
@@ -240,8 +241,28 @@ def test_a_broken_weights_file_is_a_configuration_error(folder, tmp_path):
     with pytest.raises(ConfigError, match="not a safetensors file"):
         fingerprint(copy)
     weights.unlink()
-    with pytest.raises(ConfigError, match="no safetensors"):
+    with pytest.raises(ConfigError, match="no weights"):
         fingerprint(copy)
+    (copy / "pytorch_model.bin").write_bytes(b"\x80\x02" * 64)
+    with pytest.raises(ConfigError, match="save the model as safetensors"):
+        fingerprint(copy)
+
+
+def test_a_model_in_pytorchs_own_format_answers_the_same(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").unlink()
+    weights = load_file(folder / "model.safetensors")
+    torch.save(weights, copy / "pytorch_model.bin")
+    engine = load_engine(copy, dtype="float32", pool_bytes=2**20, sampler=GreedySampler())
+    prompt = list(range(5, 30))
+    assert serve(engine, [prompt], 8) == generate(folder, [prompt], 8)
+    same = engine.info.fingerprint
+    torch.save(weights, tmp_path / "written elsewhere.bin")
+    shutil.move(tmp_path / "written elsewhere.bin", copy / "pytorch_model.bin")
+    assert fingerprint(copy) == same
+    name = next(iter(weights))
+    torch.save(weights | {name: weights[name] + 1}, copy / "pytorch_model.bin")
+    assert fingerprint(copy) != same
 
 
 def test_tokens_that_tie_in_bfloat16_are_told_apart():

@@ -1,7 +1,8 @@
 """A model's identity: equal on both sides, or no hand-off takes place.
 
 Hashes the configuration, each tensor's name, type and shape, and samples of each tensor's bytes, so
-that it costs a fraction of a second whatever the model's size.
+that it costs a fraction of a second whatever the model's size. Of a model in PyTorch's own format, which
+is a zip archive, the sizes and checksums in its directory.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,12 +25,14 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "dtype", "t
 def fingerprint(folder: Path) -> str:
     """32 hex digits over the model in `folder`, however its tensors are spread over files.
 
-    Raises ConfigError when the folder has no readable configuration or safetensors files.
+    The same weights as safetensors and in PyTorch's format are two models to it. Raises ConfigError when
+    the folder has no readable configuration or weights.
     """
     digest = hashlib.blake2b(digest_size=16)
     files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no safetensors files")
+    archives = [] if files else sorted(folder.glob("pytorch_model*.bin"))
+    if not files and not archives:
+        raise ConfigError(f"{folder} has no weights (*.safetensors or pytorch_model*.bin)")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kept = {key: config[key] for key in config if key not in _NOT_THE_MODEL}
@@ -37,6 +41,11 @@ def fingerprint(folder: Path) -> str:
         for path in files:
             with path.open("rb") as file:
                 tensors.extend(_tensors(file))
+        for path in archives:
+            tensors.extend(_members(path))
+    except zipfile.BadZipFile as exc:
+        text = f"{path} is no zip archive, as PyTorch writes it since 1.6; save the model as safetensors"
+        raise ConfigError(text) from exc
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
         raise ConfigError(f"the model in {folder} cannot be read: {exc}") from exc
     for name, content in sorted(tensors):
@@ -65,3 +74,13 @@ def _tensors(file: BinaryIO) -> list[tuple[str, bytes]]:
             digest.update(os.pread(file.fileno(), min(SAMPLE_BYTES, end - at), 8 + header_bytes + at))
         found.append((name, digest.digest()))
     return found
+
+
+def _members(path: Path) -> list[tuple[str, bytes]]:
+    """Each member of a PyTorch archive: where it lies, its size and its checksum (of all of it)."""
+    with zipfile.ZipFile(path) as archive:
+        return [
+            # The folder at its top is named after the file it was written to first.
+            (f"{path.name}/{member.filename.partition('/')[2]}", f"{member.file_size} {member.CRC}".encode())
+            for member in archive.infolist()
+        ]
