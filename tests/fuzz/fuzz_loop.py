@@ -4,7 +4,8 @@
     python tests/fuzz/fuzz_loop.py TARGET FILE        one input again
 
 No coverage of the interpreter is measured (the decoders are C). What is new is told from the outside: the
-kind of the value, or the code and the text (without its digits) of the error.
+kind of the value, or the code and the text (without its digits) of the error. `fuzz_typed` gives the same
+fuzzer inputs that hypothesis makes of the types.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HANG_S = 10.0
 #: What all runs of a target may add to the memory of the process.
 GROWTH_BYTES = 512 * 2**20
 MAX_POOL = 400
-MAX_SAVED = 12
+MAX_SAVED = 40
 MAX_SAVED_BYTES = 1024
 
 
@@ -83,15 +84,22 @@ class Fuzzer:
     def run(self, seconds: float, max_runs: int = 10**9) -> None:
         """Mutate for a while. Raises Finding for the first input that breaks the target."""
         rng = random.Random(self.seed)
-        start_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        start_bytes = peak_bytes()
         until = time.monotonic() + seconds
         while self.runs < max_runs and time.monotonic() < until:
-            data = mutated(rng, self.pool, self.target.structured)
-            if self._try(data) and len(self.pool) < MAX_POOL:
-                self.pool.append(data)
-                if self.keep:
-                    self._keep(data)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start_bytes
+            self.offer(mutated(rng, self.pool, self.target.structured))
+        self.check_growth(start_bytes)
+
+    def offer(self, data: bytes) -> None:
+        """Run one input, and keep it if what became of it is new. Raises Finding."""
+        if self._try(data) and len(self.pool) < MAX_POOL:
+            self.pool.append(data)
+            if self.keep:
+                self._keep(data)
+
+    def check_growth(self, start_bytes: int) -> None:
+        """Raises Finding if the memory of this process has grown by more than all inputs may add."""
+        grown = peak_bytes() - start_bytes
         if grown > GROWTH_BYTES:
             raise Finding(f"{self.target.name}: memory grew by {grown >> 20} MiB")
 
@@ -123,6 +131,11 @@ class Fuzzer:
         self.save.mkdir(parents=True, exist_ok=True)
         if len(data) <= MAX_SAVED_BYTES and len(list(self.save.iterdir())) < MAX_SAVED:
             (self.save / hashlib.sha256(data).hexdigest()[:12]).write_bytes(data)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def corpus_of(name: str) -> list[Path]:

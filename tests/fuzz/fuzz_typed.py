@@ -1,0 +1,252 @@
+"""For every target a hypothesis strategy of messages that have the right types, and mutations of their bytes.
+
+The other half, `fuzz_loop`, starts from a few valid inputs and keeps what was new. This one starts from the
+types: every field of every message, also one that is added tomorrow, and a finding shrinks to its least form.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import fuzz_doors
+import fuzz_peers
+import fuzz_wire
+import msgspec
+import numpy as np
+from fuzz_loop import Fuzzer
+from fuzz_mutate import BYTE_MUTATIONS, MAX_BYTES
+from fuzz_types import ANYTHING, TEXTS, Types
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from targets import TARGETS
+
+from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
+from segue.cli.flags import KNOWN
+from segue.conn.manager import LeaderMessage
+from segue.core.control import ControlMessage, Outputs
+from segue.core.errors import ErrorInfo
+from segue.core.request import Ticket
+from segue.core.types import TransferId
+from segue.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from segue.handoff.messages import HandoffMessage, LeaderInfo
+from segue.layout.spec import PoolSpec
+from segue.serve.lifeline import CannotStart, Ready
+from segue.session import frames
+from segue.transport import handshake, tcp, tcp_wire
+from segue.transport.shm_wire import ShmAddress
+
+Bytes = st.SearchStrategy[bytes]
+
+#: A byte that msgpack never uses: the targets take several messages with it between them.
+SEPARATOR = b"\xc1"
+
+
+def several(one: Bytes, most: int = 3) -> Bytes:
+    return st.lists(one, min_size=1, max_size=most).map(SEPARATOR.join)
+
+
+def some_of(parts: Iterable[st.SearchStrategy[str]], most: int = 8) -> Bytes:
+    """Texts after one another."""
+    return st.lists(st.one_of(*parts), max_size=most).map(lambda found: "".join(found).encode())
+
+
+# ---- behind and before a session ------------------------------------------------------------------
+
+_transfer = st.just(list(msgspec.to_builtins(fuzz_peers.TRANSFER)))
+#: Mostly of the hand-off that is open: what is for another one is dropped at the door.
+_OURS = _transfer | _transfer | _transfer | Types().of(TransferId)
+PEERS = Types(known={TransferId: _OURS})
+FRAMES = Types()
+
+_specs = st.sampled_from(
+    [
+        msgspec.to_builtins(msgspec.structs.replace(fuzz_peers.SPEC, **change))
+        for change in ({}, {"pages": 64}, {"page_tokens": 8}, {"pages": 2**40})
+    ]
+)
+_endpoint = st.sampled_from([msgspec.msgpack.encode(e) for e in ({}, [], "x")]) | st.just(
+    fuzz_peers.info().endpoints["fake"][0]
+)
+JOIN = Types(
+    known={PoolSpec: _specs | _specs | Types().of(PoolSpec)},
+    fields={
+        "protocol": st.just(fuzz_peers.PROTOCOL_VERSION) | st.integers(0, 9),
+        "model": st.just("lineage-1") | TEXTS,
+        "endpoints": st.dictionaries(
+            st.sampled_from(("fake", "shm", "tcp")), st.lists(_endpoint, max_size=2), max_size=2
+        ),
+    },
+)
+
+#: Nothing that would have to be looked up: a fuzzer asks no resolver.
+HOSTS = st.sampled_from(("127.0.0.1", "::1", "localhost", "", "a\0b", "é" * 100, "256.1.1.1", "127.1"))
+
+
+def _handshake(name: str, group: bytes, index: int, streams: int) -> bytes:
+    listener = handshake.Listener(fuzz_wire.KEY)
+    listener._nonce = b"n" * 16
+    hello = handshake.Hello(name, group, index, streams)
+    return handshake.Writer(fuzz_wire.KEY, hello).respond(listener.challenge())
+
+
+_handshakes = st.builds(
+    _handshake,
+    st.text("abc/019 \0", max_size=20),
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 255),
+    st.integers(0, 255),
+)
+
+
+def _answers(reason: str | None) -> bytes:
+    listener = handshake.Listener(fuzz_wire.KEY)
+    said = listener.challenge()
+    if reason is not None:
+        return said + listener.refuse(reason)
+    return said + listener.accept(handshake.Writer(fuzz_wire.KEY, fuzz_wire._GOOD).respond(said))[1]
+
+
+U64 = st.integers(0, 2**64 - 1) | st.sampled_from((0, 1, 28, 4096, 65536, 2**63))
+_rows = st.lists(st.tuples(U64 | st.integers(0, 70000), U64 | st.integers(0, 70000)), max_size=5)
+_parts = st.builds(
+    lambda epoch, part, nbytes, rows: tcp_wire.pack_header(
+        epoch, part, nbytes, np.array(rows, "<u8").reshape(-1, 2).tobytes()
+    ),
+    U64,
+    st.integers(0, 2**32 - 1),
+    U64,
+    _rows,
+)
+
+# ---- the doors ------------------------------------------------------------------------------------
+
+JSON = Types(text_only=True)
+_METHODS = ("GET", "PUT", "DELETE", "POST", "HEAD", "")
+_PATHS = (
+    f"v1/instances/{fuzz_doors.RECORD.incarnation}/ranks/0",
+    f"v1/instances/{fuzz_doors.RECORD.incarnation}/draining",
+    f"v1/instances/{fuzz_doors.RECORD.incarnation}",
+    "v1/instances?role=decode&version=1",
+    "v1/rooms/5",
+    "v1/rooms/18446744073709551616",
+    "v1/health",
+    "v1/instances/%00/ranks/-1",
+)
+_queries = st.builds(
+    lambda method, path, body: f"{method} {path}\n".encode() + body,
+    st.sampled_from(_METHODS),
+    st.sampled_from(_PATHS),
+    st.one_of(*map(JSON.encoded, (InstanceRecord, RoomRecord, DrainFlag))),
+)
+_listed = JSON.encoded(InstanceList) | JSON.of(ErrorInfo).map(lambda e: msgspec.json.encode({"error": e}))
+
+_TOOLS = (
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "\n",
+    " ",
+    "[",
+    "]",
+    ", ",
+)
+_calls = st.fixed_dictionaries({"name": TEXTS | ANYTHING, "arguments": ANYTHING}).map(
+    lambda call: msgspec.json.encode(call).decode()
+)
+
+_keys = st.sampled_from([*KNOWN["serve"], *KNOWN["prefill"], "nothing"])
+_values = st.sampled_from(
+    ("1", "0", "-1", "1.5", "1e9", "nan", "true", "yes", "auto", "debug", "tcp", "", "a,b")
+)
+_toml_values = _values.map(lambda v: f'"{v}"') | st.sampled_from(
+    ("1", "1.5", "true", "inf", "[1]", "{a = 1}")
+)
+_lines = st.lists(
+    st.builds("{} = {}".format, _keys, _toml_values) | st.sampled_from(("[serve]", "[decode]", "[x.y]")),
+    max_size=6,
+)
+
+
+def _settings(line: Callable[[str, str], str]) -> Bytes:
+    one = st.builds(line, _keys, _values)
+    return st.lists(one, max_size=5).map(lambda lines: "\n".join(lines).encode())
+
+
+TYPED: dict[str, Bytes] = {
+    "session_bytes": st.lists(FRAMES.encoded(frames.SessionFrame), min_size=1, max_size=3).map(
+        lambda bodies: b"".join(fuzz_wire._frame(frames.KIND_SESSION, body) for body in bodies)
+    ),
+    "session_stranger": several(FRAMES.encoded(frames.SessionFrame)),
+    "session_proven": several(FRAMES.encoded(frames.SessionFrame)),
+    "session_open": several(PEERS.encoded(LeaderMessage)),
+    "transport_listener": _handshakes,
+    "transport_writer": st.builds(_answers, st.none() | TEXTS),
+    "tcp_part": _parts,
+    "tcp_raw_part": _parts,
+    "tcp_ack": st.builds(tcp_wire.pack_ack, st.integers(0, 255), st.integers(0, 2**32 - 1)),
+    "tcp_endpoint": Types(fields={"host": HOSTS, "version": st.sampled_from((1, 1, 2))}).encoded(
+        tcp.TcpAddress
+    ),
+    "shm_endpoint": Types(fields={"version": st.sampled_from((1, 1, 2))}).encoded(ShmAddress),
+    "shm_verdict": st.lists(st.sampled_from((0, 1, 2, 3, 4, 128, 255)), max_size=6).map(bytes),
+    "report": JSON.encoded(Ready | CannotStart),
+    "join": JOIN.encoded(LeaderInfo),
+    "handoff_prefill": several(PEERS.encoded(HandoffMessage)),
+    "handoff_decode": several(PEERS.encoded(HandoffMessage)),
+    "submit": PEERS.encoded(ControlMessage),
+    "ticket": Types().encoded(Ticket) | JSON.encoded(Ticket),
+    "outputs": Types(fields={"request_id": st.just("r0"), "position": st.integers(0, 3)}).encoded(Outputs),
+    "registry_query": _queries,
+    "registry_answer": st.builds(lambda status, body: bytes([status]) + body, st.integers(0, 5), _listed),
+    "openai_chat": JSON.encoded(ChatBody),
+    "openai_completion": JSON.encoded(CompletionBody),
+    "openai_tokenize": JSON.encoded(TokenizeBody) | JSON.encoded(DetokenizeBody),
+    "tool_calls": some_of((st.sampled_from(_TOOLS), _calls, TEXTS)),
+    "settings_file": _lines.map(lambda lines: "\n".join(lines).encode()),
+    "settings_environ": _settings(lambda key, value: f"SEGUE_{key.upper()}={value}"),
+    "settings_words": _settings(lambda key, value: f"--{key.replace('_', '-')}\n{value}"),
+    "sim_replay": st.lists(
+        st.builds("{}{}".format, st.sampled_from("rfx"), st.integers(-1, 99)), max_size=6
+    ).map(lambda words: ",".join(words).encode()),
+}
+
+_changes = st.lists(st.tuples(st.sampled_from(BYTE_MUTATIONS), st.integers(0, 2**32 - 1)), max_size=3)
+
+
+def inputs(name: str) -> Bytes:
+    """Typed messages of target `name`, half of them with up to three changes to their bytes."""
+
+    def changed(data: bytes, changes: list[tuple[Callable[..., bytes], int]]) -> bytes:
+        for change, number in changes:
+            data = change(random.Random(number), data, [data])
+        return data[:MAX_BYTES]
+
+    return st.builds(changed, TYPED[name], st.just([]) | _changes)
+
+
+def try_typed(fuzzer: Fuzzer, examples: int, chosen_by: int | None = None) -> None:
+    """Give `examples` typed inputs to `fuzzer`: always the same ones, or those of the seed `chosen_by`.
+
+    Raises Finding. The fixed ones shrink it to its least form; of the others the input is saved as it came.
+    """
+    phases = (Phase.generate, Phase.shrink) if chosen_by is None else (Phase.generate,)
+
+    @settings(
+        max_examples=examples,
+        derandomize=chosen_by is None,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(inputs(fuzzer.target.name))
+    def one(data: bytes) -> None:
+        fuzzer.offer(data)
+
+    (one if chosen_by is None else seed(chosen_by)(one))()
+
+
+assert set(TYPED) == set(TARGETS), set(TYPED) ^ set(TARGETS)
