@@ -84,7 +84,8 @@ def summary(pieces: list[dict[str, Any]]) -> dict[str, Any]:
             name: sum(p[name] for p in pieces)
             for name in ("completed", "running_at_a_kill", "running_at_a_kill_completed", "hangs")
         },
-        "healed_by_the_frontend": added("healed_by_the_frontend"),
+        "healed_by_the_frontend": (healed := added("healed_by_the_frontend")),
+        "placed_again_prompt_tokens_kept": healed.get(soak_kills.KEPT, 0),
         "failed_before_a_token": added("failed_before_a_token"),
         "failed_after_a_token": added("failed_after_a_token"),
         "wrong": sum(len(p["wrong"]) for p in pieces),

@@ -8,22 +8,30 @@ from pathlib import Path
 
 import pytest
 import tiny_model
+from leftovers import MARK, mapped, strangers
 from served import Served, rest
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nobody_outlives_its_module() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, str(os.getpid()))
+        yield
+        assert strangers() == [], "left behind by the module"
+
+
 @pytest.fixture(autouse=True)
-def _everything_is_at_rest_after_each_test() -> Iterator[None]:
-    """Zero rooms, zero quarantined pages, no session with the dead, on every node that still runs."""
-    segments = _segments()
+def _everything_is_at_rest_after_each_test(_nobody_outlives_its_module: None) -> Iterator[None]:
+    """Every node that still runs holds nothing (see `holdings.faults`); of all others no process is left.
+
+    No segment or socket has a name in a file system: without the processes that hold one it is gone.
+    """
+    before = mapped()
     yield
     if Served.live:
         rest(Served.live)
-    else:
-        assert _segments() <= segments, "a shared memory segment was left behind"
-
-
-def _segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "segue" in name}
+    assert strangers() == [], "left behind by the test"
+    assert mapped() <= before, "the process of the tests maps shared memory that it did not map before"
 
 
 @pytest.fixture(scope="session")

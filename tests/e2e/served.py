@@ -13,17 +13,17 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import holdings
 import httpx
 import psutil
+from holdings import State
 
 REST_S = 30.0
 _DOOR = re.compile(r"http door at (\S+):(\d+)")
 _DRAINING = re.compile(r"event=draining")
 _STARTED = re.compile(r"event=started child=(\S+) pid=(\d+)")
-PEERS_OF = {"prefill": ("decode",), "decode": ("prefill",), "unified": ()}
-State = dict[str, Any]
 
 
 class Served:
@@ -51,6 +51,11 @@ class Served:
                 stderr = Path(made.name)
         self._log = stderr
         self._door_port = door_port
+        #: what carries the KV between processes of one host
+        self.transport = _value(arguments, "--transport", "shm")
+        self.is_registry = "--bootstrap-port" in arguments
+        #: see `holdings.faults`
+        self.least: dict[str, int] = {}
         here = ("--http-port", str(door_port or 0))
         doors = {"serve": ("--instance-doors",), "frontend": ()}.get(command, here)
         with self._log.open("ab") as log:
@@ -78,6 +83,9 @@ class Served:
             self.process.wait(self.start_s)
             self._forget()
             raise AssertionError(f"not ready: exit {self.process.returncode}\n{self.log()}")
+        if self.command == "serve":
+            # What it holds before the first request is what it may hold after the last one.
+            self.at_rest()
         return self
 
     def log(self) -> str:
@@ -119,28 +127,37 @@ class Served:
     # ---- what it holds -----------------------------------------------------------------------
 
     def states(self) -> dict[str, State]:
-        """What every live node of this command says of itself, by name."""
-        if self.process.poll() is not None:
-            return {}
-        if self.command == "frontend":
-            return {"frontend": _state(self.url)}
+        """What every live node of this command says of itself, by name. An AssertionError if the command
+        has ended: a test that ends it does so with `stop` or `kill`, and asks no more."""
+        assert self.process.poll() is None, f"{self.command} ended by itself: {self.process.returncode}"
         if self.command != "serve":
-            return {f"{self.command} {self.process.pid}": _state(self.door)}
+            return {self.name: _state(self.url if self.command == "frontend" else self.door)}
         pids = {name: int(pid) for name, pid in _STARTED.findall(self.log()) if name != "frontend"}
         alive = {name for name, pid in pids.items() if _alive(pid)}
         found: dict[str, State] = {"frontend": _state(self.url)}
         found |= {name: _state(url) for name, url in self.doors(len(pids)).items() if name in alive}
         assert len(found) == 1 + len(alive), f"{sorted(found)} answered, {sorted(alive)} are alive"
-        return found
+        return {f"{self.name} {name}": state for name, state in found.items()}
+
+    @property
+    def name(self) -> str:
+        """One process of all of this test run."""
+        return f"{self.command} {self.process.pid}"
 
     def at_rest(self, within_s: float = REST_S) -> dict[str, State]:
-        """Every live node holds nothing and nothing is wrong with it; what they say. See `rest`."""
-        return rest([self], within_s)
+        """Every live node of this deployment holds nothing and nothing is wrong with it; what they say.
+        See `rest`; those that do not run `serve` are one deployment."""
+        if self.command == "serve":
+            return rest([self], within_s)
+        return rest([part for part in Served.live if part.command != "serve" and part.line], within_s)
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def stop(self, *, signals: int = 1, within_s: float = 60) -> int:
-        """Send SIGINT `signals` times; the exit status. Nothing of the family may survive."""
+    def stop(self, *, signals: int = 1, within_s: float = 60, at_rest: bool = True) -> int:
+        """Send SIGINT `signals` times; the exit status. Nothing of the family may survive. Before it every
+        node must be at rest, unless a test wants the signal in the middle of something."""
+        if at_rest:
+            self.at_rest()
         family, sockets = self.family(), self._sockets()
         self.process.send_signal(signal.SIGINT)
         for _ in range(signals - 1):
@@ -189,6 +206,9 @@ class Served:
                 if kind is None and self.line:
                     self.at_rest()
                 self._terminate()
+            elif kind is None:
+                # `stop` and `kill` forget it; whoever else ended it was no test.
+                assert self not in Served.live, f"{self.command} ended by itself: {self.process.returncode}"
         finally:
             self._forget()
             if kind is not None:
@@ -212,36 +232,44 @@ class Served:
 
 def rest(parts: list[Served], within_s: float = REST_S) -> dict[str, State]:
     """Wait until all live nodes of `parts` are at rest, with nothing wrong and sessions to the living
-    only. What ends last is bounded by a deadline; nobody tells a test of it, so it asks again."""
+    only; each `serve` is a deployment, all else are one. What ends last is bounded by a deadline; nobody
+    tells a test of it, so it asks again."""
+    by_hand = [part for part in parts if part.command != "serve"]
+    deployments = [[part] for part in parts if part.command == "serve"]
+    deployments += [by_hand] if by_hand else []
     until = time.monotonic() + within_s
     while True:
-        states: dict[str, State] = {}
-        for part in parts:
-            states |= part.states()
-        problems = faults(states)
+        states, problems = dict[str, State](), list[str]()
+        for deployment in deployments:
+            found = _of(deployment)
+            states |= found
+            problems += _faults(deployment, found)
         if not problems:
             return states
         assert time.monotonic() < until, f"not at rest after {within_s} s: {problems}"
         time.sleep(0.05)
 
 
-def faults(states: Mapping[str, State]) -> list[str]:
-    """What keeps these nodes from being at rest; none may have a session with somebody who is gone."""
-    roles = [s["role"] for s in states.values()]
-    found = []
-    for name, state in states.items():
-        if not state["at_rest"]:
-            found.append(f"{name} holds { ({k: v for k, v in state['tables'].items() if v}) }")
-        found += [f"{name}: {problem}" for problem in state["problems"]]
-        if state["pages"].get("quarantined"):
-            found.append(f"{name} has {state['pages']['quarantined']} quarantined pages")
-        if state["role"] != "frontend":
-            peers = roles.count("frontend") + sum(roles.count(r) for r in PEERS_OF[state["role"]])
-            if len(state["sessions"]) != peers:
-                found.append(f"{name} has {len(state['sessions'])} sessions, {peers} peers are alive")
-            if state["segments"] > 2 + 2 * peers:
-                found.append(f"{name} maps {state['segments']} shared regions for {peers} peers")
-    return found
+def _of(deployment: list[Served]) -> dict[str, State]:
+    states: dict[str, State] = {}
+    for part in deployment:
+        states |= part.states()
+    return states
+
+
+def _faults(deployment: list[Served], states: Mapping[str, State]) -> list[str]:
+    transports = {part.transport for part in deployment if part.command != "frontend"}
+    assert len(transports) <= 1, f"one deployment, several transports: {transports}"
+    least = {name: count for part in deployment for name, count in part.least.items()}
+    registry_at = next((part.name for part in deployment if part.is_registry), "")
+    problems = holdings.faults(states, *(transports or {"shm"}), least, registry_at)
+    for part in deployment:
+        part.least = {name: least[name] for name in states if name.startswith(part.name)}
+    return problems
+
+
+def _value(arguments: tuple[str, ...], flag: str, default: str) -> str:
+    return arguments[arguments.index(flag) + 1] if flag in arguments else default
 
 
 def _state(url: str) -> State:

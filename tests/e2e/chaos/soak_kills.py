@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 
 import httpx
 from cluster import MODEL, Cluster
-from served import State
+from holdings import REGISTRY_MORE, State
 from traffic import TYPED, Ask, Result, stream
 
 WITHIN_S = 90.0
 MAX_GROWTH_MIB = 32
+CONTINUED, RETRIED, PLACED_AGAIN = "continuations", "retries", "placed_again_prompt_tokens"
+HEALING = (CONTINUED, RETRIED, PLACED_AGAIN)
+KEPT = f'{PLACED_AGAIN}_total{{kv="kept"}}'
+#: So many kills of random instances hit prefill and decode, before a first token and after it.
+MANY_KILLS = 10
 
 
 @dataclass
@@ -33,7 +38,8 @@ class Kill:
 @dataclass
 class Report:
     """What happened. `spanned` are the requests during which an instance died; `healed` counts what
-    the frontend did about it: continuations after a token and retries before one, by code."""
+    the frontend did about it: continuations after a token and retries before one, by code, and how many
+    prompt tokens of those were found in a cache ("kept") or computed again."""
 
     kills: list[Kill] = field(default_factory=list)
     completed: int = 0
@@ -172,13 +178,18 @@ async def run(
 
 
 def healed(url: str) -> dict[str, float]:
-    """The frontend's own counts of continuations and retries."""
+    """The frontend's own counts of continuations and retries, and of what their prompts cost."""
     found = {}
     for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
         name, _, value = line.rpartition(" ")
-        if name.startswith(("segue_continuations_total{", "segue_retries_total{")):
+        if name.startswith(tuple(f"segue_{counter}_total{{" for counter in HEALING)):
             found[name.removeprefix("segue_")] = float(value)
     return found
+
+
+def count(report: Report, counter: str) -> float:
+    """The sum of one of the frontend's counters over its labels."""
+    return sum(value for name, value in report.healed.items() if name.startswith(f"{counter}_total{{"))
 
 
 def check(report: Report, kills: int) -> None:
@@ -192,6 +203,19 @@ def check(report: Report, kills: int) -> None:
     assert leaks(report) == []
 
 
+def check_healed(report: Report, kills: int) -> None:
+    """What must hold after kills: every request that they hit was placed again or continued."""
+    # One instance of each role is always alive, so nothing has a reason to fail.
+    assert report.failed == report.failed_begun == Counter()
+    continued, retried = count(report, CONTINUED), count(report, RETRIED)
+    if kills >= MANY_KILLS:
+        assert continued > 0, report.healed
+        assert retried > 0, report.healed
+        assert report.healed.get(KEPT, 0) > 0, report.healed
+    elif report.spanned:
+        assert continued + retried > 0, report.healed
+
+
 def leaks(report: Report) -> list[str]:
     """Who holds more at rest than before. The frontend lives through all kills; an instance that was
     started again is compared with the one that it replaced."""
@@ -199,9 +223,9 @@ def leaks(report: Report) -> list[str]:
     found = []
     for name, state in report.after.items():
         before = by_role[state["role"]]
-        if state["descriptors"] > before["descriptors"] + 8:
+        if state["descriptors"] > before["descriptors"] + REGISTRY_MORE:
             found.append(f"{name}: {before['descriptors']} descriptors became {state['descriptors']}")
-        if state["segments"] > before["segments"]:
+        if state["segments"] != before["segments"]:
             found.append(f"{name}: {before['segments']} segments became {state['segments']}")
         # An instance fills its pool and its caches with time; the frontend has nothing to keep.
         grown = (state["rss_bytes"] - before["rss_bytes"]) / 2**20

@@ -35,3 +35,4 @@ def assert_kills_lose_nothing(model: Path, kills: int, think_s: float = 0.0, max
     with Cluster(model, TWO_AND_TWO, limits=QUICK, kv_gib=0.006) as cluster:
         report = asyncio.run(soak_kills.run(cluster, asks, kills=kills, think_s=think_s))
         soak_kills.check(report, kills)
+        soak_kills.check_healed(report, kills)
