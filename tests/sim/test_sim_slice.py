@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 
 from segue.cli.sim import main
+from segue.core.errors import ConfigError
+from segue.sim.deployment import Deployment
+from segue.sim.leader import LeaderNode
 from segue.sim.run import Outcome, load, replay_command, run_scenario, shrink
 from segue.sim.scenario import FEATURES, make_scenario
 
-#: About a minute on one core.
-SLICE_SEEDS = 480
+#: About two minutes on one core.
+SLICE_SEEDS = 850
+#: Seeds that are run again with each node's tables looked at after every single turn.
+EVERY_TURN_SEEDS = 40
 SOAK_HAND_OFFS = 1_000_000
 
 
@@ -24,16 +29,60 @@ SOAK_HAND_OFFS = 1_000_000
 def test_no_invariant_breaks_under_faults(part: int) -> None:
     size = SLICE_SEEDS // 8
     counts: Counter[str] = Counter()
+    under_faults = 0
     for seed in range(part * size, (part + 1) * size):
         outcome = run_scenario(load(seed))
         assert not outcome.failed, f"segue sim --seed {seed}: {outcome.text}"
         counts.update(outcome.counts)
+        under_faults += outcome.under_faults
     # A simulator in which nothing happens finds nothing.
     assert counts["hand-offs"] > 50 * size
     assert counts["succeeded"] > counts["hand-offs"] // 3
+    assert under_faults > counts["hand-offs"] // 2
     expected = ("retries", "quarantined", "done", "failed", "late", "aborted", "mismatches")
-    for happened in (*expected, "continued", "sent again without a forward"):
+    expected += ("continued", "sent again without a forward", "retracted beside a hand-off")
+    for happened in expected:
         assert counts[happened] > 0, happened
+
+
+def test_no_invariant_breaks_between_two_turns() -> None:
+    for seed in range(EVERY_TURN_SEEDS):
+        outcome = run_scenario(load(seed), check_every=1)
+        assert not outcome.failed, f"segue sim --check-every 1 --seed {seed}: {outcome.text}"
+
+
+def test_what_only_every_turn_shows_is_seen_at_every_turn() -> None:
+    looks = Counter[int]()
+
+    class Watched(Deployment):
+        def __init__(self, every: int) -> None:
+            super().__init__(make_scenario(3), every)
+            self.every = every
+            normal = self.checks.node
+
+            def counted(node: LeaderNode) -> None:
+                looks[every] += 1
+                normal(node)
+
+            self.checks.node = counted  # type: ignore[method-assign]
+
+    turns = []
+    for every in (1, 8):
+        deployment = Watched(every)
+        deployment.run()
+        deployment.close()
+        turns.append(deployment.checks._turns)
+    assert turns[0] == turns[1]  # looking changes nothing
+    assert looks[1] - looks[8] == turns[0] - turns[0] // 8
+
+
+def test_hand_offs_count_as_under_faults_only_where_a_fault_struck() -> None:
+    calm = next(s for s in range(200) if not make_scenario(s).faults)
+    struck = next(s for s in range(200) if "break" in make_scenario(s).features)
+    assert run_scenario(load(calm)).under_faults == 0
+    outcome = run_scenario(load(struck))
+    assert outcome.struck
+    assert outcome.under_faults == outcome.counts["hand-offs"] > 0
 
 
 def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
@@ -105,14 +154,39 @@ def test_the_command_reports_what_it_did(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["--seed", "11", "--seeds", "2", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert (result["first_seed"], result["seeds"], result["failed_seeds"]) == (11, 2, [])
-    assert result["hand_offs"] > 0
+    assert result["hand_offs"] >= result["hand_offs_under_faults"] > 0
+    assert result["virtual_hours"] > 0
+    assert result["hand_offs_per_cpu_s"] > 0
     assert "2 seeds" in capsys.readouterr().out
+
+
+def test_hand_offs_in_calm_seeds_do_not_count_towards_a_goal_under_faults(tmp_path: Path) -> None:
+    calm = next(s for s in range(500) if not make_scenario(s).faults and make_scenario(s + 1).faults)
+    results = []
+    for flags in ([], ["--under-faults"]):
+        file = tmp_path / "sim.json"
+        assert main(["--seed", str(calm), "--hand-offs", "1", "--json", str(file), *flags]) == 0
+        results.append(json.loads(file.read_text()))
+    plain, aimed = results
+    assert (plain["seeds"], plain["hand_offs_under_faults"]) == (1, 0)
+    assert aimed["seeds"] > 1
+    assert aimed["hand_offs"] > aimed["hand_offs_under_faults"] >= 1
+
+
+@pytest.mark.parametrize("flags", [["--under-faults"], ["--check-every", "0"]])
+def test_flags_that_mean_nothing_are_refused(flags: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        main(["--seed", "0", *flags])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_a_million_hand_offs(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["--seed", "2000000", "--hand-offs", str(SOAK_HAND_OFFS)])
+def test_a_million_hand_offs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So many under faults: those of seeds in which none struck are run, and counted beside them."""
+    file = tmp_path / "sim.json"
+    goal = ["--hand-offs", str(SOAK_HAND_OFFS), "--under-faults"]
+    status = main(["--seed", "2000000", *goal, "--json", str(file)])
     with capsys.disabled():
         sys.stdout.write(capsys.readouterr().out)
     assert status == 0
+    assert json.loads(file.read_text())["hand_offs_under_faults"] >= SOAK_HAND_OFFS

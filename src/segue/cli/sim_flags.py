@@ -13,6 +13,18 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--hand-offs", type=int, metavar="N", help="run seeds until there were this many hand-offs"
     )
+    command.add_argument(
+        "--under-faults",
+        action="store_true",
+        help="towards --hand-offs, count only seeds that a fault struck",
+    )
+    command.add_argument(
+        "--check-every",
+        type=int,
+        default=8,
+        metavar="N",
+        help="look at a node's tables every N turns (default 8)",
+    )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as JSON")
     command.add_argument(
         "--only", default="", metavar="NAMES", help="of one seed, only these requests and faults (r3,f1)"

@@ -21,13 +21,15 @@ from segue.sim.wire import Path
 from segue.sim.world import Process, SkewedClock, Violation, World
 
 TTL_S = 3.0
+#: Turns of leaders between two looks at the tables of a node: one looks at all of them.
+CHECK_EVERY = 8
 BUDGET_S = 20.0
 
 
 class Deployment:
     """Builds and runs one scenario. Raises `Violation` at the first invariant that does not hold."""
 
-    def __init__(self, scenario: Scenario, check_every: int = 8) -> None:
+    def __init__(self, scenario: Scenario, check_every: int = CHECK_EVERY) -> None:
         self.scenario = scenario
         self.check_every = check_every
         self.world = World(scenario.seed)

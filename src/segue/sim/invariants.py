@@ -259,6 +259,13 @@ class Checks(AnswerChecks):
         if self._turns % self.deployment.check_every == 0:
             self.node(node)
 
+    def retracted(self, node: LeaderNode, times: int) -> None:
+        """Count what was retracted, and how often that was beside a hand-off of this node under way."""
+        counts = self.deployment.counts
+        counts["retracted"] += times
+        if any(me == node.me and half.ended_at is None for (me, _), half in self.open.items()):
+            counts["retracted beside a hand-off"] += times
+
     def node(self, node: LeaderNode) -> None:
         """Everything about one node."""
         try:

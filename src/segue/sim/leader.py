@@ -208,10 +208,14 @@ class LeaderNode(Process):
 
     def _turn(self) -> None:
         """As `Leader.run`, with the forward drawn out."""
+        generation: Any = getattr(self.role, "generation", None)
+        retracted = generation.retractions if generation is not None else 0
         try:
             steps = self.leader.decide()
         except Exception as exc:
             raise Violation("14", f"the loop of {self.name} would have ended: {exc!r}") from exc
+        if generation is not None and generation.retractions > retracted:
+            self.deployment.checks.retracted(self, generation.retractions - retracted)
         if steps:
             self.busy = True
             tokens = sum(len(s.tokens) for s in steps)

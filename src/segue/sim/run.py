@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segue.handoff import api
-from segue.sim.deployment import Deployment
+from segue.sim.deployment import CHECK_EVERY, Deployment
 from segue.sim.engine import WrongKV
 from segue.sim.faults import Injected
 from segue.sim.scenario import Fault, Scenario, make_scenario
@@ -36,6 +36,12 @@ class Outcome:
     def failed(self) -> bool:
         """An invariant was broken."""
         return bool(self.rule)
+
+    @property
+    def under_faults(self) -> int:
+        """The hand-offs of this run if at least one fault struck in it, else 0. Odd clients and odd
+        deployments (aborts, bad requests, skew, small pools, …) are no faults here."""
+        return self.counts.get("hand-offs", 0) if self.struck else 0
 
 
 class _Watcher(logging.Handler):
@@ -68,9 +74,10 @@ def watched(world: World) -> Iterator[None]:
 
 
 def run_scenario(
-    scenario: Scenario, *, timeline: bool = False, digest: bool = False, check_every: int = 8
+    scenario: Scenario, *, timeline: bool = False, digest: bool = False, check_every: int = CHECK_EVERY
 ) -> Outcome:
-    """Run one scenario to its end, or to the first invariant that does not hold."""
+    """Run one scenario to its end, or to the first invariant that does not hold. The tables of a node are
+    looked at each `check_every` turns of leaders; everything else is at each effect."""
     deployment = Deployment(scenario, check_every)
     world = deployment.world
     rule = text = ""
@@ -187,11 +194,14 @@ def shrink(
     return scenario.only(frozenset(names))
 
 
-def replay_command(scenario: Scenario, whole: Scenario) -> str:
+def replay_command(scenario: Scenario, whole: Scenario, check_every: int = CHECK_EVERY) -> str:
     """The one command that shows this run again."""
-    if len(scenario.names) == len(whole.names):
-        return f"segue sim --seed {scenario.seed}"
-    return f"segue sim --seed {scenario.seed} --only {','.join(scenario.names)}"
+    words = ["segue sim --seed", str(scenario.seed)]
+    if len(scenario.names) != len(whole.names):
+        words += ["--only", ",".join(scenario.names)]
+    if check_every != CHECK_EVERY:
+        words += ["--check-every", str(check_every)]
+    return " ".join(words)
 
 
 def load(seed: int, only: str = "") -> Scenario:
