@@ -29,7 +29,7 @@ from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.guarded_http import LET_IN, ErrorBody, GuardedServer
 from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
 from segue.bootstrap.store import RegistryStore
-from segue.bootstrap.waiting import StoreWaiter, SystemClock
+from segue.bootstrap.waiting import AwakeClock, StoreWaiter, SystemClock
 from segue.core.clock import Clock
 from segue.core.errors import (
     DECODE_ERRORS,
@@ -287,7 +287,7 @@ async def serve(
             f"a registry at {host} would answer other machines and there is no shared secret: give one "
             "with --secret-file, or use 127.0.0.1"
         )
-    clock = clock or SystemClock()
+    clock = clock or AwakeClock()
     store = store or RegistryStore(clock, ttl_s=limits.registry_ttl_s)
     waiter = StoreWaiter(store, clock, max_waiters=4 * limits.max_queue)
     http = GuardedServer(

@@ -23,6 +23,33 @@ class SystemClock:
         return time.monotonic()
 
 
+#: A registry that holds anything looks at its clock this often, in seconds, …
+LOOK_S = 0.5
+#: … and one that has not for so long was stopped or starved.
+ASLEEP_S = 2.0
+
+
+class AwakeClock:
+    """A monotonic clock without the time in which this process stood still.
+
+    What the instances said meanwhile waits in the sockets: nobody may be given up for a silence that
+    was ours. Whoever holds it asks it every `LOOK_S`; `clock` is the time that it corrects.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._looked_at = self._clock.now()
+        self._asleep_s = 0.0
+
+    def now(self) -> float:
+        now = self._clock.now()
+        gap_s = now - self._looked_at
+        if gap_s > ASLEEP_S:
+            self._asleep_s += gap_s
+        self._looked_at = now
+        return now - self._asleep_s
+
+
 class StoreWaiter:
     """The store's changes as awaitables, and its time as one timer of the running loop."""
 
@@ -98,7 +125,8 @@ class StoreWaiter:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             return
-        self._timer = loop.call_later(max(0.0, due - self._clock.now()), self._expire)
+        # Not later than `LOOK_S`, for an `AwakeClock`: only by looking does it know that it was awake.
+        self._timer = loop.call_later(min(max(0.0, due - self._clock.now()), LOOK_S), self._expire)
 
     def _expire(self) -> None:
         self._timer = None

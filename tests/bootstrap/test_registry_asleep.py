@@ -1,0 +1,62 @@
+"""A registry that stood still (SIGSTOP, a starved host) gives nobody up for its own silence."""
+
+from __future__ import annotations
+
+import asyncio
+
+from registry_records import record
+
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import ASLEEP_S, LOOK_S, AwakeClock, StoreWaiter, SystemClock
+from segue.core.clock import VirtualClock
+
+TTL_S = 10.0
+
+
+def test_time_passes_while_somebody_looks_and_not_while_nobody_does() -> None:
+    machine = VirtualClock(100.0)
+    clock = AwakeClock(machine)
+    machine.advance(ASLEEP_S)
+    assert clock.now() == 100.0 + ASLEEP_S
+    machine.advance(3600.0)
+    assert clock.now() == 100.0 + ASLEEP_S
+    machine.advance(LOOK_S)
+    assert clock.now() == 100.0 + ASLEEP_S + LOOK_S
+
+
+def test_an_instance_outlives_the_registrys_sleep_but_not_its_own_silence() -> None:
+    machine = VirtualClock()
+    store = RegistryStore(AwakeClock(machine), ttl_s=TTL_S)
+    store.register(record(), 0)
+    machine.advance(10 * TTL_S)
+    assert len(store.instances(None).instances) == 1, "given up for a sleep that was the registry's"
+    for _ in range(int(TTL_S / LOOK_S)):
+        machine.advance(LOOK_S)
+        store.expire()
+    assert store.instances(None).instances == []
+
+
+def test_the_timer_looks_often_though_nothing_is_due() -> None:
+    class Counting(SystemClock):
+        looks = 0
+        often = asyncio.Event()
+
+        def now(self) -> float:
+            self.looks += 1
+            if self.looks > 12:  # more than registering and arming take
+                self.often.set()
+            return super().now()
+
+    async def run() -> None:
+        clock = Counting()
+        store = RegistryStore(clock, ttl_s=3600.0)
+        waiter = StoreWaiter(store, clock)
+        store.register(record(), 0)
+        try:
+            assert not clock.often.is_set()
+            async with asyncio.timeout(30):
+                await clock.often.wait()
+        finally:
+            waiter.close()
+
+    asyncio.run(run())
