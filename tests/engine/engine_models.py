@@ -20,6 +20,7 @@ from segue.engine.api import SequenceResult, SequenceStep
 from segue.engine.runner import load_engine
 
 VOCAB = 97
+CONTEXT_TOKENS = 4096
 BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -27,7 +28,7 @@ BASE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": CONTEXT_TOKENS,
     "eos_token_id": 2,
     "bos_token_id": 1,
     "pad_token_id": 0,
@@ -47,7 +48,7 @@ FAMILY_CONFIGS = {
             "rope_type": "yarn",
             "rope_theta": 1e4,
             "factor": 4.0,
-            "original_max_position_embeddings": 128,
+            "original_max_position_embeddings": CONTEXT_TOKENS // 4,
         },
     ),
     "qwen2": Qwen2Config(**{**BASE, "num_key_value_heads": 1}),

@@ -5,7 +5,16 @@ import shutil
 
 import pytest
 import torch
-from engine_models import VOCAB, GreedySampler, engine_for, generate, page_lists, save_model, serve
+from engine_models import (
+    CONTEXT_TOKENS,
+    VOCAB,
+    GreedySampler,
+    engine_for,
+    generate,
+    page_lists,
+    save_model,
+    serve,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -58,7 +67,7 @@ def whole(seq_id, pages, tokens=PROMPT, start=0):
         (whole(2, [40, 41], start=-1), "from 0"),
         (whole(2, [40, 41], tokens=[VOCAB]), "outside the vocabulary"),
         (whole(2, [40, 41], tokens=[-1]), "outside the vocabulary"),
-        (whole(2, list(range(40, 90)), start=500), "exceed the model's context of 512"),
+        (whole(2, list(range(40, 300)), start=4090), "exceed the model's context of 4096"),
         (whole(99, [40, 41]), "not open"),
         (whole(2, [40, 0]), "page 0 is written"),
     ],
@@ -205,7 +214,7 @@ def test_memory_given_is_used_and_checked(folder):
 
 def test_model_info_says_what_the_folder_says(shared, folder):
     info = shared.info
-    assert (info.vocab_size, info.context_tokens, info.dtype) == (VOCAB, 512, "float32")
+    assert (info.vocab_size, info.context_tokens, info.dtype) == (VOCAB, CONTEXT_TOKENS, "float32")
     assert info.eos_token_ids == {2}
     assert info.fingerprint == fingerprint(folder)
 

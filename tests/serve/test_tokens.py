@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from deployment import Deployment, deployment
 
+from segue.conn.manager import KVManager
+from segue.core.request import Usage
 from segue.core.types import Role
 from segue.engine.api import Engine
 from segue.engine.runner import load_engine
+from segue.serve.instance import Instance
 from segue.transport.memory import Memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
@@ -21,7 +26,15 @@ from engine_models import FAMILY_CONFIGS, VOCAB, generate, save_model
 
 COUNT = 12
 ONE_ONE = (Role.PREFILL, Role.DECODE)
+ONE_TWO = (Role.PREFILL, Role.DECODE, Role.DECODE)
+TWO_ONE = (Role.PREFILL, Role.PREFILL, Role.DECODE)
 TWO_TWO = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+WHOLE = 4096
+# Sixteen at once. The sliding windows of the tiny models have 18, 20 and 24 tokens.
+LENGTHS = (1, 2, 15, 16, 17, 18, 19, 20, 21, 24, 25, 33, 64, 65, 130, 600)
+LONG_LENGTHS = (1, 2, 15, 16, 17, 19, 25, 33, 64, 65, 129, 257, 512, 777, 1300, 2000)
+ANSWER_S = 240.0
+Reference = tuple[list[list[int]], list[list[int]]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,9 +54,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def engines(folder: Path, page_tokens: int = 16) -> Callable[[], tuple[Engine, Memory]]:
+@pytest.fixture(scope="module")
+def reference(folder: Callable[[str], Path]) -> Callable[[str, tuple[int, ...]], Reference]:
+    """Prompts of these lengths and what transformers generates for them, once per family."""
+    made: dict[tuple[str, tuple[int, ...]], Reference] = {}
+
+    def make(family: str, lengths: tuple[int, ...]) -> Reference:
+        if (family, lengths) not in made:
+            rng = random.Random(8)
+            asked = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+            made[family, lengths] = asked, generate(folder(family), asked, COUNT)
+        return made[family, lengths]
+
+    return make
+
+
+def engines(
+    folder: Path, page_tokens: int = 16, pool_bytes: int = 2**23
+) -> Callable[[], tuple[Engine, Memory]]:
     def make() -> tuple[Engine, Memory]:
-        engine = load_engine(folder, dtype="float32", pool_bytes=2**23, page_tokens=page_tokens)
+        engine = load_engine(folder, dtype="float32", pool_bytes=pool_bytes, page_tokens=page_tokens)
         return engine, engine.memory
 
     return make
@@ -64,16 +94,60 @@ def answer(
     for i, prompt in enumerate(wanted):
         p, d = rng.choice(prefills), rng.choice(decodes)
         made.front.submit(
-            f"{tag}{i}", prompt, p, d, max_tokens=count, ignore_eos=True, **{"temperature": 0.0, **sampling}
+            f"{tag}{i}",
+            prompt,
+            p,
+            d,
+            max_tokens=count,
+            budget_s=ANSWER_S,
+            ignore_eos=True,
+            **{"temperature": 0.0, **sampling},
         )
+    for i in range(len(wanted)):
+        made.front.wait(f"{tag}{i}", ANSWER_S)
     return [made.front.tokens(f"{tag}{i}") for i in range(len(wanted))]
 
 
+# Every family meets both transports, both sizes of deployment and the two extremes of a chunk.
+@pytest.mark.parametrize(
+    ("roles", "transport", "chunk_tokens"),
+    [(TWO_TWO, "tcp", 16), (ONE_ONE, "shm", WHOLE)],
+    ids=["2P2D-tcp-16", "1P1D-shm-whole"],
+)
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)
-def test_each_family_equals_generate(family: str, folder: Callable[[str], Path]) -> None:
-    asked = prompts(1, 6, 90)
-    with deployment(*ONE_ONE, make_engine=engines(folder(family)), chunk_tokens=64) as made:
-        assert answer(made, asked, "r") == generate(folder(family), asked, COUNT)
+def test_each_family_equals_generate(
+    family: str,
+    roles: tuple[Role, ...],
+    transport: str,
+    chunk_tokens: int,
+    folder: Callable[[str], Path],
+    reference: Callable[[str, tuple[int, ...]], Reference],
+) -> None:
+    asked, wanted = reference(family, LENGTHS)
+    make = engines(folder(family))
+    with deployment(*roles, make_engine=make, transport=transport, chunk_tokens=chunk_tokens) as made:
+        assert answer(made, asked, "r") == wanted
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chunk_tokens", [16, 64, WHOLE])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("roles", [ONE_ONE, TWO_TWO], ids=["1P1D", "2P2D"])
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_each_family_with_prompts_of_up_to_2000_tokens(
+    family: str,
+    roles: tuple[Role, ...],
+    transport: str,
+    chunk_tokens: int,
+    folder: Callable[[str], Path],
+    reference: Callable[[str, tuple[int, ...]], Reference],
+) -> None:
+    asked, wanted = reference(family, LONG_LENGTHS)
+    make = engines(folder(family), pool_bytes=2**25)
+    with deployment(*roles, make_engine=make, transport=transport, chunk_tokens=chunk_tokens) as made:
+        assert answer(made, asked, "r") == wanted
+        # Once more: now windows reach over cached pages, and decode is sent only what it lacks.
+        assert answer(made, asked, "again") == wanted
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -102,6 +176,81 @@ def test_prefix_hits_on_either_side(folder: Callable[[str], Path]) -> None:
             assert usage is not None
             assert usage.prompt_tokens == usage.decode_cached + usage.prefill_cached + usage.computed
             assert usage.decode_cached >= 64
+
+
+def carried_bytes(prefill: Instance) -> int:
+    """Bytes that the transport has landed in the pools of all decodes of `prefill`."""
+    host = prefill.host
+    assert isinstance(host, KVManager)
+    done: list[int] = []
+    heard = threading.Event()
+
+    def count() -> None:
+        done.append(sum(speed.nbytes for speed in host.paths().values()))
+        heard.set()
+
+    host.io.post(count)
+    assert heard.wait(10)
+    return done[0]
+
+
+def one(made: Deployment, name: str, prompt: list[int], prefill: Instance, decode: Instance) -> list[int]:
+    """One prompt on these two instances."""
+    made.front.submit(name, prompt, prefill, decode, max_tokens=COUNT, temperature=0.0, ignore_eos=True)
+    return made.front.tokens(name)
+
+
+def usage_of(made: Deployment, name: str) -> Usage:
+    usage = made.front.outputs[name][-1].usage
+    assert usage is not None
+    return usage
+
+
+# A page has 16 tokens. gemma3 and mistral have sliding windows that cross from cached to new pages.
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
+def test_a_prefix_hit_on_prefill_while_decode_is_cold(
+    family: str, transport: str, folder: Callable[[str], Path]
+) -> None:
+    """Prefill computes the tail only, and the whole prompt is sent."""
+    [base, tail] = [(p * 200)[:n] for p, n in zip(prompts(9, 2, 90), (112, 37), strict=True)]
+    asked = base + tail
+    [first, wanted] = generate(folder(family), [base, asked], COUNT)
+    make = engines(folder(family))
+    with deployment(*ONE_TWO, make_engine=make, transport=transport, chunk_tokens=16) as made:
+        [prefill], [warm, cold] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        token_bytes = made.running[0].engine.spec.page_bytes // 16
+        assert one(made, "first", base, prefill, warm) == first
+        assert carried_bytes(prefill) == len(base) * token_bytes
+        assert one(made, "hit", asked, prefill, cold) == wanted
+        assert carried_bytes(prefill) == (len(base) + len(asked)) * token_bytes
+        usage = usage_of(made, "hit")
+        assert (usage.decode_cached, usage.prefill_cached, usage.computed) == (0, len(base), len(tail))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
+def test_a_prefix_hit_on_decode_while_prefill_is_cold(
+    family: str, transport: str, folder: Callable[[str], Path]
+) -> None:
+    """Prefill has to compute the whole prompt, and only what decode lacks is sent."""
+    [base, tail] = [(p * 200)[:n] for p, n in zip(prompts(10, 2, 90), (112, 37), strict=True)]
+    asked = base + tail
+    [first, wanted] = generate(folder(family), [base, asked], COUNT)
+    make = engines(folder(family))
+    with deployment(*TWO_ONE, make_engine=make, transport=transport, chunk_tokens=16) as made:
+        [warm, cold], [decode] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        token_bytes = made.running[0].engine.spec.page_bytes // 16
+        assert one(made, "first", base, warm, decode) == first
+        assert one(made, "hit", asked, cold, decode) == wanted
+        assert carried_bytes(warm) == len(base) * token_bytes
+        assert carried_bytes(cold) == len(tail) * token_bytes
+        usage = usage_of(made, "hit")
+        assert (usage.decode_cached, usage.prefill_cached, usage.computed) == (0, 0, len(asked))
+        # What came from two prefills is one prefix now: it serves the next prompt whole.
+        assert one(made, "both", asked, cold, decode) == wanted
+        again = usage_of(made, "both")
+        assert (again.decode_cached, again.computed) == (len(asked) // 16 * 16, len(asked) % 16)
 
 
 def test_seeded_sampling_is_equal_apart_and_unified(folder: Callable[[str], Path]) -> None:
@@ -145,7 +294,16 @@ def test_unequal_page_sizes_between_the_sides(folder: Callable[[str], Path]) -> 
         assert answer(made, asked, "r") == generate(folder("llama"), asked, COUNT)
 
 
-def test_retraction_keeps_the_tokens_equal(folder: Callable[[str], Path]) -> None:
+# Penalties too: what they know of the output so far must outlive a retraction.
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"temperature": 0.9, "top_p": 0.95, "seed": 77, "repetition_penalty": 1.1, "presence_penalty": 0.4},
+    ],
+    ids=["greedy", "seeded"],
+)
+def test_retraction_keeps_the_tokens_equal(how: dict[str, Any], folder: Callable[[str], Path]) -> None:
     asked = [[3 + (7 * i + k) % 90 for k in range(44)] for i in range(6)]
     path = folder("llama")
 
@@ -155,6 +313,16 @@ def test_retraction_keeps_the_tokens_equal(folder: Callable[[str], Path]) -> Non
         return engine, engine.memory
 
     with deployment(*ONE_ONE, make_engine=make, chunk_tokens=64) as made:
-        assert answer(made, asked, "r", 60) == generate(path, asked, 60)
+        retracted = answer(made, asked, "r", 60, **how)
         [decode] = made.by_role(Role.DECODE)
         assert decode.role.generation.retractions > 0, "the pool was too large to need one"
+    greedy = generate(path, asked, 60)
+    if not how:
+        assert retracted == greedy
+        return
+    assert retracted != greedy, "nothing was sampled"
+    for roles in (ONE_ONE, (Role.UNIFIED,)):
+        with deployment(*roles, make_engine=engines(path), chunk_tokens=64) as made:
+            assert answer(made, asked, "r", 60, **how) == retracted
+            for instance in made.by_role(Role.DECODE) + made.by_role(Role.UNIFIED):
+                assert instance.role.generation.retractions == 0, "this run was not undisturbed"
