@@ -74,8 +74,8 @@ def sim(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     print(
         f"{result['seeds']} seeds, {events} events, {counts['hand-offs']} hand-offs ({under_faults} of them "
-        f"in seeds that a fault struck), {virtual_s / 3600:.1f} virtual hours in {took_s:.1f} s ({cpu_s:.1f} s "
-        f"of CPU time): {counts['hand-offs'] / cpu_s:.0f} hand-offs per CPU second, "
+        f"in seeds that a fault struck), {virtual_s / 3600:.1f} virtual hours in {took_s:.1f} s "
+        f"({cpu_s:.1f} s of CPU time): {counts['hand-offs'] / cpu_s:.0f} hand-offs per CPU second, "
         f"{len(failed)} seeds broke an invariant"
     )
     return 1 if failed else 0
