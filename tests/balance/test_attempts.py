@@ -8,6 +8,7 @@ from segue.balance.attempts import Attempts, Next
 from segue.balance.base import Ask, Candidate
 from segue.balance.policies import make_policy
 from segue.core.errors import (
+    BootstrapUnreachable,
     DeadlineExceeded,
     Draining,
     ErrorInfo,
@@ -139,6 +140,17 @@ def test_a_pair_that_fails_twice_loses_its_prefill_too() -> None:
     made.begin(P1, D2)
     made.failed(broken, P1)
     assert made.avoid == {D1, P1}
+
+
+def test_a_prefill_that_cannot_be_reached_is_changed_first_and_then_the_decode_that_says_so() -> None:
+    made = attempts()
+    unreached = said(BootstrapUnreachable("x"), name("decode", D1), f"prefill {P1.incarnation[:8]}")
+    assert made.failed(unreached, D1) is Next.PLACE_AGAIN
+    assert (made.avoid, made.keep) == ({P1}, None)
+    made.begin(P1, D1)  # there is no other prefill, and decode was not known to be at fault
+    made.failed(unreached, D1)
+    assert made.avoid == {P1, D1}
+    assert made.lost == set(), "neither is known to be gone"
 
 
 def pick(made: Attempts, *there: Placement, prefill: bool = False, patient: bool = False) -> Placement | None:

@@ -10,7 +10,7 @@ from test_fleet import Fleet, Leader, run
 from segue.core.errors import ErrorCode, PeerLost, SegueError
 from segue.core.types import Role
 
-#: What a client, a deadline or a drain causes; written down here, not asked of the code.
+#: What a client, a deadline, a drain or a wrong pair causes; written down here, not asked of the code.
 NOBODYS_FAULT = {
     ErrorCode.ABORTED_BY_CLIENT,
     ErrorCode.DEADLINE_EXCEEDED,
@@ -18,6 +18,9 @@ NOBODYS_FAULT = {
     ErrorCode.DP_RANK_OUT_OF_RANGE,
     ErrorCode.DRAINING,
     ErrorCode.INVALID_REQUEST,
+    # Two healthy halves that cannot be joined.
+    ErrorCode.LAYOUT_MISMATCH,
+    ErrorCode.PEER_REFUSED,
     ErrorCode.NOT_FOUND,
     ErrorCode.OUT_OF_CAPACITY,
     ErrorCode.REQUEST_TOO_LARGE,
@@ -91,3 +94,22 @@ def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(bro
         assert fleet.at_rest()
 
     run(test, max_attempts=1)
+
+
+@pytest.mark.parametrize("code", [ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT])
+def test_a_pair_that_cannot_reach_one_another_does_not_take_from_the_fleets_retry_budget(
+    code: ErrorCode,
+) -> None:
+    """All that wait for one peer fail together: what heals them is bounded by each one's attempts."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.add(Role.PREFILL)
+        cut_off = await fleet.add(Role.DECODE, f"fail:{code}")
+        await fleet.add(Role.DECODE)
+        for _ in range(3):
+            assert await fleet.run() == [5, 6, 7]
+        assert cut_off.submits
+        value = fleet.metrics.registry.get_sample_value("segue_retries_total", {"code": code.value})
+        assert value == len(cut_off.submits)
+
+    run(test, policy="round_robin", retry_budget=0.0)

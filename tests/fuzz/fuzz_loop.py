@@ -33,7 +33,7 @@ HANG_S = 10.0
 #: What all runs of a target may add to the memory of the process.
 GROWTH_BYTES = 512 * 2**20
 MAX_POOL = 400
-MAX_SAVED = 40
+MAX_SAVED = 64
 MAX_SAVED_BYTES = 1024
 
 

@@ -26,6 +26,9 @@ LOSSES = frozenset({ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED})
 #: The two halves cannot be joined: another try of this pair is in vain, another pair may do.
 MISFITS = frozenset({ErrorCode.PEER_REFUSED, ErrorCode.LAYOUT_MISMATCH})
 
+#: One half cannot reach the other: it may be either's fault, or that of what is between them.
+UNREACHED = frozenset({ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT})
+
 #: Something went wrong between the two halves, and neither is known to be at fault.
 _OF_THE_PAIR = MISFITS | {ErrorCode.TRANSFER_FAILED, ErrorCode.CHECKSUM_MISMATCH}
 
@@ -166,7 +169,7 @@ class Attempts:
         if self._route is None:
             return reporter
         prefill, decode = self._route
-        if error.code in LOSSES:
+        if error.code in LOSSES or (error.code in UNREACHED and prefill not in self._pair_failures):
             # Who says that its peer is gone is there.
             for placement in self._route:
                 if _names(error.peer, placement):
@@ -187,7 +190,7 @@ class Attempts:
         self.hearsay = error.code in LOSSES and culprit != reporter
         if error.code in LOSSES:
             self.lost.add(culprit)
-        if self._route is not None and error.code in _OF_THE_PAIR:
+        if self._route is not None and error.code in _OF_THE_PAIR | UNREACHED:
             self._pair_failures.add(self._route[0])
         if culprit == self.keep:
             self.keep = None

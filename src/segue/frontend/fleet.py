@@ -14,7 +14,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from segue.balance.attempts import LOSSES, MISFITS, Attempts, Next
+from segue.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
 from segue.balance.base import Ask, Policy
 from segue.balance.policies import make_policy
 from segue.core.errors import (
@@ -41,7 +41,7 @@ _BLAMELESS = MISFITS | {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}
 #: One worker's end fails all that ran there at once; it says nothing about the others, so what follows it
 #: is bounded by each request's attempts and not by the fleet's budget. A pair that cannot be joined is
 #: remembered, so that it costs one retry in its life.
-_UNBUDGETED = LOSSES | MISFITS | {ErrorCode.DRAINING}
+_UNBUDGETED = LOSSES | MISFITS | UNREACHED | {ErrorCode.DRAINING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
