@@ -102,7 +102,8 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo) -> Joined:
     if name is None:
         raise PeerRefused(
             f"no common transport: prefill offers {sorted(prefill.endpoints)}, "
-            f"decode {sorted(decode.endpoints)}"
+            f"decode {sorted(decode.endpoints)}; start both sides with the same --transport, between "
+            "hosts with tcp"
         )
     return Joined(theirs, name)
 

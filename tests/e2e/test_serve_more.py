@@ -1,0 +1,365 @@
+"""`segue serve` and its parts, tiny model: SIGTERM, a full queue, the openai client, GGUF, other hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import traffic
+from served import Served
+from tiny_model import VOCAB
+
+pytestmark = [pytest.mark.timeout(240)]
+
+SMALL = ("--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1")
+SERVE = (*SMALL, "--served-model-name", "tiny", "--port", "0")
+MAX_QUEUE = 4
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} answer with <tool_call>\n{% endif %}"
+    "{% for m in messages %}<|258|>{{ m.role }}: {{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|258|>assistant: {% endif %}"
+)
+#: Every answer that it allows is short, so that random weights end it too.
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "sunny": {"type": "boolean"}},
+    "required": ["city", "sunny"],
+    "additionalProperties": False,
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "segue.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def streams(url: str, asks: list[traffic.Ask]) -> list[traffic.Result]:
+    async def all_of_them() -> list[traffic.Result]:
+        return list(await asyncio.gather(*(traffic.stream(url, "tiny", ask) for ask in asks)))
+
+    return asyncio.run(all_of_them())
+
+
+# ---- the end ---------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_open_streams_end(tiny: Path) -> None:
+    asks = traffic.asks(3, 6, vocab=VOCAB - 8, longest=40, max_tokens=300)
+    with Served("--model", str(tiny), *SERVE) as served:
+        wanted = {r.ask: r.tokens for r in streams(served.url, asks)}
+        family = served.family()
+
+        async def ended_meanwhile() -> list[traffic.Result]:
+            begun = [asyncio.Event() for _ in asks]
+            running = [
+                asyncio.create_task(traffic.stream(served.url, "tiny", ask, within_s=120, first=first))
+                for ask, first in zip(asks, begun, strict=True)
+            ]
+            await asyncio.gather(*(first.wait() for first in begun))
+            assert not any(task.done() for task in running), "nothing is left to drain"
+            served.process.terminate()
+            return list(await asyncio.gather(*running))
+
+        results = asyncio.run(ended_meanwhile())
+        assert [(r.error, r.text) for r in results if r.error] == []
+        assert {r.ask: r.tokens for r in results} == wanted
+        assert all(len(tokens) == 300 for tokens in wanted.values())
+        assert served.process.wait(60) == 0
+        _, alive = psutil.wait_procs(family[1:], timeout=5)
+        assert alive == []
+        served.kill()  # it has ended; nobody needs to ask it any more
+
+
+# ---- a server that has little room -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """1P1D of a model with a chat template; at most `MAX_QUEUE` requests at once."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Served("--model", str(folder), *SERVE, "--max-queue", str(MAX_QUEUE)) as made:
+        yield made
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def test_a_full_server_says_when_to_come_back_and_serves_then(served: Served, client: openai.OpenAI) -> None:
+    asks = traffic.asks(4, MAX_QUEUE, vocab=VOCAB - 8, longest=20, max_tokens=1000)
+    body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2}
+
+    async def wave() -> tuple[list[httpx.Response], list[traffic.Result]]:
+        begun = [asyncio.Event() for _ in asks]
+        running = [
+            asyncio.create_task(traffic.stream(served.url, "tiny", ask, within_s=120, first=first))
+            for ask, first in zip(asks, begun, strict=True)
+        ]
+        await asyncio.gather(*(first.wait() for first in begun))
+        async with httpx.AsyncClient(timeout=60) as http:
+            posts = (http.post(f"{served.url}/v1/completions", json=body) for _ in range(8))
+            refused = list(await asyncio.gather(*posts))
+        with pytest.raises(openai.RateLimitError, match="in flight already"):
+            await asyncio.to_thread(client.completions.create, model="tiny", prompt="x", max_tokens=2)
+        assert not any(task.done() for task in running), "there was room again"
+        return refused, list(await asyncio.gather(*running))
+
+    refused, results = asyncio.run(wave())
+    assert [answer.status_code for answer in refused] == [429] * 8
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert {answer.json()["error"]["code"] for answer in refused} == {"OUT_OF_CAPACITY"}
+    assert [(r.error, len(r.tokens)) for r in results] == [("", 1000)] * MAX_QUEUE
+    assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.get(f"{served.url}/ready", timeout=60).status_code == 200
+    served.at_rest()
+
+
+# ---- the openai client -----------------------------------------------------------------------------
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def test_several_answers_to_one_request(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model="tiny", messages=[user("hi")], n=2, max_tokens=12, seed=3, temperature=1.5
+    )
+    assert [choice.index for choice in made.choices] == [0, 1]
+    assert made.choices[0].message.content != made.choices[1].message.content
+    assert made.usage is not None
+    assert made.usage.completion_tokens > 12
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model="tiny", messages=[user("hi")], max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    logprobs = made.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 6
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == token.top_logprobs[0].logprob <= 0, "greedy takes the likeliest"
+        ranked = [other.logprob for other in token.top_logprobs]
+        assert ranked == sorted(ranked, reverse=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_is_kept_by_random_weights(client: openai.OpenAI, stream: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    common: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [user("weather?")],
+        "max_tokens": 400,
+        "response_format": form,
+        "seed": 1,
+    }
+    if stream:
+        chunks = [c.choices[0] for c in client.chat.completions.create(**common, stream=True) if c.choices]
+        text, finish = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
+    else:
+        [choice] = client.chat.completions.create(**common).choices
+        text, finish = choice.message.content, choice.finish_reason
+    assert finish == "stop"
+    answer = json.loads(text)
+    assert answer["city"] in ("Paris", "Rome")
+    assert isinstance(answer["sunny"], bool)
+    assert len(answer) == 2
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_round_of_tool_calls(client: openai.OpenAI, choice: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+    messages: list[Any] = [user("weather?")]
+    common: dict[str, Any] = {"model": "tiny", "tools": [tool], "seed": 2}
+    [asked] = client.chat.completions.create(
+        **common, messages=messages, max_tokens=800, tool_choice=choice
+    ).choices
+    assert asked.message.tool_calls
+    for call in asked.message.tool_calls:
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+        assert call.id
+    messages.append(asked.message.model_dump(exclude_none=True))
+    messages += [
+        {"role": "tool", "tool_call_id": call.id, "content": "sun"} for call in asked.message.tool_calls
+    ]
+    [told] = client.chat.completions.create(
+        **common, messages=messages, max_tokens=8, tool_choice="none"
+    ).choices
+    assert told.message.content
+    assert not told.message.tool_calls
+
+
+# ---- models ----------------------------------------------------------------------------------------
+
+
+def write_gguf(folder: Path, path: Path) -> None:
+    """The llama model in `folder` as a GGUF file, its weights as they are."""
+    import gguf
+    from safetensors.numpy import load_file
+    from tokenizers import pre_tokenizers
+
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # A byte-level tokenizer must have one merge: it takes the place of the last special token.
+    tokens = [*alphabet, *(f"<|{i}|>" for i in range(256, VOCAB - 1)), "ĠĠ"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 256 + [3] * (VOCAB - 257) + [1])
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in weights.items():
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if part in name:  # the two halves of each head's rotation lie interleaved in a GGUF file
+                halves = tensor.reshape(count, 2, tensor.shape[0] // count // 2, -1)
+                tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def generated(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """What transformers makes of them: greedy, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(made[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.soak
+def test_a_gguf_file_gives_the_tokens_of_the_folder_it_came_from(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny, path)
+    prompts = [[(7 * i + k) % 250 for i in range(n)] for k, n in enumerate((1, 5, 17, 130, 700))]
+    wanted = generated(tiny, prompts, 16)
+    more = ("--prefill", "2", "--decode", "2", "--transport", "tcp", "--cache", str(tmp_path / "cache"))
+    with Served("--model", str(path), *SERVE, *more) as served:
+        assert (len(served.instances("prefill")), len(served.instances("decode"))) == (2, 2)
+        for _ in range(3):  # every pair is likely to have had its turn
+            results = streams(served.url, [traffic.Ask(tuple(prompt), 16) for prompt in prompts])
+            assert [(r.error, r.tokens) for r in results] == [("", tokens) for tokens in wanted]
+        assert served.stop() == 0
+
+
+@pytest.mark.parametrize("command", ["serve", "prefill"])
+def test_an_unsupported_family_is_refused_by_name(tiny: Path, tmp_path: Path, command: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "bloom"}))
+    done = run(command, "--model", str(folder), "--kv-gib", "0.05")
+    assert done.returncode == 2, done.stderr
+    assert "models of type 'bloom' are not supported; supported are gemma3_text, llama" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+# ---- other hosts -----------------------------------------------------------------------------------
+
+
+def address_of_this_host() -> str:
+    """An IPv4 address of this host beyond loopback; skips the test if it has none."""
+    for addresses in psutil.net_if_addrs().values():
+        for entry in addresses:
+            if entry.family is socket.AF_INET and not entry.address.startswith("127."):
+                return str(entry.address)
+    pytest.skip("this host has no IPv4 address beyond loopback")
+
+
+def test_parts_at_the_hosts_own_address(tiny: Path, tmp_path: Path) -> None:
+    """Registry, sessions and KV over tcp at an address that other hosts could use."""
+    host = address_of_this_host()
+    secret = tmp_path / "secret"
+    secret.write_text(os.urandom(32).hex())
+    secret.chmod(0o600)
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        port = str(sock.getsockname()[1])
+    url, trust = f"http://{host}:{port}", ("--secret-file", str(secret))
+    model = ("--model", str(tiny), "--served-model-name", "tiny", *SMALL)
+    here = ("--advertise-host", host, "--transport", "tcp", *model)
+    with (
+        Served("--bootstrap-port", port, "--host", host, *here, *trust, command="prefill") as prefill,
+        Served("--registry", url, "--host", "0.0.0.0", *here, *trust, command="decode") as decode,
+        Served(
+            "--registry",
+            url,
+            "--port",
+            "0",
+            "--model",
+            str(tiny),
+            "--served-model-name",
+            "tiny",
+            *trust,
+            command="frontend",
+        ) as frontend,
+    ):
+        asks = traffic.asks(6, 4, vocab=VOCAB - 8, longest=100, max_tokens=8)
+        assert [(r.error, r.text) for r in streams(frontend.url, asks) if r.error] == []
+        [joined] = [line for line in decode.log().splitlines() if "peer joined" in line]
+        assert f"address={host}:" in joined
+        assert "transport=tcp" in joined
+        assert "transport=tcp" in next(line for line in prefill.log().splitlines() if "peer joined" in line)
+        stranger = run("decode", "--registry", url, *model)
+        beyond_loopback = run("decode", "--registry", url, "--host", host, *model)
+        for refused in (stranger, beyond_loopback):
+            assert refused.returncode in (1, 2)
+            assert "secret" in refused.stderr
+            assert "Traceback" not in refused.stderr
+        assert [(r.error, r.text) for r in streams(frontend.url, asks) if r.error] == []
+        frontend.at_rest()
+        for part in (frontend, decode, prefill):
+            assert part.stop(at_rest=False) == 0
