@@ -106,6 +106,36 @@ def test_lesson_03_no_step_before_the_metadata() -> None:
     pair.assert_at_rest()
 
 
+def test_a_chunk_is_on_its_way_while_the_next_one_is_computed() -> None:
+    """The write of chunk i is posted before step i + 1 runs, and that step does not wait for it to land."""
+    pair, told = Pair(), list[str]()
+    held: list[api.Effect] = []
+    step = pair.prefill.engine.step
+
+    def watched(batch):  # type: ignore[no-untyped-def]
+        told.append("step")
+        return step(batch)
+
+    def hold(effect: api.Effect) -> bool:
+        if isinstance(effect, api.PostWrite):
+            told.append("write")
+            held.append(effect)
+        return isinstance(effect, api.PostWrite)
+
+    pair.prefill.engine.step = watched  # type: ignore[method-assign]
+    pair.lose = hold
+    prompt = list(range(64))
+    sampling = pair.submit("r", prompt, 3)
+    pair.run()
+    assert told == ["step", "write"] * 4, "16 tokens in each chunk"
+    assert "r" not in pair.outputs, "decode answered before anything had landed"
+    pair.lose = lambda _effect: False
+    pair.prefill.effects.extend(held)
+    pair.run()
+    assert pair.tokens("r") == reference(prompt, sampling, VOCAB, 3)
+    pair.assert_at_rest()
+
+
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
 def test_lesson_10_a_cancel_at_any_step_ends_both_sides(turns: int, side: str) -> None:
