@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from cluster import Cluster
-from served import State, rest
+from served import Served, State
 from soak_kills import WITHIN_S, Report, Traffic, healed, references
 from traffic import Ask
 
@@ -47,15 +47,11 @@ async def under_load(
     return report
 
 
-def live(cluster: Cluster) -> dict[str, State]:
-    """As `Cluster.rest`, for those that have not left."""
-    return rest(list(cluster.parts.values()))
-
-
 def leave(cluster: Cluster, name: str) -> None:
     """SIGTERM an instance and wait until it has drained, which must succeed; it is not in `cluster` then."""
     part = cluster.parts[name]
     part.process.send_signal(signal.SIGTERM)
     assert part.process.wait(LEAVE_S) == 0, part.log()[-3000:]
     del cluster.parts[name]
+    Served.live.remove(part)  # it ended because we said so
     part.__exit__(None, None, None)
