@@ -23,8 +23,11 @@ PATH_SEGMENTS = {"shm": {"prefill": 2, "decode": 0}, "tcp": {"prefill": 0, "deco
 #: A node has one connection to the registry for each query that waits there, and its client keeps those
 #: open that a renewal and a query with other words took beside it.
 REGISTRY_MORE = 2
-#: A part that is the registry itself holds its clients' connections: a frontend has three that wait.
-REGISTRY_CLIENT = 3 + REGISTRY_MORE
+#: The queries that wait there. One that was cut is asked again a moment later, so the fewest descriptors
+#: that a node ever had may be from a moment without them.
+REGISTRY_WAITS = {"frontend": 3, "prefill": 1, "decode": 1, "unified": 1}
+#: A part that is the registry itself holds its clients' connections.
+REGISTRY_CLIENT = max(REGISTRY_WAITS.values()) + REGISTRY_MORE
 
 
 def faults(
@@ -55,7 +58,9 @@ def faults(
         paths = others * PATH_DESCRIPTORS[transport].get(role, 0)
         own = state["descriptors"] - sessions - paths
         least[name] = min(own, least.get(name, own))
-        more = REGISTRY_MORE + (REGISTRY_CLIENT * (len(roles) - 1) if name == registry_at else 0)
+        more = REGISTRY_MORE + REGISTRY_WAITS[role]
+        if name == registry_at:
+            more += REGISTRY_CLIENT * (len(roles) - 1)
         if own > least[name] + more:
             found.append(f"{name} has {own} descriptors beside its peers', it had {least[name]}")
     return found

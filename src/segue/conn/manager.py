@@ -22,7 +22,7 @@ from segue.conn.peers import Dialer, PathSpeed, Peer, join
 from segue.conn.transports import Transports, incarnation_of
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
-from segue.core.errors import Internal, SegueError, TransferFailed
+from segue.core.errors import Draining, Internal, SegueError, TransferFailed
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
@@ -411,7 +411,8 @@ class KVManager:
         del self._peers[incarnation]
         if peer.opening is not None:
             peer.opening.cancel()
-        log.warning("peer left incarnation=%s reason=%s", incarnation[:8], error)
+        level = logging.INFO if isinstance(error, Draining) else logging.WARNING
+        log.log(level, "peer left incarnation=%s reason=%s", incarnation[:8], error)
         self._handle(api.PeerDown(incarnation, error.info))
         if (dialer := self._dialers.get(incarnation)) is not None:
             dialer.lost()
