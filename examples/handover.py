@@ -19,7 +19,7 @@ SPEC = PoolSpec(shape=SHAPE, page_tokens=8, pages=len(PAGES), layer_count=30, he
 COMPUTED = (torch.arange(SPEC.nbytes // 2) % 2039).half()  # what a model would have computed
 
 transport, *told = sys.argv[1:] or ["shm"]
-room, prefill, decode = told or (new_room(), new_incarnation(), new_incarnation())
+room, prefill, decode = told or (str(new_room()), new_incarnation(), new_incarnation())
 transfer = TransferId(int(room), 0, prefill, decode)
 role, me = (Role.PREFILL, prefill) if told else (Role.DECODE, decode)
 memory, changes = allocate(SPEC.nbytes), queue.Queue()
@@ -46,9 +46,7 @@ if role is Role.PREFILL:  # the child: decode starts this file again
     handle.clear()
     manager.close()
 else:
-    with Popen(
-        [sys.executable, __file__, transport, str(room), prefill, decode], stdout=PIPE, text=True
-    ) as child:
+    with Popen([sys.executable, __file__, transport, room, prefill, decode], stdout=PIPE, text=True) as child:
         manager.add_peer(prefill, "127.0.0.1", int(child.stdout.readline()))
         handle = manager.receiver(transfer)
         handle.init(TOKENS, budget_s=10)
