@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import httpx
 import pytest
-from deployment import VOCAB, deployment
+from deployment import VOCAB, Front, deployment
 
 from segue.core.errors import ErrorCode
 from segue.core.types import KVPoll, Role
@@ -15,17 +16,39 @@ from segue.handoff import api
 from segue.sim.engine import reference
 
 
-def break_once(owner: object, name: str, when: Callable[..., bool] = lambda *_: True) -> None:
-    """The first call of `owner.name` for which `when` holds raises, as a bug would."""
+def break_once(
+    owner: object, name: str, when: Callable[..., bool] = lambda *_: True, late: bool = False
+) -> list[str]:
+    """The first call of `owner.name` for which `when` holds raises, as a bug would, before it has done
+    anything or (`late`) after it. Returns a list that has an entry from then on."""
     right = getattr(owner, name)
+    said: list[str] = []
 
     def broken(*args: Any) -> Any:
         if when(*args):
             setattr(owner, name, right)
+            said.append(name)
+            if late:
+                right(*args)
             raise KeyError("a bug")
         return right(*args)
 
     setattr(owner, name, broken)
+    return said
+
+
+def told(owner: object, name: str, when: Callable[..., bool] = lambda *_: True) -> Event:
+    """Set once a call of `owner.name` for which `when` holds has returned."""
+    right, done = getattr(owner, name), Event()
+
+    def watched(*args: Any) -> Any:
+        result = right(*args)
+        if when(*args):
+            done.set()
+        return result
+
+    setattr(owner, name, watched)
+    return done
 
 
 def phase_is(phase: KVPoll) -> Callable[..., bool]:
@@ -55,12 +78,55 @@ def test_a_bug_ends_its_own_request_at_once_and_typed(
         assert error is not None
         assert error.code is ErrorCode.INTERNAL, error
         assert "a bug" in error.text
+        assert error.origin
+        assert error.phase
         # What the frontend does with an error on one leg; a half that was never told must not stay.
         made.front.cancel("bad", p, d)
         made.assert_comes_to_rest()
         sampling = made.front.submit("good", [1, 2, 3], p, d)
         assert made.front.tokens("good") == reference([1, 2, 3], sampling, VOCAB, 4)
         made.assert_comes_to_rest()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("side", "word"),
+    [(Role.PREFILL, api.Release), (Role.DECODE, api.Release), (Role.DECODE, api.Quarantined)],
+    ids=["prefill-Release", "decode-Release", "decode-Quarantined"],
+)
+def test_a_last_word_on_which_the_role_breaks_gives_the_pages_back_all_the_same(
+    side: Role, word: type, late: bool
+) -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        [broken] = made.by_role(side)
+        said = break_once(broken.role, "on_change", lambda change, _now: isinstance(change, word), late)
+        p.role.plan = (
+            lambda _now: []
+        )  # it computes nothing: decode has published its pages and takes them back
+        published = told(p.role, "on_change", phase_is(KVPoll.WAITING_FOR_INPUT))
+        made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
+        assert published.wait(10)
+        made.front.cancel("bad", p, d)
+        made.assert_comes_to_rest()
+        assert said, "it never broke"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_a_frontend_s_end_on_which_the_role_breaks_ends_its_requests_all_the_same(late: bool) -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        said = break_once(d.role, "frontend_gone", late=late)
+        d.role.plan = lambda _now: []  # the request never ends by itself
+        landed = told(d.role, "on_change", phase_is(KVPoll.SUCCESS))
+        other = Front()
+        other.join(p)
+        other.join(d)
+        other.submit("r", list(range(40)), p, d, max_tokens=900)
+        assert landed.wait(10)
+        other.close()
+        made.assert_comes_to_rest()
+        assert said, "it never broke"
 
 
 def test_an_engine_that_breaks_on_the_end_of_a_request_keeps_none_of_its_pages() -> None:

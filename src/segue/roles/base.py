@@ -196,7 +196,8 @@ class Desk(ABC):
         """Something of this request was not handled, by a bug: it ends with `error`, known or not."""
         job = self.jobs.get((origin, request_id))
         if job is None:
-            self._answer(origin, request_id, self._located(error, 0))
+            at_the_door = error.exception().at(phase="submit").info
+            self._answer(origin, request_id, self._located(at_the_door, 0))
         else:
             self.fail(job, error, now)
 

@@ -108,8 +108,9 @@ class DecodeRole(Desk):
             case api.Phase(phase=KVPoll.SUCCESS):
                 self._landed(entry, change.metadata, now)
             case api.Quarantined():
-                entry.quarantined = True
-                self.pool.quarantine(self._published(job))
+                if not entry.quarantined:  # after a bug it is said again
+                    self.pool.quarantine(self._published(job))
+                    entry.quarantined = True
             case api.Release():
                 self._released(entry)
             case _:
@@ -149,10 +150,13 @@ class DecodeRole(Desk):
 
     def _released(self, entry: Entry[KVReceiver]) -> None:
         job = entry.job
+        if job.ended:  # else it is committed: the pages go on with the job
+            self._give_back(entry)
         self.table.remove(job.transfer)
         entry.handle.clear()
-        if not job.ended:
-            return  # committed: the pages go on with the job
+
+    def _give_back(self, entry: Entry[KVReceiver]) -> None:
+        job = entry.job
         if entry.quarantined:
             self.pool.unquarantine(self._published(job))
             self.pool.release(job.pages[: job.cached // self.pool.page_tokens])

@@ -180,15 +180,23 @@ class Leader:
             self._broken(item, Internal(f"a bug while handling {_kind(item)}: {exc!r}").info, now)
 
     def _broken(self, item: Item, error: ErrorInfo, now: float) -> None:
-        """Handling `item` hit a bug: its request ends now, on both sides, and not by its deadline."""
+        """Handling `item` hit a bug: its request ends now, on both sides, and not by its deadline.
+
+        What is said only once and gives something back is shown once more, as the exchange does with a proof:
+        with a hand-off's last word its pages would be lost, with a frontend's end its requests would go on.
+        """
         try:
             match item:
                 case FromFrontend(origin, Submit() as submit):
                     self.role.broken(origin, submit.request.request_id, error, now)
                 case FromFrontend(origin, Cancel() as cancel):
                     self.role.broken(origin, cancel.request_id, error, now)
-                case api.Phase() | api.Release() | api.Quarantined():
+                case api.Phase():
                     self.role.broken_handoff(item.transfer, error, now)
+                case api.Release() | api.Quarantined():
+                    self.role.on_change(item, now)
+                case FrontendGone(origin, reason):
+                    self.role.frontend_gone(origin, reason, now)
                 case _:
                     pass  # it belongs to no single request
         except Exception:  # the same bug again: the frontend has its answer, the log the rest
