@@ -175,6 +175,20 @@ MUTANTS = (
         "final, landed=True)",
         "posting a write is taken for its completion",
     ),
+    Mutant(
+        "any first token will do",
+        DECODE,
+        "        if not 0 <= metadata.first_token < self.engine.info.vocab_size:",
+        "        if metadata.first_token < 0:",
+        "a token that does not exist is the first of the answer (only `metadata` shows it)",
+    ),
+    Mutant(
+        "metadata of a longer prompt",
+        "handoff/tally.py",
+        "        if metadata.prompt_tokens != self._end:",
+        "        if metadata.prompt_tokens < self._end:",
+        "what prefill says it has computed is not compared whole (only `metadata` shows it)",
+    ),
     # ---- integrity ---------------------------------------------------------------------------
     Mutant(
         "commit before it is verified",
@@ -371,8 +385,8 @@ MUTANTS = (
     Mutant(
         "quarantine forgotten",
         DECODE,
-        "                entry.quarantined = True\n                self.pool.quarantine(self._published(job))",
-        "                entry.quarantined = False",
+        "                    self.pool.quarantine(self._published(job))\n                    entry.quarantined = True",
+        "                    entry.quarantined = False",
         "pages that a peer may write are not marked",
     ),
     Mutant(
@@ -708,6 +722,43 @@ MUTANTS = (
         "        steps = self.role.plan(now)\n        self._flush()\n",
         "        steps = self.role.plan(now)\n",
         "outputs without a forward after them are never sent",
+    ),
+    # ---- bugs in a role ------------------------------------------------------------------------
+    Mutant(
+        "a request survives its bug",
+        LEADER,
+        "                    self.role.broken_handoff(item.transfer, error, now)\n",
+        "                    pass\n",
+        "a change that was not handled leaves its job behind until the deadline (only `role exception` shows it)",
+    ),
+    Mutant(
+        "a last word that broke is lost",
+        LEADER,
+        "                    self.role.on_change(item, now)\n                case FrontendGone",
+        "                    pass\n                case FrontendGone",
+        "a `Release` on which the role broke never gives its pages back (this was a bug)",
+    ),
+    Mutant(
+        "a frontend's end that broke is lost",
+        LEADER,
+        "                    self.role.frontend_gone(origin, reason, now)\n",
+        "                    pass\n",
+        "what a dead frontend asked for is generated to its end (this was a bug)",
+    ),
+    Mutant(
+        "a bug at the door has no phase",
+        BASE,
+        'error.exception().at(phase="submit").info',
+        "error",
+        "what broke before there was a job is not located (this was a bug)",
+    ),
+    Mutant(
+        "a silent frontend will be back",
+        "serve/control.py",
+        "            if self.deliver is not None:\n                self.deliver(FrontendGone",
+        '            if self.deliver is not None and "silent" not in error.info.text:\n'
+        "                self.deliver(FrontendGone",
+        "only a connection that breaks ends what its frontend asked for",
     ),
     # ---- who answers at an address -----------------------------------------------------------
     Mutant(

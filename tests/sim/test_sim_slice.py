@@ -14,9 +14,10 @@ import pytest
 from segue.cli.sim import main
 from segue.core.errors import ConfigError
 from segue.sim.deployment import Deployment
+from segue.sim.faults import ITEMS, METADATA
 from segue.sim.leader import LeaderNode
 from segue.sim.run import Outcome, load, replay_command, run_scenario, shrink
-from segue.sim.scenario import FEATURES, make_scenario
+from segue.sim.scenario import FEATURES, LATER, make_scenario
 
 #: About two minutes on one core.
 SLICE_SEEDS = 850
@@ -40,7 +41,10 @@ def test_no_invariant_breaks_under_faults(part: int) -> None:
     assert counts["succeeded"] > counts["hand-offs"] // 3
     assert under_faults > counts["hand-offs"] // 2
     expected = ("retries", "quarantined", "done", "failed", "late", "aborted", "mismatches")
-    expected += ("continued", "sent again without a forward", "retracted beside a hand-off")
+    expected += ("continued", "sent again without a forward", "silent frontends")
+    expected += ("retracted beside a hand-off", "retracted beside a transfer")
+    expected += tuple(f"metadata: {what}" for what in METADATA)
+    expected += tuple(f"role exception: {item}" for item in ITEMS)
     for happened in expected:
         assert counts[happened] > 0, happened
 
@@ -93,7 +97,7 @@ def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
         scenario = make_scenario(seed)
         features.update(scenario.features)
         drawn.update(fault.kind for fault in scenario.faults)
-    assert set(features) == set(FEATURES)
+    assert set(features) == {*FEATURES, *LATER}
     for seed in range(60):
         struck.update(run_scenario(load(seed)).struck)
     assert set(drawn) == set(struck)

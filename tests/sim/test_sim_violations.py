@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
-from segue.core.errors import ChecksumMismatch, ErrorCode, ErrorInfo, Internal
-from segue.core.request import Usage
-from segue.core.types import KVPoll, Role, TransferId
+from segue.core.control import Cancel
+from segue.core.errors import ChecksumMismatch, ErrorCode, ErrorInfo, Internal, MetadataMismatch
+from segue.core.request import Request, SamplingParams, Ticket, Usage
+from segue.core.types import KVPoll, Placement, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Destination, Drained, Metadata
+from segue.roles.handoffs import Entry
+from segue.roles.job import Job
+from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.sim.deployment import Deployment
-from segue.sim.front import Call
+from segue.sim.front import Call, FrontNode
 from segue.sim.node import KVNode
 from segue.sim.run import describe, tell
 from segue.sim.scenario import make_scenario
@@ -55,6 +59,25 @@ class Stage:
             plan_hash=0,
         )
         return api.Send(self.prefill.me, message)
+
+    @property
+    def front(self) -> FrontNode:
+        return self.deployment.fronts["front0"]
+
+    def job(self, node: KVNode) -> Job:
+        """A request of the first frontend, in the tables of `node` as if it were served."""
+        prefill, decode = Placement(self.prefill.me), Placement(self.decode.me)
+        job = Job(
+            origin=self.front.me,
+            request=Request(request_id="left", prompt=[1, 2], sampling=SamplingParams()),
+            ticket=Ticket(room=self.transfer.room, attempt=0, prefill=prefill, decode=decode, budget_s=1.0),
+            seq_id=1,
+            entered=0.0,
+            deadline=1e9,
+            max_tokens=1,
+        )
+        node.role.jobs[job.key] = job
+        return job
 
     def call(self) -> Call:
         return next(c for c in self.deployment.calls.values() if c.tokens)
@@ -202,6 +225,58 @@ def foreign_metadata(stage: Stage) -> None:
     stage.checks.effect(stage.decode, api.Phase(stage.transfer, S, metadata=other))
 
 
+def commits_metadata_of_another_prompt(stage: Stage) -> None:
+    stage.checks.spoiled[stage.transfer.room] = "prompt tokens"
+    stage.phases(stage.decode, B, W, T, S)
+
+
+def answers_from_spoiled_metadata(stage: Stage) -> None:
+    call = stage.call()
+    stage.checks.spoiled[call.room] = "first token"
+    stage.checks.tokens(call)
+
+
+def unspoiled_metadata_refused(stage: Stage) -> None:
+    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    stage.checks.spoiled[stage.transfer.room + 1] = "prompt hash"
+    stage.phases(stage.decode, B, W, T)
+    wrong = MetadataMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
+    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=wrong))
+
+
+def left_behind(item: Callable[[Stage], Item]) -> Callable[[Stage], None]:
+    """A job whose last word is quarantine or release, and on which the role has broken."""
+
+    def spoil(stage: Stage) -> None:
+        job = stage.job(stage.decode)
+        role: Any = stage.decode.role
+        role.table._entries[stage.transfer] = Entry(job, None)  # type: ignore[arg-type]
+        stage.checks.broken(stage.decode, item(stage))
+
+    return spoil
+
+
+def serves_the_dead(stage: Stage) -> None:
+    stage.job(stage.decode)
+    stage.front.kill()
+    stage.deployment.world.now += 10.0
+    stage.checks._abandoned(stage.decode)
+
+
+def serves_the_silent(stage: Stage) -> None:
+    stage.job(stage.decode)
+    stage.front.pause()
+    stage.deployment.world.now += 10.0
+    stage.checks._abandoned(stage.decode)
+
+
+def serves_the_unheard(stage: Stage) -> None:
+    stage.job(stage.decode)
+    stage.deployment.network.block(stage.front, stage.decode)
+    stage.deployment.world.now += 10.0
+    stage.checks._abandoned(stage.decode)
+
+
 def writes_without_being_told(stage: Stage) -> None:
     stage.phases(stage.prefill, B, W, T)
     stage.checks.effect(stage.prefill, api.PostWrite(stage.transfer, 5, 0, 0, 0, ()))
@@ -299,6 +374,15 @@ def quarantined_at_rest(stage: Stage) -> None:
     stage.checks._at_rest(stage.decode)
 
 
+#: What the role broke on, while all that it speaks of is still there.
+LEFT: dict[str, Callable[[Stage], Item]] = {
+    "cancel": lambda s: FromFrontend(s.front.me, Cancel("left", Internal("x").info)),
+    "gone": lambda s: FrontendGone(s.front.me, Internal("x").info),
+    "phase": lambda s: api.Phase(s.transfer, F),
+    "release": lambda s: api.Release(s.transfer),
+    "quarantined": lambda s: api.Quarantined(s.transfer, 1),
+}
+
 CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("1", second_half),
     ("9", joined_with_another_model),
@@ -323,6 +407,13 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("12", mismatch_without_a_flip),
     ("25", mismatch_that_forbids_a_retry),
     ("7", foreign_metadata),
+    ("7", commits_metadata_of_another_prompt),
+    ("7", answers_from_spoiled_metadata),
+    ("12", unspoiled_metadata_refused),
+    *(("12", left_behind(item)) for item in LEFT.values()),
+    ("16", serves_the_dead),
+    ("16", serves_the_silent),
+    ("16", serves_the_unheard),
     ("8", writes_without_being_told),
     ("12", another_transfer_touched),
     ("13", another_peer_touched),

@@ -11,6 +11,7 @@ from segue.bootstrap.store import TOPOLOGY, RegistryStore
 from segue.core.errors import ErrorCode, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
+from segue.sim.faults import ITEMS, METADATA
 from segue.sim.front import Call, FrontNode, Wanted
 from segue.sim.invariants import Checks
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
@@ -45,7 +46,9 @@ class Deployment:
         self.rooms: dict[int, Call] = {}
         self.healed_at = 0.0
         self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay"}
-        self.allowed_codes = _allowed(scenario)
+        self.allowed_codes = _allowed(scenario.features)
+        #: the same where no metadata was spoiled
+        self.unspoiled_codes = _allowed(scenario.features - {"metadata"})
         self.checks = Checks(self)
         self.by_incarnation: dict[Incarnation, Process] = {}
         self.nodes: dict[str, LeaderNode] = {}
@@ -286,14 +289,13 @@ class Deployment:
                 pass
             case "crash" | "front crash":
                 self._crash(process, fault.seconds)
-            case "pause":
+            case "pause" | "front pause":
                 self._pause(process, fault.seconds)
             case "crash mid write" | "pause mid write":
                 self._mid_write(fault, process, other)
             case "break" | "front break" if other is not None:
-                for connection in self.network.between(process, other):
-                    connection.snap()
-            case "partition" if other is not None:
+                self._break(process, other)
+            case "partition" | "front partition" if other is not None:
                 self.network.block(process, other)
                 world.after(fault.seconds, None, self._heal, process, other)
             case "slow link" | "write fails" | "path cut" | "wire flip":
@@ -337,6 +339,10 @@ class Deployment:
             process.pause()
             self.world.after(seconds, None, process.resume)
 
+    def _break(self, a: Process, b: Process) -> None:
+        for connection in self.network.between(a, b):
+            connection.snap()
+
     def _heal(self, a: Process, b: Process) -> None:
         self.network.heal(a, b)
         self.healed_at = self.world.now
@@ -374,6 +380,12 @@ class Deployment:
     def _node_fault(self, fault: Fault, node: LeaderNode) -> None:
         faults = node.faults
         match fault.kind:
+            case "metadata":
+                faults.spoil_metadata.append(fault.amount % len(METADATA))
+            case "role exception":
+                if ITEMS[fault.amount % len(ITEMS)] == "frontend_gone":
+                    self._break(node, self._rng.choice(list(self.fronts.values())))
+                faults.fail_next_item(ITEMS[fault.amount % len(ITEMS)], fault.amount // len(ITEMS) % 2 == 1)
             case "handler exception":
                 faults.fail_next_machine_step()
             case "step exception":
@@ -408,13 +420,26 @@ def _path(a: Process, b: Process | None) -> Path | None:
     return a.paths.get(b.me) or b.paths.get(a.me)
 
 
-def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
-    """The error codes that this scenario's features can cause; any other has no cause."""
-    code, features = ErrorCode, scenario.features
+def _allowed(features: frozenset[str]) -> frozenset[ErrorCode]:
+    """The error codes that these features can cause; any other has no cause."""
+    code = ErrorCode
     found = set()
     if features & {"client abort"}:
         found.add(code.ABORTED_BY_CLIENT)
-    if features - {"client abort", "skew", "leg delay", "mismatch", "bad request"}:
+    if features & {"metadata"}:
+        found |= {
+            code.METADATA_MISMATCH,
+            code.PEER_LOST,
+        }  # the first only of what was spoiled: see `_explained`
+    if features - {
+        "client abort",
+        "skew",
+        "leg delay",
+        "mismatch",
+        "bad request",
+        "metadata",
+        "role exception",
+    }:
         # One leg's error cancels the other one, whose reason the peer then hears.
         found |= {code.PEER_LOST, code.TRANSFER_FAILED, code.DEADLINE_EXCEEDED, code.BOOTSTRAP_TIMEOUT}
     if features & {"client abort", "leg delay", "bad request"}:
@@ -435,7 +460,7 @@ def _allowed(scenario: Scenario) -> frozenset[ErrorCode]:
         found.add(code.METADATA_MISMATCH)  # two requests under one room
     if features & {"engine refuses", "small pools"}:
         found.add(code.INVALID_REQUEST)
-    if features & {"handler exception", "step exception", "sequence error"}:
+    if features & {"handler exception", "step exception", "sequence error", "role exception"}:
         found.add(code.INTERNAL)
     if features & {"bit flip"}:
         # Flipped in a preamble, a peer seems to speak something else.

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from segue.core.errors import InvalidRequest
 from segue.engine.api import SequenceResult, SequenceStep
+from segue.handoff.messages import Metadata
+from segue.roles.base import Desk
 
 if TYPE_CHECKING:
     from segue.sim.node import LeaderNode
@@ -15,6 +19,12 @@ if TYPE_CHECKING:
 
 class Injected(Exception):
     """An exception that the simulator put into a handler."""
+
+
+#: What can be wrong with the metadata that prefill sends; the last one loses its session right before it.
+METADATA = ("first token", "prompt hash", "prompt tokens", "lost")
+#: On what a role can raise the next time: a method of its, or `on_change` with one of these.
+ITEMS = ("submit", "cancel", "frontend_gone", "Phase", "Phase", "Release", "Quarantined", "Quarantined")
 
 
 class NodeFaults:
@@ -29,6 +39,10 @@ class NodeFaults:
         self._machine_armed = False
         #: how many of the next chunks that land here are hit by a bit flip before they are verified
         self.page_flips = 0
+        #: how the metadata that is sent next is spoiled: places in `METADATA`
+        self.spoil_metadata: list[int] = []
+        #: a method of the role has just raised, and nobody has looked yet at what the leader made of it
+        self.broke = False
         self.kill_mid_write: Callable[[], None] | None = None
         self.pause_mid_write: Callable[[], None] | None = None
 
@@ -95,6 +109,48 @@ class NodeFaults:
             return normal(machine, now, out, broken, *args, local=local)
 
         exchange._run = run
+
+    def metadata(self, metadata: Metadata) -> tuple[Metadata, bool]:
+        """What is sent instead of `metadata`, and whether the session breaks right before it."""
+        if not self.spoil_metadata:
+            return metadata, False
+        node, what = self.node, METADATA[self.spoil_metadata.pop(0)]
+        node.deployment.counts[f"metadata: {what}"] += 1
+        node.world.note(node.name, f"metadata of room {metadata.transfer.room:x} goes wrong: {what}")
+        if what != "lost":
+            node.deployment.checks.spoiled[metadata.transfer.room] = what
+        match what:
+            case "first token":
+                vocab_size = node.engine.info.vocab_size
+                token = node.rng.choice((-1, vocab_size, 10**9))
+                return structs.replace(metadata, first_token=token), False
+            case "prompt hash":
+                return structs.replace(metadata, prompt_hash=metadata.prompt_hash ^ 1), False
+            case "prompt tokens":
+                return structs.replace(metadata, prompt_tokens=metadata.prompt_tokens + 1), False
+            case _:
+                return metadata, True
+
+    def fail_next_item(self, item: str, late: bool) -> None:
+        """The role raises the next time it is told `item`, before it has done anything or (`late`) after."""
+        role: Any = self.node.role
+        name = item if item in vars(Desk) else "on_change"
+        normal = getattr(role, name, None)
+        if normal is None or name in vars(role):
+            return
+
+        def broken(*args: Any) -> None:
+            if name != item and type(args[0]).__name__ != item:
+                normal(*args)
+                return
+            delattr(role, name)
+            self.node.deployment.counts[f"role exception: {item}"] += 1
+            self.broke = True
+            if late:
+                normal(*args)
+            raise Injected(f"injected into {item}")
+
+        setattr(role, name, broken)
 
     # ---- the transport -------------------------------------------------------------------------
 

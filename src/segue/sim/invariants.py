@@ -14,6 +14,7 @@ from segue.core.types import Incarnation, KVPoll, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Destination, Drained, Metadata
 from segue.sim.answers import AnswerChecks
+from segue.sim.desks import DeskChecks
 from segue.sim.flips import Flips
 from segue.sim.node import Exposed, KVNode, LeaderNode
 from segue.sim.world import Violation
@@ -47,8 +48,9 @@ class Half:
     pages: tuple[int, ...] = ()
 
 
-class Checks(AnswerChecks):
-    """The ledger of a deployment, and its rules; those over answers are in `answers.py`."""
+class Checks(AnswerChecks, DeskChecks):
+    """The ledger of a deployment, and its rules; those over answers are in `answers.py`, those over the jobs
+    of one instance in `desks.py`."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -58,8 +60,9 @@ class Checks(AnswerChecks):
         self.open: dict[tuple[Incarnation, TransferId], Half] = {}
         self.reads: dict[tuple[Incarnation, Incarnation, int], TransferId] = {}
         self.flips = Flips(deployment.counts)
+        #: room whose metadata was spoiled on its way → what is wrong with it
+        self.spoiled: dict[int, str] = {}
         self._turns = 0
-        #: (incarnation, ticket) → the one job it has placed, and until when it may place no other
         self._placed: dict[tuple[Incarnation, TransferId], tuple[int, float]] = {}
         self._orphaned: dict[tuple[Incarnation, TransferId], float] = {}
         timing = deployment.timing
@@ -159,7 +162,9 @@ class Checks(AnswerChecks):
         half.connected = peer in node.peers
         if effect.phase is KVPoll.SUCCESS:
             if node.spec.role is Role.DECODE and (
-                effect.metadata is None or effect.metadata.transfer != effect.transfer
+                effect.metadata is None
+                or effect.metadata.transfer != effect.transfer
+                or self.spoiled.get(effect.transfer.room) == "prompt tokens"
             ):
                 raise Violation("7", f"{effect.transfer} succeeded with the metadata {effect.metadata}", room)
             self.deployment.counts["succeeded" if node.spec.role is Role.DECODE else "committed"] += 1
@@ -260,11 +265,15 @@ class Checks(AnswerChecks):
             self.node(node)
 
     def retracted(self, node: LeaderNode, times: int) -> None:
-        """Count what was retracted, and how often that was beside a hand-off of this node under way."""
+        """Count what was retracted, and how often that was beside a hand-off of this node under way, and
+        beside one of which chunks had landed already."""
         counts = self.deployment.counts
         counts["retracted"] += times
-        if any(me == node.me and half.ended_at is None for (me, _), half in self.open.items()):
-            counts["retracted beside a hand-off"] += times
+        phases = {
+            half.phase for (me, _), half in self.open.items() if me == node.me and half.ended_at is None
+        }
+        counts["retracted beside a hand-off"] += times if phases else 0
+        counts["retracted beside a transfer"] += times if KVPoll.TRANSFERRING in phases else 0
 
     def node(self, node: LeaderNode) -> None:
         """Everything about one node."""
@@ -325,20 +334,6 @@ class Checks(AnswerChecks):
                         (machine.transfer.room,),
                     )
 
-    def _tickets(self, node: LeaderNode) -> None:
-        """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
-        role: Any = node.role
-        for job in role.jobs.values():
-            key = (node.me, job.transfer)
-            seq_id, until = self._placed.setdefault(key, (job.seq_id, job.deadline))
-            if seq_id == job.seq_id:
-                continue
-            if job.entered < until:
-                raise Violation(
-                    "1", f"{node.name} took the ticket of {job.transfer} twice", (job.ticket.room,)
-                )
-            self._placed[key] = (job.seq_id, job.deadline)
-
     def _orphans(self, node: KVNode) -> None:
         """18 and 21: a job and its hand-off end together, give or take a turn of each thread."""
         role: Any = node.role
@@ -373,19 +368,6 @@ class Checks(AnswerChecks):
                 raise Violation(
                     "3", f"{node.name} does not count {transfer} as quarantined", (transfer.room,)
                 )
-
-    def _abandoned(self, node: LeaderNode) -> None:
-        """16, of frontends: what nobody waits for any more ends when its session does, not by itself."""
-        role: Any = node.role
-        if self.deployment.network.ever_blocked or node.was_paused:
-            return
-        patience_s = self.deployment.timing.break_seen_s + 0.3
-        for job in role.jobs.values():
-            front = self.deployment.by_incarnation.get(job.origin)
-            if job.ended or front is None or front.alive or self.world.now - front.died_at < patience_s:
-                continue
-            text = f"{node.name} still serves {front.name}, which is dead"
-            raise Violation("16", text, (job.ticket.room,))
 
     def _bounds(self, node: LeaderNode) -> None:
         """20 and 22."""

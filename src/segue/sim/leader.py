@@ -16,6 +16,7 @@ from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.handles import Change
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage, Load
+from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, Integrity, Role
@@ -89,6 +90,30 @@ class Fronts(FrontendSessions):
         if self._node.faults.triggers:
             self._node.faults.reached("Outputs", outputs)
 
+    def closed(self, session: Session, error: SegueError) -> None:
+        """As production; a frontend that was given up because it was stopped or cut off is counted."""
+        node, deployment = self._node, self._node.deployment
+        front = deployment.by_incarnation[session.peer.incarnation]
+        if "silent" in error.info.text and (front.paused or deployment.network.blocked(front, node)):
+            deployment.counts["silent frontends"] += 1
+        super().closed(session, error)
+
+
+class CheckedLeader(Leader):
+    """Production's leader; what becomes of an item on which the role broke is looked at."""
+
+    node: LeaderNode
+
+    def _handle(self, item: Item) -> None:
+        super()._handle(item)
+        node = self.node
+        if node.faults.broke:
+            node.faults.broke = False
+            try:
+                node.deployment.checks.broken(node, item)
+            except Violation as violation:
+                node.world.fail(violation)
+
 
 class LeaderNode(Process):
     """One replica in one life."""
@@ -122,7 +147,7 @@ class LeaderNode(Process):
         self._waking = False
         self._wake_at: float | None = None
         self.role: RoleLogic = self._make_role()
-        self.leader = Leader(
+        self.leader = CheckedLeader(
             self.role,
             self.engine,
             limits=self.limits,
@@ -130,6 +155,7 @@ class LeaderNode(Process):
             send=self._send,
             report=self._report_load,
         )
+        self.leader.node = self
         self.fronts.deliver = self.put
         self._listen()
 

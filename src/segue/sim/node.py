@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
+from segue.handoff.messages import Metadata
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import checksum
 from segue.roles.base import Role as RoleLogic
@@ -94,10 +95,22 @@ class SimManager(KVManager):
             self._refusals.remove(id(effect))
         else:
             node.checked(node.deployment.checks.effect, node, effect)
+        if isinstance(effect, api.Send) and isinstance(effect.message, Metadata):
+            effect = self._spoiled(effect, effect.message)
         super()._carry_out(effect)
         if node.faults.triggers:
             what = effect.message if isinstance(effect, api.Send) else effect
             node.faults.reached(type(what).__name__, effect)
+
+    def _spoiled(self, effect: api.Send, metadata: Metadata) -> api.Send:
+        message, lost = self._sim_node.faults.metadata(metadata)
+        if lost:
+            deployment = self._sim_node.deployment
+            for connection in deployment.network.between(
+                self._sim_node, deployment.by_incarnation[effect.peer]
+            ):
+                connection.snap()
+        return replace(effect, message=message)
 
     def _refused(self, event: api.Event, error: SegueError, now: float) -> list[api.Effect]:
         effects = super()._refused(event, error, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
@@ -46,6 +47,15 @@ FEATURES = (
     "cut answers",
     "move",
     "role change",
+)
+
+#: Features that came later. They are drawn by a generator of their own, so that everything else
+#: in a seed stays what it was.
+LATER = (
+    "metadata",
+    "role exception",
+    "front pause",
+    "front partition",
 )
 
 BAD = (
@@ -202,6 +212,10 @@ def make_scenario(seed: int) -> Scenario:
     )
     scenario.requests = _requests(rng, scenario, requests, gap_s)
     scenario.faults = _faults(rng, scenario)
+    more = random.Random(f"segue later {seed}")
+    scenario.features |= frozenset(f for f in LATER if more.random() < share)
+    later = [f for f in LATER if f in scenario.features]
+    scenario.faults += _faults(more, scenario, later, len(scenario.faults))
     return scenario
 
 
@@ -317,8 +331,13 @@ class Draw:
     triggers: tuple[str, ...] = TRIGGERS
 
 
+#: After these, or at any time, a role breaks on what it is told next.
+ITEMS_AFTER = ("", "", "", "Destination", "PostWrite", "Fence", "Outputs")
+
 _DOWN_S = (0.01, 0.3, 3.0)
 _BRIEF_S = (0.01, 0.3)
+#: The longer ones take longer than it takes to judge a silence, and than anybody may go on waiting behind it.
+_SILENT_S = (0.05, 0.5, 4.0, 12.0)
 #: Right after a token has gone out, when the answer is somebody's already.
 _CUTS = ("Outputs",)
 
@@ -330,8 +349,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "pause mid write": (Draw("pause mid write", 2, "prefill", "decode"),),
     "break": (Draw("break", 2, "prefill", "decode"), Draw("break", 2, "decode", "prefill")),
     "front break": (Draw("front break", 2, "any", "front"),),
-    # Longer than it takes to judge a silence, and than anybody may go on waiting behind it.
-    "partition": (Draw("partition", 1, "one side", "other side", seconds=(0.05, 0.5, 4.0, 12.0)),),
+    "partition": (Draw("partition", 1, "one side", "other side", seconds=_SILENT_S),),
     "slow link": (Draw("slow link", 1, "prefill", "decode"),),
     "write fails": (Draw("write fails", 4, "prefill", "decode"),),
     "path cut": (Draw("path cut", 2, "prefill", "decode"),),
@@ -356,10 +374,20 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     ),
     "move": (Draw("move", 2, "any", seconds=_DOWN_S),),
     "role change": (Draw("role change", 2, "any", seconds=_DOWN_S),),
+    "metadata": (Draw("metadata", 3, "prefill", triggers=("",)),),
+    "role exception": (Draw("role exception", 4, "any", triggers=ITEMS_AFTER),),
+    "front pause": (Draw("front pause", 1, "front", seconds=_SILENT_S),),
+    "front partition": (
+        Draw("front partition", 1, "any", "front", seconds=_SILENT_S),
+        Draw("front partition", 1, "front", "any", seconds=_SILENT_S),
+    ),
 }
 
 
-def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
+def _faults(
+    rng: random.Random, scenario: Scenario, features: Sequence[str] = FEATURES, first: int = 0
+) -> list[Fault]:
+    """The faults of those of `features` that the scenario has, named from `first` on."""
     by_role = {role: [n.name for n in scenario.nodes if n.role is role] for role in Role}
     prefills, decodes, unified = (by_role[r] for r in (Role.PREFILL, Role.DECODE, Role.UNIFIED))
     sides = [prefills, decodes]
@@ -378,11 +406,11 @@ def _faults(rng: random.Random, scenario: Scenario) -> list[Fault]:
     }
     found: list[Fault] = []
     intensity = rng.choice((1, 2, 2, 4))
-    draws = [draw for feature in FEATURES if feature in scenario.features for draw in FAULTS.get(feature, ())]
+    draws = [draw for feature in features if feature in scenario.features for draw in FAULTS.get(feature, ())]
     for draw in draws:
         for _ in range(rng.randint(1, max(1, draw.times * intensity))):
             fault = Fault(
-                name=f"f{len(found)}",
+                name=f"f{first + len(found)}",
                 kind=draw.kind,
                 at=rng.uniform(0.02, 0.02 + scenario.busy_s),
                 node=rng.choice(names[draw.where]),

@@ -207,7 +207,8 @@ class Network:
         self.processes: dict[Incarnation, Process] = {}
         self.places: dict[Incarnation, tuple[str, int]] = {}
         self._listeners: dict[tuple[str, int], tuple[SimLoop, Accept]] = {}
-        self._blocked: set[tuple[Process, Process]] = set()
+        #: since when nothing gets from the first to the second
+        self._blocked: dict[tuple[Process, Process], float] = {}
         self.ever_blocked = False
         #: how many of the next segments that arrive at a process come with one bit changed
         self.flips: dict[Process, int] = {}
@@ -304,16 +305,20 @@ class Network:
         """Whether nothing gets from `source` to `target` now."""
         return bool(self._blocked) and (source, target) in self._blocked
 
+    def blocked_s(self, source: Process, target: Process) -> float:
+        """For how long nothing has got from `source` to `target`; 0 where something does."""
+        return self.world.now - self._blocked.get((source, target), self.world.now)
+
     def block(self, source: Process, target: Process) -> None:
         """From now on nothing gets from `source` to `target`; TCP holds it back."""
-        self._blocked.add((source, target))
+        self._blocked.setdefault((source, target), self.world.now)
         self.ever_blocked = True
 
     def heal(self, source: Process, target: Process) -> None:
         """What was held back arrives, if the connection still lives; else the other end hears of it."""
         if (source, target) not in self._blocked:
             return
-        self._blocked.discard((source, target))
+        del self._blocked[source, target]
         for socket in list(self.live.get(source, {})):
             if socket.other.process is target:
                 socket.release()

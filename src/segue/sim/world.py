@@ -99,7 +99,7 @@ class Process:
         self.name = name
         self.alive = True
         self.paused = self.was_paused = False
-        self.died_at = 0.0
+        self.died_at = self.paused_at = 0.0
         self.resumed_at = 0.0
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
@@ -111,6 +111,7 @@ class Process:
     def pause(self) -> None:
         """SIGSTOP."""
         self.paused = self.was_paused = True
+        self.paused_at = self.world.now
 
     def resume(self) -> None:
         """SIGCONT: what came meanwhile is handled now, in the order it came."""

@@ -1,0 +1,85 @@
+"""The jobs of one instance, checked by the numbers of `handoff.md`: tickets, frontends, bugs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from segue.core.control import Submit
+from segue.core.types import Incarnation, TransferId
+from segue.handoff import api
+from segue.serve.leader import FromFrontend, FrontendGone, Item
+from segue.sim.world import Violation
+
+if TYPE_CHECKING:
+    from segue.sim.deployment import Deployment
+    from segue.sim.leader import LeaderNode
+    from segue.sim.world import Process
+
+
+class DeskChecks:
+    """The part of `Checks` that looks at what one instance was asked for."""
+
+    deployment: Deployment
+    #: (incarnation, ticket) → the one job it has placed, and until when it may place no other
+    _placed: dict[tuple[Incarnation, TransferId], tuple[int, float]]
+
+    def _tickets(self, node: LeaderNode) -> None:
+        """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
+        role: Any = node.role
+        for job in role.jobs.values():
+            key = (node.me, job.transfer)
+            seq_id, until = self._placed.setdefault(key, (job.seq_id, job.deadline))
+            if seq_id == job.seq_id:
+                continue
+            if job.entered < until:
+                raise Violation(
+                    "1", f"{node.name} took the ticket of {job.transfer} twice", (job.ticket.room,)
+                )
+            self._placed[key] = (job.seq_id, job.deadline)
+
+    def _abandoned(self, node: LeaderNode) -> None:
+        """16, of frontends: what nobody waits for any more ends when its session does, not by itself."""
+        role: Any = node.role
+        if node.was_paused:
+            return
+        for job in role.jobs.values():
+            front = self.deployment.by_incarnation.get(job.origin)
+            if job.ended or front is None or not self._is_gone(node, front):
+                continue
+            state = "silent" if front.alive else "dead"
+            raise Violation(
+                "16", f"{node.name} still serves {front.name}, which is {state}", (job.ticket.room,)
+            )
+
+    def _is_gone(self, node: LeaderNode, front: Process) -> bool:
+        """Whether `node` must have noticed by now that nothing comes from `front` any more."""
+        network, timing, now = self.deployment.network, self.deployment.timing, node.world.now
+        # By a clock that runs slow.
+        silent_s = timing.silence_s / 0.9 + 0.5
+        if not front.alive:
+            return now - front.died_at > (silent_s if network.ever_blocked else timing.break_seen_s + 0.3)
+        if front.paused and not network.ever_blocked and now - front.paused_at > silent_s:
+            return True
+        return network.blocked_s(front, node) > silent_s
+
+    def broken(self, node: LeaderNode, item: Item) -> None:
+        """12: what the role broke on ends at once, not by its deadline; a last word is heard all the same."""
+        role: Any = node.role
+        rooms: tuple[int, ...] = ()
+        match item:
+            case FromFrontend(origin, message):
+                asked = message.request.request_id if isinstance(message, Submit) else message.request_id
+                left = (origin, asked) in role.jobs
+            case FrontendGone(origin):
+                left = any(job.origin == origin for job in role.jobs.values())
+            case api.Phase(transfer):
+                left, rooms = any(job.transfer == transfer for job in role.jobs.values()), (transfer.room,)
+            case api.Release(transfer):
+                left, rooms = role.table.get(transfer) is not None, (transfer.room,)
+            case api.Quarantined(transfer):
+                entry = role.table.get(transfer)
+                left, rooms = entry is not None and not entry.quarantined, (transfer.room,)
+            case _:
+                left = False
+        if left:
+            raise Violation("12", f"{node.name} broke on {item} and left it behind", rooms)
