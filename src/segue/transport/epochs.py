@@ -7,7 +7,8 @@ from collections import OrderedDict
 from segue.core.errors import OutOfCapacity
 
 MAX_GRANTS = 16384
-MAX_ENDED = 65536
+#: A post and a fence of one epoch are calls of one thread, so the race is over long before this many others.
+MAX_ENDED = 4096
 
 
 class Grants:
