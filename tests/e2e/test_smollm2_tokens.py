@@ -1,0 +1,36 @@
+"""The default model itself, in every arrangement of workers, transport and chunk: tokens equal generate.
+
+`test_serve` shows some of these with short prompts; here all sixteen prompts of 1 to 2,000 tokens, at once.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from served import Served
+from test_serve import FLOAT32, completion, prompts, token_ids
+from test_serve import reference as reference  # a fixture: one generate for the whole module
+
+pytestmark = [pytest.mark.soak, pytest.mark.model, pytest.mark.timeout(900)]
+
+#: More than the longest prompt, so that each is one chunk.
+WHOLE = 4096
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 64, WHOLE])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("each", [1, 2], ids=["1P1D", "2P2D"])
+def test_sixteen_prompts_of_up_to_2000_tokens_at_once(
+    each: int, transport: str, chunk_tokens: int, reference: list[list[int]]
+) -> None:
+    workers = ("--prefill", str(each), "--decode", str(each))
+    how = ("--transport", transport, "--chunk-tokens", str(chunk_tokens))
+    asked = prompts()
+    assert (len(asked), max(map(len, asked))) == (16, 2000)
+    with Served(*FLOAT32, *workers, *how) as made, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda p: completion(made.url, p, 8), asked))
+        assert [token_ids(a) for a in answers] == reference
+        # The longest once more: a prefix hit on both sides, its tail alone computed and sent.
+        assert token_ids(completion(made.url, asked[-1], 8)) == reference[-1]
+        assert made.stop() == 0
