@@ -107,6 +107,19 @@ def generate(folder, prompts, count):
     return outputs
 
 
+def leads(folder, prompts, outputs):
+    """For each prompt: by how much the likeliest token led the second one where it was closest, over the
+    tokens of its output, as transformers computes them in one forward; logits in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        best = logits.topk(2, -1).values
+        found.append(float((best[:, 0] - best[:, 1]).min()))
+    return found
+
+
 def last_logprobs(folder, prompt, dtype):
     """Log-probabilities after `prompt` as transformers computes them, in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)

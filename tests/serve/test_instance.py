@@ -114,6 +114,14 @@ def test_lesson_18_a_forged_ticket_is_refused() -> None:
         assert output.error.code is ErrorCode.UNAUTHORIZED
 
 
+def descriptors(made: Deployment) -> int:
+    """How many this process has, without the connections to the registry: a renewal that meets a waiting
+    query takes one more, and its client keeps it."""
+    here = psutil.Process().net_connections("tcp")
+    ports = [{at.port for at in (link.laddr, link.raddr) if at} for link in here]
+    return len(os.listdir("/proc/self/fd")) - sum(made.registry.port in pair for pair in ports)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("transport", "count"), [("shm", 2000), ("tcp", 2000)])
@@ -121,8 +129,8 @@ def test_many_hand_offs_leave_nothing(transport: str, count: int) -> None:
     with deployment(Role.PREFILL, Role.DECODE, transport=transport) as made:
         me = psutil.Process()
         assert_served(made, 256)
-        rss, fds = me.memory_info().rss, len(os.listdir("/proc/self/fd"))
+        rss, fds = me.memory_info().rss, descriptors(made)
         assert_served(made, count)
         made.assert_comes_to_rest()
-        assert len(os.listdir("/proc/self/fd")) == fds
+        assert descriptors(made) == fds
         assert me.memory_info().rss - rss < 16 * 2**20
