@@ -427,10 +427,9 @@ def _allowed(features: frozenset[str]) -> frozenset[ErrorCode]:
     if features & {"client abort"}:
         found.add(code.ABORTED_BY_CLIENT)
     if features & {"metadata"}:
-        found |= {
-            code.METADATA_MISMATCH,
-            code.PEER_LOST,
-        }  # the first only of what was spoiled: see `_explained`
+        found.add(code.METADATA_MISMATCH)  # only of what was spoiled: see `_explained`
+    if features & {"metadata", "role exception"}:
+        found.add(code.PEER_LOST)  # a session is broken: right before the metadata, or to end a frontend
     if features - {
         "client abort",
         "skew",
