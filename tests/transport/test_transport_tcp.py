@@ -6,10 +6,11 @@ import os
 import queue
 import random
 import resource
+import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -21,8 +22,10 @@ from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, Transf
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.ioloop import Timer
 from segue.transport.memory import allocate
 from segue.transport.tcp import TcpAddress, TcpTransport
+from segue.transport.tcp_out import Path
 
 MiB = 2**20
 
@@ -342,6 +345,87 @@ def test_a_receiver_that_takes_everything_and_answers_nothing_is_gone_all_the_sa
     for s in (sock, mute.listener):
         s.close()
     writer.close()
+
+
+class Greedy:
+    """A channel to a reader that keeps up with whatever is sent, and answers only when `_read` asks."""
+
+    buffered = False
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def fileno(self) -> int:
+        return 7
+
+    def send_rows(self, cursor: tcp_wire.Cursor, limit_bytes: int) -> int:
+        nbytes = min(cursor.left, limit_bytes)
+        cursor.advance(nbytes)
+        self.sent += nbytes
+        return nbytes
+
+    def close(self, *, reset: bool = False) -> None:
+        pass
+
+
+class Watched:
+    """The loop's face to a path: what it waits for."""
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.ready: Callable[[int], None] = print
+
+    def watch(self, _fd: int, events: int, ready: Callable[[int], None]) -> None:
+        self.events, self.ready = events, ready
+
+    def change(self, _fd: int, events: int) -> None:
+        self.events = events
+
+    def unwatch(self, _fd: int) -> None:
+        self.events = 0
+
+    def later(self, _delay_s: float, call: Callable[[], None]) -> Timer:
+        return Timer(call)
+
+
+def test_a_reader_that_keeps_up_does_not_keep_the_writer_from_its_other_work() -> None:
+    """Each turn of the loop sends one slice; what comes between two turns (a fence, answers) is heard."""
+    channel, loop, told = Greedy(), Watched(), queue.SimpleQueue[TransportEvent]()
+    path = Path(
+        loop,  # type: ignore[arg-type]
+        "bbbb/0",
+        [channel],  # type: ignore[list-item]
+        0,
+        MiB,
+        told.put,
+        lambda _path, _error: None,
+        part_bytes=1000,
+        slice_bytes=2500,
+        stall_s=30,
+        max_parts=10_000,
+    )
+    path.open()
+    for tag in range(2):
+        path.write(9, tag, [CopyBlock(0, 0, 1, 20_000)], 20_000, 0.0)
+    assert 2500 <= channel.sent < 4000
+    turns = 0
+    while loop.events & select.EPOLLOUT and turns < 3:
+        before = channel.sent
+        loop.ready(select.EPOLLOUT)
+        assert 0 < channel.sent - before < 4000
+        turns += 1
+    assert turns == 3
+    before = channel.sent
+    path.fence(9)
+    failed = told.get_nowait()
+    assert isinstance(failed, WriteFailed)
+    assert failed.tag == 1  # the first write's end waits for the answers to what was sent of it
+    assert told.empty()
+    loop.ready(select.EPOLLOUT)
+    loop.ready(select.EPOLLOUT)
+    assert channel.sent - before < 2000  # what had begun is ended, nothing else begins
+    assert not loop.events & select.EPOLLOUT
+    path.close()
 
 
 def test_an_answer_to_nothing_ends_the_path() -> None:

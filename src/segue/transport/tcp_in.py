@@ -25,7 +25,7 @@ from segue.transport.tcp_channel import Channel, PlainChannel, TlsChannel
 from segue.transport.tcp_wire import Cursor, Header
 
 _SCRATCH_BYTES = 256 * 1024
-_MAX_STEPS = 16  # then other streams and calls have their turn
+_MAX_STEPS = 16  # or a slice of bytes: then other streams and calls have their turn
 OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 REST_S = 0.1
 
@@ -83,6 +83,7 @@ class InStream:
         self._drain = 0  # bytes still to throw away
         self._status = tcp_wire.LANDED
         self._moved = False
+        self._taken = 0  # bytes in this turn
         self._stall: Timer | None = None
         self._closed = False
         loop.watch(self._fd, select.EPOLLIN, self._ready)
@@ -102,12 +103,11 @@ class InStream:
         if self._closed:
             return
         try:
-            for _ in range(_MAX_STEPS):
-                if not self._step():
-                    break
-            else:
-                if self._channel.buffered:
-                    self._loop.post(partial(self._ready, 0))
+            steps, self._taken = 1, 0
+            while (more := self._step()) and steps < _MAX_STEPS and self._taken < self._slice_bytes:
+                steps += 1
+            if more and self._channel.buffered:  # no poll sees what is inside
+                self._loop.post(partial(self._ready, 0))
             # Whatever is still to come must be able to wake us.
             self._set_lowat(min(self._cursor.left, self._lowat_bytes) if self._cursor is not None else 1)
         except SegueError as exc:
@@ -152,6 +152,7 @@ class InStream:
             return True
         moved = self._channel.receive_rows(cursor, self._slice_bytes)
         self._check_end(moved)
+        self._taken += max(moved, 0)
         if not cursor.left:
             self._answer()
             return True
@@ -162,6 +163,7 @@ class InStream:
         if moved < 0:
             return False
         self._check_end(moved)
+        self._taken += moved
         self._drain -= moved
         if not self._drain:
             self._answer()

@@ -79,7 +79,7 @@ class OutStream:
     channel: Channel
     sending: Part | None = None
     unanswered: dict[int, Part] = field(default_factory=dict)
-    waiting: bool = False  # for room in the socket's buffer
+    waiting: bool = False  # to be called when the socket has room
     inbox: bytes = b""
     moved_at: float = 0.0  # when `sending` began or last moved on
     answered_at: float = 0.0
@@ -241,9 +241,11 @@ class Path:
             self._end(PeerLost(f"the stream to {self.name} broke: {exc.strerror}", peer=self.name))
 
     def _pump(self, stream: OutStream) -> None:
-        """Send until the socket is full or nothing is left."""
+        """Send until the socket is full, nothing is left or a slice was sent. The rest waits for the
+        loop's next turn: a reader that keeps up would keep the loop from answers, fences and the others."""
         fd = stream.channel.fileno()
-        while True:
+        moved = 0
+        while moved < self._slice_bytes:
             part = stream.sending
             if part is None:
                 if not self._queue:
@@ -253,19 +255,19 @@ class Path:
                 stream.moved_at = time.monotonic()
                 self._watch_stall()
             assert part.cursor is not None
-            if stream.channel.send_rows(part.cursor, self._slice_bytes) < 0:
-                if not stream.waiting:
-                    stream.waiting = True
-                    self._loop.change(fd, select.EPOLLIN | select.EPOLLOUT)
-                return
+            sent = stream.channel.send_rows(part.cursor, self._slice_bytes)
+            if sent < 0:
+                break
+            moved += sent
             stream.moved_at = time.monotonic()
             if not part.cursor.left:
                 part.sent_at = stream.moved_at
                 stream.unanswered[part.ident] = part
                 stream.sending = part.cursor = None
-        if stream.waiting:
-            stream.waiting = False
-            self._loop.change(fd, select.EPOLLIN)
+        waits = stream.sending is not None or bool(self._queue)
+        if waits != stream.waiting:
+            stream.waiting = waits
+            self._loop.change(fd, select.EPOLLIN | (select.EPOLLOUT if waits else 0))
 
     def _read(self, stream: OutStream) -> None:
         # One TLS record at most, so nothing stays behind where no poll would see it.
