@@ -13,11 +13,13 @@ from test_manager import PAGES, SHAPE, Side, assert_at_rest, assert_handed_over,
 from segue.conn import digest as conn_digest
 from segue.conn.digest import INLINE_BYTES, Digester
 from segue.conn.handles import KVReceiver, KVSender
+from segue.conn.manager import KVManager
 from segue.core.errors import ErrorCode, OutOfCapacity
 from segue.core.types import Incarnation, Integrity, KVPoll, Role, Span, TransferId
 from segue.handoff import api
-from segue.handoff.messages import Metadata
+from segue.handoff.messages import HandoffMessage, Metadata
 from segue.layout.content import Content, Plane, checksum
+from segue.session.api import Session
 from segue.transport.memory import allocate
 
 TOKENS = 33
@@ -81,6 +83,42 @@ def test_a_byte_that_changes_after_landing_fails_both_sides(
         assert_at_rest(decode)
         hook.before = None
         assert_handed_over(prefill, decode, TOKENS, 10)
+
+
+def test_what_can_be_said_is_said_before_anything_is_hashed(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hashing holds the interpreter's lock: metadata that waits for it comes later by as much; and the
+    engine hears of the end before the peer does, not after all that follows from it."""
+    told: list[str] = []
+    send = KVManager._send
+
+    def note(manager: KVManager, session: Session, message: HandoffMessage) -> None:
+        told.append(f"{manager.config.role.value} {type(message).__name__}")
+        send(manager, session, message)
+
+    monkeypatch.setattr(KVManager, "_send", note)
+    with sides() as (prefill, decode):
+        hook.side, hook.before = prefill, lambda _memory, _content: told.append("prefill hashes")
+        let = decode.manager.io.let_others_run
+        monkeypatch.setattr(
+            decode.manager.io, "let_others_run", lambda: (told.append("decode's engine runs"), let())
+        )
+        transfer, sender, receiver = begin(prefill, decode, 16)
+        receiver.send_metadata(range(2, 2 + -(-16 // decode.spec.page_tokens)))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        sender.send(Span(0, 16), range(PAGES), Metadata(transfer=transfer, prompt_tokens=16, first_token=7))
+        for side in (prefill, decode):
+            side.wait_release(transfer)
+    assert told == [
+        "decode Destination",
+        "prefill Accepted",
+        "prefill Metadata",
+        "prefill hashes",
+        "prefill ChunkPosted",
+        "decode's engine runs",
+        "decode Committed",
+    ]
 
 
 @pytest.mark.parametrize("mode", list(Integrity))

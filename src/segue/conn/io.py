@@ -30,6 +30,7 @@ class Io(Protocol):
     def running(self) -> bool: ...
     def start(self) -> None: ...
     def post(self, function: Callable[..., object], *args: object) -> None: ...
+    def let_others_run(self) -> None: ...
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T: ...
     def stop(self) -> None: ...
 
@@ -69,6 +70,11 @@ class IoThread:
         except RuntimeError:
             if not self.loop.is_closed():
                 raise
+
+    def let_others_run(self) -> None:
+        """Give the interpreter's lock once to a thread that waits for it. One that was just woken would
+        else get it only when the loop has nothing left to do."""
+        time.sleep(0)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run `coroutine` on the loop and wait for its result, at most `timeout_s` seconds."""

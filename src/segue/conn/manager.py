@@ -247,7 +247,8 @@ class KVManager:
             case api.PostWrite() | api.Grant() | api.Fence():
                 self._move(effect)
             case api.Digest():
-                self._digester.submit(effect)
+                # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
+                self.io.loop.call_soon(self._digester.submit, effect)
             case api.Phase() | api.Release() | api.Quarantined():
                 self._report(effect)
 
@@ -264,6 +265,8 @@ class KVManager:
             handle.apply(change)
         if self._on_change is not None:
             self._on_change(change)
+            if isinstance(change, api.Phase) and change.phase.terminal:
+                self.io.let_others_run()  # the engine, before the peer and the books hear of it
 
     def _move(self, effect: api.PostWrite | api.Grant | api.Fence) -> None:
         transfer = effect.transfer

@@ -42,6 +42,9 @@ class SimIo:
         self._ready_at = at = max(at, self._ready_at + 1e-9)
         world.at(at, self._process, self.loop.enter, function, *args)
 
+    def let_others_run(self) -> None:
+        """A step of the simulation is nobody's turn but its own."""
+
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Only of what needs no wait, such as listening."""
         try:
