@@ -19,7 +19,7 @@ from segue.core.types import Placement, Role, new_incarnation, new_room
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 
-SEGUE = [sys.executable, "-m", "segue.cli.main"]
+SEGUE = (sys.executable, "-m", "segue.cli.main")
 ANSWER_S = 60.0
 
 
@@ -125,9 +125,9 @@ async def connected(
         await registry.aclose()
 
 
-def start(words: Sequence[str]) -> subprocess.Popen[str]:
+def start(words: Sequence[str], program: Sequence[str] = SEGUE) -> subprocess.Popen[str]:
     """`segue WORDS`, once it says that it is ready."""
-    process = subprocess.Popen([*SEGUE, *words], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*program, *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("ready"), f"{words[0]} did not start: {line!r}"

@@ -447,6 +447,28 @@ MUTANTS = (
         "a request that was cancelled as it landed runs anyway",
     ),
     Mutant(
+        "a chunk leaves before its KV is there",
+        PREFILL,
+        "        self._unsent = {step.seq_id: step for step in self._steps}\n",
+        "        self._unsent = {step.seq_id: step for step in self._steps}\n"
+        "        self.stored(list(self._unsent))\n",
+        "a chunk is on its way even earlier",
+    ),
+    Mutant(
+        "a chunk is sent twice",
+        PREFILL,
+        "step, job = self._unsent.pop(seq_id, None)",
+        "step, job = self._unsent.get(seq_id)",
+        "what has left before its forward ended leaves once more after it",
+    ),
+    Mutant(
+        "only what the engine told is sent",
+        PREFILL,
+        "            self.stored((step.seq_id,))\n",
+        "",
+        "the chunk of a forward that did not tell waits for the deadline",
+    ),
+    Mutant(
         "prefill's job stays",
         PREFILL,
         "                self.end(job, None, now)",

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 import psutil
@@ -26,6 +27,7 @@ from segue.transport.memory import Memory, allocate
 
 SHAPE = KVShape(layers=3, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
 PAGES, PAGE = 16, 4
+Answer = TypeVar("Answer")
 LIMITS = Limits(keepalive_s=0.5, peer_silence_s=3.0)
 
 
@@ -116,12 +118,16 @@ def assert_handed_over(prefill: Side, decode: Side, tokens: int, chunk: int, pre
     receiver.clear()
 
 
+def ask(side: Side, question: Callable[[], Answer]) -> Answer:
+    """Asked on the I/O thread, after everything it has been given."""
+    answers: queue.Queue[Answer] = queue.Queue()
+    side.manager.io.post(lambda: answers.put(question()))
+    return answers.get(timeout=10)
+
+
 def assert_at_rest(side: Side) -> None:
-    """Nothing is held any more. Asked on the I/O thread, after everything it has been given."""
-    done = threading.Event()
-    sizes: dict[str, int] = {}
-    side.manager.io.post(lambda: (sizes.update(side.manager.sizes()), done.set()))
-    assert done.wait(10)
+    """Nothing is held any more."""
+    sizes = ask(side, side.manager.sizes)
     left = {k: v for k, v in sizes.items() if k not in ("peers", "ended", "deadlines")}
     assert not any(left.values()), left
 
@@ -363,6 +369,45 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
             assert_at_rest(prefill)
         assert sender.poll() is KVPoll.FAILED
         assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed_without_it() -> None:
+    with sides() as (prefill, decode):
+        transfer, sender, receiver = begin(prefill, decode, 8)
+        receiver.send_metadata(range(2, 4))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        sender.send(Span(0, 8), range(PAGES))
+        decode.wait(receiver, KVPoll.TRANSFERRING)
+        (machine,) = decode.manager.exchange._machines.values()
+        for _ in range(3):  # the chunk's handler, its hash, the answer to that
+            missing = ask(decode, machine.tally.missing)
+        assert missing == "the metadata"
+        assert receiver.poll() is KVPoll.TRANSFERRING
+        sender.finish(Metadata(transfer=transfer, prompt_tokens=8, first_token=7))
+        for side, handle in ((decode, receiver), (prefill, sender)):
+            side.wait(handle, KVPoll.SUCCESS)
+            handle.clear()
+        assert receiver.metadata is not None
+        assert receiver.metadata.first_token == 7
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
+
+
+def test_metadata_is_said_once() -> None:
+    with sides() as (prefill, decode):
+        transfer, sender, receiver = begin(prefill, decode, 8)
+        receiver.send_metadata(range(2, 4))
+        prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+        for token in (7, 8):
+            sender.finish(Metadata(transfer=transfer, prompt_tokens=8, first_token=token))
+        for side, handle in ((prefill, sender), (decode, receiver)):
+            side.wait_release(transfer)
+            assert handle.error is not None
+            assert handle.error.code is ErrorCode.INTERNAL
+            assert "metadata was sent already" in handle.error.text
+            handle.clear()
+        assert_at_rest(prefill)
+        assert_at_rest(decode)
 
 
 def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:

@@ -199,7 +199,19 @@ def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
             steps.append(SequenceStep(seq_id, part, done[seq_id], pages[seq_id], last))
             done[seq_id] += len(part)
         tick += 1
-        for result in engine.step(steps):
+        at_stored = []
+
+        def stored(seq_ids, steps=steps, at_stored=at_stored):
+            """What may leave at this moment must not change any more."""
+            assert sorted(seq_ids) == [step.seq_id for step in steps]
+            at_stored.append([engine._pool.by_page[:, :, sorted(s.pages)].clone() for s in steps])
+
+        results = engine.step(steps, stored)
+        ((*before,),) = at_stored
+        for step, kv in zip(steps, before, strict=True):
+            assert torch.equal(kv.isnan(), (after := engine._pool.by_page[:, :, sorted(step.pages)]).isnan())
+            assert torch.equal(kv.nan_to_num(), after.nan_to_num())
+        for result in results:
             assert result.error is None, result.error
             if result.token is not None:
                 outputs[result.seq_id].append(result.token)

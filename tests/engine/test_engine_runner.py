@@ -81,6 +81,31 @@ def test_lesson_20_a_wrong_sequence_fails_alone(engine, folder, step, text):
     assert [results[1].token] == generate(folder, [PROMPT], 1)[0]
 
 
+def test_kv_is_announced_once_for_what_is_computed_and_before_a_token_is_drawn(engine):
+    told = []
+    bad = whole(2, [40])
+    drawn = len(engine._sampler.logits)
+
+    def stored(seq_ids):
+        written = torch.isfinite(engine._pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)])
+        told.append((list(seq_ids), bool(written.all()), len(engine._sampler.logits) - drawn))
+
+    engine.step([whole(1, [4, 5]), bad, whole(3, [20, 21])], stored)
+    assert told == [([1, 3], True, 0)]
+    engine.step([bad], stored)
+    assert len(told) == 1, "nothing was computed"
+
+
+def test_a_listener_that_fails_fails_the_step_and_leaves_the_engine_in_order(engine, folder):
+    def stored(seq_ids):
+        raise Internal("a bug in the listener")
+
+    with pytest.raises(Internal, match="in the listener"):
+        engine.step([whole(1, [4, 5])], stored)
+    (result,) = engine.step([whole(2, [6, 7])])
+    assert [result.token] == generate(folder, [PROMPT], 1)[0]
+
+
 def test_a_sequence_twice_in_a_step_fails_and_the_rest_runs(engine):
     results = engine.step([whole(1, [4, 5]), whole(2, [6, 7]), whole(2, [8, 9])])
     assert {r.seq_id: r.error is None for r in results} == {1: True, 2: False}

@@ -91,7 +91,7 @@ class Node:
         self.role.advance(now)
         steps = self.role.plan(now)
         if steps:
-            self.role.complete(self.engine.step(steps), now)
+            self.role.complete(self.engine.step(steps, self.role.stored), now)
         return bool(steps)
 
 

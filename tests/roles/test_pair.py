@@ -7,11 +7,15 @@ import random
 import pytest
 from pair import FRONT, VOCAB, Pair
 
-from segue.core.errors import AbortedByClient
+from segue.core.errors import AbortedByClient, Internal
 from segue.core.types import KVPoll
+from segue.engine.api import SequenceResult
 from segue.handoff import api
 from segue.handoff.messages import Metadata
 from segue.sim.engine import reference
+
+#: Three steps of at most 16 tokens: 16 of `a`; 10 of `a` and 6 of `b`; 3 of `b` and all of `c`.
+PROMPTS = {"a": list(range(26)), "b": list(range(100, 109)), "c": list(range(200, 207))}
 
 
 @pytest.mark.parametrize("page_tokens", [(4, 4), (4, 8), (8, 4), (16, 4)])
@@ -112,9 +116,9 @@ def test_a_chunk_is_on_its_way_while_the_next_one_is_computed() -> None:
     held: list[api.Effect] = []
     step = pair.prefill.engine.step
 
-    def watched(batch):  # type: ignore[no-untyped-def]
+    def watched(batch, on_stored):  # type: ignore[no-untyped-def]
         told.append("step")
-        return step(batch)
+        return step(batch, on_stored)
 
     def hold(effect: api.Effect) -> bool:
         if isinstance(effect, api.PostWrite):
@@ -133,6 +137,102 @@ def test_a_chunk_is_on_its_way_while_the_next_one_is_computed() -> None:
     pair.prefill.effects.extend(held)
     pair.run()
     assert pair.tokens("r") == reference(prompt, sampling, VOCAB, 3)
+    pair.assert_at_rest()
+
+
+class Watched:
+    """Prefill's forwards: what has been posted when the KV is there, and what when the forward is over."""
+
+    def __init__(self, pair: Pair, tells: bool = True) -> None:
+        self.node, self.tells = pair.prefill, tells
+        self.posted: list[tuple[int, int]] = []
+        self.left_out = 0
+        self._store, self._draw = self.node.engine.store, self.node.engine.draw
+        self.node.engine.step = self.step  # type: ignore[method-assign]
+
+    def _writes(self) -> int:
+        return sum(isinstance(effect, api.PostWrite) for effect in self.node.effects)
+
+    def step(self, steps, on_stored):  # type: ignore[no-untyped-def]
+        computed = [step for step in steps if step.seq_id != self.left_out]
+        self._store(computed)
+        before = self._writes()
+        if self.tells:
+            on_stored([step.seq_id for step in computed])
+        self.posted.append((before, self._writes()))
+        refused = [s for s in steps if s.seq_id == self.left_out]
+        return [
+            *self._draw(computed),
+            *(SequenceResult(step.seq_id, error="not computed") for step in refused),
+        ]
+
+
+def test_kv_leaves_before_its_forward_ends() -> None:
+    """The KV is there before the first token is known; only the metadata waits for that."""
+    pair = Pair()
+    watched = Watched(pair)
+    sampling = {name: pair.submit(name, prompt, 3) for name, prompt in PROMPTS.items()}
+    pair.run()
+    # 16 tokens in a step: of `b` there are 6 in the first, with the last 10 of `a`, and so on
+    assert watched.posted == [(0, 1), (0, 2), (0, 2)]
+    for name, prompt in PROMPTS.items():
+        assert pair.tokens(name) == reference(prompt, sampling[name], VOCAB, 3)
+    pair.assert_at_rest()
+
+
+def test_an_engine_need_not_say_when_the_kv_is_there() -> None:
+    pair = Pair()
+    watched = Watched(pair, tells=False)
+    sampling = {name: pair.submit(name, prompt, 3) for name, prompt in PROMPTS.items()}
+    pair.run()
+    assert watched.posted == [(0, 0)] * 3
+    for name, prompt in PROMPTS.items():
+        assert pair.tokens(name) == reference(prompt, sampling[name], VOCAB, 3)
+    pair.assert_at_rest()
+
+
+def test_what_a_forward_left_out_is_not_sent() -> None:
+    """Its pages hold whatever was there before. The others of the step go on."""
+    pair = Pair()
+    watched = Watched(pair)
+    pair.submit("bad", list(range(5)), 3)
+    sampling = pair.submit("good", list(range(50, 57)), 3)
+    watched.left_out = 1
+    pair.run()
+    assert watched.posted == [(0, 1)]
+    assert pair.errors("bad") == ["INTERNAL", "INTERNAL"], "prefill's answer and decode's"
+    assert pair.tokens("good") == reference(list(range(50, 57)), sampling, VOCAB, 3)
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("fails", ["the sequence", "the step"])
+def test_a_forward_that_fails_after_its_kv_has_left_ends_both_sides(fails: str) -> None:
+    pair = Pair()
+    watched = Watched(pair)
+
+    def failing(steps):  # type: ignore[no-untyped-def]
+        if fails == "the step":
+            raise Internal("the head failed")
+        return [SequenceResult(step.seq_id, error="no token is allowed") for step in steps]
+
+    draw, watched._draw = watched._draw, failing
+    pair.submit("r", list(range(9)), 3)
+    pair.pump()
+    while not watched.posted:
+        try:
+            pair.decode.turn()
+            pair.prefill.turn()
+        except Internal as error:  # as the leader does it
+            pair.prefill.role.step_failed(pair.prefill.role._steps, error.info, 0.0)
+        pair.pump()
+    assert watched.posted == [(0, 1)]
+    watched._draw = draw
+    pair.run()
+    assert pair.errors("r") == ["INTERNAL", "INTERNAL"]
+    pair.assert_at_rest()
+    sampling = pair.submit("next", list(range(9)), 3)
+    pair.run()
+    assert pair.tokens("next") == reference(list(range(9)), sampling, VOCAB, 3)
     pair.assert_at_rest()
 
 

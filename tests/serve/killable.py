@@ -24,7 +24,7 @@ from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.core.errors import PeerLost
 from segue.core.types import Incarnation, Role
-from segue.engine.api import SequenceResult, SequenceStep
+from segue.engine.api import OnStored, SequenceResult, SequenceStep
 from segue.frontend.app import Door, DoorSettings, build_app
 from segue.frontend.fleet import FleetBackend, FleetSettings
 from segue.frontend.http_server import HttpServer, bind
@@ -67,8 +67,8 @@ class Steps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.running.engine, name)
 
-    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
-        results = self._step(steps)
+    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
+        results = self._step(steps, on_stored)
         self.count += 1
         if self.at is not None and self.count >= self.at:
             self.at = None

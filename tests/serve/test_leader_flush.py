@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +14,7 @@ from segue.core.control import Load
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll, TransferId
-from segue.engine.api import SequenceResult, SequenceStep
+from segue.engine.api import OnStored, SequenceResult, SequenceStep
 from segue.handoff import api
 from segue.serve.leader import LOAD_INTERVAL_S, QUIET_S, Drain, Leader
 
@@ -37,6 +37,8 @@ class OneStep:
         self.outbox.append((FRONT, Output(request_id="r", position=1, token_ids=[8])))
         self.idle = True
 
+    def stored(self, seq_ids: Collection[int]) -> None: ...
+
     def step_failed(self, steps: Sequence[SequenceStep], error: Any, now: float) -> None:
         raise AssertionError(error)
 
@@ -54,7 +56,7 @@ def test_lesson_15_the_first_token_does_not_wait_for_the_next_forward() -> None:
     seen_by_the_engine: list[list[int]] = []
 
     class Engine:
-        def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+        def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
             seen_by_the_engine.append(list(sent))
             return [SequenceResult(1, 8)]
 
@@ -70,6 +72,28 @@ def test_lesson_15_the_first_token_does_not_wait_for_the_next_forward() -> None:
     leader.run()
     assert seen_by_the_engine == [[7]]
     assert sent == [7, 8]
+
+
+def test_the_role_hears_of_kv_that_is_there_before_the_forward_ends() -> None:
+    told: list[str] = []
+
+    class Listening(OneStep):
+        def stored(self, seq_ids: Collection[int]) -> None:
+            told.append(f"stored {list(seq_ids)}")
+
+        def complete(self, results: Sequence[SequenceResult], now: float) -> None:
+            told.append("complete")
+
+    class Telling(Clocked):
+        def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
+            on_stored([step.seq_id for step in steps])
+            told.append("forward ends")
+            return super().step(steps, on_stored)
+
+    leader = leader_of(Listening(), VirtualClock(), 0.1, [])
+    leader.engine = Telling(VirtualClock(), 0.1)  # type: ignore[assignment]
+    leader.step(leader.decide())
+    assert told == ["stored [1]", "forward ends", "complete"]
 
 
 class Busy(OneStep):
@@ -96,7 +120,7 @@ class Clocked:
         self.clock = clock
         self.step_s = step_s
 
-    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
         self.clock.advance(self.step_s)
         return [SequenceResult(1, 8)]
 

@@ -92,14 +92,19 @@ class KVSender(_Handle):
         """Send the KV of `span`, which lies complete in `pages` (all of the prompt's from token 0).
 
         Legal from WAITING_FOR_INPUT on. Spans follow each other without gaps from token 0; the
-        last one ends at `prompt_tokens` and carries `metadata`. The pages must not change until
-        `Release`.
+        last one ends at `prompt_tokens`; `metadata` comes with it, or later by `finish`. The pages must
+        not change until `Release`.
         """
         chunk = api.SendChunk(self.transfer, span, tuple(pages))
         if metadata is None:
             self._owner.post(chunk)
         else:
             self._owner.post(chunk, api.SendMetadata(self.transfer, metadata))
+
+    def finish(self, metadata: Metadata) -> None:
+        """Send the first token and what goes with it, once. A prompt's KV is complete before its first token
+        is known, so it may be on its way already."""
+        self._owner.post(api.SendMetadata(self.transfer, metadata))
 
 
 class KVReceiver(_Handle):

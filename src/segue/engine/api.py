@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from segue.core.request import SamplingParams, TokenLogprob
+from segue.core.types import Span
 from segue.layout.spec import PoolSpec
 
 
@@ -39,6 +40,15 @@ class SequenceStep:
     start: int
     pages: Sequence[int]
     sample: bool
+
+    @property
+    def span(self) -> Span:
+        """The tokens whose KV the step writes."""
+        return Span(self.start, self.start + len(self.tokens))
+
+
+#: Told by a forward whose KV is complete in the pool: the ids of sequences.
+OnStored = Callable[[Collection[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,12 @@ class Engine(Protocol):
         """Forget a sequence. Unknown ids are ignored."""
         ...
 
-    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
         """Run one forward over all `steps`, write their KV into the pool and sample.
-        Tokens sampled here are appended to the sampler's state of the sequence."""
+        Tokens sampled here are appended to the sampler's state of the sequence.
+
+        `on_stored` may be called from within, once, when the KV of all layers is in the pool and final, with
+        every sequence that the forward computes: it leaves while the forward goes on."""
         ...
 
     def copy_out(self, pages: Sequence[int]) -> HostPages:

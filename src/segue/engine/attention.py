@@ -8,6 +8,8 @@ pages. Several parts are merged by their log-sum-exp (Dao et al., FlashAttention
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from segue.engine.kernels import Kernels
@@ -22,6 +24,7 @@ class StepContext:
 
     __slots__ = (
         "_attended",
+        "_on_stored",
         "_only_singles",
         "_singles",
         "kernels",
@@ -32,7 +35,15 @@ class StepContext:
         "slots_at",
     )
 
-    def __init__(self, packed: Packed, pool: KVPool, kernels: Kernels, hidden_size: int, heads: int) -> None:
+    def __init__(
+        self,
+        packed: Packed,
+        pool: KVPool,
+        kernels: Kernels,
+        hidden_size: int,
+        heads: int,
+        on_stored: Callable[[], None] | None = None,
+    ) -> None:
         self.packed = packed
         self.pool = pool
         self.kernels = kernels
@@ -41,6 +52,8 @@ class StepContext:
         #: Room for the norm of all rows, `[rows, hidden_size]`, which the next product consumes.
         self.normed = pool.kv.new_empty(self.rows, hidden_size)
         self._attended = pool.kv.new_empty(self.rows, heads * pool.spec.shape.k_dim)
+        #: called once the KV of all layers is in the pool
+        self._on_stored = on_stored
         self._singles: tuple[int, ...] | None = None
         singles = packed.singles
         self._only_singles = singles is not None and len(singles.at) == self.rows
@@ -52,6 +65,8 @@ class StepContext:
         """Attention of all rows of `qkv` (`[rows, (heads + 2 kv_heads) * head_dim]`, contiguous, rotated),
         of which K and V are in `layer` of the pool already. Returns `[rows, heads * head_dim]`, which
         the next layer's attention overwrites."""
+        if self._on_stored is not None and layer == self.pool.spec.layer_count - 1:
+            self._on_stored()
         out = self._attended
         if self._singles is not None:
             k_at, v_at = self.pool.layer_at[layer]

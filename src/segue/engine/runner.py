@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,7 +12,7 @@ import torch
 
 from segue.core.errors import ConfigError, Internal, InvalidRequest, SegueError
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.api import HostPages, ModelInfo, SequenceResult, SequenceStep
+from segue.engine.api import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
 from segue.engine.attention import StepContext
 from segue.engine.families import LoadedModel, load_model
 from segue.engine.kernels import Kernels, make_kernels
@@ -120,7 +121,7 @@ class TorchEngine:
             raise Internal(f"not pages of this engine: {type(host).__name__}")
         self._pool.copy_in(host, pages)
 
-    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
         """Run one forward over `steps`; results for sequences that sample, want prompt
         log-probabilities or failed. A sequence that fails a check leaves the others alone."""
         errors = check(steps, self._sequences, self._limits)
@@ -129,19 +130,22 @@ class TorchEngine:
             return results
         with torch.inference_mode():
             packed = pack(steps, errors, self._pool, self._windows)
-            hidden = self._forward(packed)
+            stored = None
+            if on_stored is not None:
+                stored = partial(on_stored, [segment.step.seq_id for segment in packed.segments])
+            hidden = self._forward(packed, stored)
             prompt = self._prompt_results(packed, hidden)
             results.extend(self._sample(packed, hidden, prompt))
         return results
 
-    def _forward(self, packed: Packed) -> torch.Tensor:
+    def _forward(self, packed: Packed, stored: Callable[[], None] | None) -> torch.Tensor:
         """The final hidden state of each row, `[rows, hidden]`, after the model's last norm."""
         output = self._model.model(
             input_ids=packed.tokens,
             position_ids=packed.positions,
             use_cache=False,
             segue_step=StepContext(
-                packed, self._pool, self._kernels, self._model.config.hidden_size, self._heads
+                packed, self._pool, self._kernels, self._model.config.hidden_size, self._heads, stored
             ),
         )
         hidden: torch.Tensor = output.last_hidden_state

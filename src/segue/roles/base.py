@@ -1,14 +1,14 @@
 """What the three roles share: admission at the door, the outbox, the deadline, the one end of a job.
 
 A role is a pure object that the leader's loop drives: `submit`, `cancel`, `on_change`, `advance`,
-`plan`, `complete`. Between `plan` and `complete` the engine runs and nothing else is called.
+`plan`, `complete`. Between `plan` and `complete` the engine runs and nothing is called but `stored`.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from segue.conn.handles import Change
@@ -44,6 +44,7 @@ class Role(Protocol):
     def broken_handoff(self, transfer: TransferId, error: ErrorInfo, now: float) -> None: ...
     def advance(self, now: float) -> None: ...
     def plan(self, now: float) -> list[SequenceStep]: ...
+    def stored(self, seq_ids: Collection[int]) -> None: ...
     def complete(self, results: Sequence[SequenceResult], now: float) -> None: ...
     def step_failed(self, steps: Sequence[SequenceStep], error: ErrorInfo, now: float) -> None: ...
     def next_deadline(self) -> float | None: ...

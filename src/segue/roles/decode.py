@@ -8,7 +8,7 @@ publish and there are pages. Published pages belong to the peer until the hand-o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from segue.conn.handles import Change, KVReceiver
@@ -169,6 +169,9 @@ class DecodeRole(Desk):
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward: one token of every running sequence."""
         return self.generation.plan(now)
+
+    def stored(self, seq_ids: Collection[int]) -> None:
+        """Nobody else waits for the KV of a token."""
 
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
         """Hand the new tokens out."""

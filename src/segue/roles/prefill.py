@@ -7,7 +7,7 @@ flight until decode has confirmed. Its pages are its own until the hand-off repo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -38,6 +38,8 @@ class PrefillRole(Desk):
         self.prompts = Prompts(self, self._send_cached)
         self.kept = KeptPrompts()
         self._steps: list[SequenceStep] = []
+        #: the steps of the running forward whose chunks have not been sent yet
+        self._unsent: dict[int, SequenceStep] = {}
 
     # ---- the door ----------------------------------------------------------------------------
 
@@ -147,10 +149,18 @@ class PrefillRole(Desk):
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward: chunks of prompts whose destination is known."""
         self._steps = self.prompts.plan(self.chunk_tokens, now)
+        self._unsent = {step.seq_id: step for step in self._steps}
         return self._steps
 
+    def stored(self, seq_ids: Collection[int]) -> None:
+        """Send the chunks of these sequences while the forward ends and the first token is drawn."""
+        for seq_id in seq_ids:
+            step, job = self._unsent.pop(seq_id, None), self.by_seq.get(seq_id)
+            if step is not None and job is not None:
+                self._sender(job.transfer).send(step.span, job.pages)
+
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
-        """Send the chunks that the forward computed, the last ones with their metadata."""
+        """Send what is left of the chunks that the forward computed, and the metadata with the last ones."""
         by_seq = {r.seq_id: r for r in results}
         for step in self._steps:
             job = self.by_seq.get(step.seq_id)
@@ -160,15 +170,14 @@ class PrefillRole(Desk):
             if result is not None and result.error is not None:
                 self.fail(job, Internal(result.error).info, now)
                 continue
-            span = self.prompts.complete(job, step, result)
-            metadata = None
+            self.prompts.complete(job, step, result)
+            self.stored((step.seq_id,))
             if step.sample:
                 if result is None or result.token is None:
                     self.fail(job, Internal("the engine returned no first token").info, now)
                     continue
-                metadata = job.metadata = self._metadata(job, result, result.token, now)
-            self._sender(job.transfer).send(span, job.pages, metadata)
-            if step.sample:
+                job.metadata = self._metadata(job, result, result.token, now)
+                self._sender(job.transfer).finish(job.metadata)
                 self.remember(job, len(job.prompt))
         self._steps = []
 

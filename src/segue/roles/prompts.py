@@ -80,15 +80,13 @@ class Prompts:
         )
         return end - job.computed
 
-    def complete(self, job: Job, step: SequenceStep, result: SequenceResult | None) -> Span:
-        """A chunk has been computed; returns its span. The job leaves the queue with its last one.
+    def complete(self, job: Job, step: SequenceStep, result: SequenceResult | None) -> None:
+        """A chunk has been computed. The job leaves the queue with its last one.
 
         What was computed is for the caller to `remember`, once it needs nothing more urgently.
         """
-        span = Span(step.start, step.start + len(step.tokens))
-        job.computed = span.end
+        job.computed = step.span.end
         if result is not None and result.prompt_logprobs is not None:
             job.prompt_logprobs.extend(result.prompt_logprobs)
-        if span.end == len(job.prompt):
+        if job.computed == len(job.prompt):
             self.running.remove(job)
-        return span

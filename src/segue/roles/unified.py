@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from segue.conn.handles import Change
@@ -53,6 +53,9 @@ class UnifiedRole(Desk):
         if not self.generation.retracted:
             self._chunks = self.prompts.plan(self.chunk_tokens - len(steps), now)
         return steps + self._chunks
+
+    def stored(self, seq_ids: Collection[int]) -> None:
+        """The KV is where it is needed."""
 
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
         """Hand the new tokens out; a finished prompt starts to generate."""

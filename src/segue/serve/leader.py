@@ -131,7 +131,7 @@ class Leader:
         """Run the forward that was decided, and send what came of it."""
         self.steps += 1
         try:
-            self.role.complete(self.engine.step(steps), self.clock.now())
+            self.role.complete(self.engine.step(steps, self.role.stored), self.clock.now())
         except Exception as exc:  # the boundary: one bad step must not end the replica
             log.exception("a step failed sequences=%d", len(steps))
             error = exc.info if isinstance(exc, SegueError) else Internal(f"the step failed: {exc!r}").info

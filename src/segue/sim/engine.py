@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from segue.core.request import SamplingParams
-from segue.engine.api import HostPages, ModelInfo, SequenceResult, SequenceStep
+from segue.engine.api import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
 from segue.layout.spec import KVShape, PoolSpec
 
 MASK = 2**64 - 1
@@ -146,11 +146,23 @@ class LineageEngine:
 
     # ---- the forward -------------------------------------------------------------------------
 
-    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
         """Check what is there, write what is new, give the next token where asked."""
-        return [r for step in steps if (r := self._one(step)) is not None]
+        self.store(steps)
+        if on_stored is not None:
+            on_stored([step.seq_id for step in steps])
+        return self.draw(steps)
 
-    def _one(self, step: SequenceStep) -> SequenceResult | None:
+    def store(self, steps: Sequence[SequenceStep]) -> None:
+        """The first part of a step: check what is there, write what is new."""
+        for step in steps:
+            self._store(step)
+
+    def draw(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """The second part: the next token where asked."""
+        return [self._draw(step) for step in steps if step.sample]
+
+    def _store(self, step: SequenceStep) -> None:
         opened = self._open[step.seq_id]
         end = step.start + len(step.tokens)
         if list(step.tokens) != opened.tokens[step.start : end]:
@@ -163,9 +175,11 @@ class LineageEngine:
             else:
                 self._check(step.seq_id, position, slot, states[position])
         self.computed_tokens += len(step.tokens)
-        if not step.sample:
-            return None
-        token = next_token(states[end - 1], opened.sampling, self.info.vocab_size)
+
+    def _draw(self, step: SequenceStep) -> SequenceResult:
+        opened = self._open[step.seq_id]
+        states = opened.lineage_to(step.span.end)
+        token = next_token(states[step.span.end - 1], opened.sampling, self.info.vocab_size)
         opened.tokens.append(token)
         return SequenceResult(step.seq_id, token)
 

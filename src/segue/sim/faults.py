@@ -60,14 +60,26 @@ class NodeFaults:
 
     # ---- the engine ----------------------------------------------------------------------------
 
-    def spoil(
-        self, steps: Sequence[SequenceStep], run: Callable[[Sequence[SequenceStep]], list[SequenceResult]]
-    ) -> list[SequenceResult]:
-        """Run a step, or let it fail as a whole, or one of its sequences."""
-        if self.step_fails:
+    def forward_begins(
+        self, steps: Sequence[SequenceStep]
+    ) -> tuple[list[SequenceStep], list[SequenceResult]]:
+        """What of a forward is computed, and the answers of what is not; or it fails as a whole."""
+        now = self.node.rng.random() < 0.5  # else when the KV is there, and has perhaps been sent
+        if self.step_fails and now:
             self.step_fails -= 1
             raise Injected("the step failed")
-        results = run(steps)
+        computed = list(steps)
+        if not (self.sequence_fails and now):
+            return computed, []
+        self.sequence_fails -= 1
+        refused = computed.pop(self.node.rng.randrange(len(computed)))
+        return computed, [SequenceResult(refused.seq_id, error="this sequence failed at the door")]
+
+    def forward_ends(self, results: list[SequenceResult]) -> list[SequenceResult]:
+        """What a forward answers whose KV is there; or it fails even now, or one of its sequences."""
+        if self.step_fails:
+            self.step_fails -= 1
+            raise Injected("the step failed at its end")
         if self.sequence_fails and results:
             self.sequence_fails -= 1
             at = self.node.rng.randrange(len(results))

@@ -20,7 +20,7 @@ from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, Integrity, Role
-from segue.engine.api import SequenceResult, SequenceStep
+from segue.engine.api import OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.roles.base import Role as RoleLogic
 from segue.roles.unified import UnifiedRole
@@ -58,18 +58,44 @@ class NodeSpec:
 
 
 VOCAB = 1000
+#: How often an engine says that the KV is there before its forward ends; it need not.
+TELLS = 0.8
 CONTEXT_TOKENS = 512
 
 
 class CheckedEngine(LineageEngine):
-    """The engine, spoiled by faults; what only a bug can cause ends the run, whoever would catch it."""
+    """The engine, its forward drawn out and spoiled by faults; what only a bug can cause ends the run,
+    whoever would catch it."""
 
     node: LeaderNode
 
-    def step(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._computed: list[SequenceStep] = []
+        self._refused: list[SequenceResult] = []
+        self._raised: Exception | None = None
+
+    def begin(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> None:
+        """A forward until its KV is there. What is raised here is raised by `step`, as production's is."""
+        try:
+            self._computed, self._refused = self.node.faults.forward_begins(steps)
+            self._store_checked(self._computed)
+            if self.node.rng.random() < TELLS:
+                on_stored([step.seq_id for step in self._computed])
+        except Exception as exc:
+            self._raised = exc
+
+    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
+        """The rest of the forward."""
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
+        return self.node.faults.forward_ends(self._refused + self.draw(self._computed))
+
+    def _store_checked(self, steps: Sequence[SequenceStep]) -> None:
         node = self.node
         try:
-            return node.faults.spoil(steps, super().step)
+            self.store(steps)
         except WrongKV as exc:
             jobs = [node.role.by_seq.get(s.seq_id) for s in steps]  # type: ignore[attr-defined]
             rooms = tuple(j.ticket.room for j in jobs if j is not None)
@@ -247,7 +273,10 @@ class LeaderNode(Process):
             tokens = sum(len(s.tokens) for s in steps)
             timing = self.world_timing
             pace = self.spec.pace * (0.5 + self.rng.random())
-            self.after(pace * (timing.step_s + tokens * timing.token_s), self._finish, steps)
+            forward_s = pace * (timing.step_s + tokens * timing.token_s)
+            tail_s = forward_s * self.rng.random()
+            self.after(forward_s - tail_s, self.engine.begin, steps, self.role.stored)
+            self.after(forward_s, self._finish, steps)
             return
         self.deployment.checks.after_turn(self)
         if not self._leave_if_drained():

@@ -1,0 +1,27 @@
+"""`segue` with an engine that tells of the KV of every other sequence only when its forward has ended.
+
+Started by `bench/handoff.py --late-half`, for a comparison within one run. Sequences count from 1 and
+only the benchmark's requests arrive, one at a time: the late ones are its first, third, fifth and so on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from segue.cli.main import main
+from segue.engine.api import OnStored, SequenceResult, SequenceStep
+from segue.engine.runner import TorchEngine
+
+step = TorchEngine.step
+
+
+def late_or_not(
+    self: TorchEngine, steps: Sequence[SequenceStep], on_stored: OnStored | None = None
+) -> list[SequenceResult]:
+    return step(self, steps, None if steps[0].seq_id % 2 else on_stored)
+
+
+if __name__ == "__main__":
+    TorchEngine.step = late_or_not  # type: ignore[method-assign]
+    sys.exit(main())
