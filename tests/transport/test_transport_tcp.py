@@ -22,9 +22,11 @@ from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, Transf
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.epochs import Grants
 from segue.transport.ioloop import Timer
 from segue.transport.memory import allocate
 from segue.transport.tcp import TcpAddress, TcpTransport
+from segue.transport.tcp_in import InStream, Pool
 from segue.transport.tcp_out import Path
 
 MiB = 2**20
@@ -426,6 +428,83 @@ def test_a_reader_that_keeps_up_does_not_keep_the_writer_from_its_other_work() -
     assert channel.sent - before < 2000  # what had begun is ended, nothing else begins
     assert not loop.events & select.EPOLLOUT
     path.close()
+
+
+class Tireless:
+    """A channel from a writer that is never behind: part after part of `part_bytes`, without an end."""
+
+    buffered = False
+
+    def __init__(self, part_bytes: int, epoch: int) -> None:
+        self._head = part(epoch, [(0, part_bytes)])
+        self._part_bytes = part_bytes
+        self._at = 0
+        self.taken = 0
+        self.answers: list[tuple[int, int]] = []
+
+    def fileno(self) -> int:
+        return 7
+
+    def receive(self, nbytes: int) -> bytes:
+        data = self._head[self._at : self._at + nbytes]
+        self._at += len(data)
+        return data
+
+    def discard(self, scratch: bytearray, nbytes: int) -> int:
+        return self._payload(min(len(scratch), nbytes))
+
+    def receive_rows(self, cursor: tcp_wire.Cursor, limit_bytes: int) -> int:
+        nbytes = min(cursor.left, limit_bytes)
+        cursor.advance(nbytes)
+        return self._payload(nbytes)
+
+    def _payload(self, nbytes: int) -> int:
+        self.taken += nbytes
+        if self.taken % self._part_bytes == 0:
+            self._at = 0
+        return nbytes
+
+    def send(self, data: bytes) -> int:
+        self.answers.append(tcp_wire.parse_ack(data))
+        return len(data)
+
+    def close(self, *, reset: bool = False) -> None:
+        pass
+
+
+@pytest.mark.parametrize("granted", [True, False])
+@pytest.mark.parametrize("part_bytes", [1000, 10_000])
+def test_a_writer_that_is_never_behind_does_not_keep_the_reader_from_its_other_work(
+    granted: bool, part_bytes: int
+) -> None:
+    """Each turn of the loop takes one slice, of bytes that land and of bytes that are thrown away; a fence
+    comes between two turns, and no byte lands after it."""
+    channel, loop, grants = Tireless(part_bytes, 9), Watched(), Grants()
+    if granted:
+        grants.add("aaaa/0", 9)
+    stream = InStream(
+        loop,  # type: ignore[arg-type]
+        channel,  # type: ignore[arg-type]
+        "aaaa/0",
+        Pool(0, MiB),
+        grants,
+        lambda error: pytest.fail(str(error)),
+        slice_bytes=2500,
+        lowat_bytes=1,
+        stall_s=30,
+    )
+    for _ in range(20):
+        before = channel.taken
+        loop.ready(select.EPOLLIN)
+        assert 0 < channel.taken - before < 2500 + part_bytes
+    landed = {tcp_wire.LANDED if granted else tcp_wire.REFUSED}
+    assert {status for status, _ in channel.answers} == landed
+    grants.remove("aaaa/0", 9)
+    told = len(channel.answers)
+    for _ in range(20):
+        loop.ready(select.EPOLLIN)
+    assert {status for status, _ in channel.answers[told:]} == {tcp_wire.REFUSED}
+    stream.close()
 
 
 def test_an_answer_to_nothing_ends_the_path() -> None:
