@@ -70,11 +70,11 @@ class Traffic:
         self._stop = False
         self._done = asyncio.Condition()
 
-    async def client(self, number: int) -> None:
-        """Long requests, one after the other."""
+    async def client(self, number: int, first: asyncio.Event | None = None) -> None:
+        """Long requests, one after the other; `first` is set when a token has come."""
         rng = random.Random(number)
         while not self._stop:
-            await self._ask(rng.choice(self.asks))
+            await self._ask(rng.choice(self.asks), first)
             await asyncio.sleep(self.think_s)
 
     async def prober(self) -> None:
@@ -85,8 +85,8 @@ class Traffic:
                 self.probes.append(result)
                 self._done.notify_all()
 
-    async def _ask(self, ask: Ask) -> Result:
-        result = await stream(self.url, MODEL, ask, within_s=WITHIN_S)
+    async def _ask(self, ask: Ask, first: asyncio.Event | None = None) -> Result:
+        result = await stream(self.url, MODEL, ask, within_s=WITHIN_S, first=first)
         self.judge(result)
         if result.error:
             # As a client would: a failed request is not repeated in the same instant.

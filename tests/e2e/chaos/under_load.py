@@ -30,9 +30,13 @@ async def under_load(
     reference = await references(url, asks)
     report.before = dict(await asyncio.to_thread(rest))
     traffic = Traffic(url, asks, reference, report, 0)
-    running = [asyncio.create_task(traffic.client(i)) for i in range(clients)]
+    begun = [asyncio.Event() for _ in range(clients)]
+    running = [asyncio.create_task(traffic.client(i, first)) for i, first in enumerate(begun)]
     running.append(asyncio.create_task(traffic.prober()))
     try:
+        # Each has had a token: else `act` may meet no stream in its middle, where only the probe got through.
+        async with asyncio.timeout(WITHIN_S):
+            await asyncio.gather(*(first.wait() for first in begun))
         await traffic.success_since(time.monotonic(), WITHIN_S)
         await act(traffic)
         await traffic.success_since(time.monotonic(), WITHIN_S)
