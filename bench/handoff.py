@@ -43,7 +43,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Times]:
                 times = kinds.setdefault("late" if args.late_half and i % 2 == 0 else "early", {})
                 for name, value in {**first.timeline, "overhead": overhead}.items():
                     if not name.startswith("at_"):
-                        times.setdefault(name, []).append(value * 1e3)
+                        times.setdefault(name, []).append(round(value * 1e3, 4))
     return kinds
 
 
