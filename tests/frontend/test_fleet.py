@@ -420,11 +420,31 @@ def test_a_reader_that_falls_behind_is_ended_and_not_kept_in_memory() -> None:
         d = await fleet.add(Role.DECODE, "flood")
         stream = fleet.backend.submit(fleet.request(max_tokens=50), budget_s=10)
         # It asks for the first output and then never again, while fifty arrive.
+        await anext(stream)
+        await d.until(lambda: bool(d.cancels))
         with pytest.raises(AbortedByClient, match="too slowly"):
             await anext(stream)
+
+    run(test, backlog_outputs=10, backlog_wait_s=0.05)
+
+
+def test_a_burst_that_comes_before_the_reader_has_a_turn_is_not_the_readers_fault() -> None:
+    """As after a pause of the frontend: what decode sent meanwhile is read at once."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.add(Role.PREFILL)
+        d = await fleet.add(Role.DECODE, "flood")
+        request = fleet.request(max_tokens=50)
+        stream = fleet.backend.submit(request, budget_s=10)
+        for _ in range(45):
+            await anext(stream)
+        await asyncio.sleep(0.1)  # the limit's wait is over, and it has caught up
+        await anext(stream)
+        assert not d.cancels
+        fleet.backend.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="left"))
         await d.until(lambda: bool(d.cancels))
 
-    run(test, backlog_outputs=10)
+    run(test, backlog_outputs=10, backlog_wait_s=0.05)
 
 
 def test_draining_takes_nothing_new() -> None:

@@ -46,7 +46,9 @@ _UNBUDGETED = LOSSES | MISFITS | UNREACHED | {ErrorCode.DRAINING}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """`backlog_outputs` is how far a client may fall behind its generation; `no_replica_wait_s` how
+    """`backlog_outputs` is how far a client may fall behind its generation for longer than
+    `backlog_wait_s` (after a pause of our own all that was sent meanwhile comes at once, before any
+    client has a turn; what can wait is bounded by the request's `max_tokens`); `no_replica_wait_s` how
     long a request waits for somebody to serve it, `replacement_wait_s` how long one waits whose
     client has tokens already, `hearsay_wait_s` how long one passes over a worker that its peer says
     is gone; `max_attempts` how often one request is placed in all; `retry_budget` how many
@@ -55,6 +57,7 @@ class FleetSettings:
     served_model: str
     policy: str = "total_tokens"
     backlog_outputs: int = 1024
+    backlog_wait_s: float = 5.0
     no_replica_wait_s: float = 2.0
     replacement_wait_s: float = 10.0
     hearsay_wait_s: float = 1.0

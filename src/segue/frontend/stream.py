@@ -138,6 +138,7 @@ class FleetStream:
         self._attempt: Attempt | None = None
         self._error: SegueError | None = None
         self._ended = False
+        self._patience: asyncio.TimerHandle | None = None
         self._alarm = asyncio.get_running_loop().call_at(deadline, self._expire)
 
     def __aiter__(self) -> FleetStream:
@@ -187,13 +188,20 @@ class FleetStream:
             assert self._attempt is not None
             self._backend.succeeded(self._attempt.route)
             self._end()
-        elif len(self._queue) > self._backend.settings.backlog_outputs:
-            self.fail(
-                AbortedByClient(
-                    f"the client reads too slowly: {len(self._queue)} outputs wait for it", phase="stream"
-                )
-            )
+        elif self._behind() and self._patience is None:
+            wait_s = self._backend.settings.backlog_wait_s
+            self._patience = asyncio.get_running_loop().call_later(wait_s, self._give_up)
         self._wake()
+
+    def _behind(self) -> bool:
+        return len(self._queue) > self._backend.settings.backlog_outputs
+
+    def _give_up(self) -> None:
+        """The client fell behind a while ago. If it still is, nobody reads what is generated for it."""
+        self._patience = None
+        if self._behind():
+            text = f"the client reads too slowly: {len(self._queue)} outputs wait for it"
+            self.fail(AbortedByClient(text, phase="stream"))
 
     def attempt_failed(self, attempt: Attempt, reporter: Replica, error: SegueError) -> None:
         """An attempt ended badly: place it again, continue it elsewhere, or fail."""
@@ -244,6 +252,8 @@ class FleetStream:
     def _end(self) -> None:
         self._ended = True
         self._alarm.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
         self._backend.forget(self)
 
     def _wake(self) -> None:
