@@ -393,6 +393,18 @@ def test_kv_may_be_sent_before_the_first_token_is_known_and_nothing_is_committed
         assert_at_rest(decode)
 
 
+def assert_refused(sides: dict[Side, KVSender | KVReceiver], text: str) -> None:
+    """A wrong call of the engine has ended the hand-off, with the same reason on both sides."""
+    for side, handle in sides.items():
+        side.wait_release(handle.transfer)
+        assert handle.error is not None
+        assert handle.error.code is ErrorCode.INTERNAL
+        assert text in handle.error.text
+        handle.clear()
+    for side in sides:
+        assert_at_rest(side)
+
+
 def test_metadata_is_said_once() -> None:
     with sides() as (prefill, decode):
         transfer, sender, receiver = begin(prefill, decode, 8)
@@ -400,14 +412,7 @@ def test_metadata_is_said_once() -> None:
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         for token in (7, 8):
             sender.finish(Metadata(transfer=transfer, prompt_tokens=8, first_token=token))
-        for side, handle in ((prefill, sender), (decode, receiver)):
-            side.wait_release(transfer)
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.INTERNAL
-            assert "metadata was sent already" in handle.error.text
-            handle.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+        assert_refused({prefill: sender, decode: receiver}, "metadata was sent already")
 
 
 def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
@@ -416,14 +421,7 @@ def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
         receiver.send_metadata(range(2, 4))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(3, 8), range(PAGES))  # not from token 0
-        prefill.wait_release(transfer)
-        decode.wait_release(transfer)
-        for handle in (sender, receiver):
-            assert handle.error is not None
-            assert handle.error.code is ErrorCode.INTERNAL
-            handle.clear()
-        assert_at_rest(prefill)
-        assert_at_rest(decode)
+        assert_refused({prefill: sender, decode: receiver}, "one from token 0 of 8 was due")
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

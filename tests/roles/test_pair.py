@@ -173,7 +173,6 @@ def test_kv_leaves_before_its_forward_ends() -> None:
     watched = Watched(pair)
     sampling = {name: pair.submit(name, prompt, 3) for name, prompt in PROMPTS.items()}
     pair.run()
-    # 16 tokens in a step: of `b` there are 6 in the first, with the last 10 of `a`, and so on
     assert watched.posted == [(0, 1), (0, 2), (0, 2)]
     for name, prompt in PROMPTS.items():
         assert pair.tokens(name) == reference(prompt, sampling[name], VOCAB, 3)
