@@ -7,14 +7,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.segue-setup
 
-# Tests use one thread per process and never ask a model hub.
+# Tests use one thread per process and never ask a model hub; this many processes run them at once. Those that
+# need the whole machine are one group (`tests/conftest.py`), and so never beside each other.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+WORKERS ?= 2
+PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak mutants bench fmt clean
+.PHONY: help setup serve test test-slow soak mutants bench fmt clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: $(STAMP) ## build the environment in .venv (skipped while pyproject.toml is unchanged)
 
@@ -33,9 +36,12 @@ test: setup ## format, lint, strict types, tests; stops at the first that fails
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make fmt'" >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(TEST_ENV) $(BIN)/pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
-soak: setup ## the long tests that 'make test' leaves out
+test-slow: setup ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
+	@$(PYTEST) -m 'slow and not soak' $(ARGS)
+
+soak: setup ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
 
 mutants: setup ## sabotage the hand-off, one line at a time; the simulator must catch each

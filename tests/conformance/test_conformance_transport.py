@@ -116,16 +116,25 @@ def test_exact_bytes_of_a_hand_off(pair: Pairs) -> None:
         assert not p.reader.array[at : at + nbytes].any()
 
 
-def test_one_gibibyte(pair: Pairs) -> None:
-    p = pair(1024 * MiB)
+def move_as_one(pair: Pairs, nbytes: int) -> None:
+    p = pair(nbytes)
     words = p.writer.array.view(np.uint64)
     words[:] = np.arange(len(words), dtype=np.uint64)
     del words
     p.grant(3)
-    done = p.move(3, 1, CopyBlock(0, 0, 1, 1024 * MiB))
+    done = p.move(3, 1, CopyBlock(0, 0, 1, nbytes))
     assert isinstance(done, Written)
-    assert done.nbytes == 2**30
+    assert done.nbytes == nbytes
     assert np.array_equal(p.reader.array, p.writer.array)
+
+
+def test_64_mebibytes(pair: Pairs) -> None:
+    move_as_one(pair, 64 * MiB)
+
+
+@pytest.mark.slow
+def test_one_gibibyte(pair: Pairs) -> None:
+    move_as_one(pair, 1024 * MiB)
 
 
 def test_concurrent_writes_of_many_hand_offs(pair: Pairs) -> None:

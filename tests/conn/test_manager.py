@@ -417,7 +417,7 @@ def test_metadata_is_said_once() -> None:
 
 def test_a_wrong_call_of_the_engine_ends_its_own_hand_off_at_once() -> None:
     with sides() as (prefill, decode):
-        transfer, sender, receiver = begin(prefill, decode, 8)
+        _, sender, receiver = begin(prefill, decode, 8)
         receiver.send_metadata(range(2, 4))
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
         sender.send(Span(3, 8), range(PAGES))  # not from token 0
