@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-slow soak mutants bench fmt clean
+.PHONY: help setup serve test test-slow soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -46,6 +46,9 @@ soak: setup ## the long tests that the other two leave out
 
 mutants: setup ## sabotage the hand-off, one line at a time; the simulator must catch each
 	@$(BIN)/python tools/mutants.py --seeds 800 $(ARGS)
+
+sabotage: setup ## changes derived from the syntax tree, drawn by a seed; tests or the simulator must notice
+	@$(BIN)/python tools/sabotage.py $(ARGS)
 
 bench: setup ## serve the default model and measure it (ARGS="--requests 64 …")
 	@$(BIN)/python bench/serve.py $(ARGS)

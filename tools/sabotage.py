@@ -1,0 +1,245 @@
+# ruff: noqa: T201
+"""Sabotages derived from the syntax tree of the production code, drawn by a seed: does any check notice?
+
+    .venv/bin/python tools/sabotage.py --seed 1 --count 200 [--rooms handoff conn …] [--jobs N] [--json FILE]
+
+`sabotages.py` lists every sabotage that its operators can make in the chosen rooms; the seed draws some of
+them. Each is applied to a temporary copy of `src`; the working tree is never touched. It is caught by the
+first of these that fails or does not end:
+
+1. the tests of the room's folders that execute the changed lines, quickest first (known from one recorded
+   run, kept in `.cache/sabotage/` until a test or a source file changes);
+2. all tests of the room's folders;
+3. the simulator, `--sim-seeds` seeds.
+
+A survivor is a missing check, or it changes nothing that anybody could see: `sabotages_harmless.txt` has
+those, with the reason. Exit status 1 if fewer than `--least` percent are caught, harmless ones left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mutants import HUNT
+from sabotages import Sabotage, sabotages
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache" / "sabotage"
+HARMLESS = Path(__file__).with_name("sabotages_harmless.txt")
+
+#: Where the unit tests of a room are. A room's own folder comes first.
+TESTS = {
+    "balance": ("balance",),
+    "bootstrap": ("bootstrap",),
+    "conn": ("conn", "handoff"),
+    "core": ("core",),
+    "engine/pages.py": ("engine/test_engine_pages.py", "roles"),
+    "engine/prefix.py": ("engine/test_engine_prefix.py", "roles"),
+    "fleet": ("fleet",),
+    "frontend": ("frontend",),
+    "handoff": ("handoff", "conn"),
+    "layout": ("layout",),
+    "roles": ("roles",),
+    "session": ("session", "conn"),
+    "serve": ("serve",),
+    "transport": ("transport", "conformance"),
+}
+DEFAULT_ROOMS = (
+    "handoff", "conn", "roles", "layout", "fleet", "session", "transport", "bootstrap", "balance",
+    "engine/pages.py", "engine/prefix.py",
+)  # fmt: skip
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak and not slow", "--timeout=120")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who noticed: `test` (then which), `room`, `sim` (then which rule), or nobody: `survived`."""
+
+    by: str
+    text: str
+
+
+def files_of(room: str) -> list[Path]:
+    """The source files of a room, or the one file that is named."""
+    path = ROOT / "src" / "segue" / room
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def folders_of(room: str) -> list[str]:
+    """The test folders of a room that exist, relative to the root."""
+    return [f"tests/{name}" for name in TESTS[room] if (ROOT / "tests" / name).exists()]
+
+
+def run(words: Sequence[str], source: Path, timeout_s: float) -> tuple[int, str]:
+    """Run Python with `source` before everything else. Status -9 when it did not end within `timeout_s`."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(source)}
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+        out.seek(0)
+        return status, out.read()
+
+
+class Recorded:
+    """Which tests of a room execute which line, and how long each takes."""
+
+    def __init__(self, room: str) -> None:
+        self.folders = folders_of(room)
+        digest = hashlib.sha256()
+        for path in [*files_of(room), *(p for f in self.folders for p in _tests(f))]:
+            digest.update(path.read_bytes())
+        where = CACHE / f"{room.replace('/', '-')}-{digest.hexdigest()[:16]}.json"
+        if not where.exists():
+            where.parent.mkdir(parents=True, exist_ok=True)
+            words = [str(Path(__file__).with_name("sabotage_record.py")), str(where), room, *self.folders]
+            status, said = run(words, ROOT / "src", 3600)
+            if status != 0:
+                raise SystemExit(f"the unchanged tests of {room} do not pass:\n{said[-3000:]}")
+        known = json.loads(where.read_text())
+        self.seconds: dict[str, float] = known["seconds"]
+        self._lines: dict[str, dict[str, list[int]]] = known["lines"]
+        self._names: list[str] = known["names"]
+
+    def of(self, file: str, lines: Iterable[int]) -> list[str]:
+        """Tests that execute one of `lines` of `file`, quickest first, a minute of them at most."""
+        numbered = self._lines.get(file, {})
+        hit = {self._names[n] for line in lines for n in numbered.get(str(line), ())}
+        chosen: list[str] = []
+        budget_s = 60.0
+        for name in sorted(hit, key=lambda n: self.seconds.get(n, 0.0)):
+            budget_s -= self.seconds.get(name, 0.0)
+            if budget_s < 0 or len(chosen) == 400:
+                break
+            chosen.append(name)
+        return chosen
+
+
+def _tests(folder: str) -> list[Path]:
+    path = ROOT / folder
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def judge(sabotage: Sabotage, recorded: Recorded, sim_seeds: int) -> Verdict:
+    """Apply `sabotage` to a copy and see who notices."""
+    with tempfile.TemporaryDirectory(prefix="segue-sabotage-") as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source)
+        target = source / "segue" / sabotage.file
+        target.write_text(sabotage.apply(target.read_text()))
+        names = recorded.of(sabotage.file, sabotage.lines)
+        if names:
+            status, said = run([*PYTEST, "-x", *names], source, 240)
+            if status != 0:
+                return Verdict("test", _failed(status, said))
+        if recorded.folders:
+            seconds = sum(recorded.seconds.values())
+            status, said = run([*PYTEST, "-x", *recorded.folders], source, 120 + 4 * seconds)
+            if status != 0:
+                return Verdict("room", _failed(status, said))
+        if sim_seeds:
+            status, said = run(["-c", HUNT, str(source), "0", str(sim_seeds), "600"], source, 1800)
+            last = said.strip().split("\n")[-1]
+            if status != 0:
+                return Verdict("sim", f"status {status}: {last[:120]}")
+            seeds, _, rule, text = json.loads(last)
+            if seeds:
+                return Verdict("sim", f"seed {seeds}, rule {rule}: {text[:100]}")
+    return Verdict("survived", "")
+
+
+def _failed(status: int, said: str) -> str:
+    if status < 0:
+        return "does not end"
+    found = [line for line in said.split("\n") if line.startswith(("FAILED", "ERROR"))]
+    return found[0][:160] if found else said.strip().split("\n")[-1][:160]
+
+
+def draw(rooms: Sequence[str], seed: int, count: int, only: str) -> list[tuple[str, Sabotage]]:
+    """`count` of all sabotages of `rooms`, each as likely as every other."""
+    found: list[tuple[str, Sabotage]] = []
+    for room in rooms:
+        for path in files_of(room):
+            name = str(path.relative_to(ROOT / "src" / "segue"))
+            found += [(room, s) for s in sabotages(name, path.read_text()) if only in s.name]
+    random.Random(seed).shuffle(found)
+    return found[:count]
+
+
+def harmless() -> dict[str, str]:
+    """The reasons why some sabotages change nothing that anybody could see, by their names."""
+    if not HARMLESS.exists():
+        return {}
+    lines = [line for line in HARMLESS.read_text().split("\n") if line and not line.startswith("#")]
+    return dict((part.strip() for part in line.split(" => ", 1)) for line in lines)  # type: ignore[misc]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1, help="draws the sabotages")
+    parser.add_argument("--count", type=int, default=200, help="how many")
+    parser.add_argument("--rooms", nargs="*", default=list(DEFAULT_ROOMS))
+    parser.add_argument("--only", default="", help="only sabotages whose name contains this")
+    parser.add_argument("--sim-seeds", type=int, default=100, help="seeds of the simulator, 0 for none")
+    parser.add_argument("--least", type=float, default=90.0, help="percent that must be caught")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--list", action="store_true", help="only name them")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    drawn = draw([r for r in args.rooms if files_of(r)], args.seed, args.count, args.only)
+    if args.list:
+        for _, sabotage in drawn:
+            print(sabotage.name, "|", sabotage.change)
+        return 0
+    recorded = {room: Recorded(room) for room in sorted({room for room, _ in drawn})}
+    reasons = harmless()
+    lock = threading.Lock()
+    report: list[dict[str, object]] = []
+
+    def work(room: str, sabotage: Sabotage) -> Verdict:
+        verdict = judge(sabotage, recorded[room], args.sim_seeds)
+        if verdict.by == "survived" and sabotage.name in reasons:
+            verdict = Verdict("harmless", reasons[sabotage.name])
+        with lock:
+            report.append({"room": room, **asdict(sabotage), **asdict(verdict)})
+            print(f"{verdict.by:<9}{sabotage.name} | {sabotage.change} | {verdict.text}", flush=True)
+        return verdict
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        verdicts = list(pool.map(lambda pair: work(*pair), drawn))
+    by = Counter(v.by for v in verdicts)
+    counted = len(verdicts) - by["harmless"]
+    caught = counted - by["survived"]
+    percent = 100.0 * caught / max(1, counted)
+    print(f"seed {args.seed}: {caught} of {counted} caught ({percent:.1f} %): {dict(by)}")
+    if args.json:
+        summary = {"seed": args.seed, "count": args.count, "rooms": args.rooms, "by": dict(by)}
+        args.json.write_text(json.dumps({**summary, "sabotages": report}, indent=1) + "\n")
+    return 0 if percent >= args.least else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
