@@ -11,7 +11,7 @@ STAMP := $(VENV)/.segue-setup
 # need the whole machine are one group (`tests/conftest.py`), and so never beside each other.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
-PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-slow soak mutants sabotage bench fmt clean

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from segue.serve.collector import for_good
 
 #: Whole deployments: several processes each, some of them judged by how long a silence lasts.
-DEPLOYMENTS = Path(__file__).parent / "e2e"
+DEPLOYMENTS = "tests/e2e/"
 #: Those that are killed, paused, cut off and overfilled while clients stream.
-CHAOS = DEPLOYMENTS / "chaos"
+CHAOS = "tests/e2e/chaos/"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -26,14 +27,24 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deployments run in one worker, one after the other, beside what other workers compute by themselves."""
-    for item in items:
-        if item.path.is_relative_to(DEPLOYMENTS):
-            item.add_marker(pytest.mark.xdist_group("deployments"))
-        if item.path.is_relative_to(CHAOS):
-            item.add_marker(pytest.mark.slow)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.nodeid.startswith(CHAOS):
+        item.add_marker(pytest.mark.slow)
+
+
+class _Groups(LoadScopeScheduling):
+    """Deployments run in one worker, one after the other, beside the other files in the other workers.
+
+    (`--dist loadgroup` groups nothing with pytest 9.2.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return DEPLOYMENTS if nodeid.startswith(DEPLOYMENTS) else nodeid.split("::", 1)[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _Groups(config, log)
 
 
 @pytest.fixture(autouse=True)
