@@ -1,5 +1,6 @@
 """Each supported family against `transformers` generate: greedy, float32, exact tokens."""
 
+import functools
 import json
 import random
 
@@ -36,15 +37,20 @@ def prompts_of(lengths, vocab_size=97, seed=0):
     return [[draw.randrange(3, vocab_size) for _ in range(n)] for n in lengths]
 
 
+PROMPTS = prompts_of([1, 2, 15, 16, 17, 33, 64, 100, 300])
+
+
+@pytest.fixture(scope="module")
+def wanted(folders):
+    """What transformers generates for `PROMPTS`, once per family."""
+    return functools.cache(lambda family: generate(folders(family), PROMPTS, 12))
+
+
 @pytest.mark.parametrize("family", sorted(FAMILY_CONFIGS))
 @pytest.mark.parametrize("chunk", [16, 64, 1000])
-def test_tokens_equal_generate(folders, family, chunk):
-    folder = folders(family)
-    prompts = prompts_of([1, 2, 15, 16, 17, 33, 64, 100, 300])
-    wanted = generate(folder, prompts, 12)
-    engine = engine_for(folder, GreedySampler())
-    got = serve(engine, prompts, 12, chunk=chunk, scatter_seed=chunk)
-    assert got == wanted
+def test_tokens_equal_generate(folders, wanted, family, chunk):
+    engine = engine_for(folders(family), GreedySampler())
+    assert serve(engine, PROMPTS, 12, chunk=chunk, scatter_seed=chunk) == wanted(family)
 
 
 def test_every_family_on_the_list_is_tested():
