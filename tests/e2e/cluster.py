@@ -3,6 +3,8 @@ that a part that was killed can be started again at the same place."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,16 +23,19 @@ from segue.core.types import Role, new_incarnation
 MODEL = "tiny"
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for sock in held:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in held]
-    finally:
-        for sock in held:
-            sock.close()
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody listens on now, and that the system hands to nobody who takes any: no other test's
+    listener or connection is there before whom they are meant for, or while that one is started again."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    outside = [*range(10_000, low), *range(high + 1, 65_536)] or range(10_000, 65_536)
+    found: list[int] = []
+    for port in random.sample(outside, len(outside)):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((host, port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"{len(found)} of {count} ports are free at {host}")
 
 
 class Registry:

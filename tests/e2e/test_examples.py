@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,8 @@ def checked(manager):
 KVManager.close = checked
 """
 
+LEFT = re.compile(r"cannot join \S+: \S+ cannot be reached: Connection refused")
+
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_handover(transport: str, tmp_path: Path) -> None:
@@ -45,11 +48,13 @@ def test_handover(transport: str, tmp_path: Path) -> None:
     checked = tmp_path / "checked"
     checked.mkdir()
     command = [sys.executable, str(ROOT / "examples" / "handover.py"), transport]
-    environ = os.environ | {"PYTHONPATH": str(tmp_path), "CHECKED": str(checked)}
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    environ = os.environ | {"PYTHONPATH": path, "CHECKED": str(checked)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "first token 42, KV equal\n"
-    assert done.stderr == ""
+    # Prefill ends first; on a busy machine decode has the time to dial it once more.
+    assert [line for line in done.stderr.splitlines() if not LEFT.fullmatch(line)] == []
     assert len(list(checked.iterdir())) == 2, "one of the two processes was not asked"
 
 

@@ -10,17 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cluster import free_ports
 from served import Served
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 SMALL = ("--dtype", "float32", "--kv-gib", "0.1", "--threads-per-worker", "1")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +27,7 @@ def test_prefill_decode_and_frontend_by_hand(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(os.urandom(32).hex())
     secret.chmod(0o600)
-    port = free_port()
+    [port] = free_ports(1)
     url, trust = f"http://127.0.0.1:{port}", ("--secret-file", str(secret))
     with (
         Served(

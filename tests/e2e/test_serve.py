@@ -43,25 +43,33 @@ def token_ids(answer: dict[str, object]) -> list[int]:
     return answer["choices"][0]["token_ids"]  # type: ignore[index]
 
 
-def prompts() -> list[list[int]]:
+def drawn(*lengths: int) -> list[list[int]]:
+    """Random prompts of these lengths, always the same ones."""
     rng = random.Random(11)
-    lengths = [1, 2, 15, 16, 17, 33, 64, 100, 130, 200, 257, 300, 350, 512, 700, 2000]
     return [[rng.randrange(100, 40000) for _ in range(n)] for n in lengths]
 
 
-@pytest.fixture(scope="module")
-def reference() -> list[list[int]]:
-    """What transformers generates for `prompts()`: greedy, float32."""
+def prompts() -> list[list[int]]:
+    """Sixteen of up to 2,000 tokens: a minute of computing for each of transformers and segue."""
+    return drawn(1, 2, 15, 16, 17, 33, 64, 100, 130, 200, 257, 300, 350, 512, 700, 2000)
+
+
+#: Sixteen around the ends of pages and chunks, and none long.
+SHORT = drawn(1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 63, 64, 65, 100, 129, 200)
+
+
+def generated(asked: list[list[int]]) -> list[list[int]]:
+    """What transformers generates for them: greedy, float32, 8 tokens each."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from segue.engine.store import resolve_model
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     folder = resolve_model("smollm2", progress=lambda *_: None)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs = []
-    for prompt in prompts():
+    for prompt in asked:
         ids = torch.tensor([prompt])
         made = model.generate(
             ids,
@@ -74,6 +82,18 @@ def reference() -> list[list[int]]:
         )
         outputs.append(made[0, len(prompt) :].tolist())
     return outputs
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[list[int]]:
+    """The right answers to `prompts()`."""
+    return generated(prompts())
+
+
+@pytest.fixture(scope="module")
+def short_reference() -> list[list[int]]:
+    """The right answers to `SHORT`."""
+    return generated(SHORT)
 
 
 def test_paris(served: Served) -> None:
@@ -106,21 +126,29 @@ def test_paris_through_the_openai_client(served: Served) -> None:
     client.close()
 
 
-def test_tokens_equal_generate_with_sixteen_at_once(served: Served, reference: list[list[int]]) -> None:
+def assert_sixteen_at_once(url: str, asked: list[list[int]], reference: list[list[int]]) -> None:
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda p: completion(served.url, p, 8), prompts()))
+        answers = list(pool.map(lambda p: completion(url, p, 8), asked))
     assert [token_ids(a) for a in answers] == reference
-    again = [token_ids(completion(served.url, p, 8)) for p in prompts()[:8]]
+    again = [token_ids(completion(url, p, 8)) for p in asked[:8]]
     assert again == reference[:8], "a prefix hit changed the tokens"
 
 
+def test_tokens_equal_generate_with_sixteen_at_once(served: Served, short_reference: list[list[int]]) -> None:
+    assert_sixteen_at_once(served.url, SHORT, short_reference)
+
+
+@pytest.mark.slow
+def test_long_prompts_give_the_tokens_of_generate_too(served: Served, reference: list[list[int]]) -> None:
+    assert_sixteen_at_once(served.url, prompts(), reference)
+
+
 @pytest.mark.parametrize(("transport", "chunk"), [("tcp", "64"), ("shm", "16")])
-def test_two_and_two(transport: str, chunk: str, reference: list[list[int]]) -> None:
+def test_two_and_two(transport: str, chunk: str, short_reference: list[list[int]]) -> None:
     more = ("--prefill", "2", "--decode", "2", "--transport", transport, "--chunk-tokens", chunk)
-    asked = prompts()[:14]
     with Served(*FLOAT32, *more) as made, ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda p: completion(made.url, p, 8), asked))
-        assert [token_ids(a) for a in answers] == reference[:14]
+        answers = list(pool.map(lambda p: completion(made.url, p, 8), SHORT))
+        assert [token_ids(a) for a in answers] == short_reference
         assert made.stop() == 0
 
 

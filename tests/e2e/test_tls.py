@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cluster import free_ports
 from served import Served
 
 from tls_files import Authority
@@ -80,9 +81,7 @@ def test_a_part_with_the_secret_and_without_a_certificate_stays_out(tmp_path: Pa
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     secret = tmp_path / "secret"
     secret.write_text("x" * 64)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    [port] = free_ports(1)
     trust = ("--model", "smollm2", "--secret-file", str(secret))
     small = SMALL[:-2]
     flags = authority.issue().flags()
