@@ -95,6 +95,10 @@ class Owner(Protocol):
 
     def ended(self, connection: Connection) -> None: ...
 
+    def closed(self, connection: Connection, error: SegueError) -> None:
+        """Tell the handler of the end of a session that was open."""
+        ...
+
     def lost(self, connection: Connection) -> None:
         """The socket is gone."""
         ...
@@ -481,7 +485,7 @@ class Connection(asyncio.BufferedProtocol):
         `_LINGER_S`, because closing a socket with unread bytes would destroy what was sent last.
         Also delivers a `closed` that is still due. Called from the top of the loop's stack only."""
         self._stop(error, tell=tell, linger=linger or tell)
-        self._deliver_closed()
+        self.deliver_closed()
 
     def _silent(self, silence_s: float) -> None:
         self.end(PeerLost(f"{self.describe()} has been silent for {silence_s:.1f} s"), tell=True)
@@ -489,7 +493,7 @@ class Connection(asyncio.BufferedProtocol):
     def _end_later(self, error: SegueError, *, tell: bool) -> None:
         """As `end`, but `closed` comes in the loop's next turn: the caller is the handler itself."""
         if self._stop(error, tell=tell, linger=tell):
-            self._loop.call_soon(self._deliver_closed)
+            self._loop.call_soon(self.deliver_closed)
 
     def _stop(self, error: SegueError, *, tell: bool, linger: bool) -> bool:
         if self.state is State.ENDED:
@@ -540,16 +544,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _deliver_closed(self) -> None:
-        if not self._closed_due:
-            return
-        self._closed_due = False
-        assert self.error is not None
-        try:
-            self._owner.handler.closed(self, self.error)
-        except Exception:
-            self._owner.count("handler_errors")
-            log.exception("the handler failed on the end of the session with %s", self.describe())
+    def deliver_closed(self) -> None:
+        """Tell the owner of the end now, if that is still due."""
+        if self._closed_due:
+            self._closed_due = False
+            assert self.error is not None
+            self._owner.closed(self, self.error)
 
     # ---- addresses ------------------------------------------------------------------------------
 

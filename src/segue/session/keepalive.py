@@ -47,9 +47,10 @@ class Keepalive:
             # We were the ones who slept (stopped process, blocked loop); what the peer sent
             # meanwhile waits in the socket. Give it one more interval before judging.
             self.heard_at = now - limits.peer_silence_s + min(limits.keepalive_s, limits.peer_silence_s)
-        if now - self.heard_at >= limits.peer_silence_s:
+        # The same sums as in `start`: a difference is rounded otherwise, and the timer would spin.
+        if now >= self.heard_at + limits.peer_silence_s:
             self._silent(now - self.heard_at)
             return
-        if now - self.sent_at >= limits.keepalive_s:
+        if now >= self.sent_at + limits.keepalive_s:
             self._ping()
         self.start()

@@ -126,6 +126,8 @@ class SessionNode:
         self._listener: socket.socket | None = None
         self._connections: dict[Connection, None] = {}
         self._open: dict[Incarnation, Connection] = {}
+        #: the sessions whose `opened` the handler has heard and whose `closed` it has not
+        self._told: dict[Incarnation, Connection] = {}
         self._places: dict[str, Connection] = {}
         self._arrivals: dict[Incarnation, list[asyncio.Future[None]]] = {}
         self._dials: dict[tuple[str, int, Incarnation | None], _Dial] = {}
@@ -406,7 +408,12 @@ class SessionNode:
         old = self._open.get(incarnation)
         if old is not None:
             old.end(PeerLost(f"{old.describe()} gave this session up and opened another"), tell=False)
+        told = self._told.get(incarnation)
+        if told is not None:
+            # It has ended in this very turn, and its `closed` waits for the next one.
+            told.deliver_closed()
         self._open[incarnation] = connection
+        self._told[incarnation] = connection
         if connection.place:
             self._places[connection.place] = connection
         self.stats.opened += 1
@@ -430,6 +437,14 @@ class SessionNode:
             log.info("no session: %s", connection.error)
         if self._places.get(connection.place) is connection:
             del self._places[connection.place]
+
+    def closed(self, connection: Connection, error: SegueError) -> None:
+        del self._told[connection.peer.incarnation]
+        try:
+            self.handler.closed(connection, error)
+        except Exception:
+            self.stats.handler_errors += 1
+            log.exception("the handler failed on the end of the session with %s", connection.describe())
 
     def lost(self, connection: Connection) -> None:
         self._connections.pop(connection, None)

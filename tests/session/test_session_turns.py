@@ -1,0 +1,191 @@
+"""Sessions in any interleaving of what happens within one turn of the loop and between turns.
+
+Per peer an owner hears `opened`, `closed`, `opened`, … and never two of a kind in a row; each `closed` and
+each message names the session that was opened last. Nobody is said to have been restarted who lives.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from session_peers import SECRET, Message, Note, incarnation
+from turn_loop import TurnLoop
+
+from segue.core.errors import Draining, PeerRestarted, SegueError
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role
+from segue.session.api import PeerInfo, Session
+from segue.session.node import SessionNode
+
+LIMITS = Limits(keepalive_s=0.5, peer_silence_s=2.0)
+PORT = 9000
+#: What a message asks its receiver to do.
+NOTHING, CLOSE, RAISE = range(3)
+
+
+class Owner:
+    """A `SessionHandler` that checks the order of what it is told."""
+
+    def __init__(self) -> None:
+        self.open: dict[Incarnation, Session] = {}
+        self.ends: list[SegueError] = []
+        self.problems: list[str] = []
+
+    def hello(self) -> bytes:
+        return b""
+
+    def accept(self, peer: PeerInfo) -> None:
+        pass
+
+    def opened(self, session: Session) -> None:
+        if session.peer.incarnation in self.open:
+            self.problems.append("opened while the last session with this peer is not closed")
+        self.open[session.peer.incarnation] = session
+
+    def received(self, session: Session, message: object) -> None:
+        if self.open.get(session.peer.incarnation) is not session:
+            self.problems.append("a message of a session that is not the open one")
+        assert isinstance(message, Note)
+        if message.number == CLOSE:
+            session.close(Draining("as asked"))
+        elif message.number == RAISE:
+            raise KeyError("a bug in one request")
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        if self.open.get(session.peer.incarnation) is not session:
+            self.problems.append("closed names another session than the one that was opened")
+        self.open.pop(session.peer.incarnation, None)
+        self.ends.append(error)
+
+
+class Net:
+    """Nodes that listen on a loop of turns."""
+
+    def __init__(self, hosts: dict[str, str]) -> None:
+        self.loop = TurnLoop()
+        self.nodes: dict[str, SessionNode] = {}
+        for name, host in hosts.items():
+            self.start(name, host)
+
+    def start(self, name: str, host: str) -> SessionNode:
+        node = SessionNode(
+            incarnation=incarnation(name),
+            role=Role.PREFILL,
+            dp_rank=0,
+            secret=SECRET,
+            handler=Owner(),
+            message_type=Message,
+            limits=LIMITS,
+        )
+        node.host = host  # type: ignore[attr-defined]
+        node._listen = f"{host}:{PORT}"
+        self.loop.listeners[host, PORT] = node._gate.guest
+        self.nodes[name] = node
+        return node
+
+    def owner(self, name: str) -> Owner:
+        handler = self.nodes[name].handler
+        assert isinstance(handler, Owner)
+        return handler
+
+    def dial(self, a: str, b: str) -> None:
+        self.loop.enter(self.loop.create_task, self._dial(a, b))
+
+    async def _dial(self, a: str, b: str) -> None:
+        peer = self.nodes[b]
+        try:
+            await self.nodes[a].connect(
+                peer.host,
+                PORT,
+                expect=peer.incarnation,
+                timeout_s=3.0,  # type: ignore[attr-defined]
+            )
+        except SegueError:
+            return
+
+    def step(self, what: str, a: int, b: int) -> None:
+        names = list(self.nodes)
+        one, other = names[a % len(names)], names[b % len(names)]
+        session = self.nodes[one].sessions.get(incarnation(other))
+        ends = self.loop.ends
+        match what:
+            case "turn":
+                self.loop.turn()
+            case "later":
+                self.loop.turn(0.1 * (1 + a % 8))
+            case "dial" if one != other:
+                self.dial(one, other)
+            case "deliver" if ends:
+                ends[a % len(ends)].deliver(None if b % 4 else 1 + b)
+            case "snap" if ends and a % 4 == 0:
+                ends[b % len(ends)].snap()
+            case "close" if session is not None:
+                self.loop.enter(session.close)
+            case "ask" if session is not None:
+                self.loop.enter(session.send, Note((NOTHING, CLOSE, CLOSE, RAISE)[a % 4]))
+            case _:
+                pass
+
+    def check(self, seed: int = -1) -> None:
+        assert not [problem for name in self.nodes for problem in self.owner(name).problems], seed
+        assert not self.loop.errors, seed
+
+    def rest(self, seed: int = -1) -> None:
+        """Nothing new is done; what was begun ends."""
+        for _ in range(8):
+            self.loop.settle()
+            self.loop.turn(0.4)
+        self.loop.settle()
+        for name, node in self.nodes.items():
+            assert self.owner(name).open == dict(node.sessions), f"{seed}: the owner believes something else"
+            for peer in node.sessions:
+                other = next(n for n in self.nodes.values() if n.incarnation == peer)
+                assert node.incarnation in other.sessions, f"{seed}: one side has a session, the other none"
+        self.check(seed)
+
+
+WHAT = {"turn": 3, "later": 1, "dial": 2, "deliver": 5, "snap": 1, "close": 1, "ask": 1}
+HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+
+
+@pytest.mark.parametrize("peers", [2, 3])
+def test_per_peer_opened_and_closed_alternate(peers: int) -> None:
+    opened = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        net = Net(dict(list(HOSTS.items())[:peers]))
+        for _ in range(150):
+            net.step(rng.choices(list(WHAT), WHAT.values())[0], rng.randrange(16), rng.randrange(16))
+            net.check(seed)
+        net.rest(seed)
+        ends = [end for name in net.nodes for end in net.owner(name).ends]
+        assert not any(isinstance(end, PeerRestarted) for end in ends), seed
+        opened += sum(node.stats.opened for node in net.nodes.values())
+    assert opened > 500, f"only {opened} sessions"
+
+
+@pytest.mark.parametrize("frame", range(3))
+def test_a_new_session_in_the_turn_in_which_the_old_one_is_given_up_is_told_after_its_end(frame: int) -> None:
+    """`b` gave its session up, of which `a` has heard nothing yet; `a` gives it up in the very turn in which
+    the new one's `frame` comes."""
+    net = Net({"a": "10.0.0.1", "b": "10.0.0.2"})
+    net.dial("b", "a")
+    net.loop.settle()
+    old: Any = net.nodes["a"].sessions[incarnation("b")]
+    stale = {end for end in net.loop.ends if end.protocol is old or end.other.protocol is old}
+    net.loop.enter(net.nodes["b"].sessions[incarnation("a")].close)
+    net.dial("b", "a")
+    came = 0
+    for _ in range(40):
+        net.loop.turn()
+        for end in [end for end in net.loop.ends if end not in stale]:
+            if end.protocol._owner is net.nodes["a"] and end.arriving:
+                came += 1
+                if came == frame + 1:
+                    net.loop.enter(old.close)
+            end.deliver()
+    assert came > frame, "there are fewer frames than this"
+    net.rest()
+    assert net.nodes["a"].sessions[incarnation("b")] is not old
