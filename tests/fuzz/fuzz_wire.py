@@ -116,7 +116,9 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
             feed = b""
         elif state == "proven":
             feed += _frame(frames.KIND_SESSION, msgspec.msgpack.encode(_hello()))
-            dialler = Handshake(_hello(), dialling=True, key=session_key(SECRET), version=1)
+            dialler = Handshake(
+                _hello(), dialling=True, key=session_key(SECRET), version=frames.PROTOCOL_VERSION
+            )
             dialler.receive(connection.handshake.me, 10.0)
             feed += _frame(frames.KIND_SESSION, msgspec.msgpack.encode(dialler.proof_frame()))
         kind = frames.KIND_MESSAGE if state == "open" else frames.KIND_SESSION
@@ -148,7 +150,7 @@ def _hello() -> frames.Hello:
         incarnation=THEIRS,
         role=Role.PREFILL,
         dp_rank=0,
-        listen="127.0.0.1:5",
+        advertised="127.0.0.1:5",
         nonce=b"n" * 32,
         keyed=True,
         keepalive_s=1.0,

@@ -174,11 +174,11 @@ class RawPeer:
             return
 
     async def open(
-        self, letter: str, *, secret: bytes | None = SECRET, listen: str = "", dp_rank: int = 0
+        self, letter: str, *, secret: bytes | None = SECRET, advertised: str = "", dp_rank: int = 0
     ) -> None:
         """The whole handshake as dialler."""
         await self.preamble()
-        me = hello(letter, listen=listen, dp_rank=dp_rank, keyed=secret is not None)
+        me = hello(letter, advertised=advertised, dp_rank=dp_rank, keyed=secret is not None)
         shake = Handshake(me, dialling=True, key=session_key(secret), version=PROTOCOL_VERSION)
         self.send(me)
         while True:
@@ -201,7 +201,7 @@ def hello(letter: str, **changes: Any) -> Hello:
         "incarnation": incarnation(letter),
         "role": Role.DECODE,
         "dp_rank": 0,
-        "listen": "",
+        "advertised": "",
         "nonce": letter.encode() * 32,
         "keyed": True,
         "keepalive_s": 0.01,

@@ -71,7 +71,7 @@ def test_our_own_hello_sent_back_is_refused_even_under_another_name() -> None:
     [
         {"dp_rank": 3},
         {"role": "prefill"},
-        {"listen": "10.0.0.1:9"},
+        {"advertised": "10.0.0.1:9"},
         {"nonce": b"z" * 32},
         {"keepalive_s": 0.02},
     ],

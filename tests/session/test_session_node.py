@@ -279,7 +279,7 @@ def test_another_protocol_version_is_refused_with_both_versions(runner: str) -> 
         listener, dialler = node("a", here), node("b", Events(), protocol=7)
         async with closing(dialler, listener):
             address = await listener.listen("127.0.0.1", 0)
-            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 1"):
+            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 2"):
                 await dialler.connect(*address, timeout_s=DEADLINE_S)
             assert not here.log
 
@@ -452,7 +452,7 @@ def test_lesson_09_a_restart_at_the_same_address_ends_the_old_session_and_the_ne
             other = node("d", Events(), role=Role.DECODE, dp_rank=1)
             async with closing(reborn, other):
                 at = await reborn.listen("127.0.0.1", 0)
-                await vanished.open("b", listen=f"{at[0]}:{at[1]}")
+                await vanished.open("b", advertised=f"{at[0]}:{at[1]}")
                 await other.listen("127.0.0.1", 0)
                 await other.connect(*address, timeout_s=DEADLINE_S)
                 await here.wait("opened", 2)
@@ -479,7 +479,7 @@ def test_lesson_09_dialling_a_restarted_peer_ends_its_old_session_and_the_next_c
         async with closing(prefill, reborn):
             at = await reborn.listen("127.0.0.1", 0)
             vanished = await RawPeer.dial(*await prefill.listen("127.0.0.1", 0))
-            await vanished.open("b", listen=f"{at[0]}:{at[1]}")
+            await vanished.open("b", advertised=f"{at[0]}:{at[1]}")
             await here.wait("opened")
             # expect another incarnation: the old one's session must end although nothing opens.
             with pytest.raises(PeerRestarted):

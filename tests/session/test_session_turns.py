@@ -63,13 +63,14 @@ class Owner:
 class Net:
     """Nodes that listen on a loop of turns."""
 
-    def __init__(self, hosts: dict[str, str]) -> None:
+    def __init__(self, hosts: dict[str, str], bound: str = "") -> None:
         self.loop = TurnLoop()
         self.nodes: dict[str, SessionNode] = {}
         for name, host in hosts.items():
-            self.start(name, host)
+            self.start(name, host, bound)
 
-    def start(self, name: str, host: str) -> SessionNode:
+    def start(self, name: str, host: str, bound: str = "") -> SessionNode:
+        """A node that is reached at `host` and listens at `bound`, which no peer can see."""
         node = SessionNode(
             incarnation=incarnation(name),
             role=Role.PREFILL,
@@ -78,9 +79,10 @@ class Net:
             handler=Owner(),
             message_type=Message,
             limits=LIMITS,
+            advertise=host if bound else None,
         )
         node.host = host  # type: ignore[attr-defined]
-        node._listen = f"{host}:{PORT}"
+        node._listen = f"{bound or host}:{PORT}"
         self.loop.listeners[host, PORT] = node._gate.guest
         self.nodes[name] = node
         return node
@@ -164,6 +166,43 @@ def test_per_peer_opened_and_closed_alternate(peers: int) -> None:
         assert not any(isinstance(end, PeerRestarted) for end in ends), seed
         opened += sum(node.stats.opened for node in net.nodes.values())
     assert opened > 500, f"only {opened} sessions"
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "172.17.0.2"])
+def test_peers_behind_one_address_translator_are_not_each_others_restart(bound: str) -> None:
+    """Each is seen as the same host, and names the same listener; what it advertises is its own."""
+    for seed in range(50):
+        rng = random.Random(seed)
+        net = Net(HOSTS, bound)
+        net.loop.seen_as = dict.fromkeys(HOSTS.values(), "192.168.0.1")
+        net.dial("b", "a")
+        net.dial("c", "a")
+        for _ in range(60):
+            net.step(rng.choices(list(WHAT), WHAT.values())[0], rng.randrange(16), rng.randrange(16))
+            net.check(seed)
+        net.rest(seed)
+        ends = [end for name in net.nodes for end in net.owner(name).ends]
+        assert not any(isinstance(end, PeerRestarted) for end in ends), seed
+
+
+@pytest.mark.parametrize("bound", ["", "0.0.0.0", "172.17.0.2"])
+def test_lesson_09_a_restart_behind_an_address_translator_is_told_as_soon_as_it_has_proven_itself(
+    bound: str,
+) -> None:
+    net = Net(HOSTS, bound)
+    net.loop.seen_as = dict.fromkeys(HOSTS.values(), "192.168.0.1")
+    net.dial("b", "a")
+    net.dial("c", "a")
+    net.loop.settle()
+    assert len(net.nodes["a"].sessions) == 2
+    # b is gone without a word, and something else is at its address.
+    gone = net.nodes.pop("b")
+    net.loop.ends = [end for end in net.loop.ends if end.protocol._owner is not gone]
+    net.start("d", HOSTS["b"], bound)
+    net.dial("d", "a")
+    net.loop.settle()  # in no time
+    assert [type(end) for end in net.owner("a").ends] == [PeerRestarted]
+    assert set(net.nodes["a"].sessions) == {incarnation("c"), incarnation("d")}
 
 
 @pytest.mark.parametrize("frame", range(3))

@@ -25,8 +25,9 @@ class KVConfig:
 
     `model` is the fingerprint that both sides must share, `transports` the names to offer, in
     order of preference. `host:port` is where sessions listen (port 0: any); transports listen
-    on `host` at `transport_port` (0: any); `advertise` and `advertise_transport_port` are what peers
-    are told if it is something else. `secret` is mandatory beyond loopback. `integrity` is what the checksums
+    on `host` at `transport_port` (0: any); `advertise`, `advertise_port` (of sessions) and
+    `advertise_transport_port` are what peers are told if it is something else: two leaders must not
+    advertise the same. `secret` is mandatory beyond loopback. `integrity` is what the checksums
     of chunks that this side sends cover.
     """
 
@@ -38,6 +39,7 @@ class KVConfig:
     port: int = 0
     transport_port: int = 0
     advertise: str | None = None
+    advertise_port: int | None = None
     advertise_transport_port: int | None = None
     secret: bytes | None = None
     dp_rank: int = 0

@@ -103,6 +103,8 @@ class KVManager:
             message_type=LeaderMessage,
             limits=config.limits,
             tls=config.tls,
+            advertise=config.advertise,
+            advertise_port=config.advertise_port,
         )
 
     # ---- life --------------------------------------------------------------------------------

@@ -103,6 +103,8 @@ class ControlHost:
         secret: bytes | None,
         limits: Limits,
         tls: Tls | None = None,
+        advertise: str | None = None,
+        advertise_port: int | None = None,
     ) -> None:
         self.io: Io = IoThread(lambda context: log.error("error in the I/O loop: %s", context.get("message")))
         self.address = (host, port)
@@ -116,6 +118,8 @@ class ControlHost:
             message_type=ControlMessage,
             limits=limits,
             tls=tls,
+            advertise=advertise,
+            advertise_port=advertise_port,
         )
         self._closed = False
 

@@ -104,6 +104,8 @@ class Instance:
             secret=config.secret or None,
             limits=self.limits,
             tls=self.tls,
+            advertise=config.advertise_host,
+            advertise_port=config.advertise_port,
         )
 
     def _kv_manager(self, memory: Memory) -> KVManager:
@@ -117,6 +119,7 @@ class Instance:
             port=config.port,
             transport_port=config.data_port,
             advertise=config.advertise_host,
+            advertise_port=config.advertise_port,
             advertise_transport_port=config.advertise_data_port,
             secret=config.secret or None,
             # `fake` moves no bytes, so that what lies at the destination is never what was sent.

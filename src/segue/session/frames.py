@@ -25,7 +25,7 @@ from segue.core.errors import ErrorInfo
 from segue.core.types import Incarnation, Role
 
 #: Compared when a session opens. Raise it whenever a frame or a message changes its meaning.
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 #: No frame before authentication is larger, so that a stranger costs next to nothing.
 HANDSHAKE_FRAME_BYTES: Final = 4096
@@ -48,14 +48,15 @@ _SessionId = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_leng
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Both ways, first: who I claim to be. Proven by the `Proof` that follows.
 
-    `listen` is the address of my own listener (`host:port`, empty without one), `keyed` says
-    whether I hold a secret, `keepalive_s` how often I let the other side hear from me.
+    `advertised` is where peers reach my listener, as I tell it the registry (`host:port`; empty without
+    a listener, or when I do not know it), `keyed` says whether I hold a secret, `keepalive_s` how
+    often I let the other side hear from me.
     """
 
     incarnation: Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]
     role: Role
     dp_rank: Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
-    listen: Annotated[str, msgspec.Meta(max_length=300)]
+    advertised: Annotated[str, msgspec.Meta(max_length=300)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     keyed: bool
     keepalive_s: Annotated[float, msgspec.Meta(gt=0)]

@@ -77,8 +77,9 @@ class SessionNode:
 
     `secret` is the deployment's shared secret; without one only loopback is talked to, in both
     directions. `message_type` is the union of msgspec structs that sessions carry. `tls` puts TLS under
-    the sessions, in both directions. `protocol` is for tests of version differences,
-    `random_bytes` for a simulator whose every run must be the same.
+    the sessions, in both directions. `advertise` and `advertise_port` are where peers reach the listener,
+    if not where it listens: by that address a restarted peer is recognized. `protocol` is for
+    tests of version differences, `random_bytes` for a simulator whose every run must be the same.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class SessionNode:
         message_type: Any,
         limits: Limits,
         tls: Tls | None = None,
+        advertise: str | None = None,
+        advertise_port: int | None = None,
         max_half_open: int = MAX_STRANGERS,
         protocol: int = PROTOCOL_VERSION,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
@@ -122,6 +125,8 @@ class SessionNode:
             count=self.count,
             max_strangers=max_half_open,
         )
+        self._advertise = advertise
+        self._advertise_port = advertise_port
         self._listen = ""
         self._listener: socket.socket | None = None
         self._connections: dict[Connection, None] = {}
@@ -327,13 +332,19 @@ class SessionNode:
             incarnation=self.incarnation,
             role=self.role,
             dp_rank=self.dp_rank,
-            listen=self._listen,
+            advertised=self._advertised(),
             nonce=self._random_bytes(NONCE_BYTES),
             keyed=self._key is not None,
             # An int would be encoded differently by us and by the peer that decoded a float.
             keepalive_s=float(self.limits.keepalive_s),
         )
         return Handshake(me, dialling=dialling, key=self._key, version=self.protocol)
+
+    def _advertised(self) -> str:
+        host, _, port = self._listen.rpartition(":")
+        host = self._advertise or host
+        # A listener everywhere is no address: others say the same of theirs.
+        return "" if host in ("", "0.0.0.0", "::") else f"{host}:{self._advertise_port or port}"
 
     def check_address(self, host: str) -> None:
         if self._key is None and not is_loopback(host):
@@ -362,13 +373,15 @@ class SessionNode:
             )
 
     def _end_predecessor(self, connection: Connection, hello: Hello) -> None:
-        """A new incarnation at an old one's listener proves that the old one is gone: two processes
+        """A new incarnation where an old one was reached proves that the old one is gone: two processes
         cannot hold one listening address. Its sessions end now, not after a silence."""
         if connection.dialling:
-            # Not what it says of itself: behind one address translator two may name the same listener.
+            # Not what it says of itself: this is where it was reached.
             connection.place = connection.remote_address()
-        elif hello.listen:
-            connection.place = _reachable(hello.listen, connection.remote_host())
+        else:
+            # Not where it comes from, nor where it listens: behind one address translator, or in two
+            # networks with the same addresses, others share both.
+            connection.place = _place(hello.advertised, connection.remote_host())
         old = self._places.get(connection.place)
         if old is not None and old.peer.incarnation != hello.incarnation:
             old.end(
@@ -439,7 +452,9 @@ class SessionNode:
             del self._places[connection.place]
 
     def closed(self, connection: Connection, error: SegueError) -> None:
-        del self._told[connection.peer.incarnation]
+        hello = connection.handshake.peer
+        if hello is not None and self._told.get(hello.incarnation) is connection:
+            del self._told[hello.incarnation]
         try:
             self.handler.closed(connection, error)
         except Exception:
@@ -477,14 +492,9 @@ class SessionNode:
         setattr(self.stats, what, getattr(self.stats, what) + 1)
 
 
-def _reachable(listen: str, remote_host: str) -> str:
-    """The announced listener as seen from here: a wildcard or loopback address is meaningful only
-    together with the host it was announced from."""
-    host, _, port = listen.rpartition(":")
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return listen
-    if address.is_unspecified or (address.is_loopback and remote_host):
-        return f"{remote_host}:{port}"
-    return listen
+def _place(advertised: str, remote_host: str) -> str:
+    """What a peer advertises, if that is one place for everybody: a loopback address is so only for those
+    who see the peer there."""
+    host = advertised.rpartition(":")[0]
+    here_only = host == "localhost" or is_loopback(host)
+    return "" if here_only and not is_loopback(remote_host) else advertised

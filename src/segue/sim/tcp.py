@@ -168,7 +168,8 @@ class Connection:
         self.broken = False
         self.lost = [False, False]
         ours = Socket(self, dialler, (listener.host, port))
-        theirs = Socket(self, listener, (dialler.host, 30000 + network.opened % 30000))
+        seen_as = network.translator or dialler.host
+        theirs = Socket(self, listener, (seen_as, 30000 + network.opened % 30000))
         ours.other, theirs.other = theirs, ours
         self.ends = (ours, theirs)
 
@@ -212,6 +213,8 @@ class Network:
         self.ever_blocked = False
         #: how many of the next segments that arrive at a process come with one bit changed
         self.flips: dict[Process, int] = {}
+        #: as what host every dialler is seen, if there is an address translator before all of them
+        self.translator = "10.255.0.1" if world.rng("translator").random() < 0.25 else ""
         self._rng: random.Random = world.rng("network")
 
     # ---- listening and dialling ------------------------------------------------------------------
@@ -257,7 +260,9 @@ class Network:
             self.live.setdefault(socket.process, {})[socket] = None
         at = self.world.now + self.timing.latency_s * (1.0 + self.timing.jitter * self._rng.random())
         theirs.ready_at = at  # nothing overtakes the answer to the SYN
-        self.world.at(self.world.now, target, self._accepted, theirs, listener[1], loop.host)
+        self.world.at(
+            self.world.now, target, self._accepted, theirs, listener[1], theirs.get_extra_info("peername")[0]
+        )
         self.world.at(at, loop.process, self._dialled, ours, make, made)
 
     def _accepted(self, socket: Socket, accept: Accept, host: str) -> None:
