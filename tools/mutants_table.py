@@ -485,8 +485,8 @@ MUTANTS = (
     Mutant(
         "sequences stay open",
         BASE,
-        "            self.engine.close(job.seq_id)\n",
-        "            pass\n",
+        '        self.attempt("close", job, now, self.engine.close, job.seq_id)\n',
+        "        pass\n",
         "the engine keeps every sequence",
     ),
     # ---- pages, prefixes, generation -----------------------------------------------------------
@@ -741,8 +741,8 @@ MUTANTS = (
     Mutant(
         "what is known waits for the next forward",
         LEADER,
-        "        steps = self.role.plan(now)\n        self._flush()\n",
-        "        steps = self.role.plan(now)\n",
+        "            steps = []\n        self._flush()\n",
+        "            steps = []\n",
         "outputs without a forward after them are never sent",
     ),
     # ---- bugs in a role ------------------------------------------------------------------------

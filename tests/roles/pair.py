@@ -31,7 +31,17 @@ VOCAB = 1000
 class Node:
     """One leader: role, engine, exchange; the `Owner` and `Handoffs` of its handles."""
 
-    def __init__(self, kind: Role, incarnation: str, clock: VirtualClock, pages: int, page_tokens: int):
+    def __init__(
+        self,
+        kind: Role,
+        incarnation: str,
+        clock: VirtualClock,
+        pages: int,
+        page_tokens: int,
+        *,
+        chunk_tokens: int = 16,
+        max_batch: int = 8,
+    ):
         self.me = Incarnation(incarnation * 32)
         self.kind = kind
         self.clock = clock
@@ -46,7 +56,7 @@ class Node:
             endpoints={"fake": [b""]},
             max_transfers=100,
         )
-        limits = Limits(max_batch=8, max_queue=64)
+        limits = Limits(max_batch=max_batch, max_queue=64)
         self.exchange = Exchange(kind, self.me, f"{kind.value} {incarnation}", limits, self.info)
         make = PrefillRole if kind is Role.PREFILL else DecodeRole
         self.role = make(
@@ -55,7 +65,7 @@ class Node:
             me=self.me,
             name=kind.value,
             limits=limits,
-            chunk_tokens=16,
+            chunk_tokens=chunk_tokens,
             handoffs=self,
         )
         self.handles: dict[TransferId, KVSender | KVReceiver] = {}
@@ -99,11 +109,19 @@ class Pair:
     """Both nodes and the way between them."""
 
     def __init__(
-        self, prefill_pages: int = 64, decode_pages: int = 64, page_tokens: tuple[int, int] = (4, 4)
+        self,
+        prefill_pages: int = 64,
+        decode_pages: int = 64,
+        page_tokens: tuple[int, int] = (4, 4),
+        *,
+        chunk_tokens: int = 16,
+        max_batch: int = 8,
     ) -> None:
         self.clock = VirtualClock()
-        self.prefill = Node(Role.PREFILL, "a", self.clock, prefill_pages, page_tokens[0])
-        self.decode = Node(Role.DECODE, "d", self.clock, decode_pages, page_tokens[1])
+        self.prefill = Node(
+            Role.PREFILL, "a", self.clock, prefill_pages, page_tokens[0], chunk_tokens=chunk_tokens
+        )
+        self.decode = Node(Role.DECODE, "d", self.clock, decode_pages, page_tokens[1], max_batch=max_batch)
         self.rooms = 0
         self.outputs: dict[str, list[Output]] = {}
         #: tells what to lose; by default nothing

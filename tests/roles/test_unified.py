@@ -91,6 +91,51 @@ def test_retraction_keeps_the_tokens_right() -> None:
     role.check_integrity()
 
 
+@pytest.mark.parametrize("call", ["copy_out", "copy_in"])
+def test_an_engine_that_cannot_retract_fails_that_request_alone(call: str) -> None:
+    role = make(pages=12)
+    right, broke = getattr(role.engine, call), []
+
+    def breaks_once(*args: object) -> object:
+        if broke:
+            return right(*args)
+        broke.append(call)
+        raise KeyError("a bug")
+
+    setattr(role.engine, call, breaks_once)
+    wanted = {}
+    for i in range(4):
+        prompt = [i * 10 + k for k in range(7)]
+        wanted[f"r{i}"] = reference(prompt, submit(role, f"r{i}", prompt, 30), VOCAB, 30)
+    outputs = run(role)
+    failed = [name for name, out in outputs.items() if out[-1].error is not None]
+    assert len(failed) == 1
+    error = outputs[failed[0]][-1].error
+    assert error is not None
+    assert (error.code, call in error.text) == (ErrorCode.INTERNAL, True)
+    assert all(tokens(out) == wanted[name] for name, out in outputs.items() if name not in failed)
+    assert [type(bug) for _, bug in role.bugs] == [KeyError]
+    assert not any(role.sizes().values())
+    role.check_integrity()
+
+
+def test_an_engine_that_breaks_on_the_end_of_a_request_ends_nothing_else() -> None:
+    role = make()
+    submit(role, "late", [4, 5, 6], 50, budget_s=5)
+    sampling = submit(role, "good", [1, 2, 3], 9)
+
+    def broken(_seq_id: int) -> None:
+        raise KeyError("a bug")
+
+    role.engine.close = broken  # type: ignore[method-assign]
+    role.complete(role.engine.step(role.plan(1.0)), 1.0)
+    role.advance(5.0)
+    assert tokens(run(role, 5.0)["good"]) == reference([1, 2, 3], sampling, VOCAB, 9)
+    assert [what.split()[0] for what, _ in role.bugs] == ["close", "close"]
+    assert not any(role.sizes().values())
+    role.check_integrity()
+
+
 def test_a_prefix_is_computed_once() -> None:
     role = make()
     prompt = list(range(40))

@@ -138,6 +138,44 @@ def test_an_engine_that_breaks_on_the_end_of_a_request_keeps_none_of_its_pages()
         made.assert_comes_to_rest()
 
 
+@pytest.mark.parametrize("method", ["advance", "plan"])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("side", [Role.PREFILL, Role.DECODE])
+def test_a_step_that_cannot_be_planned_ends_what_is_there_and_not_the_loop(
+    method: str, late: bool, side: Role
+) -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        [broken] = made.by_role(side)
+        # With the job there, or there would be nobody to tell.
+        said = break_once(broken.role, method, lambda *_: bool(broken.role.jobs), late)
+        made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
+        error = made.front.wait("bad", 10)[-1].error
+        assert error is not None
+        assert said
+        assert (error.code, "planning a step" in error.text) == (ErrorCode.INTERNAL, True), error
+        made.front.cancel("bad", p, d)
+        made.assert_comes_to_rest()
+        sampling = made.front.submit("good", [1, 2, 3], p, d)
+        assert made.front.tokens("good") == reference([1, 2, 3], sampling, VOCAB, 4)
+        made.assert_comes_to_rest()
+
+
+def test_an_engine_that_breaks_on_a_late_request_does_not_end_the_loop() -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        said = break_once(p.engine, "close")
+        p.role.plan = lambda _now: []  # it computes nothing: the request ends by its deadline
+        made.front.submit("late", list(range(40)), p, d, max_tokens=9, budget_s=0.3)
+        error = made.front.wait("late", 10)[-1].error
+        assert error is not None
+        made.assert_comes_to_rest()
+        del p.role.plan
+        sampling = made.front.submit("good", [1, 2, 3], p, d)
+        assert made.front.tokens("good") == reference([1, 2, 3], sampling, VOCAB, 4)
+        assert said
+
+
 def test_every_instance_says_what_it_holds() -> None:
     with deployment(Role.PREFILL, Role.DECODE, http_port=0) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)

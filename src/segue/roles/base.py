@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 from segue.conn.handles import Change
 from segue.core.control import Load, Submit
@@ -17,6 +17,7 @@ from segue.core.errors import (
     DeadlineExceeded,
     Draining,
     ErrorInfo,
+    Internal,
     InvalidRequest,
     OutOfCapacity,
     SegueError,
@@ -30,11 +31,15 @@ from segue.engine.prefix import PrefixTree, allocate_evicting
 from segue.handoff.ticket import SpentTickets, verify
 from segue.roles.job import Job, JobKey
 
+T = TypeVar("T")
+
 
 class Role(Protocol):
     """The face a leader drives; see the module's text."""
 
     outbox: list[tuple[Incarnation, Output]]
+    #: what an engine's bug was caught at, and the bug, for the log
+    bugs: list[tuple[str, Exception]]
 
     def submit(self, origin: Incarnation, submit: Submit, now: float) -> None: ...
     def cancel(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None: ...
@@ -47,6 +52,7 @@ class Role(Protocol):
     def stored(self, seq_ids: Collection[int]) -> None: ...
     def complete(self, results: Sequence[SequenceResult], now: float) -> None: ...
     def step_failed(self, steps: Sequence[SequenceStep], error: ErrorInfo, now: float) -> None: ...
+    def fail_all(self, error: ErrorInfo, now: float) -> None: ...
     def next_deadline(self) -> float | None: ...
     def load(self) -> Load: ...
     def drain(self) -> None: ...
@@ -84,6 +90,7 @@ class Desk(ABC):
         self.dp_rank = dp_rank
         self.secret = secret
         self.outbox: list[tuple[Incarnation, Output]] = []
+        self.bugs: list[tuple[str, Exception]] = []
         self.jobs: dict[JobKey, Job] = {}
         self.by_seq: dict[int, Job] = {}
         self.draining = False
@@ -188,10 +195,18 @@ class Desk(ABC):
         job.ended = True
         del self.jobs[job.key]
         del self.by_seq[job.seq_id]
+        self.attempt("close", job, now, self.engine.close, job.seq_id)
+        self._drop(job, error, now)
+
+    def attempt(self, what: str, job: Job, now: float, call: Callable[..., T], *args: object) -> T | None:
+        """Ask the engine for something that is of `job` alone. A bug there fails that job (which may have
+        ended already) and nobody else, is kept in `bugs`, and answered with None."""
         try:
-            self.engine.close(job.seq_id)
-        finally:  # what it holds comes back even if the engine has a bug
-            self._drop(job, error, now)
+            return call(*args)
+        except Exception as exc:  # the boundary: what others share the step with is not theirs to suffer
+            self.bugs.append((f"{what} of room {job.ticket.room}", exc))
+            self.fail(job, Internal(f"the engine broke in {what}: {exc!r}").info, now)
+            return None
 
     def broken(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None:
         """Something of this request was not handled, by a bug: it ends with `error`, known or not."""
@@ -238,6 +253,15 @@ class Desk(ABC):
         for step in steps:
             if (job := self.by_seq.get(step.seq_id)) is not None:
                 self.fail(job, error, now)
+
+    def fail_all(self, error: ErrorInfo, now: float) -> None:
+        """A bug that is nobody's alone, as in planning a step: everything that is here ends with `error`, so
+        that the next step begins afresh."""
+        for job in list(self.jobs.values()):
+            try:
+                self.fail(job, error, now)
+            except Exception as exc:  # the boundary: the others are to end all the same
+                self.bugs.append((f"the end of room {job.ticket.room}", exc))
 
     # ---- pages -------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -18,15 +19,16 @@ from segue.roles.job import Job
 class Generation:
     """`waiting` (ready, no place in the batch yet), `running`, and `retracted` (KV in host memory).
 
-    When a running sequence needs a page and there is none, the youngest one is retracted: its KV
-    is copied out, its pages go back, and it continues later with the same tokens.
+    When a running sequence needs a page and there is none, the youngest of `waiting`, or else of `running`,
+    is retracted: its KV is copied out, its pages go back, and it continues later with the same tokens. So the
+    oldest that runs always has its next token. `retracted` is in order of arrival, as its requests come back.
     """
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
-        self.retracted: deque[tuple[Job, HostPages]] = deque()
+        self.retracted: list[tuple[Job, HostPages]] = []
         self.retractions = 0
 
     def __len__(self) -> int:
@@ -54,21 +56,29 @@ class Generation:
         elif job in self.waiting:
             self.waiting.remove(job)
         else:
-            self.retracted = deque(item for item in self.retracted if item[0] is not job)
+            self.retracted = [item for item in self.retracted if item[0] is not job]
 
     # ---- one step ----------------------------------------------------------------------------
 
     def plan(self, now: float) -> list[SequenceStep]:
         """One token of every running sequence, after making room and filling the batch."""
-        self._resume()
+        self._fill(now)
+        if not self.running:
+            # The last one gave way to itself: of a prefix that was cached meanwhile it had pages of its own,
+            # and the cached ones could not be evicted while it held what follows them.
+            self._fill(now)
+        return [SequenceStep(j.seq_id, j.output[-1:], j.computed, j.pages, True) for j in self.running]
+
+    def _fill(self, now: float) -> None:
+        """The batch of the next step, each of it with a place for its token's KV."""
+        self._resume(now)
         while self.waiting and len(self.running) < self.desk.limits.max_batch:
             job = self.waiting.popleft()
             job.enter("decode", now)
             self.running.append(job)
         for job in list(self.running):
             if job in self.running:
-                self._grow(job)
-        return [SequenceStep(j.seq_id, j.output[-1:], j.computed, j.pages, True) for j in self.running]
+                self._grow(job, now)
 
     def complete(self, job: Job, result: SequenceResult, now: float) -> None:
         """A running sequence has its next token."""
@@ -108,8 +118,8 @@ class Generation:
 
     # ---- pages -------------------------------------------------------------------------------
 
-    def _grow(self, job: Job) -> None:
-        """Make sure that the KV of the job's last token has a place; retract the youngest if needed."""
+    def _grow(self, job: Job, now: float) -> None:
+        """Make sure that the KV of the job's last token has a place; retract others if needed."""
         desk = self.desk
         while len(job.pages) < desk.pool.pages_for(job.computed + 1):
             left = job.max_tokens - job.produced
@@ -117,20 +127,24 @@ class Generation:
             if page is not None:
                 job.pages += page
                 continue
-            victim = self.waiting.pop() if self.waiting else self.running.pop()
-            self._retract(victim)
+            victim = max(self.waiting or self.running, key=_age)
+            self._retract(victim, now)
             if victim is job:
                 return
 
-    def _retract(self, job: Job) -> None:
+    def _retract(self, job: Job, now: float) -> None:
         desk = self.desk
         held = desk.pool.pages_for(job.computed)
-        self.retracted.append((job, desk.engine.copy_out(job.pages[:held])))
+        host = desk.attempt("copy_out", job, now, desk.engine.copy_out, job.pages[:held])
+        if host is None:
+            return  # it has failed, and its pages are free all the same
+        self.remove(job)
+        insort(self.retracted, (job, host), key=lambda item: _age(item[0]))
         desk.pool.release(job.pages)
         job.pages = []
         self.retractions += 1
 
-    def _resume(self) -> None:
+    def _resume(self, now: float) -> None:
         """Bring retracted sequences back, oldest first, while there is room for them to move on."""
         while self.retracted and len(self.running) < self.desk.limits.max_batch:
             job, host = self.retracted[0]
@@ -142,10 +156,16 @@ class Generation:
             pages = self.desk.take_pages(needed, room=self.desk.pool.pages_for(job.max_tokens - job.produced))
             if pages is None:
                 return
-            self.retracted.popleft()
-            self.desk.engine.copy_in(host, pages[: self.desk.pool.pages_for(job.computed)])
+            del self.retracted[0]
             job.pages = pages
             self.running.append(job)
+            kv = pages[: self.desk.pool.pages_for(job.computed)]
+            self.desk.attempt("copy_in", job, now, self.desk.engine.copy_in, host, kv)
+
+
+def _age(job: Job) -> int:
+    """Orders requests by their arrival here."""
+    return job.seq_id
 
 
 def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> Usage:

@@ -55,7 +55,7 @@ class PrefillRole(Desk):
     def _drop(self, job: Job, error: ErrorInfo | None, now: float) -> None:
         self.prompts.remove(job)
         if error is not None and error.retryable and error.code not in _DOUBTS:
-            self._keep(job)
+            self._keep(job, now)
         entry = self.table.get(job.transfer)
         if entry is None or entry.job is not job:
             self.pool.release(job.pages)
@@ -66,14 +66,19 @@ class PrefillRole(Desk):
 
     # ---- a new attempt after a failed one ----------------------------------------------------
 
-    def _keep(self, job: Job) -> None:
+    def _keep(self, job: Job, now: float) -> None:
         """What `job` has computed stays for the attempt that may follow: its whole pages in the prefix
         tree, the rest aside. Pressure evicts the pages, as any others there."""
         self.remember(job, job.computed)
         if job.metadata is None or job.sampling.prompt_logprobs is not None:
             return
         whole, rest = divmod(len(job.prompt), self.pool.page_tokens)
-        tail = self.engine.copy_out(job.pages[whole : whole + 1]) if rest else None
+        tail = None
+        if rest:
+            pages = job.pages[whole : whole + 1]
+            tail = self.attempt("copy_out", job, now, self.engine.copy_out, pages)
+            if tail is None:
+                return
         self.kept.put(job, job.metadata, tail)
 
     def _resume(self, job: Job, now: float) -> bool:
@@ -89,9 +94,9 @@ class PrefillRole(Desk):
         if tail is None:
             self.pool.release(match.pages)
             return False
+        job.pages = match.pages + tail
         if kept.tail is not None:
             self.engine.copy_in(kept.tail, tail)
-        job.pages = match.pages + tail
         job.cached = job.computed = tokens
         job.enter("in_flight", now)
         job.metadata = replace(

@@ -37,14 +37,15 @@ class Prompts:
             if job in queue:
                 queue.remove(job)
 
-    def plan(self, budget_tokens: int, now: float) -> list[SequenceStep]:
-        """The next chunks, at most `budget_tokens` tokens in total."""
+    def plan(self, budget_tokens: int, now: float, *, start: bool = True) -> list[SequenceStep]:
+        """The next chunks, at most `budget_tokens` tokens in total. Without `start` only those of prompts
+        that have their pages."""
         steps: list[SequenceStep] = []
         for job in list(self.running):
             if budget_tokens <= 0:
                 return steps
             budget_tokens -= self._chunk(job, budget_tokens, steps)
-        while budget_tokens > 0 and self.waiting and self._start(self.waiting[0], now):
+        while start and budget_tokens > 0 and self.waiting and self._start(self.waiting[0], now):
             job = self.waiting.popleft()
             self.running.append(job)
             budget_tokens -= self._chunk(job, budget_tokens, steps)

@@ -16,7 +16,18 @@ from segue.roles.prompts import Prompts
 
 
 class UnifiedRole(Desk):
-    """Each step runs one token of every generating sequence and a chunk of waiting prompts."""
+    """Each step runs one token of every generating sequence and a chunk of waiting prompts.
+
+    While a sequence is retracted no prompt starts, but one that has its pages goes on: it would hold them
+    for ever. So something always moves while there is a job, and the tokens that are still to be computed
+    (retraction loses none) grow fewer with each step:
+
+    - a half-computed prompt has all its pages, and its next chunk needs nothing else;
+    - without one, all pages are with sequences that generate, or can be evicted. The oldest that runs has its
+      next token: the others give their pages up for it, then it does so itself, and comes back;
+    - where none runs, the oldest that is retracted finds the whole pool, or else the first prompt does, and
+      alone each fits (`submit` has looked).
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -49,9 +60,8 @@ class UnifiedRole(Desk):
     def plan(self, now: float) -> list[SequenceStep]:
         """Generating sequences first, then prompt chunks with what is left of the token budget."""
         steps = self.generation.plan(now)
-        self._chunks = []
-        if not self.generation.retracted:
-            self._chunks = self.prompts.plan(self.chunk_tokens - len(steps), now)
+        start = not self.generation.retracted
+        self._chunks = self.prompts.plan(self.chunk_tokens - len(steps), now, start=start)
         return steps + self._chunks
 
     def stored(self, seq_ids: Collection[int]) -> None:

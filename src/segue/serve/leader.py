@@ -120,8 +120,13 @@ class Leader:
         failures) leaves before it."""
         self._take(block=False)
         now = self.clock.now()
-        self.role.advance(now)
-        steps = self.role.plan(now)
+        try:
+            self.role.advance(now)
+            steps = self.role.plan(now)
+        except Exception as exc:  # the boundary: a step that cannot be planned must not end the replica
+            log.exception("the next step was not planned")
+            self.role.fail_all(Internal(f"a bug while planning a step: {exc!r}").info, now)
+            steps = []
         self._flush()
         if now >= self._report_at and (steps or now >= self._quiet_until):
             self._tell_load(now)
@@ -216,6 +221,9 @@ class Leader:
     # ---- what goes out -----------------------------------------------------------------------
 
     def _flush(self) -> None:
+        bugs, self.role.bugs = self.role.bugs, []
+        for what, bug in bugs:
+            log.error("the engine broke at %s", what, exc_info=bug)
         outbox, self.role.outbox = self.role.outbox, []
         by_frontend: dict[Incarnation, list[Output]] = {}
         for origin, output in outbox:
