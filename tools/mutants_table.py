@@ -494,14 +494,14 @@ MUTANTS = (
         "freed with other owners",
         PAGES,
         "            if counts[page] == held:\n                freed.append(page)",
-        "            freed.append(page)",
+        "            if counts[page] >= held:\n                freed.append(page)",
         "the first owner to leave frees the page",
     ),
     Mutant(
         "shared twice",
         PAGES,
-        "        for page in pages:\n            counts[page] += 1\n        self.version += 1",
-        "        for page in pages:\n            counts[page] += 2\n        self.version += 1",
+        "        for page in pages:\n            counts[page] += 1\n        if self.watch",
+        "        for page in pages:\n            counts[page] += 2\n        if self.watch",
         "a cached page is never free again",
     ),
     Mutant(

@@ -22,6 +22,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree = PrefixTree(self.pool, SIZE)
         self.written = {}
         self.running = []
+        self.quarantined = []
 
     @rule(prompt=tokens, room=st.integers(0, 4))
     def run(self, prompt, room):
@@ -67,12 +68,36 @@ class TreeMachine(RuleBasedStateMachine):
             at = data.draw(st.integers(0, len(self.running) - 1))
             self.pool.release(self.running.pop(at))
 
+    @rule(data=st.data())
+    def give_up_a_part(self, data):
+        """A lease ends page by page: what follows a page may be in use while the page is not."""
+        pages = [page for held in self.running for page in held]
+        if pages:
+            page = data.draw(st.sampled_from(pages))
+            next(held for held in self.running if page in held).remove(page)
+            self.pool.release([page])
+
+    @rule(data=st.data())
+    def quarantine(self, data):
+        if self.running:
+            held = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+            self.pool.quarantine(held)
+            self.quarantined.append(held)
+
+    @rule()
+    def prove(self):
+        if self.quarantined:
+            self.pool.unquarantine(self.quarantined.pop())
+
     @rule(wanted=st.integers(0, 10))
     def evict(self, wanted):
         expected = min(wanted, self.tree.evictable)
-        free = self.pool.free
+        free, quarantined = self.pool.free, self.pool.quarantined
+        in_use = {page for pages in self.running + self.quarantined for page in pages}
         assert self.tree.evict(wanted) == expected
         assert self.pool.free == free + expected
+        assert self.pool.quarantined == quarantined
+        assert all(self.pool.references(page) for page in in_use)
 
     @rule()
     def clear(self):
@@ -86,12 +111,15 @@ class TreeMachine(RuleBasedStateMachine):
         in_use = {page for pages in self.running for page in pages}
         assert self.pool.used <= len(in_use) + self.tree.pages
         assert self.tree.evictable <= self.tree.pages
-        if not self.running:
+        if not self.running and not self.quarantined:
             assert self.pool.used == self.tree.pages == self.tree.evictable
 
     def teardown(self):
         for pages in self.running:
             self.pool.release(pages)
+        for pages in self.quarantined:
+            self.pool.unquarantine(pages)
+        assert self.tree.evictable == self.tree.pages
         self.tree.clear()
         assert self.pool.free == self.pool.total
 
@@ -141,6 +169,42 @@ def test_a_quarantined_page_is_not_evictable():
     assert (tree.evictable, tree.evict(1)) == (0, 0)
     pool.unquarantine(pages)
     assert tree.evict(1) == 1
+
+
+def test_what_is_evictable_is_counted_once_and_not_at_each_look(monkeypatch):
+    """A page in use deep in the tree blocks what leads to it, and nothing beside it."""
+    pool = PagePool(20, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [1, 1, 2, 2, 3, 3, 4, 4])
+    cached(tree, pool, [1, 1, 2, 2, 5, 5])
+    held = tree.match([1, 1, 2, 2, 3, 3]).pages
+    pool.release(held[:2])  # as one that has pages of its own for the beginning
+    assert tree.evictable == 2
+    looked = []
+    monkeypatch.setattr(tree, "_loose_tail", looked.append)
+    assert [tree.evictable for _ in range(100)] == [2] * 100
+    assert not looked
+    monkeypatch.undo()
+    pool.release(held[2:])
+    assert tree.evictable == 5
+    tree.check_integrity()
+
+
+def test_integrity_check_sees_a_wrong_count():
+    pool = PagePool(4, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [1, 1])
+    pool.watch = None
+    tree.match([1, 1])
+    with pytest.raises(Internal, match="recounted 0"):
+        tree.check_integrity()
+
+
+def test_a_pool_has_one_tree():
+    pool = PagePool(4, SIZE)
+    PrefixTree(pool, SIZE)
+    with pytest.raises(ValueError, match="already"):
+        PrefixTree(pool, SIZE)
 
 
 def test_a_tail_shorter_than_a_page_is_ignored():

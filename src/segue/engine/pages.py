@@ -12,7 +12,7 @@ up by their owner while a peer may still write there). A page is *used* while it
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from segue.core.errors import Internal, OutOfCapacity
 
@@ -136,8 +136,8 @@ class PagePool:
         self._holes.add(0, pages)
         self._free = pages
         self._quarantined = 0
-        #: grows with every change; lets a reader keep a derived number until the next change
-        self.version = 0
+        #: told of pages that now have a second lease, or have it no longer
+        self.watch: Callable[[Sequence[int]], None] | None = None
 
     @property
     def free(self) -> int:
@@ -196,7 +196,6 @@ class PagePool:
         for page in taken:
             self._counts[page] = 1
         self._free -= n
-        self.version += 1
         return taken
 
     def _place(self, want: int, room: int | None) -> tuple[int, int]:
@@ -236,7 +235,8 @@ class PagePool:
                 raise Internal(f"page {page} cannot be shared: nobody holds a lease on it")
         for page in pages:
             counts[page] += 1
-        self.version += 1
+        if self.watch is not None:
+            self.watch([page for page in pages if counts[page] == 2])
 
     def release(self, pages: Sequence[int]) -> None:
         """End one lease on each of `pages` (twice where a page is named twice).
@@ -245,6 +245,7 @@ class PagePool:
         """
         counts, holds = self._counts, self._holds
         freed: list[int] = []
+        single: list[int] = []
         for at, page in enumerate(pages):
             held = holds.get(page, 0) if holds else 0
             if not 0 <= page < self.total or counts[page] <= held:
@@ -254,7 +255,9 @@ class PagePool:
             counts[page] -= 1
             if counts[page] == held:
                 freed.append(page)
-        self._settle(freed)
+            elif counts[page] == 1:
+                single.append(page)
+        self._settle(freed, single)
 
     def quarantine(self, pages: Sequence[int]) -> None:
         """Turn one lease on each of `pages` into a hold: its owner is gone, a peer may still write."""
@@ -266,7 +269,6 @@ class PagePool:
                 raise Internal(f"page {page} cannot be quarantined: nobody holds a lease on it")
             holds[page] = holds.get(page, 0) + 1
         self._quarantined += sum(1 for page in set(pages) if counts[page] == holds[page])
-        self.version += 1
 
     def unquarantine(self, pages: Sequence[int]) -> None:
         """End one hold on each of `pages`: a fence is proven. Internal where there is none."""
@@ -279,12 +281,15 @@ class PagePool:
             self._drop_hold(page)
         # Leases and holds fall together, so a page changes its place only when its last count goes.
         freed: list[int] = []
+        single: list[int] = []
         for page in pages:
             counts[page] -= 1
             if counts[page] == 0:
                 freed.append(page)
+            elif counts[page] == 1:
+                single.append(page)
         self._quarantined -= len(freed)
-        self._settle(freed)
+        self._settle(freed, single)
 
     def _drop_hold(self, page: int) -> None:
         left = self._holds[page] - 1
@@ -293,9 +298,8 @@ class PagePool:
         else:
             del self._holds[page]
 
-    def _settle(self, pages: list[int]) -> None:
-        """`pages` lost their last lease: free them, or count them as quarantined."""
-        self.version += 1
+    def _settle(self, pages: list[int], single: list[int]) -> None:
+        """`pages` lost their last lease: free them, or count them as quarantined. `single` have one left."""
         if self._holds:
             free = [page for page in pages if page not in self._holds]
             self._quarantined += len(pages) - len(free)
@@ -303,6 +307,8 @@ class PagePool:
         self._free += len(pages)
         for start, count in runs(pages):
             self._holes.add(start, count)
+        if single and self.watch is not None:
+            self.watch(single)
 
     def _check_id(self, page: int) -> None:
         if not 0 <= page < self.total:

@@ -8,6 +8,9 @@ the simulator drives the same code.
 Recency is an order, not a clock: `_recent` lists the nodes from least to most recently used, and every
 touch moves a path to the end, leaf first. So a node always stands behind its descendants, and one pass
 from the front meets leaves before the parents they uncover.
+
+How many pages could be evicted is asked at every admission, so it is kept, not counted: each node knows its
+`loose` pages, and is looked at again when the pool says that a page has a second lease, or has it no longer.
 """
 
 from __future__ import annotations
@@ -46,6 +49,14 @@ class _Node:
     pages: list[int]
     parent: _Node | None
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
+    #: children that cannot be evicted whole
+    blocked: int = 0
+    #: pages at the end that could be evicted now, after all children
+    loose: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.loose == len(self.pages)
 
 
 class PrefixTree:
@@ -63,7 +74,11 @@ class PrefixTree:
         self._recent: OrderedDict[_Node, None] = OrderedDict()
         self._pages = 0
         self._evictable = 0
-        self._evictable_at = -1
+        #: the node of each page in the tree
+        self._node_of: dict[int, _Node] = {}
+        if pool.watch is not None:
+            raise ValueError("the pool has a prefix tree already")
+        pool.watch = self._leases_changed
         self.stats = PrefixStats()
 
     @property
@@ -151,6 +166,10 @@ class PrefixTree:
         if new:
             leaf = _Node(key[len(known) * size :], new, node)
             node.children[leaf.tokens[:size]] = leaf
+            self._node_of.update(dict.fromkeys(new, leaf))
+            node.blocked += 1  # nothing of the leaf is loose yet
+            self._look_again(node)
+            self._look_again(leaf)
             self._pages += len(new)
             self.stats.inserted_pages += len(new)
             node = leaf
@@ -173,6 +192,10 @@ class PrefixTree:
         node.parent.children[upper.tokens[:size]] = upper
         node.tokens, node.pages, node.parent = node.tokens[count * size :], node.pages[count:], upper
         upper.children[node.tokens[:size]] = node
+        self._node_of.update(dict.fromkeys(upper.pages, upper))
+        upper.loose = max(0, node.loose - len(node.pages))
+        node.loose -= upper.loose
+        upper.blocked = 0 if node.whole else 1
         return upper
 
     # --- eviction -----------------------------------------------------------------------------
@@ -190,7 +213,7 @@ class PrefixTree:
                 break
             if len(node.children) != removed_children.get(node, 0):
                 continue
-            loose = min(self._loose_tail(node), pages_wanted - count)
+            loose = min(node.loose, pages_wanted - count)
             if not loose:
                 continue
             victims.append((node, loose))
@@ -217,6 +240,10 @@ class PrefixTree:
         size = self._page_tokens
         kept = len(node.pages) - count
         gone = node.pages[kept:]
+        for page in gone:
+            del self._node_of[page]
+        node.loose -= count
+        self._evictable -= count
         if kept:
             node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * size]
         else:
@@ -228,21 +255,34 @@ class PrefixTree:
 
     @property
     def evictable(self) -> int:
-        """Pages that `evict` could give back now. Counted anew only after the pool changed."""
-        if self._evictable_at != self._pool.version:
-            blocked: set[_Node] = set()
-            total = 0
-            for node in self._recent:  # descendants first, see the module's docstring
-                loose = 0 if node in blocked else self._loose_tail(node)
-                total += loose
-                if loose < len(node.pages) and node.parent is not None:
-                    blocked.add(node.parent)
-            self._evictable, self._evictable_at = total, self._pool.version
+        """Pages that `evict` could give back now."""
         return self._evictable
+
+    def _leases_changed(self, pages: Sequence[int]) -> None:
+        """Somebody else than the tree leases `pages` now, or no longer."""
+        last = None
+        for page in pages:
+            node = self._node_of.get(page)
+            if node is not None and node is not last:  # neighbours in a sequence are neighbours in a node
+                self._look_again(node)
+                last = node
+
+    def _look_again(self, node: _Node) -> None:
+        """Count what of `node` is loose, and of its parent, if it blocks that no longer or from now on."""
+        while node.parent is not None:
+            loose, was_whole = 0 if node.blocked else self._loose_tail(node), node.whole
+            self._evictable += loose - node.loose
+            node.loose = loose
+            if node.whole == was_whole:
+                return
+            node.parent.blocked += -1 if node.whole else 1
+            node = node.parent
 
     def clear(self) -> int:
         """Forget everything and end all of the tree's leases; returns how many pages it had."""
         count = self._pages
+        self._node_of.clear()
+        self._evictable = self._root.blocked = 0
         for node in self._recent:
             self._pool.release(node.pages)
         self._root.children.clear()
@@ -267,6 +307,8 @@ class PrefixTree:
                     raise Internal(f"a node has {len(child.tokens)} tokens in {len(child.pages)} pages")
                 if child not in order or (node in order and order[node] < order[child]):
                     raise Internal("a node of the prefix tree is out of its order of use")
+                if any(self._node_of.get(page) is not child for page in child.pages):
+                    raise Internal("a page of the prefix tree is looked for in another node")
                 nodes += 1
                 count += len(child.pages)
                 seen.update(child.pages)
@@ -277,6 +319,23 @@ class PrefixTree:
             )
         if any(self._pool.references(page) < 1 for page in seen):
             raise Internal("the prefix tree holds a page that is free")
+        loose = self._recount()
+        if (loose, count) != (self._evictable, len(self._node_of)):
+            raise Internal(
+                f"the prefix tree counts {self._evictable} pages to evict, recounted {loose}; "
+                f"it finds {len(self._node_of)} of {count} pages"
+            )
+
+    def _recount(self) -> int:
+        """What `evictable` must be, by the leases alone."""
+        blocked: set[_Node] = set()
+        total = 0
+        for node in self._recent:  # descendants first, see the module's docstring
+            loose = 0 if node in blocked else self._loose_tail(node)
+            total += loose
+            if loose < len(node.pages) and node.parent is not None:
+                blocked.add(node.parent)
+        return total
 
 
 def allocate_evicting(
