@@ -741,8 +741,8 @@ MUTANTS = (
     Mutant(
         "what is known waits for the next forward",
         LEADER,
-        "            steps = []\n        self._flush()\n",
-        "            steps = []\n",
+        "            steps = self._plan(now)\n        self._flush()\n",
+        "            steps = self._plan(now)\n",
         "outputs without a forward after them are never sent",
     ),
     # ---- bugs in a role ------------------------------------------------------------------------

@@ -119,18 +119,23 @@ class Leader:
         """Handle what is in the inbox and decide the next forward. What is known already (first tokens,
         failures) leaves before it."""
         self._take(block=False)
-        now = self.clock.now()
-        try:
-            self.role.advance(now)
-            steps = self.role.plan(now)
-        except Exception as exc:  # the boundary: a step that cannot be planned must not end the replica
-            log.exception("the next step was not planned")
-            self.role.fail_all(Internal(f"a bug while planning a step: {exc!r}").info, now)
-            steps = []
+        now, steps, bugs = self.clock.now(), list[SequenceStep](), -1
+        while not steps and len(self.role.bugs) != bugs:
+            bugs = len(self.role.bugs)  # what ends by one while a step is planned gives its pages to others
+            steps = self._plan(now)
         self._flush()
         if now >= self._report_at and (steps or now >= self._quiet_until):
             self._tell_load(now)
         return steps
+
+    def _plan(self, now: float) -> list[SequenceStep]:
+        try:
+            self.role.advance(now)
+            return self.role.plan(now)
+        except Exception as exc:  # the boundary: a step that cannot be planned must not end the replica
+            log.exception("the next step was not planned")
+            self.role.fail_all(Internal(f"a bug while planning a step: {exc!r}").info, now)
+            return []
 
     def step(self, steps: Sequence[SequenceStep]) -> None:
         """Run the forward that was decided, and send what came of it."""

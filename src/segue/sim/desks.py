@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from segue.core.control import Submit
-from segue.core.types import Incarnation, TransferId
+from segue.core.types import Incarnation, KVPoll, TransferId
 from segue.handoff import api
 from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.sim.world import Violation
@@ -61,6 +61,26 @@ class DeskChecks:
         if front.paused and not network.ever_blocked and now - front.paused_at > silent_s:
             return True
         return network.blocked_s(front, node) > silent_s
+
+    def nothing_to_do(self, node: LeaderNode) -> None:
+        """17: the leader has planned no step. Then every request here waits for somebody else: for its
+        prefill side, or for pages that a hand-off has, which come back by its end. A deadline is no such end."""
+        role: Any = node.role
+        if node.squeezed:
+            return
+        generation, prompts = getattr(role, "generation", None), getattr(role, "prompts", None)
+        ready: list[Any] = []
+        if generation is not None:
+            ready += [*generation.waiting, *generation.running, *(job for job, _ in generation.retracted)]
+        if prompts is not None:
+            ready += [*prompts.waiting, *prompts.running]
+        entries = list(role.table._entries.values()) if hasattr(role, "table") else []
+        in_flight = [e.job for e in entries if e.job.pages and not any(e.job is job for job in ready)]
+        queued = getattr(role, "preallocation", ())
+        ready += [e.job for e in entries if e.job in queued and e.handle.poll() is KVPoll.WAITING_FOR_INPUT]
+        if ready and not in_flight:
+            rooms = tuple(job.ticket.room for job in ready)
+            raise Violation("17", f"{node.name} stands still: {role.sizes()}", rooms)
 
     def broken(self, node: LeaderNode, item: Item) -> None:
         """12: what the role broke on ends at once, not by its deadline; a last word is heard all the same."""

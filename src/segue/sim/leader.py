@@ -278,6 +278,7 @@ class LeaderNode(Process):
             self.after(forward_s - tail_s, self.engine.begin, steps, self.role.stored)
             self.after(forward_s, self._finish, steps)
             return
+        self.deployment.checks.nothing_to_do(self)
         self.deployment.checks.after_turn(self)
         if not self._leave_if_drained():
             self._sleep()
