@@ -22,9 +22,8 @@ from segue.serve.lifeline import CannotStart, Lifeline, Ready, decode_report
 CONTRACT = {
     "serve": "model host port prefill decode unified transport dtype page-tokens chunk-tokens kv-gib "
     "threads-per-worker log-level",
-    "prefill": "model http-port bootstrap-port dp tp pp cp load-balance dp-rank-conflict "
-    "force-query-prefill-dp-rank registry secret-file transport",
-    "decode": "model http-port dp tp pp registry secret-file transport",
+    "prefill": "model http-port bootstrap-port registry secret-file transport",
+    "decode": "model http-port registry secret-file transport",
     "frontend": "registry port secret-file policy",
     "bench": "input-tokens output-tokens requests concurrency rate slo-ttft-ms slo-itl-ms json",
 }
@@ -56,6 +55,10 @@ def test_top_help_names_what_exists_and_nothing_else(capsys: pytest.CaptureFixtu
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"segue {__version__}\n"
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"segue {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["advise"], "segue advise is not part of version"),
         (["decod"], "did you mean decode?"),
         (["serve", "--page-token", "8"], "did you mean --page-tokens?"),
+        (["serve", "--max-model-len", "8"], "does not know --max-model-len: a sequence may be as long as"),
+        (["serve", "--api-kee", "x"], "does not know --api-kee"),
+        (
+            ["prefill", "--load-balance", "round_robin"],
+            "--load-balance: a choice of data-parallel ranks is not",
+        ),
+        (["prefill", "--dp-rank-conflict=fail"], "--dp-rank-conflict: pinned data-parallel ranks are not in"),
+        (
+            ["decode", "--model", "m", "--registry", "http://h:1", "--tp", "2"],
+            "one rank per instance, not dp=1",
+        ),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "x"], "--port must be a whole number"),
         (["serve", "--config", "/nowhere.toml"], "--config /nowhere.toml cannot be read"),
@@ -114,7 +128,7 @@ def test_flags_variables_and_file_meet(tmp_path: Path, monkeypatch: pytest.Monke
 def test_every_setting_is_a_flag_with_a_meaning(command: str) -> None:
     made = parser()[1][command]
     for setting in settings(COMMANDS[command]).values():
-        assert setting.flag in made.words()
+        assert (setting.flag in made.words()) is not setting.hidden
         assert len(setting.help) > 10
 
 

@@ -67,7 +67,6 @@ def test_values_have_their_types_from_every_source() -> None:
         (("--model", "not empty"), {"model": " "}),
         (("SEGUE_PORT", "whole number"), {"environ": {"SEGUE_PORT": "1.5"}}),
         (("SEGUE_UNIFIED", "true or false"), {"environ": {"SEGUE_UNIFIED": "maybe"}}),
-        (("SEGUE_PAGE_TOKEN ", "did you mean SEGUE_PAGE_TOKENS"), {"environ": {"SEGUE_PAGE_TOKEN": "1"}}),
         (("chunk_token ", "segue.toml", "did you mean chunk_tokens"), {"toml": "chunk_token = 1"}),
         (("[serv]", "did you mean serve"), {"toml": "[serv]\nport = 1"}),
         (("registry", "[serve]"), {"toml": "[serve]\nregistry = 'http://h:1'"}),
@@ -144,7 +143,7 @@ def test_argv_builds_the_same_configuration_again() -> None:
         "kv_gib": "0.5",
         "max_batch": "7",
     }
-    config = instance(Role.PREFILL, force_query_prefill_dp_rank=True, **given)
+    config = instance(Role.PREFILL, **given)
     flags = {}
     for word in argv(config):
         flag, equals, value = word.removeprefix("--").partition("=")

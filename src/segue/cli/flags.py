@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig
 from segue.core.errors import ConfigError
-from segue.core.settings import Layers, Setting, branches, build, leaves, nearest, parse_toml, settings
+from segue.core.settings import Layers, Setting, branches, build, hint, leaves, parse_toml, settings
 
 Config = TypeVar("Config")
 
 CONFIG_VARIABLE = "SEGUE_CONFIG"
+#: Variables that mean something and are no settings; the second is the model store's.
+OTHER_VARIABLES = (CONFIG_VARIABLE, "SEGUE_MODEL_WHEEL")
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 MAX_SECRET_BYTES = 4096
 _GROUPS = {
@@ -71,8 +74,8 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
         text += f" (default: {default})"
     if setting.required:
         text += " (required)"
-    metavar = setting.metavar or "TEXT"
-    group.add_argument(setting.flag, dest=setting.key, metavar=metavar, help=text.replace("%", "%%"))
+    shown = argparse.SUPPRESS if setting.hidden else text.replace("%", "%%")
+    group.add_argument(setting.flag, dest=setting.key, metavar=setting.metavar or "TEXT", help=shown)
 
 
 def load(cls: type[Config], command: str, args: argparse.Namespace, **fixed: object) -> Config:
@@ -81,7 +84,11 @@ def load(cls: type[Config], command: str, args: argparse.Namespace, **fixed: obj
     file = parse_toml(_read(file_name, "--config").decode("utf-8", "replace"), file_name) if file_name else {}
     flags = {key: getattr(args, key) for key in settings(cls)}
     layers = Layers(flags, os.environ, file, file_name)
-    return build(cls, layers, command=command, known=KNOWN, also=[CONFIG_VARIABLE], fixed=fixed)
+    return build(cls, layers, command=command, known=KNOWN, also=OTHER_VARIABLES, fixed=fixed, warn=_warn)
+
+
+def _warn(text: str) -> None:
+    print(f"segue: warning: {text}", file=sys.stderr, flush=True)
 
 
 Joined = TypeVar("Joined", InstanceConfig, FrontendConfig)
@@ -109,4 +116,4 @@ def _read(name: str, flag: str) -> bytes:
 def unknown(parser: Parser, words: list[str]) -> ConfigError:
     """What to say about words that `parser` does not know."""
     word = words[0].partition("=")[0]
-    return ConfigError(f"{parser.prog} does not know {word}{nearest(word, parser.words())}")
+    return ConfigError(f"{parser.prog} does not know {word}{hint(word, parser.words())}")

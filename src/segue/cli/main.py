@@ -42,6 +42,7 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
         description="Serves large language models with prefill and decode on separate workers.",
         epilog=f"example:\n  {_EXAMPLES['serve']}",
     )
+    top.add_argument("--version", action="version", version=f"segue {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=flags.Parser)
     made: dict[str, flags.Parser] = {}
 

@@ -279,21 +279,15 @@ class InstanceConfig:
     advertise_data_port: int | None = integer(
         "data port that peers are told, behind a proxy or NAT (default: --data-port)", low=1, high=65535
     )
-    http_port: int | None = integer("open an HTTP door for other people's routers", high=65535)
-    dp: int = integer("data-parallel ranks", 1, low=1, high=4096)
-    tp: int = integer("tensor-parallel ranks", 1, low=1, high=4096)
-    pp: int = integer("pipeline-parallel ranks", 1, low=1, high=4096)
-    cp: int = integer("context-parallel ranks", 1, low=1, high=4096)
-    load_balance: str = text(
-        "which data-parallel rank gets a request", "round_robin", choices=BALANCE_METHODS, metavar="METHOD"
+    http_port: int | None = integer(
+        "open an HTTP door for probes and scrapers (health, metrics, integrity); 0 takes a free one",
+        high=65535,
     )
-    dp_rank_conflict: str = text(
-        "a request that pins another rank than room % dp is",
-        "redirect",
-        choices=("redirect", "fail"),
-        metavar="POLICY",
-    )
-    force_query_prefill_dp_rank: bool = switch("always ask the registry which prefill rank has a room")
+    # Of ranks 1 is true and anything else is refused: legal for scripts that say it, not worth showing.
+    dp: int = integer("data-parallel ranks", 1, low=1, high=4096, hidden=True)
+    tp: int = integer("tensor-parallel ranks", 1, low=1, high=4096, hidden=True)
+    pp: int = integer("pipeline-parallel ranks", 1, low=1, high=4096, hidden=True)
+    cp: int = integer("context-parallel ranks", 1, low=1, high=4096, hidden=True)
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"

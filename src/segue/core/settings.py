@@ -13,11 +13,12 @@ import dataclasses
 import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from segue.core.errors import ConfigError
+from segue.core.words import explain, is_service_link
 
 PREFIX = "SEGUE_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -31,7 +32,7 @@ class Setting:
     """One setting: what it means, how its text is read and which values are legal.
 
     `low` and `high` are inclusive; a `required` one has no default. `metavar` stands for
-    the value in `--help`.
+    the value in `--help`, which does not list a `hidden` one.
     """
 
     key: str
@@ -43,6 +44,7 @@ class Setting:
     low: float = -math.inf
     high: float = math.inf
     metavar: str = ""
+    hidden: bool = False
 
     @property
     def flag(self) -> str:
@@ -110,10 +112,15 @@ def required(help: str, metavar: str = "") -> Any:
 
 
 def integer(
-    help: str, default: int | None = None, low: int = 0, high: int = 2**31 - 1, metavar: str = "N"
+    help: str,
+    default: int | None = None,
+    low: int = 0,
+    high: int = 2**31 - 1,
+    metavar: str = "N",
+    hidden: bool = False,
 ) -> Any:
     """A whole number in `low … high`; without a default it is None and derived."""
-    return _leaf("integer", help, default, low=low, high=high, metavar=metavar)
+    return _leaf("integer", help, default, low=low, high=high, metavar=metavar, hidden=hidden)
 
 
 def number(
@@ -191,12 +198,15 @@ def build(
     known: Mapping[str, Iterable[str]],
     also: Iterable[str] = (),
     fixed: Mapping[str, object] | None = None,
+    warn: Callable[[str], object] = lambda _text: None,
 ) -> Tree:
     """Make a `cls` from `layers`. Raises ConfigError, one sentence that says what to change.
 
     `known` maps every command to its keys: a file or an environment may serve several commands,
-    but a key that no command knows is refused with the nearest one that exists. `also` are
-    variables with a meaning of their own (`SEGUE_CONFIG`), `fixed` fields that are no settings.
+    but a key that no command knows is refused with the nearest one that exists. An environment belongs
+    to others too: of a variable that is no setting `warn` hears one sentence, and those that Kubernetes
+    makes of Services are ignored. `also` are variables with a meaning of their own (`SEGUE_CONFIG`),
+    `fixed` fields that are no settings.
     """
     own = settings(cls)
     everywhere = {key for keys in known.values() for key in keys}
@@ -208,10 +218,11 @@ def build(
     for name, raw_text in sorted(layers.environ.items()):
         if not name.startswith(PREFIX) or name in also:
             continue
+        if is_service_link(name.removeprefix(PREFIX), raw_text):
+            continue
         if name not in variables:
-            near = nearest(name, [*variables, *also])
-            raise ConfigError(f"the variable {name} is not a setting{near}; unset or rename it")
-        if variables[name] in own:
+            warn(f"the variable {name} is not a setting and is ignored{hint(name, [*variables, *also])}")
+        elif variables[name] in own:
             values[variables[name]] = own[variables[name]].read(raw_text, f"the variable {name}")
     for key, raw in layers.flags.items():
         if raw is not None:
@@ -247,14 +258,31 @@ def _file_entries(
 def _key(name: str, legal: set[str], place: str) -> str:
     key = name.replace("-", "_")
     if key not in legal:
-        raise ConfigError(f"{name} in {place} is not a setting{nearest(key, legal)}; remove or rename it")
+        raise ConfigError(f"{name} in {place} is not a setting{hint(key, legal)}; remove or rename it")
     return key
 
 
+#: How alike two names must be (0 to 1) for one to be taken for a slip of the other. At 0.6, `--api-key` was
+#: taken for `--tls-key`.
+_ALIKE = 0.76
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean X?`-text for the closest of `names`, or nothing if none is close."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """` (did you mean X?)` for the one of `names` that `name` is a slip of, or nothing. What all of them
+    begin with (`--`, `SEGUE_`) makes no two alike."""
+    by_core = {_core(other): other for other in names}
+    close = difflib.get_close_matches(_core(name), list(by_core), n=1, cutoff=_ALIKE)
+    return f" (did you mean {by_core[close[0]]}?)" if close else ""
+
+
+def hint(name: str, names: Iterable[str]) -> str:
+    """What helps somebody who wrote `name` where one of `names` is legal: what it is called here or why it
+    is not here, else the nearest name, else nothing."""
+    return explain(name) or nearest(name, names)
+
+
+def _core(name: str) -> str:
+    return name.lstrip("-").removeprefix(PREFIX).replace("-", "_").lower()
 
 
 def _assemble(cls: type[Tree], values: Mapping[str, object]) -> Tree:

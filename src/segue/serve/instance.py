@@ -175,7 +175,7 @@ class Instance:
                 "incarnation": self.me,
                 "tp_size": 1,
                 "dp_size": 1,
-                "load_balance_method": config.load_balance,
+                "load_balance_method": "round_robin",  # of one rank
             },
             load=lambda: self.frontends.load,
             counts=host.sizes,

@@ -1,0 +1,143 @@
+"""Words that people bring along: what Kubernetes puts into every pod, and flags that other servers have.
+
+Pure tables and rules; `core.settings` and the command line ask them.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://", re.IGNORECASE)
+#: Kubernetes tells every pod of a Service `a-b` with A_B_SERVICE_HOST, A_B_SERVICE_PORT[_NAME], A_B_PORT=tcp://…,
+#: A_B_PORT_80_TCP=tcp://… and A_B_PORT_80_TCP_PROTO, _PORT and _ADDR.
+_LINK_NAME = re.compile(
+    r"([A-Z0-9_]+_)?(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_LINK_PORT = re.compile(r"([A-Z0-9_]+_)?PORT")
+
+
+def is_service_link(name: str, value: str) -> bool:
+    """Whether the variable `name` (without `SEGUE_`) with `value` is one that Kubernetes makes of a Service
+    whose name begins with `segue`. No setting's variable looks like one, unless its value does."""
+    if _LINK_NAME.fullmatch(name):
+        return True
+    return _LINK_PORT.fullmatch(name) is not None and _LINK_VALUE.match(value) is not None
+
+
+_ONE_RANK = "this version runs one rank per instance; start more instances"
+
+#: Settings that are planned and do nothing yet, by key.
+LATER = {
+    "load_balance": f"a choice of data-parallel ranks is not in this version: {_ONE_RANK}",
+    "dp_rank_conflict": f"pinned data-parallel ranks are not in this version: {_ONE_RANK}",
+    "force_query_prefill_dp_rank": f"pinned data-parallel ranks are not in this version: {_ONE_RANK}",
+} | {
+    f"{part}_{kind}": f"ranks are not in this version: {_ONE_RANK}"
+    for part in ("prefill", "decode")
+    for kind in ("tp", "pp", "cp", "dp")
+}
+
+_LENGTH = "a sequence may be as long as the model's context and the pool allow; --kv-gib sizes the pool"
+_RANKS = f"not here, because {_ONE_RANK}"
+_NO_GPU = "not here, because this version computes on CPUs"
+_SPLIT = "the role is the command: segue prefill, segue decode or segue unified"
+_QUANT = "not here, because KV and weights have one type, which --dtype names"
+_PARSER = "not here, because tool calls and reasoning are recognised by the model's own chat template"
+_CODE = "not here, because code that comes with a model is never run"
+_PLAIN = "the public door speaks plain HTTP, put a proxy before it"
+_SEED = "each request has its own seed"
+_LOG_REQUESTS = "requests are not logged; --log-level debug says more of what happens to them"
+
+#: What vLLM, SGLang and others call it, by key: what it is here, or why it is not.
+FOREIGN = {
+    # the model
+    "model_path": "--model",
+    "model_name_or_path": "--model",
+    "tokenizer_path": "the tokenizer is the model's own; --model names both",
+    "tokenizer": "the tokenizer is the model's own; --model names both",
+    "tokenizer_mode": "the tokenizer is the model's own; --model names both",
+    "served_model": "--served-model-name",
+    "model_name": "--served-model-name",
+    "alias": "--served-model-name",
+    "download_dir": "--cache for conversions, HF_HOME for what is fetched from the Hub",
+    "hf_token": "the variable HF_TOKEN",
+    "code_revision": _CODE,
+    "trust_remote_code": _CODE,
+    "load_format": "not here, because safetensors are preferred and .bin is taken where there are none",
+    "quantization": _QUANT,
+    "kv_cache_dtype": _QUANT,
+    "chat_template": "not here, because the chat template is the model's own",
+    "lora_modules": "not here, because this version has no LoRA",
+    "enable_lora": "not here, because this version has no LoRA",
+    "speculative_config": "not here, because this version has no speculative decoding",
+    # lengths and memory
+    "max_model_len": _LENGTH,
+    "context_length": _LENGTH,
+    "ctx_size": _LENGTH,
+    "gpu_memory_utilization": "--kv-gib",
+    "mem_fraction_static": "--kv-gib",
+    "kv_cache_memory_bytes": "--kv-gib",
+    "cpu_offload_gb": _NO_GPU,
+    "swap_space": "not here: a sequence that must wait keeps its KV in host memory by itself",
+    "block_size": "--page-tokens",
+    "page_size": "--page-tokens",
+    "max_num_seqs": "--max-batch",
+    "max_running_requests": "--max-batch",
+    "max_num_batched_tokens": "--chunk-tokens",
+    "chunked_prefill_size": "--chunk-tokens",
+    "max_prefill_tokens": "--chunk-tokens",
+    "enable_chunked_prefill": "prompts are always computed in chunks; --chunk-tokens sets their size",
+    "enable_prefix_caching": "prefixes are always kept",
+    "disable_radix_cache": "not here, because prefixes are always kept",
+    "enforce_eager": _NO_GPU,
+    "disable_cuda_graph": _NO_GPU,
+    "device": _NO_GPU,
+    "num_gpus": _NO_GPU,
+    "attention_backend": _NO_GPU,
+    # ranks and roles
+    "tensor_parallel_size": _RANKS,
+    "tp_size": _RANKS,
+    "pipeline_parallel_size": _RANKS,
+    "pp_size": _RANKS,
+    "data_parallel_size": _RANKS,
+    "dp_size": _RANKS,
+    "nnodes": _RANKS,
+    "node_rank": _RANKS,
+    "dist_init_addr": "instances find each other by --registry",
+    "master_addr": "instances find each other by --registry",
+    "enable_expert_parallel": _RANKS,
+    "ep_size": _RANKS,
+    "disaggregation_mode": _SPLIT,
+    "disaggregation_bootstrap_port": "--bootstrap-port",
+    "disaggregation_transfer_backend": "--transport",
+    "disaggregation_ib_device": "not here, because this version has no RDMA transport",
+    "kv_transfer_config": f"--transport; {_SPLIT}",
+    "load_balance_method": "--policy of segue frontend and segue serve",
+    # the door
+    "ssl_keyfile": f"{_PLAIN}; --tls-key is between the parts",
+    "ssl_certfile": f"{_PLAIN}; --tls-cert is between the parts",
+    "uvicorn_log_level": "--log-level",
+    "disable_log_requests": _LOG_REQUESTS,
+    "enable_log_requests": _LOG_REQUESTS,
+    "log_requests": _LOG_REQUESTS,
+    "generation_config": "--sampling-defaults",
+    "enable_auto_tool_choice": _PARSER,
+    "tool_call_parser": _PARSER,
+    "reasoning_parser": _PARSER,
+    "guided_decoding_backend": "not here, because grammars always run on llguidance",
+    "seed": _SEED,
+    "random_seed": _SEED,
+    "root_path": "not here: let the proxy before the door take the path away",
+    "workers": "--prefill and --decode",
+}
+
+
+def explain(name: str) -> str:
+    """What to say about `name` (a flag, a key or a variable, however it is written) if it is a word of
+    somebody else's or of a later version; else nothing."""
+    key = name.lstrip("-").removeprefix("SEGUE_").replace("-", "_").lower()
+    if key in LATER:
+        return f": {LATER[key]}"
+    if key in FOREIGN:
+        return f": {FOREIGN[key]}"
+    return ""
