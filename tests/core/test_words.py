@@ -186,7 +186,7 @@ def test_what_people_try_first_is_explained() -> None:
 
 
 def test_the_table_names_only_flags_that_exist_and_shadows_none() -> None:
-    known = {flag for words in FLAGS.values() for flag in words} | {"--api-key", "--api-key-file"}
+    known = {flag for command in COMMANDS for flag in FLAGS[command]} | {"--api-key", "--api-key-file"}
     for key, text in FOREIGN.items():
         assert "--" + key.replace("_", "-") not in known, f"{key} is a setting of ours"
         named = [word.strip(",;.") for word in text.split() if word.startswith("--")]

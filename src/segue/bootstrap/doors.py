@@ -32,6 +32,9 @@ from segue.session.tls import Tls, explain, not_tls
 
 T = TypeVar("T")
 
+#: How a proxy says that whom it stands for is not there.
+_NOBODY_BEHIND = (502, 503, 504)
+
 
 class Door(ABC):
     """The store's operations, however they are reached. Each raises SegueErrors only."""
@@ -145,6 +148,9 @@ class HttpDoor(Door):
         try:
             info = msgspec.json.decode(answer.content, type=ErrorBody).error
         except DECODE_ERRORS as error:
+            if answer.status_code in _NOBODY_BEHIND:
+                text = f"a proxy at {self._url} answered {answer.status_code}: no registry is behind it yet"
+                raise BootstrapUnreachable(text) from error
             text = f"{self._url} answered {answer.status_code} and is no segue registry"
             raise PeerRefused(text) from error
         if path.startswith("/v1/rooms/") and isinstance(info.exception(), BootstrapTimeout):

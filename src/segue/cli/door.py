@@ -12,7 +12,7 @@ from pathlib import Path
 from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.records import InstanceRecord
 from segue.cli.models import resolve
-from segue.core.config import FrontendConfig, served_name
+from segue.core.config import FrontendConfig
 from segue.core.errors import ConfigError
 from segue.frontend import server
 from segue.session.tls import from_config
@@ -30,11 +30,12 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
     try:
         async with _signals() as stop:
             model, name = config.model, config.served_model_name
-            if model is None:
+            if model is None or name is None:
                 record = await _first_record(registry, stop)
                 if record is None:
                     return
-                model, name = record.source or record.served_model, name or record.served_model
+                model = model or record.source or record.served_model
+                name = name or record.served_model
             try:
                 folder = await asyncio.to_thread(resolve, model, config.cache)
             except ConfigError as exc:
@@ -46,7 +47,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
             door = server.FrontendConfig(
                 registry=registry,
                 model_folder=Path(folder),
-                served_model=name or served_name(model, None),
+                served_model=name,
                 host=config.host,
                 port=config.port,
                 secret=config.secret or None,

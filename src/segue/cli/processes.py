@@ -110,25 +110,35 @@ def instance(args: argparse.Namespace) -> int:
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)
         check_transport(config.transport)
-        host = this_host()
-        threads = config.engine.threads(host, 1)
+        threads = config.engine.threads(this_host(), 1)
         # Before torch is loaded: its thread pools take their size from here.
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
-        path = resolve(config.model, config.engine.cache)
-        size = model_size(path)
-        engine = dataclasses.replace(
-            config.engine,
-            served_model_name=config.served_model,
-            threads_per_worker=threads,
-            kv_gib=config.kv_bytes(host, size) / 2**30,
-        )
-        logs.event(log, "config", **config.derived(host, size))
-        config = dataclasses.replace(config, model=str(path), engine=engine)
-        from segue.serve.instance import run_instance
+        from segue.serve.registry import registry_of
 
-        return run_instance(config, on_ready=lambda url: _ready(lifeline, config.label, url))
+        with registry_of(config) as found:
+            if found is None:
+                log.info("event=stopped_before_the_registry_was_there")
+                return 0
+            return _serve_instance(found, threads, lifeline)
 
     return _child(lifeline, run)
+
+
+def _serve_instance(config: InstanceConfig, threads: int, lifeline: Lifeline) -> int:
+    host = this_host()
+    path = resolve(config.model, config.engine.cache)
+    size = model_size(path)
+    engine = dataclasses.replace(
+        config.engine,
+        served_model_name=config.served_model,
+        threads_per_worker=threads,
+        kv_gib=config.kv_bytes(host, size) / 2**30,
+    )
+    logs.event(log, "config", **config.derived(host, size))
+    config = dataclasses.replace(config, model=str(path), engine=engine)
+    from segue.serve.instance import run_instance
+
+    return run_instance(config, on_ready=lambda url: _ready(lifeline, config.label, url))
 
 
 def frontend(args: argparse.Namespace) -> int:

@@ -266,6 +266,9 @@ class InstanceConfig:
     role: Role = field(default=Role.PREFILL)
     name: str | None = text("name in logs and metrics (default: the role)", metavar="NAME")
     registry: str | None = text("registry, http://HOST:PORT", metavar="URL")
+    registry_wait_s: float = number(
+        "time to wait for the registry at the start, before the model is loaded", 300.0, metavar="S"
+    )
     bootstrap_port: int = integer(
         "port of the registry that prefill runs if --registry is absent", 8998, low=1, high=65535
     )

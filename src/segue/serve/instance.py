@@ -1,8 +1,7 @@
 """One instance as a process: model, role, leader loop, sessions, registry; from start to drain.
 
 The main thread runs the leader; the I/O thread (`conn.io`) runs sessions, transports' events, the
-registry client, the instance's HTTP door, and in a prefill instance without `--registry` the
-registry itself.
+registry client and the instance's HTTP door. The registry was found before (`serve.registry`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import Any
 from segue.bootstrap.client import Registry, RegistryClient
 from segue.bootstrap.guarded_http import GuardedServer
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.bootstrap.server import serve as serve_registry
 from segue.conn.config import KVConfig
 from segue.conn.handles import Change
 from segue.conn.io import MonotonicClock
@@ -41,6 +39,7 @@ from segue.serve.control import ControlHost, FrontendSessions, Host
 from segue.serve.door import Facts, open_door
 from segue.serve.integrity import look
 from segue.serve.leader import Drain, Leader
+from segue.serve.registry import look as look_for_registry
 from segue.session import tls
 from segue.transport.memory import Memory
 
@@ -52,10 +51,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class Instance:
-    """One replica of one instance, on any engine. `start`, then `run` on the main thread, `close`.
-
-    `registry_url` is None where this process serves the registry itself (see `bootstrap_port`).
-    """
+    """One replica of one instance, on any engine. `start`, then `run` on the main thread, `close`."""
 
     def __init__(self, config: InstanceConfig, engine: Engine, memory: Memory) -> None:
         self.config = config
@@ -91,6 +87,7 @@ class Instance:
         )
         self.frontends.deliver = self.leader.inbox.put
         self._stack = AsyncExitStack()
+        self._stop = asyncio.Event()
         self._registry: Registry | None = None
         self.door: GuardedServer | None = None
 
@@ -135,25 +132,21 @@ class Instance:
 
     # ---- life --------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Listen, then register: from here on peers and frontends find this instance.
+    def start(self) -> bool:
+        """Listen, then register: from here on peers and frontends find this instance. False if it was
+        asked to drain while the registry, there when the model began to load, was away.
 
         Raises ConfigError (port in use), BootstrapUnreachable or Unauthorized.
         """
         self.host.start()
-        self.host.io.call(self._join(), 4 * self.limits.connect_s)
+        return self.host.io.call(self._join(), self.config.registry_wait_s + 4 * self.limits.connect_s)
 
-    async def _join(self) -> None:
+    async def _join(self) -> bool:
         config, secret = self.config, self.config.secret or None
-        url = config.registry
-        if url is None:
-            server = await serve_registry(
-                config.host, config.bootstrap_port, secret=secret, limits=self.limits, tls=self.tls
-            )
-            self._stack.push_async_callback(server.close)
-            url = config.registry_url
+        if not await look_for_registry(config, self.tls, self._stop):
+            return False
         registry = RegistryClient(
-            url, secret=secret, limits=self.limits, on_error=_registry_trouble, tls=self.tls
+            config.registry_url, secret=secret, limits=self.limits, on_error=_registry_trouble, tls=self.tls
         )
         self._registry = registry
         self._stack.push_async_callback(registry.aclose)
@@ -165,6 +158,7 @@ class Instance:
             self.door = open_door(self._facts(), config.host, config.http_port, self.limits.handshake_s)
             self._stack.push_async_callback(self.door.stop)
             log.info("http door at %s:%d", *self.door.address)
+        return True
 
     def _facts(self) -> Facts:
         host, config = self.host, self.config
@@ -228,6 +222,7 @@ class Instance:
     def drain(self) -> None:
         """Take nothing new, finish what is there, then let `run` return. From any thread or signal."""
         self.leader.inbox.put(Drain())
+        self.host.io.post(self._stop.set)
         self.host.io.post(self._say_draining)
 
     def _say_draining(self) -> None:
@@ -259,7 +254,7 @@ def _registry_trouble(error: SegueError) -> None:
 
 
 def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> int:
-    """Load the model, serve until a signal, drain; the exit status.
+    """Load the model, serve until a signal, drain; the exit status. `config` names a registry that was there.
 
     The first SIGINT or SIGTERM drains, the second ends the process at once. `on_ready` is called
     with the instance's control address once it is registered.
@@ -291,7 +286,8 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        instance.start()
+        if not instance.start():
+            return 0
         host, port = instance.host.address
         log.info(
             "serving role=%s incarnation=%s address=%s:%d", config.role.value, instance.me[:8], host, port

@@ -1,0 +1,72 @@
+"""An instance finds its registry, or runs it, before it fetches or loads a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import signal
+from collections.abc import Iterator
+
+from segue.bootstrap.arrival import arrival
+from segue.bootstrap.server import serve as serve_registry
+from segue.conn.io import IoThread
+from segue.core.config import InstanceConfig
+from segue.session.tls import Tls, from_config
+
+log = logging.getLogger("segue.instance")
+
+
+@contextlib.contextmanager
+def registry_of(config: InstanceConfig) -> Iterator[InstanceConfig | None]:
+    """`config` with the address of a registry that answers; None if a signal asked us to leave before.
+
+    An instance that is given none runs it for as long as this is entered, from before its model is loaded:
+    those that wait for it can load at the same time. Raises ConfigError (port in use), BootstrapUnreachable
+    after `registry_wait_s`, Unauthorized or PeerRefused at once.
+    """
+    tls = from_config(config.tls, config.peer_host)
+    if config.registry is not None:
+        yield config if _wait(config, tls) else None
+        return
+    limits, secret = config.limit.limits(), config.secret or None
+    io = IoThread()
+    io.start()
+    try:
+        serve = serve_registry(config.host, config.bootstrap_port, secret=secret, limits=limits, tls=tls)
+        server = io.call(serve, limits.connect_s)
+        log.info("event=registry_runs url=%s", config.registry_url)
+        try:
+            yield dataclasses.replace(config, registry=config.registry_url)
+        finally:
+            io.call(server.close(), 2 * limits.connect_s)
+    finally:
+        io.stop()
+
+
+def _wait(config: InstanceConfig, tls: Tls | None) -> bool:
+    async def wait() -> bool:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        try:
+            return await look(config, tls, stop)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    return asyncio.run(wait())
+
+
+async def look(config: InstanceConfig, tls: Tls | None, stop: asyncio.Event) -> bool:
+    """Wait for the registry of `config`; False if `stop` is set before it answers. Raises as `arrival`."""
+    return await arrival(
+        config.registry_url,
+        secret=config.secret or None,
+        limits=config.limit.limits(),
+        tls=tls,
+        wait_s=config.registry_wait_s,
+        stop=stop,
+        say=log.warning,
+    )
