@@ -17,7 +17,6 @@ import uvloop
 from registry_records import DEADLINE_S, SECRET, record
 
 from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.guarded_http import MAX_HEAD_BYTES, ErrorBody
 from segue.bootstrap.server import RegistryServer, serve
 from segue.core.errors import (
     BootstrapUnreachable,
@@ -28,6 +27,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Role
+from segue.session.guarded_http import MAX_HEAD_BYTES, ErrorBody
 from segue.session.tls import Tls
 from tls_files import Authority
 
@@ -107,7 +107,7 @@ def test_a_slow_request_ends_at_its_deadline(opening: str, runner: str) -> None:
                 told = await reader.read()
             if told and opening != "no body":
                 info = msgspec.json.decode(told.partition(b"\r\n\r\n")[2], type=ErrorBody).error
-                assert info.code is ErrorCode.BOOTSTRAP_TIMEOUT
+                assert info.code is ErrorCode.REQUEST_TIMEOUT
             writer.close()
             await until(lambda: not server.server.server_state.connections)
 
@@ -130,7 +130,7 @@ def test_drops_of_one_request_do_not_prolong_its_deadline() -> None:
             async with asyncio.timeout(DEADLINE_S):
                 # A drop that crosses the answer resets the connection.
                 with contextlib.suppress(ConnectionError):
-                    assert b"BOOTSTRAP_TIMEOUT" in await reader.read()
+                    assert b"REQUEST_TIMEOUT" in await reader.read()
             dripping.cancel()
             writer.close()
             await until(lambda: not server.server.server_state.connections)

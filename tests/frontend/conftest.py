@@ -159,8 +159,9 @@ class FakeBackend:
 class Running:
     """A door on a loopback port, its event loop in a thread, so that ordinary clients can be used."""
 
-    def __init__(self, door: Door, url: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, door: Door, server: HttpServer, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self.door = door
+        self.server = server
         self.url = url
         self.loop = loop
         self.http = httpx.Client(base_url=url, timeout=30)
@@ -191,6 +192,7 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
 
     async def main() -> None:
         limits = settings.pop("limits", Limits(max_body_bytes=2**20, drain_s=2))
+        guard = settings.pop("guard", None)
         door = Door(
             backend,
             tokenizer,
@@ -198,10 +200,12 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
             Metrics(),
         )
         sock = bind("127.0.0.1", 0)
-        server = HttpServer(build_app(door), sock, drain_s=2)
+        server = HttpServer(build_app(door), sock, drain_s=2, guard=guard)
         server.start()
         stop = asyncio.Event()
-        box.update(door=door, address=server.address, loop=asyncio.get_running_loop(), stop=stop)
+        box.update(
+            door=door, server=server, address=server.address, loop=asyncio.get_running_loop(), stop=stop
+        )
         started.set()
         await stop.wait()
         await server.stop()
@@ -222,7 +226,7 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
     assert started.wait(10)
     assert "error" not in box, box["error"]
     host, port = box["address"]
-    running = Running(box["door"], f"http://{host}:{port}", box["loop"])
+    running = Running(box["door"], box["server"], f"http://{host}:{port}", box["loop"])
     try:
         yield running
     finally:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 import uvloop
 
-from segue.bootstrap.guarded_http import GuardedServer
 from segue.serve.door import Facts, open_door
+from segue.session.guarded_http import GuardedServer
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 DEADLINE_S = 10.0

@@ -11,7 +11,6 @@ import msgspec
 
 from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.guarded_http import ErrorBody
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter
@@ -28,6 +27,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Placement, Role
+from segue.session.guarded_http import ErrorBody
 from segue.session.tls import Tls, explain, not_tls
 
 T = TypeVar("T")

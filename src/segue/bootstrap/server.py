@@ -26,7 +26,6 @@ from starlette.routing import Route
 
 from segue.bootstrap.auth import authorized, is_loopback
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.guarded_http import LET_IN, ErrorBody, GuardedServer
 from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import AwakeClock, StoreWaiter, SystemClock
@@ -46,6 +45,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
+from segue.session.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
 from segue.session.listen import listening
 from segue.session.tls import Tls
 
@@ -294,8 +294,9 @@ async def serve(
         registry_app(store, secret, limits, waiter=waiter),
         sock,
         server_tls=tls.server if tls is not None else None,
-        request_s=limits.handshake_s,
-        max_members=4 * limits.max_queue,
+        guard=Guard(
+            head_s=limits.handshake_s, request_s=limits.handshake_s, max_members=4 * limits.max_queue
+        ),
         drain_s=2.0,
     )
     server = RegistryServer(store, waiter, http, encrypted=tls is not None)

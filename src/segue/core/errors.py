@@ -19,7 +19,9 @@
     ├── InvalidRequest         400   the request is wrong; the text says what to change
     ├── NotFound               404   no such model or object
     ├── RequestTooLarge        413   the body is larger than the limit
+    ├── RequestTimeout         408   the client did not send its request in time
     ├── Unauthorized           401   no or a wrong secret
+    ├── Starting               503   nobody could serve yet; the text says what is waited for
     ├── Draining               503   the instance is leaving
     ├── ConfigError             -    a setting is wrong; exit status 2
     └── Internal               500   a bug; never a substitute for one of the others
@@ -64,7 +66,9 @@ class ErrorCode(enum.StrEnum):
     INVALID_REQUEST = "INVALID_REQUEST"
     NOT_FOUND = "NOT_FOUND"
     REQUEST_TOO_LARGE = "REQUEST_TOO_LARGE"
+    REQUEST_TIMEOUT = "REQUEST_TIMEOUT"
     UNAUTHORIZED = "UNAUTHORIZED"
+    STARTING = "STARTING"
     DRAINING = "DRAINING"
     CONFIG = "CONFIG"
     INTERNAL = "INTERNAL"
@@ -205,6 +209,14 @@ class NotFound(SegueError):
 
 class RequestTooLarge(SegueError):
     code, status = ErrorCode.REQUEST_TOO_LARGE, 413
+
+
+class RequestTimeout(SegueError):
+    code, status, retryable = ErrorCode.REQUEST_TIMEOUT, 408, True
+
+
+class Starting(SegueError):
+    code, status, retryable = ErrorCode.STARTING, 503, True
 
 
 class Unauthorized(SegueError):

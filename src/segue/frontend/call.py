@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from segue.core.errors import AbortedByClient, InvalidRequest, OutOfCapacity, RequestTooLarge, SegueError
+from segue.core.errors import AbortedByClient, OutOfCapacity, RequestTimeout, RequestTooLarge, SegueError
 from segue.frontend.problems import RETRY_AFTER_S, body_of
+from segue.session.guarded_http import TRANSPORT
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -20,9 +21,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_REQUEST_ID_CHARS = 128
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
-
-#: Where `server.py` puts the connection's transport, so that a stalled one can be cut.
-TRANSPORT_KEY = "segue.transport"
 
 _JSON = (b"content-type", b"application/json")
 _SSE = (
@@ -98,7 +96,7 @@ class Call:
                     if not message.get("more_body", False) or seen > 8 * limit_bytes:
                         break
         except TimeoutError:
-            raise InvalidRequest(f"the body did not arrive within {timeout_s:g} s") from None
+            raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
         finally:
             budget.give_back(held)
         if seen > limit_bytes:
@@ -171,13 +169,13 @@ class Call:
         headers: tuple[tuple[bytes, bytes], ...] = ()
         if status in (429, 503):
             headers = ((b"retry-after", str(RETRY_AFTER_S).encode()),)
-        elif status == 413:
+        elif status in (408, 413):
             headers = ((b"connection", b"close"),)
         await self.answer(status, body_of(error), headers=headers)
 
     def stream(self, *, stall_s: float) -> EventStream:
         """An answer of events. The status goes out with the first of them."""
-        return EventStream(self, self._send, self._scope.get(TRANSPORT_KEY), stall_s)
+        return EventStream(self, self._send, self._scope.get(TRANSPORT), stall_s)
 
     async def start_stream(self) -> None:
         self.begun = True

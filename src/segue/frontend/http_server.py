@@ -1,19 +1,26 @@
-"""uvicorn with three additions: the port is bound first, TCP_NODELAY, and a way to cut a stalled client."""
+"""The public HTTP server: a guarded one whose bounds follow from how many files this process may open."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Callable
 from typing import Any
 
-import uvicorn
+import msgspec
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from segue.frontend.call import TRANSPORT_KEY
+from segue.core.errors import SegueError
+from segue.frontend.problems import body_of
+from segue.session.guarded_http import Guard, GuardedServer, connection_bounds, raise_descriptor_limit
 from segue.session.listen import listening
+
+#: Of a request's head, in seconds.
+HEAD_S = 10.0
+#: Of its body's last byte. The door gives up on a body before, and counts it.
+REQUEST_S = 75.0
+#: Of a connection between two requests: longer than proxies keep theirs (60), so that they close first.
+IDLE_S = 75.0
+_TLS_HINT = "this door speaks plain HTTP: use http://, or put a proxy with a certificate in front of it"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -21,62 +28,39 @@ def bind(host: str, port: int) -> socket.socket:
     return listening(host, port, what="the HTTP door", flag="--port")
 
 
-class _Protocol(HttpToolsProtocol):
-    """One connection. The transport goes into the scope (see `call.TRANSPORT_KEY`)."""
+def public_guard(
+    *, head_s: float = HEAD_S, request_s: float = REQUEST_S, idle_s: float = IDLE_S, descriptors: int = 0
+) -> Guard:
+    """What the public door allows with `descriptors` (0: as many as the system gives, which are asked for).
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # Without it a router in front of another server delayed each first token by 41 ms.
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().connection_made(transport)
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope[TRANSPORT_KEY] = self.transport  # type: ignore[literal-required]
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        # Signals are the process's, not one of its servers'.
-        yield
+    One address in front of many clients is normal, so only connections without a whole head count by address.
+    """
+    strangers, members = connection_bounds(descriptors or raise_descriptor_limit())
+    return Guard(
+        head_s=head_s,
+        request_s=request_s,
+        idle_s=idle_s,
+        max_strangers=strangers,
+        max_members=members,
+        head_is_proof=True,
+        tls_hint=_TLS_HINT,
+        body_of=_encode,
+    )
 
 
-class HttpServer:
-    """Serves an application on an open socket until `stop`."""
+def _encode(error: SegueError) -> bytes:
+    return msgspec.json.encode(body_of(error))
 
-    def __init__(self, app: Starlette, sock: socket.socket, *, drain_s: float) -> None:
-        self._sock = sock
-        config = uvicorn.Config(
-            app,
-            http=_Protocol,
-            ws="none",
-            lifespan="off",
-            loop="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, int(drain_s)),
-        )
-        self._server = _Server(config)
-        self._task: asyncio.Task[Any] | None = None
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """What was bound."""
-        host, port = self._sock.getsockname()[:2]
-        return str(host), int(port)
+class HttpServer(GuardedServer):
+    """Serves an application to everybody on an open socket until `stop`."""
 
-    def start(self) -> asyncio.Task[Any]:
-        """Begin to accept; the task ends with the server. The socket listens already."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._sock]), name="http")
-        return self._task
-
-    async def stop(self) -> None:
-        """Stop accepting, end idle connections, and wait for the rest within `drain_s`."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-        self._sock.close()
+    def __init__(
+        self,
+        app: Starlette | Callable[..., Any],
+        sock: socket.socket,
+        *,
+        drain_s: float,
+        guard: Guard | None = None,
+    ) -> None:
+        super().__init__(app, sock, guard=guard or public_guard(), drain_s=drain_s)

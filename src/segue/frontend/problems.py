@@ -17,8 +17,10 @@ _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     409: "invalid_request_error",
     413: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error",
     499: "request_cancelled",
     500: "server_error",
@@ -84,4 +86,4 @@ def body_of(error: SegueError) -> dict[str, object]:
     """`error_body` of an exception, with the parameter it names."""
     if isinstance(error, BadParam | UnknownModel):
         return error_body(error.info, param=error.param, code=error.openai_code)
-    return error_body(error.info)
+    return error_body(error.info, status=error.status)

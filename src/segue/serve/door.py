@@ -16,13 +16,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from segue import __version__
-from segue.bootstrap.guarded_http import GuardedServer
 from segue.conn.peers import PathSpeed
 from segue.core.control import Load
 from segue.core.errors import SegueError
-from segue.frontend.http_server import bind
 from segue.observe.integrity import NodeState
 from segue.observe.metrics import CONTENT_TYPE
+from segue.session.guarded_http import Guard, GuardedServer
+from segue.session.listen import listening
 
 _JSON = "application/json"
 
@@ -109,10 +109,9 @@ def open_door(facts: Facts, host: str, port: int, request_s: float) -> GuardedSe
     ]
     server = GuardedServer(
         Starlette(routes=routes),
-        bind(host, port),
-        server_tls=None,  # for probes and scrapers, which have no certificate of ours
-        request_s=request_s,
-        max_members=1,  # nobody proves anything here
+        listening(host, port, what="the HTTP door", flag="--http-port"),
+        # Without TLS: for probes and scrapers, which have no certificate of ours.
+        guard=Guard(head_s=request_s, request_s=request_s, max_members=1),  # nobody proves anything here
         drain_s=1.0,
     )
     server.start()

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from segue.bootstrap.client import Registry, RegistryClient
-from segue.bootstrap.guarded_http import GuardedServer
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.config import KVConfig
 from segue.conn.handles import Change
@@ -41,6 +40,7 @@ from segue.serve.integrity import look
 from segue.serve.leader import Drain, Leader
 from segue.serve.registry import look as look_for_registry
 from segue.session import tls
+from segue.session.guarded_http import GuardedServer
 from segue.transport.memory import Memory
 
 log = logging.getLogger("segue.instance")

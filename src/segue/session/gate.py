@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 import socket
 import ssl
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Nothing tells when the system has descriptors again, so this one wait is blind.
 _PAUSE_S: Final = 0.1
+#: Connections that are accepted before those that are there have their turn: a flood must not keep heads that
+#: have arrived from being read, nor streams from going on.
+_AT_ONCE: Final = 16
 
 
 class Guest(Protocol):
@@ -48,7 +52,8 @@ class Gate:
     A guest is a stranger from the first byte until `let_in` or `left`; strangers are bounded as
     `Strangers` says. Whether a TLS or a plain peer has come is seen from its first byte, so a
     plain one is told why it is turned away instead of reading garbage. `count` hears of each
-    `refused` and of `strangers_dropped`.
+    `refused` and of `strangers_dropped`. Without descriptors the oldest stranger goes, or else somebody
+    whom `make_room` chooses.
     """
 
     def __init__(
@@ -59,12 +64,14 @@ class Gate:
         handshake_s: float,
         count: Callable[[str], None],
         max_strangers: int = MAX_STRANGERS,
+        make_room: Callable[[], object] = lambda: None,
     ) -> None:
         self._make = make
         self._tls = server_tls
         self._handshake_s = handshake_s
         self.strangers: Strangers[Any] = Strangers(max_strangers)
         self._count = count
+        self._make_room = make_room
         self._admissions: dict[Any, tuple[asyncio.Task[Any], socket.socket]] = {}
         self._accepting: asyncio.Task[None] | None = None
 
@@ -100,7 +107,10 @@ class Gate:
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for number in itertools.count(1):
+            # A connection that is there is accepted without a turn of the loop.
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 sock, where = await loop.sock_accept(listener)
             except OSError as error:
@@ -108,7 +118,10 @@ class Gate:
                     log.warning("a connection was lost while it was accepted: %s", error)
                     continue
                 log.error("cannot accept connections: %s", error.strerror)
-                self._throw_out(self.strangers.oldest())
+                if self.strangers:
+                    self._throw_out(self.strangers.oldest())
+                else:
+                    self._make_room()
                 await asyncio.sleep(_PAUSE_S)
                 continue
             self._admit(sock, where)

@@ -1,0 +1,468 @@
+"""uvicorn behind a `Gate`: every HTTP server of segue, the public one first. Nothing else touches uvicorn.
+
+Until one of its requests has proven itself a connection is a stranger's: there are few of them, and few
+from one address. What counts as proof is the server's to say: a secret (the registry), a whole head (the
+public door), nothing (an instance's door). Each request, also a later one, has a deadline for its head and
+for its last byte, and a bound for its head, so a slow or endless one costs one connection for seconds. When
+all places are taken, a client that waits for nothing goes first; one that is being answered never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from segue.core.errors import (
+    ErrorInfo,
+    Internal,
+    InvalidRequest,
+    OutOfCapacity,
+    RequestTimeout,
+    RequestTooLarge,
+    SegueError,
+)
+from segue.core.strangers import MAX_STRANGERS
+from segue.session.gate import Gate
+from segue.session.tls import GIVE_BOTH, HANDSHAKE_RECORD
+
+log = logging.getLogger(__name__)
+
+#: In an ASGI scope: call it when the request has proven who it comes from. May raise OutOfCapacity.
+LET_IN: Final = "segue.let_in"
+#: In an ASGI scope: the connection's transport, so that a client that does not read can be cut.
+TRANSPORT: Final = "segue.transport"
+
+#: Of a request's line and headers together, and of the trailers after its body.
+MAX_HEAD_BYTES: Final = 64 * 2**10
+#: Requests that one connection may have sent ahead of their answers.
+MAX_PIPELINED: Final = 16
+#: Connections of the public door, however many descriptors there are: each costs some 20 KB.
+MAX_CONNECTIONS: Final = 8192
+#: Descriptors that are not clients' connections: sessions to workers, the registry, files, logs.
+RESERVED_DESCRIPTORS: Final = 256
+
+_Where = dict["GuardedHttp", None]
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """How an error travels."""
+
+    error: ErrorInfo
+
+
+class HeadTooLarge(RequestTooLarge):
+    """HTTP has a status of its own for it."""
+
+    status = 431
+
+
+def _as_error_body(error: SegueError) -> bytes:
+    return msgspec.json.encode(ErrorBody(error.info))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guard:
+    """What a server allows its clients; times in seconds.
+
+    A request's head has `head_s` from its first byte (or the connection's start), its last byte `request_s`.
+    A connection without a request is closed after `idle_s`. At most `max_strangers` connections have proven
+    nothing, half of them from one address, and at most `max_members` have; with `head_is_proof` a
+    whole head is all that must be shown. `body_of` is the body of an error that no handler answers,
+    `tls_hint` what to do about a client that speaks TLS.
+    """
+
+    head_s: float
+    request_s: float
+    max_members: int
+    idle_s: float = 5.0
+    max_strangers: int = MAX_STRANGERS
+    head_is_proof: bool = False
+    tls_hint: str = GIVE_BOTH
+    body_of: Callable[[SegueError], bytes] = _as_error_body
+
+
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files as the system allows it; how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            log.warning("the limit of %d open files stays: %s", soft, error)
+            return soft
+    return 2**31 if hard == resource.RLIM_INFINITY else hard
+
+
+def connection_bounds(descriptors: int) -> tuple[int, int]:
+    """How many strangers and members a public door may have beside what else needs descriptors."""
+    places = max(8, min(MAX_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS))
+    strangers = places // 4
+    return strangers, places - strangers
+
+
+class GuardedHttp(HttpToolsProtocol):
+    """One connection; a `gate.Guest`. `server_of` is set before anything else is called."""
+
+    server_of: GuardedServer
+    #: Which of the server's tables of members it is in, if any.
+    place: _Where | None = None
+    _turned_away: SegueError | None = None
+    _refused: SegueError | None = None
+    _late: asyncio.TimerHandle | None = None
+    _began_s = 0.0
+    #: Bytes since anything was completed: a head, a piece of a body, a message.
+    _loose_bytes = 0
+    _in_head = True
+    _begun = False
+    _spoken = False
+    _said = False
+
+    # ---- gate.Guest -----------------------------------------------------------------------------
+
+    def turn_away(self, error: SegueError) -> None:
+        """See `Guest`."""
+        self._turned_away = error
+
+    def cut(self, error: SegueError) -> None:
+        """See `Guest`."""
+        log.debug("an http connection was ended: %s", error)
+        self._stop_clock()
+        if self.transport is not None:
+            self.transport.abort()
+
+    # ---- asyncio --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Without it a router in front of another server delayed each first token by 41 ms.
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._start_clock()
+        if self._turned_away is not None:
+            log.warning("%s was refused: %s", self.client, self._turned_away)
+            self._last_words(self._turned_away)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        self.server_of.left(self)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._spoken:
+            self._spoken = True
+            if data[0] == HANDSHAKE_RECORD:
+                log.warning(
+                    "%s speaks TLS and this side does not; %s", self.client, self.server_of.guard.tls_hint
+                )
+        # In pieces, so that the bound is exact whatever the size of a read: the parser calls us in between.
+        for at in range(0, len(data), MAX_HEAD_BYTES):
+            if self.transport.is_closing():
+                return
+            if self._in_head:
+                self._start_clock()
+            piece = data[at : at + MAX_HEAD_BYTES]
+            self._loose_bytes += len(piece)
+            super().data_received(piece)
+            if self._loose_bytes > MAX_HEAD_BYTES:
+                self._last_words(HeadTooLarge(f"a request's head has more than {MAX_HEAD_BYTES} bytes"))
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begun = True
+        # The rest of a read may hold half of the next request, after which nothing comes.
+        self._start_clock()
+        self.scope[LET_IN] = self._let_in  # type: ignore[typeddict-unknown-key]
+        self.scope[TRANSPORT] = self.transport  # type: ignore[typeddict-unknown-key]
+
+    def on_headers_complete(self) -> None:
+        self._progress()
+        guard = self.server_of.guard
+        try:
+            if len(self.pipeline) >= MAX_PIPELINED:
+                raise OutOfCapacity(f"more than {MAX_PIPELINED} requests were sent ahead of their answers")
+            if guard.head_is_proof:
+                self._let_in()
+        except OutOfCapacity as error:
+            # The parser ends at it, and `send_400_response` says it.
+            self._refused = error
+            raise
+        self._in_head = False
+        if guard.request_s > guard.head_s:
+            self._restart_clock(self._began_s)
+        super().on_headers_complete()
+        self.server_of.settle(self)
+
+    def on_body(self, body: bytes) -> None:
+        self._progress()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._progress()
+        self._stop_clock()
+        self._in_head = True
+        self._begun = False
+        super().on_message_complete()
+        self.server_of.settle(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._late is not None and self._in_head:
+            # What came meanwhile was not read: its time begins now.
+            self._restart_clock(self.loop.time())
+        self.server_of.settle(self)
+
+    def send_400_response(self, msg: str) -> None:
+        self._last_words(self._refused or InvalidRequest("what came is not an HTTP request"))
+
+    @property
+    def answered(self) -> bool:
+        """Nothing is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def receiving(self) -> bool:
+        """A body has not come whole."""
+        return not self._in_head
+
+    def _let_in(self) -> None:
+        self.server_of.let_in(self)
+
+    def _progress(self) -> None:
+        self._loose_bytes = 0
+
+    def _start_clock(self) -> None:
+        if self._late is None:
+            self._restart_clock(self.loop.time())
+
+    def _restart_clock(self, began_s: float) -> None:
+        """The clock of what is being received: a head or a body."""
+        self._stop_clock()
+        self._began_s = began_s
+        guard = self.server_of.guard
+        self._late = self.loop.call_at(
+            began_s + (guard.request_s if self.receiving else guard.head_s), self._too_late
+        )
+
+    def _stop_clock(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _too_late(self) -> None:
+        self._late = None
+        if self.pipeline or (self._in_head and not self.answered):
+            # It sends the next request before it has its answer, and we do not read on: not late yet.
+            self._start_clock()
+            return
+        self.server_of.count("late_requests")
+        guard = self.server_of.guard
+        if not self._begun or (self.receiving and self.answered):
+            self.transport.close()  # nobody waits for an answer
+        elif self._in_head:
+            self._last_words(RequestTimeout(f"a request's head did not arrive within {guard.head_s:g} s"))
+        else:
+            self._last_words(RequestTimeout(f"a request was not complete after {guard.request_s:g} s"))
+
+    def _last_words(self, error: SegueError) -> None:
+        """An error that no handler answers; the connection ends with it."""
+        if self._said or self.transport.is_closing():
+            return
+        self._said = True
+        self._stop_clock()
+        status = 400 if self._turned_away is not None else error.status
+        # In the middle of another answer, or after this request's own, nobody would know what it belongs to.
+        cycle = self.cycle
+        unanswered = (self.answered and not self.receiving) or not (cycle is None or cycle.response_started)
+        if unanswered and not self.pipeline:
+            body = self.server_of.guard.body_of(error)
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            if status in (429, 503):
+                head += "retry-after: 1\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class GuardedServer(uvicorn.Server):
+    """Serves `app` on a bound, listening, non-blocking socket from `start` until `stop`; running answers
+    then have `drain_s` seconds."""
+
+    def __init__(
+        self,
+        app: Starlette | Callable[..., Any],
+        sock: socket.socket,
+        *,
+        guard: Guard,
+        drain_s: float,
+        server_tls: ssl.SSLContext | None = None,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=GuardedHttp,
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=guard.idle_s,  # type: ignore[arg-type]  # it is only given to `call_later`
+            timeout_graceful_shutdown=max(1, int(drain_s)),
+        )
+        super().__init__(config)
+        # It writes a line for each request that is none: a stranger's means to fill the disk.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        self.guard = guard
+        self._sock = sock
+        #: Members by what they wait for (a request, their body's end, an answer), the longest waiting first.
+        self._idle: _Where = {}
+        self._unfinished: _Where = {}
+        self._answering: _Where = {}
+        self._up = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.counts: dict[str, int] = {}
+        self._gate = Gate(
+            self._incoming,
+            server_tls=server_tls,
+            handshake_s=guard.head_s,
+            count=self.count,
+            max_strangers=guard.max_strangers,
+            make_room=self._make_room,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """What was bound."""
+        host, port = self._sock.getsockname()[:2]
+        return str(host), int(port)
+
+    @property
+    def strangers(self) -> int:
+        """Connections that have not proven themselves."""
+        return len(self._gate.strangers)
+
+    @property
+    def members(self) -> int:
+        """Connections that have."""
+        return len(self._idle) + len(self._unfinished) + len(self._answering)
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin to serve; the task ends with the server."""
+        self._task = asyncio.get_running_loop().create_task(self.serve([]), name="guarded-http")
+        return self._task
+
+    async def answering(self) -> None:
+        """Wait until requests are answered; raises what the start raised."""
+        task = self._task or self.start()
+        up = asyncio.ensure_future(self._up.wait())
+        try:
+            await asyncio.wait({up, task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            up.cancel()
+        if task.done():
+            task.result()
+            raise Internal("the HTTP server ended at its start")
+
+    async def stop(self) -> None:
+        """Accept nobody, end what is idle, and give the rest its drain time. Frees the port. Idempotent."""
+        await self._gate.close()
+        self._sock.close()
+        self.should_exit = True
+        for stranger in self._gate.strangers:
+            stranger.shutdown()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        for left_over in list(self.server_state.connections):
+            left_over.transport.abort()
+
+    # ---- uvicorn --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are the process's."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the gate instead of uvicorn's own servers."""
+        self.servers = []
+        self._gate.open(self._sock)
+        self.started = True
+        self._up.set()
+
+    # ---- connections ----------------------------------------------------------------------------
+
+    def let_in(self, connection: GuardedHttp) -> None:
+        """A request of `connection` has proven itself. OutOfCapacity if there are too many such."""
+        if connection.place is not None:
+            return
+        if self.members >= self.guard.max_members and not self._make_room():
+            raise OutOfCapacity(f"{self.guard.max_members} clients are being answered already")
+        connection.place = self._unfinished
+        self._unfinished[connection] = None
+        self._gate.let_in(connection)
+        self.settle(connection)
+
+    def settle(self, connection: GuardedHttp) -> None:
+        """Note what a member waits for now."""
+        if connection.place is None:
+            return
+        where = (
+            self._unfinished
+            if connection.receiving
+            else self._idle
+            if connection.answered
+            else self._answering
+        )
+        if where is not connection.place:
+            del connection.place[connection]
+            where[connection] = None
+            connection.place = where
+
+    def left(self, connection: GuardedHttp) -> None:
+        """Its socket is gone."""
+        if connection.place is not None:
+            del connection.place[connection]
+            connection.place = None
+        self._gate.left(connection)
+
+    def count(self, what: str) -> None:
+        """One more of `what`, by name."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _make_room(self) -> bool:
+        """End the member that can best be spared: idle for longest, else receiving for longest. False if all
+        are being answered."""
+        where = self._idle or self._unfinished
+        if not where:
+            return False
+        victim = next(iter(where))
+        self.left(victim)
+        self.count("members_dropped")
+        victim.cut(OutOfCapacity("others need the connection more"))
+        return True
+
+    def _incoming(self) -> GuardedHttp:
+        connection = GuardedHttp(
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+            _loop=asyncio.get_running_loop(),
+        )
+        connection.server_of = self
+        return connection

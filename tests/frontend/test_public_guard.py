@@ -1,0 +1,414 @@
+"""The public door among slow, silent and endless clients: each is bounded, and nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import FakeBackend, Running, serve
+from segue.core.limits import Limits
+from segue.frontend.http_server import public_guard
+from segue.frontend.tokenizer import ModelTokenizer
+from segue.session.guarded_http import (
+    MAX_HEAD_BYTES,
+    MAX_PIPELINED,
+    RESERVED_DESCRIPTORS,
+    connection_bounds,
+    raise_descriptor_limit,
+)
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+HALF = b"GET /health HTTP/1.1\r\nhost: x\r\nx: "
+WHOLE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _descriptors() -> None:
+    raise_descriptor_limit()
+
+
+class Client:
+    """A plain socket that says what it likes."""
+
+    def __init__(self, running: Running, *said: bytes) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", running.port))
+        self.sock.settimeout(DEADLINE_S)
+        running.clients.append(self)  # type: ignore[attr-defined]
+        for data in said:
+            self.sock.sendall(data)
+
+    def say(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def rest(self) -> bytes:
+        """Everything until the server closes; what a reset leaves counts as the end."""
+        got = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := self.sock.recv(65536):
+                got += piece
+        self.sock.close()
+        return got
+
+    def answer(self) -> tuple[int, bytes]:
+        """Status and body of the next answer, which has a length."""
+        got = b""
+        while b"\r\n\r\n" not in got:
+            piece = self.sock.recv(65536)
+            assert piece, got
+            got += piece
+        head, _, body = got.partition(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        while len(body) < length:
+            body += self.sock.recv(65536)
+        return int(head.split()[1]), body
+
+
+@contextlib.contextmanager
+def guarded(tokenizer: ModelTokenizer, backend: FakeBackend | None = None, **kw: Any) -> Iterator[Running]:
+    settings = {key: kw.pop(key) for key in ("body_timeout_s", "limits") if key in kw}
+    bounds = {key: kw.pop(key) for key in ("max_members",) if key in kw}
+    guard = dataclasses.replace(public_guard(**kw), **bounds)
+    clients: list[Client] = []
+    with serve(backend or FakeBackend(tokenizer), tokenizer, guard=guard, **settings) as running:
+        running.clients = clients  # type: ignore[attr-defined]
+        try:
+            yield running
+        finally:
+            for client in clients:
+                client.sock.close()
+
+
+def held(running: Running) -> tuple[int, int]:
+    return running.on_loop(lambda: (running.server.strangers, running.server.members))  # type: ignore[no-any-return]
+
+
+def until_empty(running: Running) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while held(running) != (0, 0):
+        assert time.monotonic() < until, held(running)
+        time.sleep(0.01)
+
+
+def error_of(raw: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = raw.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+# ---- heads --------------------------------------------------------------------------------------
+
+
+def test_300_half_sent_requests_end_at_their_deadline(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer, head_s=0.3) as running:
+        half = [Client(running, HALF) for _ in range(300)]
+        assert running.http.get("/health").status_code == 200
+        for client in half:
+            status, error = error_of(client.rest())
+            assert status == 408
+            assert error["code"] == "REQUEST_TIMEOUT"
+            assert error["type"] == "invalid_request_error"
+        running.http.close()
+        until_empty(running)
+
+
+def test_a_head_that_trickles_has_no_longer_and_a_silent_connection_is_just_closed(
+    tokenizer: ModelTokenizer,
+) -> None:
+    with guarded(tokenizer, head_s=0.3) as running:
+        silent, crlf, trickle = Client(running), Client(running, b"\r\n"), Client(running, HALF)
+        trickle.sock.settimeout(0.02)
+        got, until = b"", time.monotonic() + DEADLINE_S
+        while not got:
+            assert time.monotonic() < until
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                trickle.say(b"x")
+                got = trickle.sock.recv(1000)
+                break
+        trickle.sock.close()
+        assert silent.rest() == b""
+        assert crlf.rest() == b""
+        until_empty(running)
+
+
+@pytest.mark.parametrize("shape", ["many headers", "one header", "a url", "a trailer"])
+def test_an_endless_head_is_refused_at_its_bound(tokenizer: ModelTokenizer, shape: str) -> None:
+    opening, more = {
+        "many headers": (b"GET /health HTTP/1.1\r\n", b"a: " + b"b" * 100 + b"\r\n"),
+        "one header": (HALF, b"y" * 100),
+        "a url": (b"GET /", b"y" * 100),
+        "a trailer": (
+            b"POST /nowhere HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ",
+            b"y" * 100,
+        ),
+    }[shape]
+    with guarded(tokenizer) as running:
+        client = Client(running, opening)
+        # Exactly so much that the server has read all of it when it answers.
+        client.say(more * (2 * MAX_HEAD_BYTES // len(more)))
+        raw = client.rest()
+        if shape == "a trailer":
+            assert raw.startswith(b"HTTP/1.1 404")  # it was answered before; then the connection ends
+            assert b"431" not in raw
+        else:
+            status, error = error_of(raw)
+            assert (status, error["code"]) == (431, "REQUEST_TOO_LARGE")
+        until_empty(running)
+
+
+def test_what_an_endless_header_sends_is_not_read(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer) as running:
+        client = Client(running, HALF)
+        sent, cpu = 0, time.process_time()
+        with contextlib.suppress(ConnectionError):
+            while sent < 50 * 2**20:
+                client.say(b"y" * 65536)
+                sent += 65536
+        client.sock.close()
+        assert sent < 50 * 2**20
+        assert time.process_time() - cpu < 2.0  # 4.2 s before, and 50 MiB kept
+        until_empty(running)
+
+
+def test_a_head_just_below_the_bound_and_a_big_body_pass(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer) as running:
+        filler = b"a: " + b"b" * (MAX_HEAD_BYTES - len(WHOLE) - 100) + b"\r\n"
+        client = Client(running, WHOLE.replace(b"\r\n\r\n", b"\r\n") + filler + b"\r\n")
+        assert client.answer()[0] == 200
+        body = json.dumps(HI | {"user": "u" * 900_000}).encode()
+        # In one write with its head, so that one read has both.
+        client.say(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        assert client.answer()[0] == 200
+        chunked = b"".join(
+            b"%x\r\n%s\r\n" % (len(p), p) for p in (body[i : i + 700] for i in range(0, len(body), 700))
+        )
+        client.say(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        client.say(chunked + b"0\r\n\r\n")
+        assert client.answer()[0] == 200
+
+
+def test_what_is_no_http_gets_the_error_body(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer) as running:
+        for opening in (b"\x16\x03\x01\x02\x00\x01", b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+            status, error = error_of(Client(running, opening).rest())
+            assert (status, error["code"]) == (400, "INVALID_REQUEST")
+
+
+# ---- later requests, bodies, idle time ----------------------------------------------------------
+
+
+def test_a_later_request_has_the_same_deadline(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer, head_s=0.3) as running:
+        apart = Client(running, WHOLE)
+        assert apart.answer()[0] == 200
+        apart.say(HALF)
+        assert error_of(apart.rest())[0] == 408
+        # Its beginning came in the read that ended the first one, and nothing after it.
+        together = Client(running, WHOLE + HALF)
+        raw = together.rest()
+        assert raw.startswith(b"HTTP/1.1 200")
+        assert b"HTTP/1.1 408" in raw
+        until_empty(running)
+
+
+def test_an_idle_connection_ends_after_its_time_and_a_reused_one_goes_on(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer, idle_s=0.3, head_s=5.0) as running:
+        client = Client(running, WHOLE)
+        assert client.answer()[0] == 200
+        client.say(WHOLE)
+        assert client.answer()[0] == 200
+        assert client.rest() == b""
+        until_empty(running)
+
+
+def test_a_body_that_trickles_is_408(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer, body_timeout_s=0.3) as running:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode()
+        status, error = error_of(Client(running, head).rest())
+        assert (status, error["code"]) == (408, "REQUEST_TIMEOUT")
+        assert running.metric("segue_requests_total", endpoint="chat", outcome="REQUEST_TIMEOUT") == 1
+        until_empty(running)
+
+
+def test_a_body_that_nobody_reads_does_not_hold_its_connection(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer, head_s=0.2, request_s=0.5) as running:
+        client = Client(running, b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        raw = client.rest()
+        assert raw.startswith(b"HTTP/1.1 200")
+        assert raw.count(b"HTTP/1.1") == 1
+        until_empty(running)
+
+
+def test_what_comes_while_an_answer_runs_does_not_end_it(tokenizer: ModelTokenizer) -> None:
+    """An old client's line break after its body, or the next request's beginning, are no reason."""
+    backend = FakeBackend(tokenizer, hang_at=2)
+    with guarded(tokenizer, backend, head_s=0.1) as running:
+        body = json.dumps(HI | {"stream": True, "max_tokens": 8}).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        clients = [Client(running, head + body + more) for more in (b"\r\n", HALF)]
+        assert backend.reached.wait(DEADLINE_S)
+        other = Client(running, HALF)
+        assert error_of(other.rest())[0] == 408  # more time than a head has is over
+        other = Client(running, HALF)
+        assert error_of(other.rest())[0] == 408
+        for client in clients:
+            client.sock.settimeout(0.1)
+            got = b""
+            with contextlib.suppress(TimeoutError):
+                while piece := client.sock.recv(65536):
+                    got += piece
+                raise AssertionError(f"the stream was ended: {got!r}")
+            assert b"HTTP/1.1 408" not in got
+            client.sock.close()
+
+
+def test_requests_sent_ahead_are_bounded(tokenizer: ModelTokenizer) -> None:
+    backend = FakeBackend(tokenizer, hang_at=0)
+    with guarded(tokenizer, backend) as running:
+        body = json.dumps(HI).encode()
+        one = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        client = Client(running, one * (MAX_PIPELINED + 2))
+        assert client.rest() == b""
+        until_empty(running)
+        few = Client(running, WHOLE * 5)
+        raw = b""
+        while raw.count(b"HTTP/1.1 200") < 5:
+            piece = few.sock.recv(65536)
+            assert piece
+            raw += piece
+
+
+# ---- how many -----------------------------------------------------------------------------------
+
+
+def test_bounds_follow_from_the_descriptors() -> None:
+    for descriptors in (1, 300, 1024, 20_000, 2**31):
+        strangers, members = connection_bounds(descriptors)
+        assert min(strangers, members) >= 2
+        assert strangers + members <= max(8, descriptors - RESERVED_DESCRIPTORS)
+    assert sum(connection_bounds(1024)) == 1024 - RESERVED_DESCRIPTORS
+    assert sum(connection_bounds(2**31)) == 8192
+
+
+def test_silent_connections_of_one_address_make_room_among_themselves(tokenizer: ModelTokenizer) -> None:
+    with guarded(tokenizer, descriptors=RESERVED_DESCRIPTORS + 40) as running:
+        silent = [Client(running) for _ in range(60)]
+        assert running.http.get("/health").status_code == 200
+        strangers, members = held(running)
+        assert strangers <= 5
+        assert members == 1
+        assert running.server.counts["strangers_dropped"] >= 50
+        for client in silent:
+            client.sock.close()
+
+
+def test_idle_then_unfinished_clients_make_room_and_answers_never_do(tokenizer: ModelTokenizer) -> None:
+    backend = FakeBackend(tokenizer, hang_at=1)
+    with guarded(tokenizer, backend, max_members=6) as running:
+        body = json.dumps(HI | {"stream": True}).encode()
+        post = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        streams = [Client(running, post + body) for _ in range(4)]
+        for stream in streams:
+            assert stream.sock.recv(5) == b"HTTP/"
+        unfinished = Client(running, post + b"{")
+        idle = Client(running, WHOLE)
+        assert idle.answer()[0] == 200
+        assert held(running)[1] == 6
+
+        newer = Client(running, WHOLE)
+        assert newer.answer()[0] == 200
+        assert idle.rest() == b""  # it waited for nothing
+        streams.append(Client(running, post + body))
+        assert streams[-1].sock.recv(5) == b"HTTP/"
+        assert newer.rest() == b""
+        streams.append(Client(running, post + body))
+        assert streams[-1].sock.recv(5) == b"HTTP/"
+        assert unfinished.rest() == b""  # nobody was idle any more
+
+        raw = Client(running, WHOLE).rest()
+        assert raw.startswith(b"HTTP/1.1 429")
+        assert b"retry-after: 1" in raw
+        assert held(running)[1] == 6
+        assert running.on_loop(lambda: len(backend.open)) == 6
+        for stream in streams:
+            stream.sock.close()
+        until_empty(running)
+        assert Client(running, WHOLE).answer()[0] == 200
+
+
+def test_one_address_in_front_of_many_clients_is_not_throttled(tokenizer: ModelTokenizer) -> None:
+    """A proxy: all connections at once, all from one address, more than may be strangers."""
+    backend = FakeBackend(tokenizer, hang_at=1)
+    with guarded(tokenizer, backend, descriptors=RESERVED_DESCRIPTORS + 400) as running:  # 50 an address
+        body = json.dumps(HI | {"stream": True}).encode()
+        post = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        streams = [Client(running, post) for _ in range(250)]
+        for stream in streams:
+            assert stream.sock.recv(5) == b"HTTP/"
+        assert held(running) == (0, 250)
+        for stream in streams:
+            stream.sock.close()
+        until_empty(running)
+
+
+# ---- with 1,024 descriptors in all --------------------------------------------------------------
+
+
+def _small_process(pipe: Any, folder: Path, soft: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    tokenizer = ModelTokenizer.load(folder)
+    with serve(FakeBackend(tokenizer), tokenizer, limits=Limits()) as running:
+        pipe.send((running.port, resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+        while pipe.recv() == "cpu":
+            pipe.send(time.process_time())
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(1024, 1024), (256, 1200)])
+def test_a_thousand_idle_sockets_do_not_end_a_service_with_1024_descriptors(
+    model_folder: Path, soft: int, hard: int
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_small_process, args=(theirs, model_folder, soft, hard))
+    process.start()
+    idle: list[socket.socket] = []
+    try:
+        assert ours.poll(60)
+        port, limit = ours.recv()
+        assert limit == hard  # it asked for all it may have
+        for _ in range(hard + 100):
+            sock = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+            idle.append(sock)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as client:
+            assert client.get("/health").status_code == 200
+            assert client.post(CHAT, json=HI).status_code == 200
+        # Clients that ask and stay are no better.
+        for sock in idle:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(WHOLE)
+        for _ in range(hard + 100):
+            sock = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+            sock.sendall(WHOLE)
+            idle.append(sock)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as client:
+            assert client.post(CHAT, json=HI).status_code == 200
+        ours.send("stop")
+        process.join(DEADLINE_S)
+        assert process.exitcode == 0
+    finally:
+        for sock in idle:
+            sock.close()
+        if process.is_alive():
+            process.kill()
+        process.join()
