@@ -268,6 +268,7 @@ class Door:
             body.messages,
             tools or None,
             generation_prompt=body.add_generation_prompt,
+            continue_final=bool(body.continue_final_message),
             variables=body.chat_template_kwargs,
         )
 

@@ -13,10 +13,12 @@ from segue.core.request import Grammar
 from segue.frontend.openai_types import ChatBody, Tool
 from segue.frontend.problems import BadParam
 from segue.frontend.tokenizer import ModelTokenizer
-from segue.frontend.tools import ForcedParser, ToolParser, parser_for
+from segue.frontend.tools import FirstCall, ForcedParser, ToolParser, parser_for
 
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 256
+#: That an answer can be forced to make at once.
+MAX_CALLS = 16
 
 #: Variables that are the server's to set, not a client's.
 _RESERVED = {
@@ -45,10 +47,13 @@ class ToolUse:
     tools: list[dict[str, Any]] | None = None
     form: ToolForm | None = None
     grammar: Grammar | None = None
+    #: At most one call (`parallel_tool_calls: false`).
+    single: bool = False
 
     def parser(self) -> ToolParser | None:
         """A fresh parser for one sample."""
-        return self.form.make() if self.form else None
+        parser = self.form.make() if self.form else None
+        return FirstCall(parser) if parser is not None and self.single else parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +158,12 @@ def tool_use(body: ChatBody, tokenizer: ModelTokenizer) -> ToolUse:
     if not tools:
         raise BadParam("tool_choice: there are no tools to choose from", "tool_choice")
     shown = [_shown(t) for t in tools]
+    single = body.parallel_tool_calls is False
     if choice in (None, "auto"):
         template = tokenizer.chat_template(tools=True)
-        return ToolUse(shown, ToolForm(template))
+        return ToolUse(shown, ToolForm(template), single=single)
     if choice == "required":
-        return ToolUse(shown, ToolForm(forced=True), _any_call(tools))
+        return ToolUse(shown, ToolForm(forced=True), _any_call(tools, 1 if single else MAX_CALLS))
     return _named(choice, tools, shown)
 
 
@@ -182,8 +188,8 @@ def _shown(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": {"description": "", "parameters": {}, **function}}
 
 
-def _any_call(tools: list[Tool]) -> Grammar:
-    """A list of at least one call, each with the arguments of its own function."""
+def _any_call(tools: list[Tool], most: int) -> Grammar:
+    """A list of one to `most` calls, each with the arguments of its own function."""
     calls = [
         {
             "type": "object",
@@ -197,7 +203,8 @@ def _any_call(tools: list[Tool]) -> Grammar:
         for t in tools
     ]
     return Grammar(
-        "json_schema", json.dumps({"type": "array", "minItems": 1, "maxItems": 16, "items": {"anyOf": calls}})
+        "json_schema",
+        json.dumps({"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}),
     )
 
 

@@ -1,4 +1,5 @@
-"""What a client may send. Wrong types are refused with the parameter named; unknown fields are ignored.
+"""What a client may send. Wrong types are refused with the parameter named; unknown fields are ignored, but
+not those that are known to change the answer (`unsupported`).
 
 `X | None` everywhere: OpenAI's clients send nulls for what they do not set.
 """
@@ -10,12 +11,24 @@ from typing import Any, TypeVar
 import msgspec
 
 from segue.frontend.problems import unparsable
+from segue.frontend.unsupported import (
+    REFUSED,
+    REFUSED_IN_CHAT,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_STREAM_OPTIONS,
+    REFUSED_IN_STRUCTURED_OUTPUTS,
+    REFUSED_IN_TOKENIZE,
+    Refused,
+    refuse,
+    with_refused,
+)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream carries besides its pieces."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Any = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
@@ -41,6 +54,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_additional_properties: Any = None
+    disable_any_whitespace: Any = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
@@ -88,6 +105,9 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
 
@@ -96,11 +116,11 @@ class ChatBody(GenerateFields, frozen=True, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -126,6 +146,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -139,16 +160,31 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 
 
+#: What each kind of body refuses by name.
+_REFUSED: dict[type[msgspec.Struct], Refused] = {
+    ChatBody: REFUSED | REFUSED_IN_CHAT,
+    CompletionBody: REFUSED | REFUSED_IN_COMPLETIONS,
+    TokenizeBody: REFUSED_IN_TOKENIZE,
+    DetokenizeBody: {},
+}
+
+
 class BodyReader:
-    """Decoders made once. `read` raises BadParam for anything that is not a `kind`."""
+    """Decoders made once. `read` raises BadParam for anything that is not a `kind`, or asks for what is not
+    built."""
 
     def __init__(self) -> None:
-        kinds = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-        self._decoders: dict[type, msgspec.json.Decoder[Any]] = {k: msgspec.json.Decoder(k) for k in kinds}
+        self._decoders: dict[type, msgspec.json.Decoder[Any]] = {
+            kind: msgspec.json.Decoder(with_refused(kind, refused)) for kind, refused in _REFUSED.items()
+        }
 
     def read(self, raw: bytes, kind: type[Body]) -> Body:
         try:
             body: Body = self._decoders[kind].decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise unparsable(error) from None
+        refuse(body, _REFUSED[kind])
+        if isinstance(body, GenerateFields):
+            refuse(body.stream_options, REFUSED_IN_STREAM_OPTIONS, "stream_options.")
+            refuse(body.structured_outputs, REFUSED_IN_STRUCTURED_OUTPUTS, "structured_outputs.")
         return body

@@ -46,6 +46,13 @@ class Text:
     skip_special: bool = True
 
 
+def asked_tokens(body: GenerateFields) -> tuple[int | None, str]:
+    """How many tokens were asked for, and by which field: the newer name wins."""
+    if body.max_completion_tokens is not None:
+        return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_tokens, "max_tokens"
+
+
 def samples(body: GenerateFields) -> int:
     """`n`, checked."""
     n = 1 if body.n is None else body.n
@@ -164,6 +171,8 @@ def grammar_of(body: GenerateFields) -> Grammar | None:
         ("guided_regex", None, body.guided_regex, None, None),
         ("guided_choice", None, None, body.guided_choice, None),
         ("guided_grammar", None, None, None, body.guided_grammar),
+        ("regex", None, body.regex, None, None),
+        ("json_schema", body.json_schema, None, None, None),
         *([("structured_outputs", other.json, other.regex, other.choice, other.grammar)] if other else []),
     ):
         if json_schema is not None:

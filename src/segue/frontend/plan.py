@@ -19,6 +19,7 @@ from segue.frontend.params import (
     MAX_SAMPLES,
     ModelCard,
     Text,
+    asked_tokens,
     check_prompt,
     grammar_of,
     samples,
@@ -70,13 +71,13 @@ class Planner:
             variables=body.chat_template_kwargs,
         )
         check_prompt(prompt, card, "messages")
-        newer = body.max_completion_tokens is not None
+        max_tokens, max_tokens_param = asked_tokens(body)
         params = sampling(
             body,
             card,
             prompt_tokens=len(prompt),
-            max_tokens=body.max_completion_tokens if newer else body.max_tokens,
-            max_tokens_param="max_completion_tokens" if newer else "max_tokens",
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
             default_max_tokens=None,
             logprobs=logprobs,
             grammar=grammar or use.grammar,
@@ -107,7 +108,8 @@ class Planner:
             raise BadParam(
                 f"{len(prompts)} prompts with {n} samples each: at most {MAX_SAMPLES} in all", "prompt"
             )
-        echo_only = bool(body.echo) and body.max_tokens == 0
+        max_tokens, max_tokens_param = asked_tokens(body)
+        echo_only = bool(body.echo) and max_tokens == 0
         grammar = grammar_of(body)
         text = text_options(body)
         choices = []
@@ -117,7 +119,8 @@ class Planner:
                 body,
                 card,
                 prompt_tokens=len(prompt),
-                max_tokens=1 if echo_only else body.max_tokens,
+                max_tokens=1 if echo_only else max_tokens,
+                max_tokens_param=max_tokens_param,
                 default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,

@@ -60,6 +60,31 @@ def parser_for(template: str | None) -> ToolParser | None:
     return None
 
 
+class FirstCall:
+    """`inner`, of whose calls only the first is given out: the client takes one at a time."""
+
+    def __init__(self, inner: ToolParser) -> None:
+        self._inner = inner
+        self._called = False
+        self.keep_special = inner.keep_special
+
+    def feed(self, text: str) -> list[Part]:
+        return self._first(self._inner.feed(text))
+
+    def finish(self) -> list[Part]:
+        return self._first(self._inner.finish())
+
+    def _first(self, parts: list[Part]) -> list[Part]:
+        kept: list[Part] = []
+        for part in parts:
+            if isinstance(part, str):
+                kept.append(part)
+            elif not self._called:
+                self._called = True
+                kept.append(part)
+        return kept
+
+
 class HermesParser:
     """`<tool_call>{json}</tool_call>`, any number, with text between."""
 
