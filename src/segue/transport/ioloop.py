@@ -10,9 +10,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Ready = Callable[[int], None]
 Call = Callable[[], None]
+#: What epoll tells whether it was asked for or not.
+ALWAYS = select.EPOLLERR | select.EPOLLHUP
+_BATCH = 64
+_MAX_WAIT_S = 3600.0  # epoll counts in milliseconds, in 32 bits: a longer timer would end the loop
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One registration of a descriptor. `turn` is the turn of the loop in which it was made."""
+
+    ready: Ready
+    events: int
+    turn: int
 
 
 class Timer:
@@ -31,20 +45,32 @@ class Timer:
 class IoLoop:
     """An epoll loop in a daemon thread. Only `post` and `stop` may be called from other threads.
 
+    A batch of events was collected before the first callback of the turn ran. Callbacks close descriptors
+    and open others that the kernel gives the same numbers, so an event is given to no registration that is
+    younger than its batch, and only what is still asked for is told. Nothing is lost by that: readiness is
+    level-triggered, and the next batch tells of what is true then.
+
     An exception in a callback is a bug: `on_crash` is told, so that everything that depends on
     the thread fails at once, and the exception goes on to `threading.excepthook`.
     """
 
-    def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_crash: Callable[[BaseException], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._wake_lock = threading.Lock()
-        self._ready: dict[int, Ready] = {}
+        self._watches: dict[int, _Watch] = {}
+        self._turns = 0
         self._calls: deque[Call] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._sequence = itertools.count()
         self._on_crash = on_crash
+        self._clock = clock
         self._running = True
         self._asleep = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -66,23 +92,25 @@ class IoLoop:
                 os.eventfd_write(self._wake_fd, 1)
 
     def watch(self, fd: int, events: int, ready: Ready) -> None:
-        """Call `ready(events)` whenever `fd` is ready (level-triggered)."""
-        self._ready[fd] = ready
+        """Call `ready(events)` whenever `fd` is ready (level-triggered). Raises OSError when the kernel has
+        no room for it (then it is not watched), FileExistsError when it is watched already."""
         self._epoll.register(fd, events)
+        self._watches[fd] = _Watch(ready, events, self._turns)
 
     def change(self, fd: int, events: int) -> None:
         """Wait for other `events` of a watched descriptor."""
         self._epoll.modify(fd, events)
+        self._watches[fd].events = events
 
     def unwatch(self, fd: int) -> None:
         """Forget `fd`; to be called before it is closed. Idempotent."""
-        if self._ready.pop(fd, None) is not None:
+        if self._watches.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
     def later(self, delay_s: float, call: Call) -> Timer:
         """Run `call` on the thread after `delay_s`."""
         timer = Timer(call)
-        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._sequence), timer))
+        heapq.heappush(self._timers, (self._clock() + delay_s, next(self._sequence), timer))
         return timer
 
     def inside(self) -> bool:
@@ -90,7 +118,8 @@ class IoLoop:
         return threading.current_thread() is self._thread
 
     def stop(self, last: Call, timeout_s: float) -> bool:
-        """Run `last` on the thread as its last call (here, if the thread has crashed) and end it.
+        """Run `last` on the thread as its last call (here, if the thread has crashed) and end it. No
+        callback, call or timer runs after it, also none of the same turn.
 
         False when the thread did not end within `timeout_s` (it then still owns them). On the
         loop's own thread it runs `last` now and the loop ends when the callback returns.
@@ -128,27 +157,37 @@ class IoLoop:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
             self._calls.clear()
-            self._ready.clear()
+            self._watches.clear()
+            self._timers.clear()
 
     def _turn(self) -> None:
         self._asleep = True
         timeout_s = 0.0 if self._calls else self._next_timeout_s()
-        events = self._epoll.poll(timeout_s, 64)
+        events = self._epoll.poll(timeout_s, _BATCH)
         self._asleep = False
+        self._turns += 1  # what is watched from here on is younger than this batch
         for fd, mask in events:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
-            elif (ready := self._ready.get(fd)) is not None:  # an earlier callback may have closed it
-                ready(mask)
+                continue
+            watch = self._watches.get(fd)
+            if watch is None or watch.turn == self._turns or not self._running:
+                continue
+            if told := mask & (watch.events | ALWAYS):
+                watch.ready(told)
         for _ in range(len(self._calls)):
-            self._calls.popleft()()
-        now = time.monotonic()
-        while self._timers and (self._timers[0][0] <= now or self._timers[0][2].call is None):
+            if self._running:
+                self._calls.popleft()()
+        now = self._clock()
+        while self._running and self._timers and self._timers[0][0] <= now:
             call = heapq.heappop(self._timers)[2].call
             if call is not None:
                 call()
 
     def _next_timeout_s(self) -> float:
+        """Until the nearest timer that was not cancelled; -1 without one."""
+        while self._timers and self._timers[0][2].call is None:
+            heapq.heappop(self._timers)
         if not self._timers:
             return -1.0
-        return max(0.0, self._timers[0][0] - time.monotonic())
+        return min(_MAX_WAIT_S, max(0.0, self._timers[0][0] - self._clock()))
