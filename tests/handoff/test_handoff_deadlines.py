@@ -1,0 +1,71 @@
+"""The heap of deadlines against a plain list: nothing live is lost, whatever is cancelled and compacted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segue.core.types import TransferId, new_incarnation
+from segue.handoff.machine import Timer
+from segue.handoff.memory import Deadlines
+
+ONE = TransferId(1, 0, new_incarnation(), new_incarnation())
+STEP = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, 9)),
+    st.tuples(st.just("cancel"), st.integers(0, 99)),
+    st.tuples(st.just("cancel"), st.integers(0, 99)),
+    st.tuples(st.just("pop"), st.integers(0, 9)),
+    st.tuples(st.just("look"), st.just(0)),
+)
+
+
+def timer(at: float) -> Timer:
+    return Timer(ONE, at)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=st.lists(STEP, min_size=20, max_size=120), slack=st.sampled_from([0, 1, 4]))
+def test_deadlines_are_those_of_a_list(steps: list[tuple[str, int]], slack: int) -> None:
+    deadlines = Deadlines()
+    deadlines._SLACK = slack  # type: ignore[misc]  # so that a short sequence compacts often
+    made: list[Timer] = []
+    live: list[Timer] = []  # in the order in which they were added
+    for what, n in steps:
+        if what == "add":
+            made.append(timer(float(n)))
+            live.append(made[-1])
+            deadlines.add(made[-1])
+            assert len(deadlines) <= slack + 2 * len(live)
+        elif what == "cancel" and made:
+            chosen = live[n % len(live)] if live and n < 90 else made[n % len(made)]
+            deadlines.cancel(chosen)
+            live = [timer for timer in live if timer is not chosen]
+        elif what == "pop":
+            due = min((t for t in live if t.at <= n), key=lambda t: t.at, default=None)
+            assert deadlines.pop_due(float(n)) is due
+            live = [timer for timer in live if timer is not due]
+        elif what == "look":
+            assert deadlines.next() == min((t.at for t in live), default=None)
+        assert deadlines.live == len(live)
+        assert all(t.live for t in live)
+    for due in sorted(live, key=lambda t: t.at):
+        assert deadlines.pop_due(9.0) is due
+    assert deadlines.pop_due(9.0) is None
+
+
+@pytest.mark.parametrize("cancelled", [0, 1, 63, 64, 65, 200, 1000])
+def test_compaction_keeps_every_live_timer(cancelled: int) -> None:
+    deadlines = Deadlines()
+    keep = [timer(float(at)) for at in (5, 1, 3)]
+    others: list[Timer] = []
+    deadlines.add(keep[0])
+    for at in range(cancelled):
+        deadlines.add(gone := timer(float(at % 7)))
+        others.append(gone)
+    for gone in others:
+        deadlines.cancel(gone)
+    for late in keep[1:]:
+        deadlines.add(late)
+    assert len(deadlines) <= 64 + 2 * 3
+    assert [deadlines.pop_due(10.0) for _ in range(4)] == [keep[1], keep[2], keep[0], None]
