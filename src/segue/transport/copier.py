@@ -2,74 +2,29 @@
 
 Between two slices a job looks whether it was cancelled here or its epoch ended at the receiver.
 numpy copies a two-dimensional block in one call without the interpreter's lock, so a slice costs
-the other threads of the process nothing but memory bandwidth.
+the other threads of the process nothing but memory bandwidth. What is decided is in `copy_queue`.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from segue.core.errors import Internal, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
-from segue.transport.base import TransportEvent, WriteFailed, Written
-from segue.transport.ranges import pieces
+from segue.transport.base import TransportEvent
+from segue.transport.copy_queue import CopyQueue, Job, Then
 
-Then = Callable[[], None]
+Copy = Callable[[Job, Sequence[CopyBlock]], None]
 
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One write. `allowed` says whether the receiver still grants its epoch."""
-
-    peer: str
-    epoch: int
-    tag: int
-    blocks: Sequence[CopyBlock]
-    nbytes: int
-    source: mmap.mmap
-    target: mmap.mmap
-    allowed: Callable[[], bool]
-    posted: float = field(default_factory=time.perf_counter)
-    error: SegueError | None = None
-    refused: bool = False
-    active: int = 0  # threads that copy a slice of it right now
-
-    def event(self) -> TransportEvent:
-        """The one event that ends it."""
-        if self.error is not None:
-            return WriteFailed(self.peer, self.epoch, self.tag, self.error, self.refused)
-        seconds = time.perf_counter() - self.posted
-        return Written(self.peer, self.epoch, self.tag, self.nbytes, seconds)
-
-
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """A job with slices that nobody has taken yet; `ahead` is the next one, None at the end."""
-
-    job: Job
-    slices: Iterator[list[CopyBlock]]
-    ahead: list[CopyBlock] | None
-
-    def take(self) -> list[CopyBlock]:
-        taken = self.ahead or []
-        self.ahead = next(self.slices, None)
-        return taken
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """What is to be said once none of `jobs` is being copied any more."""
-
-    jobs: set[Job]
-    report: Then
+log = logging.getLogger("segue.shm")
 
 
 def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
@@ -81,22 +36,19 @@ def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
     )
 
 
-def slices(blocks: Sequence[CopyBlock], slice_bytes: int) -> Iterator[list[CopyBlock]]:
-    """The blocks in groups of at most `slice_bytes`: one test and one lock for many small ones."""
-    group: list[CopyBlock] = []
-    size = 0
-    for piece in pieces(blocks, slice_bytes):
-        if group and size + piece.nbytes > slice_bytes:
-            yield group
-            group, size = [], 0
-        group.append(piece)
-        size += piece.nbytes
-    if group:
-        yield group
+def copy_slice(job: Job, blocks: Sequence[CopyBlock]) -> None:
+    """Copy some blocks of a job."""
+    for block in blocks:
+        copy_block(job.source, job.target, block)
 
 
 class Copier:
-    """Runs jobs, the oldest first; threads share the slices of one. `emit` is called on them."""
+    """Runs jobs, the oldest first; threads share the slices of one. `emit` is called on them.
+
+    A thread that ends by an exception takes the others with it: each ends the slice that it is inside,
+    and only then is anybody told that nothing of its job is written any more. `on_crash` hears last.
+    `copy` copies a slice.
+    """
 
     def __init__(
         self,
@@ -107,15 +59,14 @@ class Copier:
         slice_bytes: int,
         max_jobs: int,
         threads: int,
+        copy: Copy = copy_slice,
     ) -> None:
         self._emit = emit
         self._on_crash = on_crash
         self._slice_bytes = slice_bytes
-        self._max_jobs = max_jobs
+        self._copy = copy
         self._wake = threading.Condition()
-        self._queue: deque[_Queued] = deque()
-        self._active: set[Job] = set()
-        self._waiting: list[_Waiting] = []
+        self._jobs = CopyQueue(slice_bytes=slice_bytes, max_jobs=max_jobs)  # under `_wake`
         self._stopping = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)
@@ -128,49 +79,29 @@ class Copier:
 
     def submit(self, job: Job) -> bool:
         """Queue `job`; False when the queue is full or the threads are ending."""
-        parts = slices(job.blocks, self._slice_bytes)
-        queued = _Queued(job, parts, next(parts, []))
         with self._wake:
-            if self._stopping or len(self._queue) >= self._max_jobs:
+            if self._stopping or not self._jobs.submit(job):
                 return False
-            self._queue.append(queued)
             self._wake.notify(-(-job.nbytes // self._slice_bytes) or 1)
         return True
 
     def cancel(self, peer: str, epoch: int | None, error: SegueError, then: Then) -> Then | None:
         """End the jobs of `peer` (of `epoch`, or of all if None) with `error`, and then run `then`.
 
-        What nobody copies right now never starts again. If a slice of one is being copied, that
-        thread reports at its end and None is returned; else the caller must run what is returned.
+        What nobody copies right now never starts again. `then` runs when the ends of all of them were told;
+        the caller must run what is returned, if anything is.
         """
-
-        def hit(job: Job) -> bool:
-            return job.peer == peer and (epoch is None or job.epoch == epoch)
-
         with self._wake:
-            failed = [queued.job for queued in self._queue if hit(queued.job)]
-            if failed:
-                self._queue = deque(queued for queued in self._queue if not hit(queued.job))
-            active = {job for job in self._active if hit(job)}
-            for job in (*failed, *active):
-                job.error = job.error or error
-            idle = [job for job in failed if job not in active]
-
-            def report() -> None:
-                for job in idle:
-                    self._emit(job.event())
-                then()
-
-            if active:
-                self._waiting.append(_Waiting(active, report))
-                return None
-        return report
+            idle, waits = self._jobs.cancel(peer, epoch, error, then)
+        if not waits:
+            return then
+        return partial(self._tell_all, idle) if idle else None
 
     def stop(self, timeout_s: float) -> bool:
         """Drop the queue, let running slices end, end the threads. True when they have ended."""
         with self._wake:
             self._stopping = True
-            self._queue.clear()
+            self._jobs.clear()
             self._wake.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -182,10 +113,13 @@ class Copier:
         """Keep the threads on disjoint CPUs: the scheduler likes to wake them all on the waker's
         core, where they take turns instead of sharing the work (bench/transport.py: 0.73 of a
         memcpy without this, 0.8 to 0.9 with it, for scattered pages on a busy machine)."""
-        cpus = sorted(os.sched_getaffinity(0))
-        if len(self._threads) <= len(cpus):
-            nth = self._threads.index(threading.current_thread())
-            os.sched_setaffinity(0, cpus[nth :: len(self._threads)])  # of this thread only
+        try:
+            cpus = sorted(os.sched_getaffinity(0))
+            if len(self._threads) <= len(cpus):
+                nth = self._threads.index(threading.current_thread())
+                os.sched_setaffinity(0, cpus[nth :: len(self._threads)])  # of this thread only
+        except OSError as exc:  # a sandbox, or a set of CPUs that has changed meanwhile: only speed
+            log.info("copying threads stay where the scheduler puts them: %s", exc.strerror)
 
     def _run(self) -> None:
         try:
@@ -193,63 +127,60 @@ class Copier:
             while self._turn():
                 pass
         except BaseException as exc:
-            with self._wake:
-                self._stopping = True
-                lost = {*self._active, *(queued.job for queued in self._queue)}
-                self._queue.clear()
-                self._active.clear()
-                waiting, self._waiting = self._waiting, []
-                self._wake.notify_all()
-            for job in lost:
-                job.error = Internal(f"a copying thread has failed: {exc!r}")
-                self._emit(job.event())
-            for entry in waiting:
-                entry.report()
-            self._on_crash(exc)
+            try:
+                self._fail(Internal(f"a copying thread has failed: {exc!r}"))
+            finally:
+                self._on_crash(exc)
             raise
+
+    def _fail(self, error: SegueError) -> None:
+        """The others end with the slice that they are inside; what nobody copies ends here."""
+        with self._wake:
+            self._stopping = True
+            lost = self._jobs.fail(error)
+            self._wake.notify_all()
+        self._tell_all(lost)
 
     def _turn(self) -> bool:
         """Copy one slice, and say what ends with it. False when the copier stops."""
         with self._wake:
-            while not self._queue and not self._stopping:
+            while not len(self._jobs) and not self._stopping:
                 self._wake.wait()
             if self._stopping:
                 return False
-            queued = self._queue[0]
-            job, blocks = queued.job, queued.take()
-            if queued.ahead is None:
-                self._queue.popleft()
-            job.active += 1
-            self._active.add(job)
-        if job.error is None and not job.allowed():
-            job.refused = True
-            job.error = TransferFailed(
-                f"epoch {job.epoch:x} is not granted by {job.peer[:8]}", retryable=False
-            )
-        if job.error is None:
-            for block in blocks:
-                copy_block(job.source, job.target, block)
-        with self._wake:
-            job.active -= 1
-            if job.error is not None and self._queue and self._queue[0].job is job:
-                self._queue.popleft()
-            idle = not job.active
-            ended = idle and not any(queued.job is job for queued in self._queue)
-            ready = self._settle(job) if idle and not ended else []
-        if ended:
-            self._emit(job.event())  # before anybody can be told that nothing is in flight
-            with self._wake:
-                ready = self._settle(job)
-        for entry in ready:
-            entry.report()
+            job, blocks = self._jobs.take()
+        error: SegueError | None = None
+        refused = False
+        try:
+            if job.error is None and not job.allowed():
+                refused = True
+                error = TransferFailed(
+                    f"epoch {job.epoch:x} is not granted by {job.peer[:8]}", retryable=False
+                )
+            elif job.error is None:
+                self._copy(job, blocks)
+        except BaseException as exc:
+            error = Internal(f"a copying thread has failed: {exc!r}")
+            raise
+        finally:
+            self._finish(job, error, refused)
         return True
 
-    def _settle(self, job: Job) -> list[_Waiting]:
-        """Nobody copies `job` now: who was waiting for that. Under the lock."""
-        self._active.discard(job)
-        for entry in self._waiting:
-            entry.jobs.discard(job)
-        ready = [entry for entry in self._waiting if not entry.jobs]
-        if ready:
-            self._waiting = [entry for entry in self._waiting if entry.jobs]
-        return ready
+    def _finish(self, job: Job, error: SegueError | None, refused: bool) -> None:
+        with self._wake:
+            ended = self._jobs.finish(job, error, refused=refused)
+        if ended:
+            self._tell(job)
+
+    def _tell_all(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        try:
+            self._emit(job.event())  # before anybody can be told that nothing is in flight
+        finally:
+            with self._wake:
+                reports = self._jobs.told(job)
+            for report in reports:
+                report()

@@ -9,14 +9,23 @@ What is proven, and by what:
 - `fence` at the writer: no copying thread is inside a slice of the epoch any more.
 - `fence` at the receiver: only while the peer holds no mapping. Else another process writes; its
   `Drained` or death is the proof. Ending the grant in the shared table merely stops it early.
-- `PeerGone(proven=True)`: the pidfd of the peer says that the process has ended (its memory was gone
-  before), or the peer said goodbye, which it does after its copying threads have ended and its
+- `PeerGone(proven=True)`: the pidfd of the peer says, when asked, that the process has ended (its memory
+  was gone before), or the peer said goodbye, which it does after its copying threads have ended and its
   mapping is unmapped. A closed socket alone proves nothing: the process may live and write. The
-  mapping is not inherited by a fork of the writer (MADV_DONTFORK).
+  mapping is not inherited by a fork of the writer (MADV_DONTFORK). One that could not map what it was
+  given says goodbye as well.
+
+What is not prevented: the writer maps the whole pool, so one with a bug may write into pages of other
+requests, or of epochs that were never granted. It checks that its blocks lie inside both memories; that they
+lie in the pages it was given is by construction (the planner makes them from the destination's page ids).
+What protects is who gets a mapping at all (processes of the same user that know the endpoint's key, which
+travels in authenticated sessions only) and the checksum of what has landed, before decode commits.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import secrets
 import socket
 import threading
@@ -29,11 +38,12 @@ from segue.core.errors import ConfigError, Internal, OutOfCapacity, SegueError, 
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, WriteFailed
-from segue.transport.copier import Copier, Job
+from segue.transport.copier import Copier
+from segue.transport.copy_queue import Job
 from segue.transport.epochs import Ended
 from segue.transport.host import host_id
 from segue.transport.ioloop import IoLoop
-from segue.transport.memory import Memory, sealed
+from segue.transport.memory import Memory, allocate, map_shared, sealed
 from segue.transport.shm_in import Door
 from segue.transport.shm_out import Path, map_peer
 from segue.transport.shm_table import GrantTable
@@ -43,6 +53,20 @@ from segue.transport.teller import Teller
 SLICE_BYTES = 1 * 2**20
 COPY_THREADS = 2  # measured: bench/transport.py
 _CLOSE_S = 5.0
+
+
+def unusable() -> str:
+    """Why no process can use `shm` here, or "": it is tried with one page of memory."""
+    try:
+        memory = allocate(mmap.PAGESIZE)
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+            map_shared(memory.fd, memory.nbytes).close()
+        finally:
+            memory.close()
+    except (OSError, OutOfCapacity) as exc:
+        return f"its system calls do not work here: {exc}"
+    return ""
 
 
 class ShmTransport:

@@ -1,0 +1,176 @@
+"""What the copying threads of `shm` decide: which slice is next, what ends with one, who may be answered.
+
+No thread, lock or system call is in here (but the clock that says how long a write took): `Copier` calls
+it under its lock, and a test or a simulator in any order it likes. A job is *held* while a thread is inside
+a slice of it, and from its end on until that was told. Whoever must know that nothing of a job is written
+any more (a fence, the end of a path) waits until it is not held.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from segue.core.errors import SegueError
+from segue.layout.blocks import CopyBlock
+from segue.transport.base import TransportEvent, WriteFailed, Written
+from segue.transport.ranges import pieces
+
+Then = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One write. `allowed` says whether the receiver still grants its epoch."""
+
+    peer: str
+    epoch: int
+    tag: int
+    blocks: Sequence[CopyBlock]
+    nbytes: int
+    source: mmap.mmap
+    target: mmap.mmap
+    allowed: Callable[[], bool]
+    posted: float = field(default_factory=time.perf_counter)
+    error: SegueError | None = None
+    refused: bool = False
+    active: int = 0  # threads that copy a slice of it right now
+
+    def event(self) -> TransportEvent:
+        """The one event that ends it."""
+        if self.error is not None:
+            return WriteFailed(self.peer, self.epoch, self.tag, self.error, self.refused)
+        seconds = time.perf_counter() - self.posted
+        return Written(self.peer, self.epoch, self.tag, self.nbytes, seconds)
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A job with slices that nobody has taken yet; `ahead` is the next one, None at the end."""
+
+    job: Job
+    slices: Iterator[list[CopyBlock]]
+    ahead: list[CopyBlock] | None
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """What is to be said once none of `jobs` is held any more."""
+
+    jobs: set[Job]
+    report: Then
+
+
+def slices(blocks: Sequence[CopyBlock], slice_bytes: int) -> Iterator[list[CopyBlock]]:
+    """The blocks in groups of at most `slice_bytes`: one test and one lock for many small ones."""
+    group: list[CopyBlock] = []
+    size = 0
+    for piece in pieces(blocks, slice_bytes):
+        if group and size + piece.nbytes > slice_bytes:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.nbytes
+    if group:
+        yield group
+
+
+class CopyQueue:
+    """At most `max_jobs` jobs wait, the oldest first; threads share the slices of one."""
+
+    def __init__(self, *, slice_bytes: int, max_jobs: int) -> None:
+        self._slice_bytes = slice_bytes
+        self._max_jobs = max_jobs
+        self._queue: deque[_Queued] = deque()
+        self._held: set[Job] = set()
+        self._waiting: list[_Waiting] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, job: Job) -> bool:
+        """Queue `job`; False when the queue is full."""
+        if len(self._queue) >= self._max_jobs:
+            return False
+        parts = slices(job.blocks, self._slice_bytes)
+        self._queue.append(_Queued(job, parts, next(parts, [])))
+        return True
+
+    def take(self) -> tuple[Job, list[CopyBlock]]:
+        """The next slice: the caller copies it and calls `finish`. Only while some wait."""
+        queued = self._queue[0]
+        job, blocks = queued.job, queued.ahead or []
+        queued.ahead = next(queued.slices, None)
+        if queued.ahead is None:
+            self._queue.popleft()
+        job.active += 1
+        self._held.add(job)
+        return job, blocks
+
+    def finish(self, job: Job, error: SegueError | None, *, refused: bool = False) -> bool:
+        """A slice of `job` is not being copied any more, because of `error` if there is one. True when
+        `job` ends with it: the caller then tells `job.event()`, and after that calls `told`."""
+        job.active -= 1
+        if error is not None and job.error is None:
+            job.error, job.refused = error, refused
+        if job.error is not None:
+            self._drop(lambda other: other is job)
+        if job.active:
+            return False
+        if any(queued.job is job for queued in self._queue):
+            self._held.discard(job)  # nobody can wait for it: who cancels it takes it from the queue
+            return False
+        return True
+
+    def told(self, job: Job) -> list[Then]:
+        """The end of `job` was told: what is to be said now that it is not held any more."""
+        self._held.discard(job)
+        for entry in self._waiting:
+            entry.jobs.discard(job)
+        ready = [entry.report for entry in self._waiting if not entry.jobs]
+        self._waiting = [entry for entry in self._waiting if entry.jobs]
+        return ready
+
+    def cancel(self, peer: str, epoch: int | None, error: SegueError, then: Then) -> tuple[list[Job], bool]:
+        """End the jobs of `peer` (of `epoch`, or of all if None) with `error`.
+
+        Returns those that nobody copies, which the caller holds until it has told their events and called
+        `told` for each, and whether `then` waits: it is among what `told` returns for the last job of this
+        peer and epoch that anybody holds. Else there is none, and the caller runs it.
+        """
+
+        def hit(job: Job) -> bool:
+            return job.peer == peer and (epoch is None or job.epoch == epoch)
+
+        idle = self._end(hit, error)
+        waits_for = {job for job in self._held if hit(job)}
+        if waits_for:
+            self._waiting.append(_Waiting(waits_for, then))
+        return idle, bool(waits_for)
+
+    def fail(self, error: SegueError) -> list[Job]:
+        """End every job with `error`: nothing starts any more. Returns those that nobody copies, to be
+        told by the caller as `cancel` says; whoever copies another ends it with `finish`."""
+        return self._end(lambda _job: True, error)
+
+    def clear(self) -> None:
+        """Forget what waits, without a word."""
+        self._queue.clear()
+
+    def _drop(self, hit: Callable[[Job], bool]) -> list[Job]:
+        """Take what `hit` says from the queue."""
+        dropped = [queued.job for queued in self._queue if hit(queued.job)]
+        if dropped:
+            self._queue = deque(queued for queued in self._queue if not hit(queued.job))
+        return dropped
+
+    def _end(self, hit: Callable[[Job], bool], error: SegueError) -> list[Job]:
+        idle = [job for job in self._drop(hit) if job not in self._held]
+        self._held.update(idle)
+        for job in self._held:
+            if hit(job):
+                job.error = job.error or error
+        return idle
