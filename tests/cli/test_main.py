@@ -249,6 +249,18 @@ def test_doctor_finds_this_host_usable(capsys: pytest.CaptureFixture[str], tmp_p
     assert found["transport nixl"]["state"] == "absent"
 
 
+def test_doctor_says_what_of_shm_does_not_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def forbidden(*_args: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    found = {f.what: f for f in doctor_module.findings(str(tmp_path))}
+    assert found["transport shm"].state == "slow"
+    assert "not permitted" in found["transport shm"].text
+    assert "tcp" in found["transport shm"].text
+    assert found["transport tcp"].state == "ok"
+
+
 @pytest.mark.parametrize(
     ("cpuinfo", "state", "fragment"),
     [

@@ -115,10 +115,18 @@ def _files() -> Finding:
 def _transports() -> list[Finding]:
     from segue.transport.registry import OK, available
 
+    found = available()
+    # `shm` belongs to every version: where it does not work, the host is the reason, and KV goes over tcp.
     return [
-        Finding(f"transport {name}", "ok" if word == OK else "absent", "works here" if word == OK else word)
-        for name, word in available().items()
+        Finding(f"transport {name}", "ok", "works here")
+        if word == OK
+        else Finding(f"transport {name}", "slow" if name == "shm" else "absent", _without(name, word))
+        for name, word in found.items()
     ]
+
+
+def _without(name: str, word: str) -> str:
+    return f"{word}; between processes of this host --transport auto takes tcp" if name == "shm" else word
 
 
 def _cache(cache: str | None) -> Finding:

@@ -18,11 +18,11 @@ import msgspec
 from segue.conn.config import HOST, KVConfig, Runtime
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
-from segue.conn.peers import Dialer, PathSpeed, Peer, join
+from segue.conn.peers import Dialer, Joined, PathSpeed, Peer, join
 from segue.conn.transports import Transports, incarnation_of
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
-from segue.core.errors import Draining, Internal, SegueError, TransferFailed
+from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
@@ -83,6 +83,8 @@ class KVManager:
             max_transfers=config.limits.max_transfers,
         )
         self._hello = msgspec.msgpack.encode(self.info)
+        #: What was ever said of ourselves, by its bytes: one more with each transport that was withdrawn.
+        self._said = {self._hello: self.info}
         self.exchange = runtime.exchange(
             role=config.role,
             me=config.incarnation,
@@ -341,9 +343,26 @@ class KVManager:
     def accept(self, peer: PeerInfo) -> None:
         """Refuse a peer whose KV cannot be joined with ours, before anything is served."""
         if peer.role in KV_ROLES:
-            join(self.config.role, self.info, peer)
+            self._join(peer)
         elif self._control is not None:
             self._control.accept(peer)
+
+    def _join(self, peer: PeerInfo) -> Joined:
+        """By what the peer was told, so that both sides come to the same transport."""
+        return join(self.config.role, self._said.get(peer.told, self.info), peer)
+
+    def _withdraw(self, name: str, error: SegueError) -> SegueError:
+        """This process cannot have what a path of the transport `name` takes: the pair meets anew without
+        it, if there is another. What to end the session with."""
+        if self._transports.withdraw(name):
+            self.info = msgspec.structs.replace(self.info, endpoints=self._transports.endpoints)
+            self._hello = msgspec.msgpack.encode(self.info)
+            self._said[self._hello] = self.info
+            rest = ", ".join(self.info.endpoints)
+            log.warning("%s is not offered any more, only %s: %s", name, rest, error)
+        elif name in self.info.endpoints:
+            return error
+        return PeerLost(f"the session begins anew without {name}: {error}")
 
     def opened(self, session: Session) -> None:
         """A peer leader: open its transport, then tell the protocol. A frontend: pass on."""
@@ -351,7 +370,7 @@ class KVManager:
             if self._control is not None:
                 self._control.opened(session)
             return
-        joined = join(self.config.role, self.info, session.peer)
+        joined = self._join(session.peer)
         peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
         self._peers[session.peer.incarnation] = peer
         self._transports.choose(session.peer.incarnation, joined.transport, self._peers)
@@ -372,6 +391,9 @@ class KVManager:
         incarnation = peer.session.peer.incarnation
         try:
             await self._transports.connect(incarnation, peer.info, self.config.limits.connect_s)
+        except OutOfCapacity as error:
+            peer.session.close(self._withdraw(peer.transport, error))
+            return
         except SegueError as error:
             peer.session.close(error)
             return

@@ -58,6 +58,13 @@ class Transports:
         # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
         self._chosen: dict[Incarnation, str] = {}
 
+    def withdraw(self, name: str) -> bool:
+        """Offer `name` to no further peer; those that use it keep it. False where nothing else is offered."""
+        if len(self.endpoints) < 2 or name not in self.endpoints:
+            return False
+        self.endpoints = {other: data for other, data in self.endpoints.items() if other != name}
+        return True
+
     def choose(self, peer: Incarnation, name: str, live: Container[Incarnation]) -> None:
         """From now on `peer` is reached by the transport `name`. No `live` peer is forgotten for it."""
         self._chosen[peer] = name

@@ -42,6 +42,7 @@ from segue.serve.registry import look as look_for_registry
 from segue.session import tls
 from segue.session.guarded_http import GuardedServer
 from segue.transport.memory import Memory
+from segue.transport.registry import OK, available
 
 log = logging.getLogger("segue.instance")
 
@@ -245,8 +246,14 @@ class Instance:
 
 
 def transports(setting: str) -> tuple[str, ...]:
-    """The transports to offer for `--transport`; `auto` prefers shared memory on one host."""
-    return ("shm", "tcp") if setting == "auto" else (setting,)
+    """The transports to offer for `--transport`; `auto` prefers shared memory on one host, where it works."""
+    if setting != "auto":
+        return (setting,)
+    reason = available()["shm"]
+    if reason == OK:
+        return ("shm", "tcp")
+    log.warning("shm cannot be used, only tcp is offered: %s", reason)
+    return ("tcp",)
 
 
 def _registry_trouble(error: SegueError) -> None:

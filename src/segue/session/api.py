@@ -18,13 +18,14 @@ from segue.core.types import Incarnation, Role
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
     """Who is at the other end, as proven in the handshake. `hello` is the peer's own payload
-    (msgpack bytes that session does not interpret)."""
+    (msgpack bytes that session does not interpret), `told` the one that it was given of us."""
 
     incarnation: Incarnation
     role: Role
     dp_rank: int
     address: str
     hello: bytes
+    told: bytes = b""
 
 
 class Session(Protocol):

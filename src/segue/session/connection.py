@@ -144,6 +144,7 @@ class Connection(asyncio.BufferedProtocol):
         self._owner = owner
         self._loop = loop
         self._peer: PeerInfo | None = None
+        self._told: bytes | None = None
         self._transport: asyncio.Transport | None = None
         self._lost = False
         self._closed_due = False
@@ -378,8 +379,14 @@ class Connection(asyncio.BufferedProtocol):
             case Progress.WAIT:
                 pass
 
+    def _introduction(self) -> bytes:
+        """What we say of ourselves, which is one thing in a session."""
+        if self._told is None:
+            self._told = self._ask("introduce itself", self._owner.handler.hello)
+        return self._told
+
     def _send_welcome(self) -> None:
-        payload = self._ask("introduce itself", self._owner.handler.hello)
+        payload = self._introduction()
         limit, others = self._owner.limits.max_frame_bytes, self._owner.others(self)
         self._send_frame(Welcome(payload=payload, max_frame_bytes=limit, others=others))
 
@@ -395,6 +402,7 @@ class Connection(asyncio.BufferedProtocol):
             dp_rank=hello.dp_rank,
             address=self.place or self.remote_address(),
             hello=welcome.payload,
+            told=self._introduction(),
         )
         self._ask("judge its peer", self._owner.handler.accept, self._peer)
         if self.dialling:

@@ -98,7 +98,8 @@ class Transport(Protocol):
 
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
         """Writing side: open the path to `peer`. Idempotent. Raises TransferFailed, PeerRefused
-        (wrong key, wrong user, version) or BootstrapTimeout."""
+        (wrong key, wrong user, version), BootstrapTimeout, or OutOfCapacity: this process cannot have
+        what such a path takes, so another transport should be used. Then nothing of it is left."""
         ...
 
     def grant(self, peer: str, epoch: int) -> None:

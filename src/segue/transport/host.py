@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -42,3 +43,11 @@ def peer_pidfd(sock: socket.socket) -> int | None:
             return os.pidfd_open(pid)
         except ProcessLookupError:
             return None
+
+
+def ended(pidfd: int) -> bool:
+    """Whether the process that `pidfd` stands for has ended, asked of the kernel now. An event of a
+    descriptor is no answer: its number may have stood for another one when the event was collected."""
+    asked = select.poll()
+    asked.register(pidfd, select.POLLIN)
+    return any(mask & select.POLLIN for _, mask in asked.poll(0))

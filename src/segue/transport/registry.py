@@ -23,11 +23,12 @@ class _Entry:
     module: str
     needs: str = ""  # a package that must be importable
     missing: str = ""  # why it cannot work in this version, whatever is installed
+    check: str = ""  # a function of the module that says why it cannot be used on this host, or ""
 
 
 _TABLE: dict[str, _Entry] = {
     "fake": _Entry("segue.transport.fake"),
-    "shm": _Entry("segue.transport.shm"),
+    "shm": _Entry("segue.transport.shm", check="unusable"),
     "tcp": _Entry("segue.transport.tcp"),
     "nixl": _Entry("", "nixl", "not part of this version of segue"),
     "mooncake": _Entry("", "mooncake", "not part of this version of segue"),
@@ -136,7 +137,7 @@ def _reason(entry: _Entry) -> str:
     if sys.platform != "linux" and entry.module != "segue.transport.fake":
         return "needs Linux"
     try:
-        importlib.import_module(entry.module)
+        module = importlib.import_module(entry.module)
     except ImportError as exc:
         return f"cannot be imported: {exc}"
-    return OK
+    return (getattr(module, entry.check)() if entry.check else "") or OK

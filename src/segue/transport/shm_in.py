@@ -1,7 +1,8 @@
 """The receiving end of `shm`: who is let in, who may hold a mapping of our pool, and the proof that it
 does not any more.
 
-Everything here runs on the loop's thread, but for `may_write`.
+Everything here runs on the loop's thread, but for `may_write`. A system call that fails costs the peer
+that it was made for, never the loop.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from functools import partial
 from segue.core.errors import PeerLost, PeerRefused
 from segue.transport import handshake
 from segue.transport.base import PeerGone, TransportEvent
-from segue.transport.host import peer_pidfd, peer_uid
+from segue.transport.host import ended, peer_pidfd, peer_uid
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.shm_table import GrantTable
-from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, farewell, send
+from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, send
 
-OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 REST_S = 0.1
+#: An honest writer has one path. One that comes again and again without a goodbye may hold as many mappings,
+#: and each costs us a descriptor until its process ends.
+MAX_PER_NAME = 8
+_LEFT_AGAIN = frozenset({errno.EAGAIN, errno.EINTR, errno.ECONNABORTED})
 
 log = logging.getLogger("segue.shm")
 
@@ -38,7 +42,6 @@ class Incoming:
     proof: handshake.Listener
     name: str = ""
     pidfd: int | None = None
-    goodbye: bool = False
     timer: Timer | None = None
 
 
@@ -71,13 +74,16 @@ class Door:
         self._emit = emit
         self._max_strangers = max_strangers
         self._handshake_s = handshake_s
-        self._strangers: dict[int, Incoming] = {}
+        self._strangers: dict[Incoming, None] = {}
         #: Those who may hold a mapping, by name: one name may have come in more than once.
         self.writers: dict[str, list[Incoming]] = {}
 
     def open(self) -> None:
         """Start to accept; also after a rest."""
-        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._knock)
+        try:
+            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._knock)
+        except OSError as exc:
+            self._rest(exc)
 
     def may_write(self, name: str) -> bool:
         """Whether a process of this name may hold a mapping (under the lock)."""
@@ -85,13 +91,24 @@ class Door:
 
     def close(self) -> None:
         """Close every socket, with a goodbye; no event."""
-        for peer in [*self._strangers.values(), *(p for named in self.writers.values() for p in named)]:
-            farewell(peer.sock)
-            if peer.pidfd is not None:
-                os.close(peer.pidfd)
+        for peer in [*self._strangers, *(p for named in self.writers.values() for p in named)]:
+            send(peer.sock, GOODBYE)
+            self._release(peer)
+        self._loop.unwatch(self._listener.fileno())
         self._listener.close()
         self._strangers.clear()
         self.writers.clear()
+
+    def _release(self, peer: Incoming) -> None:
+        """Close what we hold of a connection."""
+        if peer.timer is not None:
+            peer.timer.cancel()
+        self._loop.unwatch(peer.sock.fileno())
+        peer.sock.close()
+        if peer.pidfd is not None:
+            self._loop.unwatch(peer.pidfd)
+            os.close(peer.pidfd)
+            peer.pidfd = None
 
     # ---- strangers -------------------------------------------------------------------------------
 
@@ -99,63 +116,75 @@ class Door:
         try:
             sock, _ = self._listener.accept()
         except OSError as exc:
-            if exc.errno in OUT_OF_DESCRIPTORS:
+            if exc.errno not in _LEFT_AGAIN:
                 self._rest(exc)
-            return  # or it left again
-        sock.setblocking(False)
+            return
         peer = Incoming(sock, handshake.Listener(self._key))
+        try:
+            self._let_wait(peer)
+        except OSError as exc:
+            log.warning("shm cannot let a peer in: %s", exc.strerror)
+            self._drop_stranger(peer)
+
+    def _rest(self, exc: OSError) -> None:
+        """No descriptor is free: do not let the kernel call us again at once, for nothing."""
+        log.error("shm cannot accept peers: %s", exc.strerror)
+        if self._strangers:
+            self._drop_stranger(next(iter(self._strangers)))
+        self._loop.unwatch(self._listener.fileno())
+        self._loop.later(REST_S, self.open)
+
+    def _let_wait(self, peer: Incoming) -> None:
+        sock = peer.sock
+        sock.setblocking(False)
         if peer_uid(sock) != os.getuid():
             send(sock, peer.proof.refuse("another user"))
             sock.close()
             return
         if len(self._strangers) >= self._max_strangers:
             # The oldest, so that a crowd cannot keep a peer out that proves itself at once.
-            self._drop_stranger(next(iter(self._strangers.values())))
-        self._strangers[sock.fileno()] = peer
+            self._drop_stranger(next(iter(self._strangers)))
+        self._strangers[peer] = None
         peer.timer = self._loop.later(self._handshake_s, partial(self._drop_stranger, peer))
         self._loop.watch(sock.fileno(), select.EPOLLIN, partial(self._greet, peer))
         send(sock, peer.proof.challenge())
 
-    def _rest(self, exc: OSError) -> None:
-        """No descriptor is free: do not let the kernel call us again at once, for nothing."""
-        log.error("shm cannot accept peers: %s", exc.strerror)
-        self._loop.unwatch(self._listener.fileno())
-        self._loop.later(REST_S, self.open)
-
     def _drop_stranger(self, peer: Incoming) -> None:
-        if peer.timer is not None:
-            peer.timer.cancel()
-        self._strangers.pop(peer.sock.fileno(), None)
-        self._loop.unwatch(peer.sock.fileno())
-        peer.sock.close()
+        self._strangers.pop(peer, None)
+        self._release(peer)
 
     def _greet(self, peer: Incoming, _events: int) -> None:
         try:
-            frame = peer.sock.recv(handshake.RESPONSE_BYTES + 1)
-            hello, verdict = peer.proof.accept(frame)
-            pidfd = peer_pidfd(peer.sock)
-            if pidfd is None:
-                raise PeerRefused("the process is gone")
+            hello, verdict = peer.proof.accept(peer.sock.recv(handshake.RESPONSE_BYTES + 1))
+            self._watch_process(peer, hello.name)
         except PeerRefused as exc:
             send(peer.sock, peer.proof.refuse(exc.info.text))
             self._drop_stranger(peer)
             return
-        except OSError:
+        except OSError as exc:
+            log.warning("shm cannot let a peer in: %s", exc.strerror)
             self._drop_stranger(peer)
             return
         if peer.timer is not None:
             peer.timer.cancel()
-        del self._strangers[peer.sock.fileno()]
-        peer.name, peer.pidfd = hello.name, pidfd
-        self._loop.unwatch(peer.sock.fileno())
-        self._loop.watch(peer.sock.fileno(), select.EPOLLIN, partial(self._says, peer))
-        self._loop.watch(pidfd, select.EPOLLIN, partial(self._died, peer))
+        del self._strangers[peer]
+        peer.name = hello.name
         with self._lock:  # from here on the peer may hold a mapping
             self.writers.setdefault(peer.name, []).append(peer)
         try:
             socket.send_fds(peer.sock, [verdict], [self._memory_fd, self._table.fd])
-        except OSError:
-            self._left(peer)
+        except OSError:  # then no descriptor has left this process
+            self._gone(peer, "it left before it had the memory")
+
+    def _watch_process(self, peer: Incoming, name: str) -> None:
+        if len(self.writers.get(name, ())) >= MAX_PER_NAME:
+            raise PeerRefused(f"{MAX_PER_NAME} connections of this name have not said goodbye")
+        peer.pidfd = peer_pidfd(peer.sock)
+        if peer.pidfd is None:
+            raise PeerRefused("the process is gone")
+        self._loop.unwatch(peer.sock.fileno())
+        self._loop.watch(peer.sock.fileno(), select.EPOLLIN, partial(self._says, peer))
+        self._loop.watch(peer.pidfd, select.EPOLLIN, partial(self._died, peer))
 
     # ---- writers ---------------------------------------------------------------------------------
 
@@ -167,33 +196,27 @@ class Door:
         except OSError:
             data = b""
         if data == GOODBYE:
-            peer.goodbye = True
+            self._gone(peer, "said goodbye")
         elif not data:
             self._left(peer)
 
     def _left(self, peer: Incoming) -> None:
-        """The socket has ended. With a goodbye that is a proof; else wait for the process."""
+        """The socket has ended without a goodbye, which proves nothing: wait for the process."""
         self._loop.unwatch(peer.sock.fileno())
-        if peer.goodbye:
-            self._gone(peer, "said goodbye")
-        else:
-            peer.timer = self._loop.later(DEATH_GRACE_S, partial(self._silent, peer))
+        peer.sock.close()
+        peer.timer = self._loop.later(DEATH_GRACE_S, partial(self._silent, peer))
 
     def _silent(self, peer: Incoming) -> None:
         error = PeerLost(f"{peer.name} closed its shm socket but its process lives", peer=peer.name)
         self._emit(PeerGone(peer.name, False, error))
 
     def _died(self, peer: Incoming, _events: int) -> None:
-        self._gone(peer, "its process has ended")
+        if peer.pidfd is not None and ended(peer.pidfd):
+            self._gone(peer, "its process has ended")
 
     def _gone(self, peer: Incoming, why: str) -> None:
-        assert peer.pidfd is not None
-        if peer.timer is not None:
-            peer.timer.cancel()
-        self._loop.unwatch(peer.sock.fileno())
-        self._loop.unwatch(peer.pidfd)
-        peer.sock.close()
-        os.close(peer.pidfd)
+        """Proven: nothing of this connection can land any more."""
+        self._release(peer)
         with self._lock:
             left = self.writers[peer.name]
             left.remove(peer)

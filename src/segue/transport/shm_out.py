@@ -10,6 +10,7 @@ import os
 import select
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +19,7 @@ import msgspec
 from segue.core.errors import (
     DECODE_ERRORS,
     BootstrapTimeout,
+    OutOfCapacity,
     PeerLost,
     PeerRefused,
     SegueError,
@@ -26,14 +28,13 @@ from segue.core.errors import (
 from segue.transport import handshake
 from segue.transport.base import Endpoint, PeerGone, TransportEvent
 from segue.transport.copier import Copier
-from segue.transport.host import host_id, peer_pidfd, peer_uid
+from segue.transport.host import ended, host_id, peer_pidfd, peer_uid
 from segue.transport.ioloop import IoLoop
-from segue.transport.memory import sealed
+from segue.transport.memory import map_shared, sealed
 from segue.transport.shm_table import TABLE_BYTES, GrantView, token
 from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, ShmAddress, farewell
 
-_POPULATE_BYTES = 64 * 2**20
-_MADV_POPULATE_WRITE = 23
+_ENDED = "its process has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,14 @@ class Path:
         self.broken = False
 
     def open(self) -> None:
-        """Watch the receiver."""
-        self._loop.watch(self.mapped.sock.fileno(), select.EPOLLIN, self._left)
-        if self.mapped.pidfd is not None:
-            self._loop.watch(self.mapped.pidfd, select.EPOLLIN, self._died)
+        """Watch the receiver. A path that cannot be watched ends at once, and no other with it."""
+        try:
+            self._loop.watch(self.mapped.sock.fileno(), select.EPOLLIN, self._left)
+            if self.mapped.pidfd is not None:
+                self._loop.watch(self.mapped.pidfd, select.EPOLLIN, self._died)
+        except OSError as exc:
+            self.broken = True
+            self._gone(f"it cannot be watched: {exc.strerror}")
 
     def allowing(self, epoch: int) -> Callable[[], bool]:
         """A cheap test, called before each slice, of whether the receiver still grants `epoch`."""
@@ -113,24 +118,26 @@ class Path:
         except OSError:
             goodbye = False
         self.broken = True
-        if goodbye or self.mapped.pidfd is None:
-            self._gone(dead=self.mapped.pidfd is None)
-            return
-        self._loop.unwatch(self.mapped.sock.fileno())
-        self._loop.later(DEATH_GRACE_S, partial(self._gone, dead=False))
-        self._cancel(PeerLost(f"{self.name} is gone", peer=self.name), lambda: None)
+        if self.mapped.pidfd is None:
+            self._gone(_ENDED, dead=True)
+        elif goodbye:
+            self._gone("it closed")
+        else:
+            self._loop.unwatch(self.mapped.sock.fileno())
+            self._loop.later(DEATH_GRACE_S, partial(self._gone, "it closed"))
+            self._cancel(PeerLost(f"{self.name} is gone", peer=self.name), lambda: None)
 
     def _died(self, _events: int) -> None:
-        self._gone(dead=True)
+        if self.mapped.pidfd is not None and ended(self.mapped.pidfd):
+            self._gone(_ENDED, dead=True)
 
-    def _gone(self, *, dead: bool) -> None:
+    def _gone(self, why: str, *, dead: bool = False) -> None:
         if not self._forget(self):
             return
         self._loop.unwatch(self.mapped.sock.fileno())
         if self.mapped.pidfd is not None:
             self._loop.unwatch(self.mapped.pidfd)
             os.close(self.mapped.pidfd)
-        why = "its process has ended" if dead else "it closed"
         error = PeerLost(f"{self.name} is gone: {why}", peer=self.name)
 
         def done() -> None:
@@ -156,61 +163,78 @@ def map_peer(me: str, peer: str, endpoint: Endpoint, timeout_s: float) -> Mapped
         raise PeerRefused(f"unreadable shm endpoint: {exc}") from exc
     if endpoint.transport != "shm" or address.version != 1:
         raise PeerRefused(f"not an shm endpoint of version 1: {endpoint.transport} v{address.version}")
-    if address.host != host_id():
-        raise PeerRefused("shm needs both sides on one host, in one network namespace, of one user")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(address.name)
-        if peer_uid(sock) != os.getuid():
-            raise PeerRefused("the shm socket of the peer belongs to another user")
-        proof = handshake.Writer(address.key, handshake.Hello(me, bytes(16), 0, 1))
-        sock.sendall(proof.respond(read_frame(sock, handshake.CHALLENGE_BYTES)))
-        pool, grants = take_memory(sock, proof, endpoint.nbytes)
-        pidfd = peer_pidfd(sock)
-        sock.setblocking(False)
+    with ExitStack() as undo:
+        try:
+            if address.host != host_id():
+                raise PeerRefused("shm needs both sides on one host, in one network namespace, of one user")
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            # Whatever fails from here on, nothing of the peer's memory stays mapped, and it is told so: it
+            # may count us among its writers by then.
+            undo.callback(farewell, sock)
+            sock.settimeout(timeout_s)
+            sock.connect(address.name)
+            if peer_uid(sock) != os.getuid():
+                raise PeerRefused("the shm socket of the peer belongs to another user")
+            proof = handshake.Writer(address.key, handshake.Hello(me, bytes(16), 0, 1))
+            sock.sendall(proof.respond(read_frame(sock, handshake.CHALLENGE_BYTES)))
+            pool, grants = take_memory(sock, proof, endpoint.nbytes)
+            undo.callback(pool.close)
+            undo.callback(grants.close)
+            pidfd = peer_pidfd(sock)
+            sock.setblocking(False)
+        except TimeoutError as exc:
+            raise BootstrapTimeout(f"{peer} did not answer on its shm socket within {timeout_s} s") from exc
+        except OSError as exc:
+            raise TransferFailed(f"no shm path to {peer}: {exc}") from exc
+        undo.pop_all()
         return Mapped(sock, pool, grants, pidfd)
-    except TimeoutError as exc:
-        sock.close()
-        raise BootstrapTimeout(f"{peer} did not answer on its shm socket within {timeout_s} s") from exc
-    except OSError as exc:
-        sock.close()
-        raise TransferFailed(f"no shm path to {peer}: {exc}") from exc
-    except SegueError:
-        sock.close()
-        raise
 
 
 def take_memory(sock: socket.socket, proof: handshake.Writer, nbytes: int) -> tuple[mmap.mmap, GrantView]:
-    """The peer's verdict, and with it its pool and its table of grants, mapped."""
-    verdict, fds, _flags, _ = socket.recv_fds(sock, handshake.VERDICT_BYTES + 1, 2)
+    """The peer's verdict, and with it its pool and its table of grants, mapped. Raises also OutOfCapacity
+    when they cannot be mapped in this process; nothing is, then."""
+    verdict, fds, flags, _ = socket.recv_fds(sock, handshake.VERDICT_BYTES + 1, 2, socket.MSG_CMSG_CLOEXEC)
     try:
-        if len(verdict) != handshake.VERDICT_BYTES:
-            raise PeerRefused("the peer closed the shm socket during the handshake")
+        _whole(verdict, handshake.VERDICT_BYTES)
         proof.finish(verdict)
-        if len(fds) != 2 or not sealed(fds[0]) or os.fstat(fds[0]).st_size < nbytes:
+        if len(fds) != 2 and flags & socket.MSG_CTRUNC:
+            raise TransferFailed(
+                "the descriptors of the peer's memory were lost: too many files are open here"
+            )
+        if len(fds) != 2 or not sealed(fds[0]) or not 0 < nbytes <= os.fstat(fds[0]).st_size:
             raise PeerRefused("the peer's memory is not what its endpoint says")
         if not sealed(fds[1]) or os.fstat(fds[1]).st_size < TABLE_BYTES:
             # A table that can shrink would end this process at the next look.
             raise PeerRefused("the peer's table of grants is too small, or could become so")
-        return _map_pool(fds[0], nbytes), GrantView(fds[1])
+        return _map(fds[0], nbytes, fds[1])
     finally:
         for fd in fds:
             os.close(fd)
 
 
+def _map(pool_fd: int, nbytes: int, table_fd: int) -> tuple[mmap.mmap, GrantView]:
+    with ExitStack() as undo:
+        try:
+            pool = map_shared(pool_fd, nbytes)
+            undo.callback(pool.close)
+            grants = GrantView(table_fd)
+        except OSError as exc:
+            raise OutOfCapacity(
+                f"the peer's pool of {nbytes / 2**30:.2f} GiB cannot be mapped here: {exc.strerror}"
+            ) from exc
+        undo.pop_all()
+        return pool, grants
+
+
 def read_frame(sock: socket.socket, nbytes: int) -> bytes:
-    """One frame of the handshake, of exactly so many bytes; PeerRefused for anything else."""
-    frame = sock.recv(nbytes + 1)
+    """One frame of the handshake, of exactly so many bytes. Raises TransferFailed when the peer closed the
+    socket, which it may do for want of a descriptor, and PeerRefused for anything else."""
+    return _whole(sock.recv(nbytes + 1), nbytes)
+
+
+def _whole(frame: bytes, nbytes: int) -> bytes:
+    if not frame:
+        raise TransferFailed("the peer closed the shm socket during the handshake")
     if len(frame) != nbytes:
-        raise PeerRefused("the peer closed the shm socket during the handshake")
+        raise PeerRefused("the address of the peer does not answer as a segue transport")
     return frame
-
-
-def _map_pool(fd: int, nbytes: int) -> mmap.mmap:
-    """Map a peer's pool with its pages resident, in steps so that no other thread waits for long."""
-    pool = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
-    pool.madvise(mmap.MADV_DONTFORK)
-    for start in range(0, nbytes, _POPULATE_BYTES):
-        pool.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, nbytes - start))
-    return pool

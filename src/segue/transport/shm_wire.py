@@ -23,7 +23,7 @@ class ShmAddress(msgspec.Struct, frozen=True, kw_only=True):
 def send(sock: socket.socket, frame: bytes) -> None:
     """Send to a peer that may have left already: its end is seen where the socket is read."""
     try:
-        sock.send(frame, socket.MSG_NOSIGNAL)
+        sock.send(frame, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
     except OSError:
         return
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -13,7 +15,8 @@ from segue.transport.ioloop import IoLoop
 class Teller:
     """Tells the events of the transport called `name` to its owner; nothing more once `closed` is set.
 
-    `failure` says why, once a thread of the transport has ended by a bug.
+    `failure` says why, once a thread of the transport has ended by a bug. What was to be told by then is
+    told all the same, by the thread that failed: an answer somebody waits for must not end with the loop.
     """
 
     def __init__(self, name: str, on_event: EventSink) -> None:
@@ -21,6 +24,8 @@ class Teller:
         self._on_event = on_event
         self.closed = False
         self.failure = ""
+        self._lock = threading.Lock()
+        self._pending: deque[Callable[[], None]] = deque()
 
     def emit(self, event: TransportEvent) -> None:
         """Tell `event` here and now."""
@@ -33,17 +38,30 @@ class Teller:
 
     def run_soon(self, loop: IoLoop, call: Callable[[], None]) -> None:
         """Run `call`, which tells something, on the thread of `loop`; when that has died, on the caller's."""
-        if not self.failure:
-            loop.post(call)
+        with self._lock:
+            if alive := not self.failure:
+                self._pending.append(call)
+        if alive:
+            loop.post(self._next)
         else:
+            call()
+
+    def _next(self) -> None:
+        with self._lock:
+            call = self._pending.popleft() if self._pending else None
+        if call is not None:
             call()
 
     def fail(self, exc: BaseException) -> None:
         """A thread ended by a bug: nothing can be asked of it from now on."""
-        self.failure = f"the {self._name} transport has failed: {exc!r}"
+        with self._lock:
+            self.failure = f"the {self._name} transport has failed: {exc!r}"
 
     def all_gone(self, peers: Iterable[str]) -> None:
-        """After `fail`: none of `peers` can be reached any more, which proves nothing of them."""
+        """After `fail`: tell what was still to be told, and that none of `peers` can be reached any more,
+        which proves nothing of them."""
+        while self._pending:
+            self._next()
         error = Internal(self.failure)
         for peer in peers:
             self.emit(PeerGone(peer, False, error))

@@ -1,0 +1,90 @@
+"""A pair whose shared memory cannot be mapped meets again without it, says so once, and hands KV over."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+
+import pytest
+from test_manager import Side, assert_at_rest, assert_handed_over
+
+from segue.core.errors import OutOfCapacity
+from segue.core.types import Role
+from segue.session.api import PeerInfo, Session
+from segue.transport import shm_out
+
+BOTH = ("shm", "tcp")
+
+
+def _over_tcp(side: Side) -> threading.Event:
+    """Set once this side has a session whose KV goes over tcp."""
+    there, opened = threading.Event(), side.manager.opened
+
+    def watched(session: Session) -> None:
+        opened(session)
+        if side.manager._peers[session.peer.incarnation].transport == "tcp":
+            there.set()
+
+    side.manager.opened = watched  # type: ignore[method-assign]
+    return there
+
+
+def _full(_fd: int, _nbytes: int) -> None:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+
+def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shm_out, "map_shared", _full)
+    caplog.set_level(logging.WARNING, "segue.conn")
+    prefill = Side(Role.PREFILL, transports=BOTH)
+    decodes = [Side(Role.DECODE, transports=BOTH) for _ in range(2)]
+    try:
+        prefill.manager.start()
+        for decode in decodes:
+            there = _over_tcp(decode)
+            decode.manager.start()
+            decode.manager.add_peer(prefill.me, *prefill.manager.address)
+            assert there.wait(30)
+            for _ in range(2):
+                assert_handed_over(prefill, decode, 33, 8)
+            assert_at_rest(decode)
+        assert_at_rest(prefill)
+    finally:
+        for side in (*decodes, prefill):
+            side.close()
+    said = [r.getMessage() for r in caplog.records if "not offered any more" in r.getMessage()]
+    assert len(said) == 1
+    assert "shm" in said[0]
+    assert "Cannot allocate memory" in said[0]
+
+
+def test_what_a_peer_was_told_decides_although_it_is_not_offered_any_more() -> None:
+    """A session whose handshake had begun before: both sides take what both know of."""
+    prefill, decode = Side(Role.PREFILL, transports=BOTH), Side(Role.DECODE, transports=BOTH)
+    manager = prefill.manager
+    told = manager.hello()
+    error = OutOfCapacity("no room")
+    assert manager._withdraw("shm", error) is not error
+    assert manager.hello() != told
+
+    def joined(what: bytes) -> str:
+        return manager._join(
+            PeerInfo(decode.me, Role.DECODE, 0, "there", decode.manager.hello(), what)
+        ).transport
+
+    assert (joined(told), joined(manager.hello())) == ("shm", "tcp")
+    assert manager._withdraw("shm", error) is not error, "by another peer, meanwhile"
+    for side in (prefill, decode):
+        side.close()
+
+
+def test_where_nothing_else_is_offered_the_reason_itself_ends_the_session() -> None:
+    prefill = Side(Role.PREFILL, transports=("shm",))
+    error = OutOfCapacity("no room")
+    told = prefill.manager.hello()
+    assert prefill.manager._withdraw("shm", error) is error
+    assert prefill.manager.hello() == told
+    prefill.close()

@@ -1,0 +1,745 @@
+"""`shm` when something of the host fails: descriptors, memory, system calls, processes, threads."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import queue
+import resource
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
+from segue.layout.blocks import CopyBlock
+from segue.transport import handshake, host, memory, registry, shm_in, shm_out
+from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.memory import allocate, map_shared
+from segue.transport.shm import ShmTransport, unusable
+from segue.transport.shm_table import SLOTS
+from segue.transport.shm_wire import GOODBYE, ShmAddress
+
+MiB = 2**20
+
+
+class Side:
+    """A transport with its memory and the events it told."""
+
+    def __init__(self, me: str, nbytes: int = MiB, **options: Any) -> None:
+        self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+        self.me = me
+        self.memory = allocate(nbytes)
+        self.transport = ShmTransport(self.events.put, me=me, **options)
+        self.endpoint = self.transport.register(self.memory)
+        self.address = msgspec.msgpack.decode(self.endpoint.data, type=ShmAddress)
+
+    def next(self) -> TransportEvent:
+        return self.events.get(timeout=30)
+
+    def on_loop(self, call: Callable[[], object]) -> Any:
+        """What `call` returns on the I/O thread, after all that it was given before."""
+        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.transport._loop.post(lambda: answer.put(call()))
+        return answer.get(timeout=30)
+
+    def busy(self) -> threading.Event:
+        """The I/O thread does nothing from now on until the event is set."""
+        busy, free = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            busy.set()
+            free.wait(30)
+
+        self.transport._loop.post(wait)
+        assert busy.wait(30)
+        return free
+
+    def writers(self) -> set[str]:
+        door = self.transport._door
+        assert door is not None
+        return set(self.on_loop(lambda: set(door.writers)))
+
+    def close(self) -> None:
+        self.transport.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    """A writer and a reader that are not connected; afterwards no descriptor and no mapping is left."""
+    before, maps = descriptors(), mappings()
+    writer, reader = Side("aaaa/0"), Side("bbbb/0")
+    yield writer, reader
+    writer.close()
+    reader.close()
+    assert descriptors() == before
+    assert mappings() == maps
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return sum("memfd:segue" in line for line in maps)
+
+
+def works(writer: Side, reader: Side, epoch: int = 7) -> None:
+    """A write lands."""
+    writer.transport.connect(reader.me, reader.endpoint, 30)
+    reader.transport.grant(writer.me, epoch)
+    writer.memory.buffer[:3] = b"abc"
+    writer.transport.write(reader.me, epoch, 1, [CopyBlock(0, 100, 1, 3)])
+    event = writer.next()
+    assert isinstance(event, Written), event
+    assert reader.memory.buffer[100:103] == b"abc"
+
+
+def begin(reader: Side, name: str) -> tuple[socket.socket, handshake.Writer, bytes]:
+    """A hand-made writer that has been asked who it is, and what it will answer."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(30)
+    sock.connect(reader.address.name)
+    proof = handshake.Writer(reader.address.key, handshake.Hello(name, bytes(16), 0, 1))
+    return sock, proof, proof.respond(sock.recv(1000))
+
+
+def take(sock: socket.socket, proof: handshake.Writer) -> list[int]:
+    verdict, fds, _, _ = socket.recv_fds(sock, 1000, 2)
+    proof.finish(verdict)
+    return fds
+
+
+# ---- a death must be one --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goodbye_first", [True, False])
+def test_a_stale_death_does_not_reach_the_peer_that_joined_meanwhile(
+    sides: tuple[Side, Side], goodbye_first: bool
+) -> None:
+    """One leaves and exits while another joins and a third knocks, and the I/O thread is busy: the kernel
+    gives the pidfd of the second the number that the first one's had."""
+    _, reader = sides
+    told, tell = os.pipe()
+    obey, order = os.pipe()
+    leaver = os.fork()
+    if leaver == 0:
+        sock, proof, answer = begin(reader, "leaves/0")
+        sock.send(answer)
+        take(sock, proof)
+        if goodbye_first:
+            sock.send(GOODBYE)
+        os.write(tell, b"1")
+        os.read(obey, 1)
+        if not goodbye_first:
+            sock.send(GOODBYE)
+        sock.close()
+        os.write(tell, b"2")
+        os.read(obey, 1)
+        os._exit(0)
+    assert os.read(told, 1) == b"1"
+    joins, proof, answer = begin(reader, "joins/0")
+    knocks = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    free = reader.busy()
+    os.write(order, b"1")
+    assert os.read(told, 1) == b"2"  # the leaver's socket has ended
+    knocks.connect(reader.address.name)
+    joins.send(answer)
+    os.write(order, b"2")
+    os.waitpid(leaver, 0)  # its process, too
+    free.set()
+    fds = take(joins, proof)
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert (gone.peer, gone.proven) == ("leaves/0", True)
+    assert reader.writers() == {"joins/0"}
+    reader.transport.fence("joins/0", 1)
+    assert reader.next() == Fenced("joins/0", 1, proven=False)
+    for fd in (*fds, told, tell, obey, order):
+        os.close(fd)
+    joins.send(GOODBYE)
+    assert isinstance(reader.next(), PeerGone)
+    joins.close()
+    knocks.close()
+
+
+def test_a_living_process_is_not_dead_whatever_the_loop_says(sides: tuple[Side, Side]) -> None:
+    """At either end the kernel is asked: an event alone is no proof."""
+    writer, reader = sides
+    works(writer, reader)
+    door, path = reader.transport._door, writer.transport._paths[reader.me]
+    assert door is not None
+    (peer,) = door.writers[writer.me]
+    reader.on_loop(lambda: door._died(peer, select.EPOLLIN))
+    writer.on_loop(lambda: path._died(select.EPOLLIN))
+    assert reader.writers() == {writer.me}
+    reader.transport.fence(writer.me, 1)
+    assert reader.next() == Fenced(writer.me, 1, proven=False)
+    works(writer, reader, epoch=8)
+
+
+def test_a_pidfd_says_ended_only_of_a_process_that_has() -> None:
+    obey, order = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(obey, 1)
+        os._exit(0)
+    pidfd = os.pidfd_open(child)
+    assert not host.ended(pidfd)
+    os.write(order, b"1")
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # ended, and not yet forgotten
+    assert host.ended(pidfd)
+    os.waitpid(child, 0)
+    assert host.ended(pidfd)
+    os.close(pidfd)
+    assert not host.ended(pidfd)  # a number that stands for nothing proves nothing
+    os.close(obey)
+    os.close(order)
+
+
+# ---- a pool that cannot be mapped -------------------------------------------------------------------
+
+
+@contextmanager
+def madvise_fails(code: int, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[None]:
+    """MADV_POPULATE_WRITE fails from its `after`-th call on, as on another kernel or in a full cgroup."""
+    calls = []
+
+    class Mapping(mmap.mmap):
+        def madvise(self, option: int, *where: int) -> None:
+            if option == memory._MADV_POPULATE_WRITE:
+                calls.append(where)
+                if len(calls) > after:
+                    raise OSError(code, os.strerror(code))
+            super().madvise(option, *where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.mmap, "mmap", Mapping)
+        yield
+    assert len(calls) > after
+
+
+def test_a_kernel_that_cannot_populate_by_madvise_has_another_way(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = sides
+    with madvise_fails(errno.EINVAL, monkeypatch):
+        works(writer, reader)
+    assert writer.transport._paths[reader.me].mapped.pool is not reader.memory.buffer
+
+
+def test_the_other_way_leaves_every_page_resident_and_writable_without_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = allocate(8 * MiB)
+    monkeypatch.setattr(memory, "_POPULATE_BYTES", 3 * MiB)
+    with madvise_fails(errno.EINVAL, monkeypatch):
+        mapped = map_shared(pool.fd, pool.nbytes)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    mapped[:: mmap.PAGESIZE] = b"x" * (pool.nbytes // mmap.PAGESIZE)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < pool.nbytes // mmap.PAGESIZE // 10
+    assert pool.buffer[:: mmap.PAGESIZE].count(b"x") == pool.nbytes // mmap.PAGESIZE
+    mapped.close()
+    pool.close()
+
+
+def test_a_fork_does_not_inherit_the_mapping() -> None:
+    pool = allocate(4096)
+    mapped = map_shared(pool.fd, pool.nbytes)
+    with open("/proc/self/smaps", encoding="utf-8") as smaps:
+        regions = smaps.read().split("memfd:segue")[1:]
+    flags = [region.split("VmFlags:")[1].split("\n")[0].split() for region in regions]
+    assert sum("dc" in each for each in flags) == 1
+    mapped.close()
+    pool.close()
+
+
+@contextmanager
+def _a_page_is_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An old kernel, and a page that the host cannot give: touching it would be SIGBUS."""
+
+    def none(*_args: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with madvise_fails(errno.EINVAL, monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", none)
+        yield
+
+
+def _out_of_address_space(_monkeypatch: pytest.MonkeyPatch) -> Any:
+    @contextmanager
+    def limited() -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            used = int(statm.read().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used + 64 * MiB, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+    return limited()
+
+
+@pytest.mark.parametrize(
+    ("fault", "nbytes"),
+    [
+        (partial(madvise_fails, errno.ENOMEM), MiB),
+        (partial(madvise_fails, errno.EFAULT), MiB),
+        (partial(madvise_fails, errno.ENOMEM, after=1), 100 * MiB),
+        (_a_page_is_missing, MiB),
+        (_out_of_address_space, 256 * MiB),
+    ],
+    ids=["full cgroup", "no page", "in the middle", "an old kernel", "a real limit"],
+)
+def test_a_writer_that_cannot_map_is_no_writer(
+    fault: Callable[[pytest.MonkeyPatch], Any], nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A typed error, nothing left at either end, and the reader has the proof that nothing is mapped."""
+    writer, reader = Side("aaaa/0"), Side("bbbb/0", nbytes)
+    held, mapped = descriptors(), mappings()
+    for _ in range(3):
+        with fault(monkeypatch), pytest.raises(OutOfCapacity, match="cannot be mapped here"):
+            writer.transport.connect(reader.me, reader.endpoint, 30)
+        gone = reader.next()
+        assert isinstance(gone, PeerGone)
+        assert (gone.peer, gone.proven) == (writer.me, True)
+        assert reader.writers() == set()
+        assert (descriptors(), mappings()) == (held, mapped)
+    reader.transport.fence(writer.me, 1)
+    assert reader.next() == Fenced(writer.me, 1, proven=True)
+    works(writer, reader)
+    writer.close()
+    reader.close()
+
+
+def test_a_table_that_cannot_be_mapped_leaves_no_pool_mapped(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = sides
+
+    def full(_fd: int) -> None:
+        raise OSError(errno.ENOMEM, "no room")
+
+    held, mapped = descriptors(), mappings()
+    with monkeypatch.context() as patch:
+        patch.setattr(shm_out, "GrantView", full)
+        with pytest.raises(OutOfCapacity):
+            writer.transport.connect(reader.me, reader.endpoint, 30)
+    assert reader.next() == reader_lost(writer.me, proven=True)
+    assert (descriptors(), mappings()) == (held, mapped)
+
+
+class reader_lost:
+    """Equal to any `PeerGone` of this peer and proof."""
+
+    def __init__(self, peer: str, proven: bool) -> None:
+        self.fields = (peer, proven)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PeerGone) and (other.peer, other.proven) == self.fields
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("nbytes", [-1, 0, 2 * MiB, 2**62, 2**70])
+def test_an_endpoint_of_another_size_is_refused_and_leaves_nothing(
+    sides: tuple[Side, Side], nbytes: int
+) -> None:
+    writer, reader = sides
+    held = descriptors()
+    with pytest.raises(PeerRefused):
+        writer.transport.connect(reader.me, msgspec.structs.replace(reader.endpoint, nbytes=nbytes), 30)
+    assert reader.next() == reader_lost(writer.me, proven=True)
+    assert descriptors() == held
+
+
+# ---- system calls that fail -------------------------------------------------------------------------
+
+
+class Calls:
+    """Counts system calls of a thread, and has one of them fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, loop: Any, nth: int, code: int) -> None:
+        self.names: list[str] = []
+        self._thread = loop._thread
+        self._nth, self._code = nth, code
+        for name in ("accept", "setblocking", "getsockopt", "send", "recv", "sendmsg"):
+            monkeypatch.setattr(socket.socket, name, self._wrap(name, getattr(socket.socket, name)))
+        monkeypatch.setattr(os, "pidfd_open", self._wrap("pidfd_open", os.pidfd_open))
+        loop._epoll = Epoll(loop._epoll, self._wrap)
+
+    def end(self) -> list[str]:
+        """No more fails; what was called until now."""
+        self._nth = 0
+        return self.names[:]
+
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is self._thread:
+                self.names.append(name)
+                if len(self.names) == self._nth:
+                    raise OSError(self._code, os.strerror(self._code))
+            return call(*args, **kwargs)
+
+        return counted
+
+
+class Epoll:
+    """The loop's epoll, with calls that may fail."""
+
+    def __init__(self, real: Any, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._real = real
+        self.register = wrap("epoll_ctl", real.register)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE], ids=errno.errorcode.get)
+def test_no_system_call_of_the_accept_path_ends_the_loop(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in turn fails once, for one peer: the next one is served, and nothing is left behind."""
+    nth, spoiled, names = 0, 0, [""]
+    while nth <= len(names):
+        nth += 1
+        before = descriptors()
+        reader, victim, other = Side("bbbb/0"), Side("aaaa/0"), Side("cccc/0")
+        with monkeypatch.context() as patch:
+            calls = Calls(patch, reader.transport._loop, nth, code)
+            try:
+                victim.transport.connect(reader.me, reader.endpoint, 30)
+            except TransferFailed:
+                spoiled += 1
+            names = calls.end()
+            works(other, reader)
+        assert reader.transport._teller.failure == ""
+        victim.close()
+        other.close()
+        reader.close()
+        assert descriptors() == before, f"after {names[nth - 1 : nth]} had failed"
+    assert spoiled
+    assert {"accept", "getsockopt", "epoll_ctl", "recv", "send", "sendmsg"} <= set(names)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_path_that_cannot_be_watched_ends_alone(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    writer, reader = sides
+    with monkeypatch.context() as patch:
+        loop = writer.transport._loop
+        real = loop._epoll
+        Calls(patch, loop, nth, errno.ENOSPC)
+        writer.transport.connect(reader.me, reader.endpoint, 30)
+        gone = writer.next()
+        loop._epoll = real
+    assert gone == reader_lost(reader.me, proven=False)
+    assert reader.next() == reader_lost(writer.me, proven=True)
+    works(writer, reader)
+
+
+def test_who_cannot_accept_rests_instead_of_being_called_again_at_once(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = sides
+    door, loop = reader.transport._door, reader.transport._loop
+    assert door is not None
+    tried = threading.Event()
+
+    def refused(_self: socket.socket) -> None:
+        tried.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    later = loop.later
+    monkeypatch.setattr(loop, "later", lambda _delay_s, call: later(3600.0, call))
+    with monkeypatch.context() as patch, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knocks:
+        patch.setattr(socket.socket, "accept", refused)
+        knocks.connect(reader.address.name)
+        assert tried.wait(30)
+        assert not reader.on_loop(lambda: door._listener.fileno() in loop._watches)
+    reader.on_loop(door.open)  # as the timer does
+    works(writer, reader)
+
+
+@contextmanager
+def no_descriptors(left: int) -> Iterator[None]:
+    """This process may open `left` more files."""
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 64, hard))
+    try:
+        while True:
+            try:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                break
+        for fd in taken[-left:] if left else []:
+            os.close(fd)
+        del taken[len(taken) - left :]
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("left", range(7))
+def test_out_of_descriptors_is_a_typed_error_and_heals(sides: tuple[Side, Side], left: int) -> None:
+    """Writer and reader share the table of files here, so all of their calls meet the limit."""
+    writer, reader = sides
+    with no_descriptors(left), pytest.raises(SegueError) as caught:
+        writer.transport.connect(reader.me, reader.endpoint, 0.5)
+    assert not isinstance(caught.value, Internal)
+    works(writer, reader)
+    while not writer.events.empty():
+        writer.next()
+
+
+def test_connections_that_never_say_goodbye_are_few(sides: tuple[Side, Side]) -> None:
+    """Each keeps a descriptor of the reader's until its process ends."""
+    _, reader = sides
+    held = descriptors()
+    for _ in range(shm_in.MAX_PER_NAME):
+        sock, proof, answer = begin(reader, "rude/0")
+        sock.send(answer)
+        for fd in take(sock, proof):
+            os.close(fd)
+        sock.close()
+        assert reader.next() == reader_lost("rude/0", proven=False)
+    assert descriptors() == held + shm_in.MAX_PER_NAME
+    sock, proof, answer = begin(reader, "rude/0")
+    sock.send(answer)
+    with pytest.raises(PeerRefused, match="goodbye"):
+        take(sock, proof)
+    sock.close()
+
+
+def test_the_oldest_stranger_makes_room_long_before_its_deadline() -> None:
+    reader = Side("bbbb/0", max_strangers=2, handshake_s=3600.0)
+    waiting = [begin(reader, f"slow{n}/0") for n in range(3)]
+    assert waiting[0][0].recv(1000) == b"", "it was one too many"
+    for n, (sock, proof, answer) in enumerate(waiting[1:], 1):
+        sock.send(answer)
+        for fd in take(sock, proof):
+            os.close(fd)
+        sock.send(GOODBYE)
+        assert reader.next() == reader_lost(f"slow{n}/0", proven=True)
+    for sock, _, _ in waiting:
+        sock.close()
+    reader.close()
+
+
+def test_a_writer_that_gave_up_before_it_was_answered_is_no_writer(sides: tuple[Side, Side]) -> None:
+    _, reader = sides
+    sock, _, answer = begin(reader, "hasty/0")
+    free = reader.busy()
+    sock.send(answer)
+    sock.close()
+    free.set()
+    assert reader.next() == reader_lost("hasty/0", proven=True)
+    assert reader.writers() == set()
+
+
+# ---- what the holder of the descriptor can do ----------------------------------------------------------
+
+
+def _fallocate(fd: int, mode: int, start: int, nbytes: int) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.fallocate(fd, mode, ctypes.c_long(start), ctypes.c_long(nbytes))
+    return 0 if done == 0 else ctypes.get_errno()
+
+
+def test_what_a_peer_can_do_with_the_descriptor_of_the_pool(sides: tuple[Side, Side]) -> None:
+    writer, reader = sides
+    sock, proof, answer = begin(reader, "rogue/0")
+    sock.send(answer)
+    pool, table = take(sock, proof)
+    for seal in (0x1, 0x2, 0x4, 0x8, 0x10):  # the last two: WRITE and FUTURE_WRITE
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(pool, memory._F_ADD_SEALS, seal)
+    for size in (0, MiB - 1, 2 * MiB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool, size)
+    assert _fallocate(pool, 0, MiB, 4096) == errno.EPERM
+    works(writer, reader)  # others can still map and write
+    reader.memory.buffer[:4096] = b"k" * 4096
+    keep_size, punch_hole = 0x1, 0x2
+    assert _fallocate(pool, keep_size | punch_hole, 0, 4096) == 0
+    assert reader.memory.buffer[:4096] == bytes(4096), "it can write zeros, as it can write anything"
+    assert _fallocate(table, keep_size | punch_hole, 0, 4096) == errno.EPERM
+    sock.send(GOODBYE)
+    sock.close()
+    for fd in (pool, table):
+        os.close(fd)
+
+
+# ---- full books, dead threads ---------------------------------------------------------------------------
+
+
+def test_a_full_table_of_grants_refuses_and_frees(sides: tuple[Side, Side]) -> None:
+    writer, reader = sides
+    for epoch in range(1, SLOTS + 1):
+        reader.transport.grant(writer.me, epoch)
+    with pytest.raises(OutOfCapacity):
+        reader.transport.grant(writer.me, SLOTS + 1)
+    reader.transport.fence(writer.me, 5)
+    assert isinstance(reader.next(), Fenced)
+    works(writer, reader, epoch=SLOTS + 1)
+
+
+def test_more_writes_than_can_wait_fail_one_by_one() -> None:
+    writer, reader = Side("aaaa/0", max_writes=2, copy_threads=1), Side("bbbb/0")
+    writer.transport.connect(reader.me, reader.endpoint, 30)
+    reader.transport.grant(writer.me, 3)
+    inside, go = threading.Event(), threading.Event()
+
+    def hold(*_args: object) -> None:
+        inside.set()
+        go.wait(30)
+
+    writer.transport._copier._copy = hold
+    writer.transport.write(reader.me, 3, 0, [CopyBlock(0, 0, 1, 1)])
+    assert inside.wait(30)
+    for tag in range(1, 5):
+        writer.transport.write(reader.me, 3, tag, [CopyBlock(0, 0, 1, 1)])
+    for tag in (3, 4):
+        failed = writer.next()
+        assert isinstance(failed, WriteFailed)
+        assert failed.tag == tag
+        assert isinstance(failed.error, OutOfCapacity)
+    go.set()
+    assert [e.tag for e in (writer.next() for _ in range(3)) if isinstance(e, Written)] == [0, 1, 2]
+    writer.close()
+    reader.close()
+
+
+def test_after_the_death_of_a_copying_thread_fences_are_answered_and_writes_refused(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    writer, reader = sides
+    works(writer, reader)
+
+    def bad(*_args: object) -> None:
+        raise KeyError("a bug")
+
+    writer.transport._copier._copy = bad
+    writer.transport.write(reader.me, 7, 2, [CopyBlock(0, 0, 1, 1)])
+    failed = writer.next()
+    assert isinstance(failed, WriteFailed)
+    assert isinstance(failed.error, Internal)
+    assert writer.next() == reader_lost(reader.me, proven=False)
+    writer.transport.fence(reader.me, 7)
+    assert writer.next() == Fenced(reader.me, 7, proven=True)
+    writer.transport.write(reader.me, 7, 3, [CopyBlock(0, 0, 1, 1)])
+    assert isinstance(writer.next(), WriteFailed)
+
+
+def test_an_answer_that_was_due_when_the_loop_died_is_told(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    writer, reader = sides
+    works(writer, reader)
+    free = writer.busy()
+
+    def die() -> None:
+        raise KeyError("a bug")
+
+    writer.transport._loop.post(die)
+    writer.transport.fence(reader.me, 7)
+    writer.transport.write(reader.me, 7, 9, [CopyBlock(0, 0, 1, 1)])  # of a fenced epoch
+    free.set()
+    assert writer.next() == Fenced(reader.me, 7, proven=True)
+    failed = writer.next()
+    assert isinstance(failed, WriteFailed)
+    assert failed.tag == 9
+    assert writer.next() == reader_lost(reader.me, proven=False)
+
+
+# ---- a host without it ------------------------------------------------------------------------------------
+
+
+def test_a_host_whose_system_calls_are_forbidden_says_so_and_uses_tcp(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from segue.serve.instance import transports
+
+    assert unusable() == ""
+    assert transports("auto") == ("shm", "tcp")
+
+    def forbidden(*_args: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    held = descriptors()
+    assert "not permitted" in registry.available()["shm"]
+    assert descriptors() == held
+    assert transports("auto") == ("tcp",)
+    assert transports("shm") == ("shm",)
+    assert "not permitted" in caplog.text
+
+
+def test_memory_that_may_only_be_read_is_not_mapped() -> None:
+    pool = allocate(4096)
+    mapped = mappings()
+    read_only = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY)
+    with pytest.raises(OSError):
+        map_shared(read_only, 4096)
+    assert mappings() == mapped
+    os.close(read_only)
+    pool.close()
+
+
+# ---- grants ------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_granted_is_refused_and_the_grants_of_who_has_gone_are_over(
+    sides: tuple[Side, Side],
+) -> None:
+    writer, reader = sides
+    unmapped = mappings()
+    works(writer, reader, epoch=7)
+    writer.transport.write(reader.me, 8, 2, [CopyBlock(0, 200, 1, 3)])
+    failed = writer.next()
+    assert isinstance(failed, WriteFailed)
+    assert failed.refused
+    assert reader.memory.buffer[200:203] == bytes(3)
+    table = reader.transport._table
+    reader.transport.grant("other/0", 9)
+    assert len(table) == 2
+    path = writer.transport._paths[reader.me]
+    writer.on_loop(lambda: path._gone("the test says so"))
+    assert reader.next() == reader_lost(writer.me, proven=True)
+    assert mappings() == unmapped, "a goodbye while the pool is still mapped"
+    assert len(table) == 1, "of the one that has gone, and of no other"
+    writer.next()
+
+
+def test_nothing_is_written_to_a_reader_whose_socket_has_ended(sides: tuple[Side, Side]) -> None:
+    """Its process lives and grants the epoch still: nobody would hear of an end of these writes."""
+    writer, reader = sides
+    works(writer, reader)
+    door = reader.transport._door
+    assert door is not None
+    (peer,) = door.writers[writer.me]
+    reader.on_loop(lambda: door._left(peer))
+    writer.on_loop(lambda: None)
+    writer.transport.write(reader.me, 7, 2, [CopyBlock(0, 200, 1, 3)])
+    failed = writer.next()
+    assert isinstance(failed, WriteFailed)
+    assert "no shm path" in str(failed.error)
+    assert writer.next() == reader_lost(reader.me, proven=False)
+    assert reader.next() == reader_lost(writer.me, proven=False)
