@@ -143,7 +143,10 @@ def test_long_prompts_give_the_tokens_of_generate_too(served: Served, reference:
     assert_sixteen_at_once(served.url, prompts(), reference)
 
 
-@pytest.mark.parametrize(("transport", "chunk"), [("tcp", "64"), ("shm", "16")])
+# `served` has shm, and tests/serve has both of either with small models: here one will do.
+@pytest.mark.parametrize(
+    ("transport", "chunk"), [("tcp", "64"), pytest.param("shm", "16", marks=pytest.mark.slow)]
+)
 def test_two_and_two(transport: str, chunk: str, short_reference: list[list[int]]) -> None:
     more = ("--prefill", "2", "--decode", "2", "--transport", transport, "--chunk-tokens", chunk)
     with Served(*FLOAT32, *more) as made, ThreadPoolExecutor(16) as pool:
