@@ -64,7 +64,8 @@ class DeskChecks:
 
     def nothing_to_do(self, node: LeaderNode) -> None:
         """17: the leader has planned no step. Then every request here waits for somebody else: for its
-        prefill side, or for pages that a hand-off has, which come back by its end. A deadline is no such end."""
+        prefill side, or for pages that a hand-off has, which come back by its end. A deadline is no such end.
+        """
         role: Any = node.role
         if node.squeezed:
             return

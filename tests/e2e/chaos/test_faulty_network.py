@@ -45,7 +45,7 @@ PAIRS = {
 }
 CLIENTS = 32
 CASES = [(pair, mode) for pair in PAIRS for mode in Mode if mode is not Mode.NONE]
-#: Each mode and each pair at least once in `make test`; all of them with each other in `make soak`.
+#: Each mode and each pair at least once in `make test-slow`; all of them with each other in `make soak`.
 QUICK = {
     ("frontend-registry", Mode.CUT),
     ("instance-registry", Mode.CORRUPT),
