@@ -347,3 +347,34 @@ def test_lesson_19_the_client_follows_no_redirect_and_no_proxy(monkeypatch: pyte
 
     asyncio.run(main())
     assert not asked
+
+
+def test_a_drain_that_the_registry_did_not_hear_is_told_with_the_next_keep_alive() -> None:
+    """The registry was away for a moment and has forgotten nothing, so registering again says nothing new."""
+
+    async def main() -> None:
+        server = await serve("127.0.0.1", 0, secret=SECRET, limits=LIMITS)
+        instance = RegistryClient(server.url, secret=SECRET, limits=LIMITS)
+        front = RegistryClient(server.url, secret=SECRET, limits=LIMITS)
+        watch = front.watch()
+        await instance.register(record(A))
+        assert [i.draining for i in await soon(anext(watch))] == [False]
+        keeping = asyncio.create_task(instance.keep_alive(A))
+        door = instance._door
+        normal = door.put_draining
+
+        async def away(*_: object) -> None:
+            door.put_draining = normal  # type: ignore[method-assign]
+            raise BootstrapUnreachable("the registry is away for a moment")
+
+        door.put_draining = away  # type: ignore[method-assign]
+        await instance.set_draining(A, True)
+        assert isinstance(instance.last_error, BootstrapUnreachable)
+        assert [i.draining for i in await soon(anext(watch))] == [True]
+        assert not keeping.done()
+        await instance.aclose()
+        await keeping
+        await front.aclose()
+        await server.close()
+
+    asyncio.run(main())

@@ -12,12 +12,26 @@ from segue.sim.tcp import Network, Timing
 from segue.sim.world import Process, SkewedClock, Violation, World
 
 
+PEERS = []
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    """What waits in the loops of a test's processes ends with it."""
+    yield
+    while PEERS:
+        peer = PEERS.pop()
+        peer.kill()
+        peer.loop.die()
+
+
 class Peer(Process):
     """A process with a session node, which remembers what its sessions told it."""
 
     def __init__(self, world, network, name, host, rate=1.0):
         super().__init__(world, name)
         self.loop = SimLoop(self, SkewedClock(world, 1000.0, rate), network, host)
+        PEERS.append(self)
         self.me = Incarnation(f"{world.rng(name).getrandbits(128):032x}")
         self.got, self.ends, self.opened_with = [], [], []
         self.node = SimSessionNode(
@@ -63,7 +77,7 @@ class Pair:
         for peer in (self.a, self.b):
             listening = peer.node.listen(peer.loop.host, PORT)
             with pytest.raises(StopIteration):
-                listening.send(None)
+                peer.loop.enter(listening.send, None)
         self.outcomes = []
 
     def dial(self, a=None, b=None, expect=None):
@@ -148,7 +162,7 @@ def test_a_killed_peer_is_noticed_and_its_next_life_is_another_incarnation():
     assert len(pair.a.ends) == 1
     old, pair.b = pair.b, Peer(pair.world, pair.network, "b#1", "10.0.0.2")
     with pytest.raises(StopIteration):
-        pair.b.node.listen("10.0.0.2", PORT).send(None)
+        pair.b.loop.enter(pair.b.node.listen("10.0.0.2", PORT).send, None)
     pair.dial(expect=old.me)
     pair.run(1.0)
     assert "restarted" in str(pair.outcomes[-1])
@@ -159,7 +173,7 @@ def reborn_as(pair, old, name="b#1", host="10.0.0.2"):
     old.kill()
     new = Peer(pair.world, pair.network, name, host)
     with pytest.raises(StopIteration):
-        new.node.listen(host, PORT).send(None)
+        new.loop.enter(new.node.listen(host, PORT).send, None)
     return new
 
 

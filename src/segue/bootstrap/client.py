@@ -7,10 +7,10 @@ test with `LocalRegistry` tests what `RegistryClient` does.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Protocol, TypeVar
 
+import httpx
 import msgspec
 
 from segue.bootstrap.doors import Door, HttpDoor, LocalDoor
@@ -62,7 +62,8 @@ class Registry(Protocol):
         ...
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        """Flag that the instance takes no new work (or takes it again)."""
+        """Flag that the instance takes no new work (or takes it again). What the registry did not hear of an
+        instance registered here is told by the next keep-alive."""
         ...
 
     def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
@@ -89,12 +90,17 @@ class Registry(Protocol):
 class _Registry:
     """`Registry` over a door."""
 
-    def __init__(self, door: Door, limits: Limits, on_error: ErrorReport | None) -> None:
+    def __init__(
+        self, door: Door, limits: Limits, on_error: ErrorReport | None, clock: Clock | None = None
+    ) -> None:
         self._door = door
+        self._clock = clock or SystemClock()
         self._ttl_s = limits.registry_ttl_s
         self._on_error = on_error
         self._mine: dict[Incarnation, InstanceRecord] = {}
         self._left: dict[Incarnation, asyncio.Event] = {}
+        #: drain flags that the registry has not heard of
+        self._unsaid: set[Incarnation] = set()
         self._closing = asyncio.Event()
         #: The last error that `watch` or `keep_alive` survived; None once the registry answers.
         self.last_error: SegueError | None = None
@@ -117,6 +123,8 @@ class _Registry:
         while not await self._pause(wait_s, left):
             try:
                 await self._put(self._mine[incarnation])
+                if incarnation in self._unsaid:
+                    await self._say_draining(incarnation)
             except SegueError as error:
                 if left.is_set():
                     return
@@ -131,6 +139,7 @@ class _Registry:
 
     async def leave(self, incarnation: Incarnation) -> None:
         self._mine.pop(incarnation, None)
+        self._unsaid.discard(incarnation)
         left = self._left.pop(incarnation, None)
         if left is not None:
             left.set()
@@ -141,19 +150,21 @@ class _Registry:
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
         record = self._mine.get(incarnation)
-        if record is not None:
-            # Remembered first: a registry that restarts learns it from the next keep-alive.
-            self._mine[incarnation] = msgspec.structs.replace(record, draining=draining)
+        if record is None:
+            await self._door.put_draining(incarnation, draining)
+            return
+        # Remembered first: a registry that is away, or restarts, learns it from the next keep-alive.
+        self._mine[incarnation] = msgspec.structs.replace(record, draining=draining)
+        self._unsaid.add(incarnation)
         try:
-            await self._door.put_draining(incarnation, draining)
-        except NotFound:
-            if record is None:
+            await self._say_draining(incarnation)
+        except SegueError as error:
+            if isinstance(error, _OVER):
                 raise
-            await self._put(self._mine[incarnation])
-            await self._door.put_draining(incarnation, draining)
+            self._report(error)
 
     async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
-        view = _View(self._ttl_s)
+        view = _View(self._ttl_s, self._clock)
         backoff = _Backoff()
         shown: list[InstanceRecord] | None = None
         while not self._closing.is_set():
@@ -225,6 +236,17 @@ class _Registry:
         for replica in record.replicas:
             await self._door.put_rank(msgspec.structs.replace(record, replicas=[replica]), replica.dp_rank)
 
+    async def _say_draining(self, incarnation: Incarnation) -> None:
+        record = self._mine[incarnation]
+        try:
+            await self._door.put_draining(incarnation, record.draining)
+        except NotFound:
+            await self._put(record)
+            await self._door.put_draining(incarnation, record.draining)
+        known = self._mine.get(incarnation)
+        if known is not None and known.draining == record.draining:
+            self._unsaid.discard(incarnation)
+
     def _report(self, error: SegueError) -> None:
         self.last_error = error
         if self._on_error is not None:
@@ -262,7 +284,8 @@ class _View:
     to a TTL. In that time what was known and is not contradicted still stands.
     """
 
-    def __init__(self, ttl_s: float) -> None:
+    def __init__(self, ttl_s: float, clock: Clock) -> None:
+        self._clock = clock
         self.version: int | None = None
         self._ttl_s = ttl_s
         self._epoch = ""
@@ -274,18 +297,18 @@ class _View:
         """How long the next question may wait for news."""
         if not self._unconfirmed:
             return longest_s
-        return min(longest_s, max(0.0, self._settled_at - time.monotonic()))
+        return min(longest_s, max(0.0, self._settled_at - self._clock.now()))
 
     def merge(self, answer: InstanceList) -> list[InstanceRecord]:
         """The list to show after `answer`."""
         if answer.epoch != self._epoch:
             self._unconfirmed = self._known | self._unconfirmed
             self._epoch = answer.epoch
-            self._settled_at = time.monotonic() + max(0.0, self._ttl_s - answer.age_s)
+            self._settled_at = self._clock.now() + max(0.0, self._ttl_s - answer.age_s)
         self.version = answer.version
         self._known = {record.incarnation: record for record in answer.instances}
         taken = {(r.host, r.port) for record in answer.instances for r in record.replicas}
-        if time.monotonic() >= self._settled_at:
+        if self._clock.now() >= self._settled_at:
             self._unconfirmed = {}
         self._unconfirmed = {
             incarnation: record
@@ -314,7 +337,8 @@ class RegistryClient(_Registry):
     """A registry at `url`, over HTTP; `tls` is for https, which it is mandatory for.
 
     Make it inside the event loop that uses it. `on_error` hears what `watch` and `keep_alive`
-    survive.
+    survive. `transport` and `clock` take the place of sockets and of the machine's clock in a
+    simulation.
     """
 
     def __init__(
@@ -325,8 +349,10 @@ class RegistryClient(_Registry):
         limits: Limits,
         on_error: ErrorReport | None = None,
         tls: Tls | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        super().__init__(HttpDoor(url, secret, limits, tls), limits, on_error)
+        super().__init__(HttpDoor(url, secret, limits, tls, transport), limits, on_error, clock)
 
 
 class LocalRegistry(_Registry):
@@ -340,4 +366,4 @@ class LocalRegistry(_Registry):
         clock: Clock | None = None,
         on_error: ErrorReport | None = None,
     ) -> None:
-        super().__init__(LocalDoor(store, clock or SystemClock()), limits, on_error)
+        super().__init__(LocalDoor(store, clock or SystemClock()), limits, on_error, clock)

@@ -62,9 +62,16 @@ class Door(ABC):
 
 
 class HttpDoor(Door):
-    """To the registry at `url`, over HTTP(S)."""
+    """To the registry at `url`, over HTTP(S); `transport` takes the place of sockets in a simulation."""
 
-    def __init__(self, url: str, secret: bytes | None, limits: Limits, tls: Tls | None) -> None:
+    def __init__(
+        self,
+        url: str,
+        secret: bytes | None,
+        limits: Limits,
+        tls: Tls | None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
@@ -86,6 +93,7 @@ class HttpDoor(Door):
             trust_env=False,
             follow_redirects=False,
             limits=httpx.Limits(max_connections=limits.max_queue, max_keepalive_connections=16),
+            transport=transport,
         )
 
     async def put_rank(self, record: InstanceRecord, dp_rank: int) -> None:

@@ -63,7 +63,8 @@ class RegistryStore:
     """Instances and rooms, in memory.
 
     `ttl_s` is how long a rank lives after it was last heard of, in seconds. All tables are
-    bounded: `max_instances`, `max_rooms`, `max_room_ttl_s`.
+    bounded: `max_instances`, `max_rooms`, `max_room_ttl_s`. `random_bytes` is for a simulator whose
+    every run must be the same.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class RegistryStore:
         max_instances: int = 4096,
         max_rooms: int = 65536,
         max_room_ttl_s: float = 3600.0,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        self.epoch = secrets.token_hex(8)
+        self.epoch = random_bytes(8).hex()
         self._clock = clock
         self._ttl_s = ttl_s
         self._max_instances = max_instances
@@ -83,7 +85,7 @@ class RegistryStore:
         self._max_room_ttl_s = max_room_ttl_s
         self._started_at = clock.now()
         # A random start: after a restart no watcher's last version means anything by accident.
-        self._version = secrets.randbelow(2**48)
+        self._version = int.from_bytes(random_bytes(6))
         self._entries: dict[Incarnation, _Entry] = {}
         self._rooms: dict[int, _Room] = {}
         #: Incarnations that must not come back, with the reason; the oldest are forgotten.

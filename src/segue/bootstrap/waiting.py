@@ -57,7 +57,7 @@ class StoreWaiter:
         self.store = store
         self._clock = clock
         self._max_waiters = max_waiters
-        self._waiters: set[asyncio.Event] = set()
+        self._waiters: dict[asyncio.Event, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._unsubscribe = store.subscribe(TIMERS, self._arm)
         self._closed = False
@@ -97,7 +97,7 @@ class StoreWaiter:
             raise OutOfCapacity(f"{self._max_waiters} queries already wait at the registry")
         event = asyncio.Event()
         unsubscribe = self.store.subscribe(topic, event.set)
-        self._waiters.add(event)
+        self._waiters[event] = None
         try:
             async with asyncio.timeout(wait_s):
                 while found is None:
@@ -110,7 +110,7 @@ class StoreWaiter:
             return None
         finally:
             unsubscribe()
-            self._waiters.discard(event)
+            del self._waiters[event]
         return found
 
     def _arm(self) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from segue.bootstrap.store import TOPOLOGY, RegistryStore
-from segue.core.errors import ErrorCode, SegueError
+from segue.core.errors import ErrorCode
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.sim.faults import ITEMS, METADATA
@@ -16,12 +15,12 @@ from segue.sim.front import Call, FrontNode, Wanted
 from segue.sim.invariants import Checks
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.places import Places
+from segue.sim.registry import Registry
 from segue.sim.scenario import Fault, Scenario
 from segue.sim.tcp import Network, Timing
 from segue.sim.wire import Path
-from segue.sim.world import Process, SkewedClock, Violation, World
+from segue.sim.world import Process, Violation, World
 
-TTL_S = 3.0
 #: Turns of leaders between two looks at the tables of a node: one looks at all of them.
 CHECK_EVERY = 8
 BUDGET_S = 20.0
@@ -58,16 +57,14 @@ class Deployment:
         self.fronts: dict[str, FrontNode] = {}
         self._lives: Counter[str] = Counter()
         self._rng = self.world.rng("deployment")
-        self._registry_process = Process(self.world, "registry")
-        self._store: RegistryStore | None = None
-        self._expiry_at: float | None = None
+        self.registry = Registry(self)
 
     # ---- life ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """The whole scenario: busy time with faults, then peace, then rest."""
         scenario, world = self.scenario, self.world
-        self._start_registry()
+        self.registry.start()
         for name in self.specs:
             self._start_node(name)
         for index in range(scenario.fronts):
@@ -85,6 +82,7 @@ class Deployment:
         rest_s = BUDGET_S * 1.3 + self.timing.silence_s + 5.0
         self._until(world.now + rest_s)
         self.checks.sweep()
+        self.registry.sweep()
         self.checks.at_rest()
 
     def close(self) -> None:
@@ -93,6 +91,9 @@ class Deployment:
         for process in processes:
             process.kill()
             process.loop.die()
+        if self.registry.node is not None:
+            self.registry.node.kill()
+            self.registry.node.loop.die()
 
     def _until(self, end: float, quiet: bool = False) -> None:
         world = self.world
@@ -107,6 +108,7 @@ class Deployment:
 
     def _sweep(self) -> None:
         self.checks.sweep()
+        self.registry.sweep()
         self.world.after(1.0, None, self._sweep)
 
     def _peace(self) -> None:
@@ -130,7 +132,6 @@ class Deployment:
             keepalive_s=self.timing.keepalive_s,
             peer_silence_s=self.timing.silence_s,
             drain_s=5.0,
-            registry_ttl_s=TTL_S,
         )
 
     def leaders(self) -> Iterator[LeaderNode]:
@@ -147,7 +148,7 @@ class Deployment:
         self.nodes[name] = node
         self.by_incarnation[node.me] = node
         self.world.note(node.name, f"starts as {spec.role} {node.me[:8]} at {node.host}:{node.port}")
-        self._register(node)
+        self.registry.join(node)
 
     def _start_front(self, index: int) -> None:
         life = self._lives[f"front{index}"]
@@ -155,7 +156,7 @@ class Deployment:
         front = FrontNode(self, index, life)
         self.fronts[f"front{index}"] = front
         self.by_incarnation[front.me] = front
-        self._look(front)
+        self.registry.join(front)
 
     def _process(self, name: str) -> LeaderNode | FrontNode | None:
         return self.nodes.get(name) or self.fronts.get(name)
@@ -184,9 +185,9 @@ class Deployment:
 
     def leave(self, node: LeaderNode) -> None:
         """A drained instance goes, as `Instance.close` does."""
-        self.registry_call("leave", node.me)
 
         async def leaving() -> None:
+            await self.registry.members[node].leave()
             await node.close_sessions()
             self.world.after(0.0, None, self.kill, node)
             self.world.after(0.2, None, self._restart, node)
@@ -201,64 +202,6 @@ class Deployment:
                 self._start_node(name)
         elif self.fronts[f"front{old.index}"] is old:
             self._start_front(old.index)
-
-    # ---- the registry --------------------------------------------------------------------------
-
-    def _start_registry(self) -> None:
-        self._store = RegistryStore(SkewedClock(self.world, 0.0, 1.0), ttl_s=TTL_S)
-        self._store.subscribe(TOPOLOGY, self._topology_changed)
-
-    def _register(self, node: LeaderNode) -> None:
-        """The keep-alive of one instance: says the same again, until it leaves."""
-        if not node.alive or node.draining:
-            return
-        self.registry_call("register", node.record(), 0)
-        node.after(TTL_S / 3, self._register, node)
-
-    def registry_call(self, method: str, *args: Any) -> None:
-        """An instance talks to the registry; a lost call is repeated by the next keep-alive."""
-        self.world.after(self.timing.latency_s, self._registry_process, self._registry_do, method, args)
-
-    def _registry_do(self, method: str, args: tuple[Any, ...]) -> None:
-        if self._store is None:
-            return
-        try:
-            getattr(self._store, method)(*args)
-        except SegueError as error:
-            self.world.note("registry", f"{method}: {error}")
-        due = self._store.next_expiry()
-        if due is not None and (self._expiry_at is None or self._expiry_at <= self.world.now):
-            self._expiry_at = due + 1e-6
-            self.world.at(self._expiry_at, self._registry_process, self._expire)
-
-    def _expire(self) -> None:
-        self._expiry_at = None
-        if self._store is not None:
-            self._store.expire()
-            due = self._store.next_expiry()
-            if due is not None:
-                self._expiry_at = due + 1e-6
-                self.world.at(self._expiry_at, self._registry_process, self._expire)
-
-    def _topology_changed(self) -> None:
-        processes: list[LeaderNode | FrontNode] = [*self.nodes.values(), *self.fronts.values()]
-        for process in processes:
-            if process.alive:
-                self._look(process)
-
-    def _look(self, process: LeaderNode | FrontNode) -> None:
-        delay_s = self.timing.latency_s * (1 + self._rng.random())
-        self.world.after(delay_s, process, self._answer, process)
-
-    def _answer(self, process: LeaderNode | FrontNode) -> None:
-        if self._store is None:
-            return
-        found = self._store.instances()
-        if found.age_s < TTL_S and self.world.now > TTL_S:
-            # A young registry has not heard of everybody yet: keep what we know until it has.
-            self.world.after(TTL_S - found.age_s + 1e-6, process, self._answer, process)
-            return
-        process.instances_changed({r.incarnation: r for r in found.instances})
 
     # ---- requests and faults -------------------------------------------------------------------
 
@@ -283,8 +226,7 @@ class Deployment:
         other = self._process(fault.other)
         match kind:
             case "registry loss":
-                self._store = None
-                world.after(fault.seconds, None, self._start_registry)
+                self.registry.stop(fault.seconds)
             case _ if process is None or not process.alive:
                 pass
             case "crash" | "front crash":

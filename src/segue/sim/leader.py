@@ -170,6 +170,7 @@ class LeaderNode(Process):
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
         self.busy = self.draining = self.drained = False
+        self.draining_since: float | None = None
         self._waking = False
         self._wake_at: float | None = None
         self.role: RoleLogic = self._make_role()
@@ -305,7 +306,9 @@ class LeaderNode(Process):
         """SIGTERM."""
         self.draining = True
         self.put(Drain())
-        self.deployment.registry_call("set_draining", self.me, True)
+        if self.draining_since is None:
+            self.draining_since = self.world.now
+        self.deployment.registry.members[self].say_draining()
 
     def _leave_if_drained(self) -> bool:
         if not self.drained and self.leader.drained():

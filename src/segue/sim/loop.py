@@ -14,7 +14,7 @@ import socket
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
-from segue.sim.tcp import Network
+from segue.sim.tcp import Listener, Network, Socket
 from segue.sim.world import Process, SkewedClock
 
 T = TypeVar("T")
@@ -150,6 +150,16 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.network.dial(self, host, port, protocol_factory, made)
         transport, protocol = await made
         return transport, protocol
+
+    async def sock_accept(self, listener: Listener) -> tuple[Socket, tuple[str, int]]:  # type: ignore[override]
+        return await listener.accept()
+
+    async def connect_accepted_socket(  # type: ignore[override]
+        self, protocol_factory: Callable[[], Any], sock: Socket, **options: Any
+    ) -> tuple[Any, Any]:
+        protocol = protocol_factory()
+        sock.attach(protocol)
+        return sock, protocol
 
     # ---- what asyncio asks of its loop -----------------------------------------------------------
 

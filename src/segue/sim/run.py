@@ -55,22 +55,27 @@ class _Watcher(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None or isinstance(error, Injected | Violation | WrongKV) or "injected" in str(error):
             return
+        if isinstance(error, GeneratorExit):  # its process was killed
+            return
         self._world.fail(Violation("12", f"{record.getMessage()}: {error!r}"))
 
 
 @contextmanager
 def watched(world: World) -> Iterator[None]:
-    """Production's log, read by the simulator instead of being written."""
-    log, watcher = logging.getLogger("segue"), _Watcher(world)
-    before = (log.level, log.propagate, log.handlers[:])
-    log.handlers[:] = [watcher]
-    log.propagate = False
-    log.setLevel(logging.ERROR)
+    """Production's log, and that of its HTTP server, read by the simulator instead of being written."""
+    watcher = _Watcher(world)
+    logs = [logging.getLogger(name) for name in ("segue", "uvicorn.error")]
+    before = [(log.level, log.propagate, log.handlers[:]) for log in logs]
+    for log in logs:
+        log.handlers[:] = [watcher]
+        log.propagate = False
+        log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(before[0])
-        log.propagate, log.handlers[:] = before[1], before[2]
+        for log, (level, propagate, handlers) in zip(logs, before, strict=True):
+            log.setLevel(level)
+            log.propagate, log.handlers[:] = propagate, handlers
 
 
 def run_scenario(

@@ -70,11 +70,13 @@ class SimSessionNode(SessionNode):
         loop.network.processes[self.incarnation] = loop.process
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Bind nothing; the network gives us each connection. Behind an address translator it listens
+        """Bind nothing; the network is what we accept from. Behind an address translator it listens
         everywhere, as all others there do."""
         self._listen = f"{'0.0.0.0' if self._sim_loop.network.translator else host}:{port}"
         self._advertise = host
-        self._sim_loop.network.listen(self._sim_loop, port, self._gate.guest)
+        listener = self._sim_loop.network.listen(self._sim_loop, port)
+        self._listener = listener  # type: ignore[assignment]
+        self._gate.open(listener)  # type: ignore[arg-type]
         self._sim_loop.network.places[self.incarnation] = (host, port)
         return host, port
 

@@ -7,7 +7,9 @@ end learns of a break after a delay of its own; until then it goes on sending in
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,8 @@ from segue.sim.world import Process, World
 if TYPE_CHECKING:
     from segue.sim.loop import SimLoop
 
-#: Makes the protocol of an incoming connection from this host.
-Accept = Callable[[str], Any]
+#: Connections that a kernel keeps for a process that does not accept them.
+BACKLOG = 512
 
 
 @dataclass(slots=True)
@@ -54,10 +56,52 @@ class Socket(asyncio.Transport):
         self.ready_at = 0.0
         #: what waits while our direction is blocked; None is our end of the stream
         self.held: list[bytes | None] = []
+        #: what has come and nobody reads yet: there is no protocol, or it has paused; None is the end
+        self._early: deque[bytes | None] = deque()
+        self._reading = True
+        self._readable: Callable[[], None] | None = None
         self._no_more_out = False
         self.over = False
+        self._why: Exception | None = None
 
-    # ---- what protocols call ---------------------------------------------------------------------
+    # ---- what loops and protocols call -------------------------------------------------------------
+
+    def attach(self, protocol: Any) -> None:
+        """From now on `protocol` hears what comes, and what has come before."""
+        self.protocol = protocol
+        protocol.connection_made(self)
+        if self.over:
+            self.loop.call_soon(protocol.connection_lost, self._why)
+        elif self._early:
+            self.loop.call_soon(self._catch_up)
+
+    def set_protocol(self, protocol: Any) -> None:
+        self.protocol = protocol
+
+    def pause_reading(self) -> None:
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        if not self._reading:
+            self._reading = True
+            self.loop.call_soon(self._catch_up)
+
+    def watch(self, readable: Callable[[], None] | None) -> None:
+        """Call `readable` when there is something to read, as `add_reader`; None: no more."""
+        self._readable = readable
+        if readable is not None and (self._early or self.over):
+            self.loop.call_soon(readable)
+
+    def recv(self, size: int, flags: int) -> bytes:
+        """A look at what has come (MSG_PEEK), of a socket without a protocol."""
+        return bytes((self._early[0] if self._early else None) or b"")[:size]
+
+    def shutdown(self, how: int) -> None:
+        """Both directions end, for the process too: SHUT_RDWR."""
+        if self.over:
+            raise OSError(errno.ENOTCONN, "not connected")
+        self.write_eof()
+        self._arrived(None)
 
     def write(self, data: Any) -> None:
         if not self.over and not self._no_more_out:
@@ -80,6 +124,10 @@ class Socket(asyncio.Transport):
     def close(self) -> None:
         self.write_eof()
         self._finish(None)
+
+    def _force_close(self, error: Exception | None) -> None:
+        """What asyncio's TLS calls when it has failed."""
+        self.abort()
 
     def abort(self) -> None:
         if not self.over:
@@ -117,10 +165,25 @@ class Socket(asyncio.Transport):
             if data:
                 connection.reset(self)  # what a closed socket answers
             return
-        if data is None:
+        if data is not None:
+            data = connection.network.carried(self, data)
+        if self.protocol is None or not self._reading or self._early:
+            self._early.append(data)
+            if self._readable is not None:
+                self.loop.enter(self._readable)
+        elif data is None:
             self.loop.enter(self._ended)
         else:
-            self.loop.enter(self._feed, connection.network.carried(self, data))
+            self.loop.enter(self._feed, data)
+
+    def _catch_up(self) -> None:
+        """A protocol reads on."""
+        while self._early and self._reading and not self.over:
+            data = self._early.popleft()
+            if data is None:
+                self._ended()
+            else:
+                self._feed(data)
 
     def _ended(self) -> None:
         if not self.protocol.eof_received():
@@ -132,8 +195,12 @@ class Socket(asyncio.Transport):
         cuts = sorted(rng.randrange(len(data)) for _ in range(2)) if rng.random() < 0.02 else []
         for piece in (data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)):
             at = 0
+            if not isinstance(self.protocol, asyncio.BufferedProtocol):
+                if piece and not self.over:
+                    self.protocol.data_received(piece)
+                continue
             while at < len(piece) and not self.over:
-                room = self.protocol.get_buffer(-1)
+                room: Any = self.protocol.get_buffer(-1)
                 size = min(len(room), len(piece) - at)
                 room[:size] = piece[at : at + size]
                 at += size
@@ -144,9 +211,14 @@ class Socket(asyncio.Transport):
         if self.over:
             return
         self.over = True
+        self._why = error
         self.connection.network.forget(self)
-        if self.process.alive and self.protocol is not None:
+        if not self.process.alive:
+            return
+        if self.protocol is not None:
             self.loop.call_soon(self.protocol.connection_lost, error)
+        elif self._readable is not None:
+            self.loop.call_soon(self._readable)
 
     def broke(self, error: Exception) -> None:
         """The kernel tells us that the connection is no more."""
@@ -196,6 +268,57 @@ class Connection:
                 end.process.after(delay_s, end.broke, ConnectionResetError("connection reset"))
 
 
+class Listener:
+    """A listening socket: what the kernel has accepted, and the process not yet."""
+
+    def __init__(self, network: Network, loop: SimLoop, port: int) -> None:
+        self.network = network
+        self.loop = loop
+        self.process = loop.process
+        self._place = (loop.host, port)
+        self._waiting: deque[Socket] = deque()
+        self._newcomer: asyncio.Future[None] | None = None
+        #: until when the system has no descriptor for another connection
+        self.starved_until = 0.0
+
+    def getsockname(self) -> tuple[str, int]:
+        """As a socket."""
+        return self._place
+
+    def fileno(self) -> int:
+        """It has no descriptor."""
+        return -1
+
+    def close(self) -> None:
+        """As a socket: nobody is let in any more, and who was not yet accepted is reset."""
+        self.network.unlisten(self)
+        waiting, self._waiting = self._waiting, deque()
+        for socket in waiting:
+            socket.abort()
+
+    @property
+    def full(self) -> bool:
+        """Nobody accepts: the kernel drops whoever knocks."""
+        return len(self._waiting) >= BACKLOG
+
+    def knocked(self, socket: Socket) -> None:
+        """The kernel has accepted one more connection."""
+        self._waiting.append(socket)
+        if self._newcomer is not None and not self._newcomer.done():
+            self.loop.enter(self._newcomer.set_result, None)
+
+    async def accept(self) -> tuple[Socket, tuple[str, int]]:
+        """The next connection. OSError while there are no descriptors."""
+        while not self._waiting:
+            self._newcomer = self.loop.create_future()
+            await self._newcomer
+        if self.network.world.now < self.starved_until:
+            raise OSError(errno.EMFILE, "too many open files")
+        socket = self._waiting.popleft()
+        where: tuple[str, int] = socket.get_extra_info("peername")
+        return socket, where
+
+
 class Network:
     """All connections, who listens where, and which directions are blocked."""
 
@@ -207,7 +330,7 @@ class Network:
         #: what is true of an incarnation, whatever others believe: its process, and where it listens
         self.processes: dict[Incarnation, Process] = {}
         self.places: dict[Incarnation, tuple[str, int]] = {}
-        self._listeners: dict[tuple[str, int], tuple[SimLoop, Accept]] = {}
+        self._listeners: dict[tuple[str, int], Listener] = {}
         #: since when nothing gets from the first to the second
         self._blocked: dict[tuple[Process, Process], float] = {}
         self.ever_blocked = False
@@ -219,9 +342,20 @@ class Network:
 
     # ---- listening and dialling ------------------------------------------------------------------
 
-    def listen(self, loop: SimLoop, port: int, accept: Accept) -> None:
+    def listen(self, loop: SimLoop, port: int) -> Listener:
         """`loop`'s process listens at its host and `port`, in the place of whoever did before."""
-        self._listeners[loop.host, port] = (loop, accept)
+        self._listeners[loop.host, port] = listener = Listener(self, loop, port)
+        return listener
+
+    def unlisten(self, listener: Listener) -> None:
+        """`listener` is closed."""
+        place = listener.getsockname()
+        if self._listeners.get(place) is listener:
+            del self._listeners[place]
+
+    def listeners(self, process: Process) -> list[Listener]:
+        """Where `process` listens."""
+        return [listener for listener in self._listeners.values() if listener.process is process]
 
     def dial(
         self, loop: SimLoop, host: str, port: int, make: Callable[[], Any], made: asyncio.Future[Any]
@@ -240,8 +374,9 @@ class Network:
         since: float,
     ) -> None:
         listener = self._listeners.get((host, port))
-        target = listener[0].process if listener is not None else None
-        if target is not None and (self.blocked(loop.process, target) or self.blocked(target, loop.process)):
+        target = listener.process if listener is not None else None
+        unheard = target is not None and self.cut_off(loop.process, target)
+        if unheard or (listener is not None and listener.full):
             if self.world.now - since >= self.timing.connect_s:
                 loop.process.after(0.0, _fail, loop, made, TimeoutError("connection timed out"))
             else:
@@ -254,21 +389,14 @@ class Network:
             loop.process.after(delay_s, _fail, loop, made, refused)
             return
         # A stopped process's kernel still accepts; the process finds the connection when it goes on.
-        connection = Connection(self, loop, listener[0], port)
+        connection = Connection(self, loop, listener.loop, port)
         ours, theirs = connection.ends
         for socket in connection.ends:
             self.live.setdefault(socket.process, {})[socket] = None
         at = self.world.now + self.timing.latency_s * (1.0 + self.timing.jitter * self._rng.random())
         theirs.ready_at = at  # nothing overtakes the answer to the SYN
-        self.world.at(
-            self.world.now, target, self._accepted, theirs, listener[1], theirs.get_extra_info("peername")[0]
-        )
+        listener.knocked(theirs)
         self.world.at(at, loop.process, self._dialled, ours, make, made)
-
-    def _accepted(self, socket: Socket, accept: Accept, host: str) -> None:
-        if not socket.over:
-            socket.protocol = socket.loop.enter(accept, host)
-            socket.loop.enter(socket.protocol.connection_made, socket)
 
     def _dialled(self, socket: Socket, make: Callable[[], Any], made: asyncio.Future[Any]) -> None:
         if made.done():  # the caller has given up
@@ -276,8 +404,7 @@ class Network:
         elif socket.over:
             _fail(socket.loop, made, ConnectionResetError("connection reset by peer"))
         else:
-            socket.protocol = make()
-            socket.loop.enter(socket.protocol.connection_made, socket)
+            socket.loop.enter(socket.attach, make())
             socket.loop.enter(made.set_result, (socket, socket.protocol))
 
     def forget(self, socket: Socket) -> None:
@@ -332,11 +459,15 @@ class Network:
                 error = ConnectionResetError("connection reset by peer")
                 socket.process.after(self.timing.latency_s, socket.broke, error)
 
-    def died(self, process: Process) -> None:
-        """The kernel closes what `process` had; peers that can be reached hear it."""
-        for place, (loop, _) in list(self._listeners.items()):
-            if loop.process is process:
-                del self._listeners[place]
+    def cut_off(self, a: Process, b: Process) -> bool:
+        """Whether nothing gets from one to the other, in either direction."""
+        return self.blocked(a, b) or self.blocked(b, a)
+
+    def died(self, process: Process, *, silently: bool = False) -> None:
+        """The kernel closes what `process` had; peers that can be reached hear it, unless the whole machine
+        is gone `silently`."""
+        for listener in self.listeners(process):
+            self.unlisten(listener)
         for socket in list(self.live.get(process, {})):
             socket.vanish()
             connection, other = socket.connection, socket.other
@@ -344,7 +475,7 @@ class Network:
                 continue
             connection.broken = True
             connection.lost = [connection.rng.random() < 0.5] * 2
-            if self.blocked(process, other.process):
+            if silently or self.blocked(process, other.process):
                 continue  # silence: keepalive finds it, or the end of the partition
             delay_s = self.timing.latency_s + connection.rng.random() * self.timing.break_seen_s
             other.process.after(delay_s, other.broke, ConnectionResetError("connection reset by peer"))

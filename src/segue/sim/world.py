@@ -99,6 +99,7 @@ class Process:
         self.name = name
         self.alive = True
         self.paused = self.was_paused = False
+        self.began_at = world.now
         self.died_at = self.paused_at = 0.0
         self.resumed_at = 0.0
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []

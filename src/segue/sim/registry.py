@@ -1,0 +1,321 @@
+"""The registry of a deployment in virtual time: production's server, and its client in every process.
+
+A query travels as HTTP over the simulated network. What the registry may be told, what it may forget and
+what its watchers may believe is checked here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from segue.bootstrap.client import RegistryClient
+from segue.bootstrap.records import InstanceRecord
+from segue.bootstrap.server import RegistryServer, assemble
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import AwakeClock
+from segue.core.errors import ErrorCode, SegueError
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Role
+from segue.sim.front import FrontNode
+from segue.sim.http import SimGuardedServer, SimHttp
+from segue.sim.leader import LeaderNode
+from segue.sim.loop import SimLoop
+from segue.sim.node import KVNode
+from segue.sim.world import Process, SkewedClock, Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from segue.sim.deployment import Deployment
+
+HOST, PORT = "127.0.3.1", 8998
+URL = f"http://{HOST}:{PORT}"
+#: In the proportion of production's defaults, and short, so that a run sees many of them.
+TTL_S, CONNECT_S = 9.0, 4.5
+#: Within which a watcher knows what is true when nothing stands in the way: somebody's silence is noticed,
+#: a restarted registry has heard of everybody, a query that was lost is given up and asked again.
+SETTLED_S = 1.2 * (TTL_S + 2 * CONNECT_S + 3.0)
+#: The same behind a connection of which nobody says that it is gone.
+SILENT_S = 30.0 + CONNECT_S
+
+
+class CheckedStore(RegistryStore):
+    """Production's store; what it lets in is what the process in question is, and whom it forgets was
+    silent."""
+
+    deployment: Deployment
+
+    def __init__(self, deployment: Deployment, node: RegistryNode, **options: Any) -> None:
+        self.deployment = deployment
+        self._node = node
+        self._heard_at: dict[tuple[Incarnation, int], float] = {}
+        super().__init__(**options)
+
+    def register(self, record: InstanceRecord, dp_rank: int) -> None:
+        """As production."""
+        super().register(record, dp_rank)
+        world = self.deployment.world
+        self._heard_at[record.incarnation, dp_rank] = world.now
+        process = self.deployment.by_incarnation.get(record.incarnation)
+        if isinstance(process, LeaderNode):
+            true = process.record()
+            if structs.replace(record, draining=False) != true:
+                self._wrong(f"took {record} for {process.name}, which is {true}")
+
+    def expire(self) -> None:
+        """As production."""
+        before = {
+            (incarnation, rank): known.alive
+            for incarnation, entry in self._entries.items()
+            for rank, known in entry.ranks.items()
+        }
+        super().expire()
+        for (incarnation, rank), alive in before.items():
+            entry = self._entries.get(incarnation)
+            if alive and (entry is None or not entry.ranks[rank].alive):
+                silent_s = self.deployment.world.now - self._heard_at[incarnation, rank]
+                if silent_s < self._ttl_s - 1e-6:
+                    self._wrong(f"forgot {incarnation[:8]} after {silent_s:.3f} s of silence")
+
+    def _wrong(self, text: str) -> None:
+        self.deployment.world.fail(Violation("registry", f"{self._node.name} {text}"))
+
+
+class RegistryNode(Process):
+    """The registry in one life."""
+
+    def __init__(self, deployment: Deployment, life: int) -> None:
+        super().__init__(deployment.world, f"registry#{life}" if life else "registry")
+        rng = deployment.world.rng(self.name)
+        self.clock = SkewedClock(deployment.world, 0.0, 1.0)
+        self.loop = SimLoop(self, self.clock, deployment.network, HOST)  # type: ignore[abstract]
+        self._awake = AwakeClock(self.clock)
+        self.store = CheckedStore(
+            deployment, self, clock=self._awake, ttl_s=TTL_S, random_bytes=rng.randbytes
+        )
+        self.server: RegistryServer = self.loop.enter(self._serve, deployment)
+
+    def _serve(self, deployment: Deployment) -> RegistryServer:
+        listener: Any = deployment.network.listen(self.loop, PORT)
+        return assemble(
+            listener,
+            self.store,
+            self._awake,
+            secret=deployment.secret,
+            limits=Limits(connect_s=CONNECT_S, registry_ttl_s=TTL_S),
+            server_type=SimGuardedServer,
+        )
+
+
+class Member:
+    """What one process does with the registry, as `serve.instance` and `frontend.replicas` do it."""
+
+    def __init__(self, deployment: Deployment, process: LeaderNode | FrontNode) -> None:
+        self.deployment = deployment
+        self.process = process
+        self.joined_at: float | None = None
+        self.left = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.view: dict[Incarnation, InstanceRecord] = {}
+        self.client = RegistryClient(
+            URL,
+            secret=deployment.secret,
+            limits=Limits(connect_s=CONNECT_S, registry_ttl_s=TTL_S),
+            on_error=self._trouble,
+            transport=SimHttp(process.loop),
+            clock=SkewedClock(deployment.world, 0.0, 1.0),
+        )
+        first = self._follow if isinstance(process, FrontNode) else self._join
+        self._spawn(first())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(self.process.loop.enter(self.process.loop.create_task, work))
+
+    def _trouble(self, error: SegueError) -> None:
+        self.deployment.world.note(self.process.name, f"registry: {error}")
+        self.deployment.counts[f"registry: {error.info.code}"] += 1
+
+    async def _pause(self, seconds: float) -> None:
+        wake = asyncio.Event()
+        self.process.after(seconds, self.process.loop.enter, wake.set)
+        await wake.wait()
+
+    # ---- an instance ------------------------------------------------------------------------------
+
+    async def _join(self) -> None:
+        node = self.process
+        assert isinstance(node, LeaderNode)
+        while not self.left:
+            try:
+                await self.client.register(node.record())
+                break
+            except SegueError as error:
+                self._trouble(error)
+                await self._pause(self.deployment.timing.retry_s)
+        self.joined_at = self.deployment.world.now
+        if node.draining:
+            self.say_draining()
+        self._spawn(self._or_drain(self.client.keep_alive(node.me), "keep-alive"))
+        if isinstance(node, KVNode) and node.spec.role is Role.DECODE:
+            self._spawn(self._or_drain(self._follow(Role.PREFILL), "watch"))
+
+    async def _or_drain(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """As `Instance._spawn`: one that has lost its registry for good drains."""
+        node = self.process
+        assert isinstance(node, LeaderNode)
+        try:
+            await work
+        except SegueError as error:
+            self._trouble(error)
+            self.deployment.registry.ended(self, name, error)
+            if not node.draining:
+                node.drain()
+
+    def say_draining(self) -> None:
+        """SIGTERM: say that nothing new is taken."""
+        node = self.process
+        if self.joined_at is not None and not self.left:
+            self._spawn(self._or_drain(self.client.set_draining(node.me, True), "drain"))
+
+    async def leave(self) -> None:
+        """As `Instance._leave`."""
+        self.left = True
+        await self.client.leave(self.process.me)
+        for task in self._tasks:
+            task.cancel()
+        await self.client.aclose()
+
+    # ---- whoever looks for others -----------------------------------------------------------------
+
+    async def _follow(self, role: Role | None = None) -> None:
+        while not self.left:
+            try:
+                async for records in self.client.watch(role):
+                    self.view = {record.incarnation: record for record in records}
+                    self.process.instances_changed(self.view)
+                return
+            except SegueError as error:
+                if isinstance(self.process, LeaderNode):
+                    raise
+                self._trouble(error)
+            await self._pause(self.deployment.timing.retry_s)
+
+
+class Registry:
+    """The registry over all its lives, its members, and what must be true of them."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.world = deployment.world
+        self.node: RegistryNode | None = None
+        self.members: dict[Process, Member] = {}
+        #: when something last stood in the way of the registry and any of its clients
+        self.trouble_at = 0.0
+        #: its answers were changed, or somebody else's: anything may have been said in its name
+        self.spoiled = False
+        self._lives = 0
+
+    def start(self) -> None:
+        """A registry that knows nobody."""
+        if self.node is not None:
+            return
+        self.node = RegistryNode(self.deployment, self._lives)
+        self._lives += 1
+        self.trouble_at = self.world.now
+        self.world.note("registry", f"starts as {self.node.name}")
+
+    def stop(self, down_s: float, *, silently: bool = False) -> None:
+        """SIGKILL; after `down_s` seconds another one that knows nobody takes its place."""
+        node, self.node = self.node, None
+        if node is None:
+            return
+        self.world.note("registry", "is killed")
+        node.kill()
+        self.deployment.network.died(node, silently=silently)
+        node.loop.die()
+        self.trouble_at = self.world.now + down_s + (SILENT_S if silently else 0.0)
+        self.world.after(down_s, None, self.start)
+
+    def close(self, down_s: float) -> None:
+        """SIGTERM."""
+        node = self.node
+        if node is None:
+            return
+        self.world.note("registry", "is closed")
+
+        async def closing() -> None:
+            await node.server.close()
+            if self.node is node:
+                self.world.after(0.0, None, self.stop, down_s)
+
+        self.trouble_at = self.world.now + down_s
+        node.loop.enter(node.loop.create_task, closing())
+
+    def join(self, process: LeaderNode | FrontNode) -> None:
+        """A process begins to use it."""
+        self.members[process] = Member(self.deployment, process)
+
+    # ---- what must be true ------------------------------------------------------------------------
+
+    def ended(self, member: Member, what: str, error: SegueError) -> None:
+        """The registry said that an instance is over: it must have had a reason."""
+        code, node = error.info.code, member.process
+        if code is ErrorCode.DRAINING and member.left:
+            return
+        if code in (ErrorCode.PEER_REFUSED, ErrorCode.UNAUTHORIZED) and self.spoiled:
+            return  # somebody else answered in its place
+        told = f"{what} of {node.name} was told that it is over: {error}"
+        self.world.fail(Violation("registry", told))
+
+    def sweep(self) -> None:
+        """Once nothing has stood in the way for long enough, every watcher knows what is true."""
+        now, network, registry = self.world.now, self.deployment.network, self.node
+        if registry is None or not self._calm(registry, now, self.trouble_at):
+            return
+        waiting = 0
+        for process, member in self.members.items():
+            if not process.alive or member.left:
+                continue
+            if isinstance(process, LeaderNode) and process.spec.role is not Role.DECODE:
+                continue
+            waiting += 1
+            since = max(self.trouble_at, process.began_at, member.joined_at or 0.0)
+            if not self._calm(process, now, since) or network.cut_off(process, registry):
+                continue
+            self._knows(process, member, now)
+        found = len(registry.server.waiter._waiters)
+        if found > waiting:
+            raise Violation("registry", f"{found} queries wait for {waiting} watchers")
+
+    def _calm(self, process: Process, now: float, since: float) -> bool:
+        return not process.paused and now - max(since, process.resumed_at) > SETTLED_S
+
+    def _knows(self, watcher: Process, member: Member, now: float) -> None:
+        registry = self.node
+        assert registry is not None
+        for process, other in self.members.items():
+            if not isinstance(process, LeaderNode) or other.left or other.joined_at is None:
+                continue
+            if isinstance(watcher, LeaderNode) and process.spec.role is not Role.PREFILL:
+                continue
+            record = member.view.get(process.me)
+            if not process.alive:
+                if record is not None and now - process.died_at > SETTLED_S:
+                    self._wrong(watcher, f"still believes in {process.name}, dead since {process.died_at}")
+                continue
+            reachable = not self.deployment.network.cut_off(process, registry)
+            if not reachable or not self._calm(process, now, max(self.trouble_at, other.joined_at)):
+                continue
+            if record is None:
+                self._wrong(watcher, f"does not know of {process.name}")
+            elif process.draining_since is None:
+                if record.draining:
+                    self._wrong(watcher, f"believes that {process.name} drains")
+            elif not record.draining and now - process.draining_since > SETTLED_S:
+                self._wrong(watcher, f"does not know that {process.name} drains")
+
+    def _wrong(self, watcher: Process, text: str) -> None:
+        raise Violation("registry", f"{watcher.name} {text}")
