@@ -378,3 +378,27 @@ def test_a_drain_that_the_registry_did_not_hear_is_told_with_the_next_keep_alive
         await server.close()
 
     asyncio.run(main())
+
+
+def test_a_watcher_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_is_noticed() -> None:
+    """Nobody tells of a machine that lost its power; a query that waits longer is deaf for longer."""
+
+    async def main() -> None:
+        asked: list[float] = []
+        async with local() as registry:
+            door = registry._door  # type: ignore[attr-defined]
+            normal = door.instances
+
+            async def instances(role: Role | None, version: int | None, wait_s: float) -> object:
+                asked.append(wait_s)
+                return await normal(role, version, 0.0)
+
+            door.instances = instances
+            watch = registry.watch()
+            assert await soon(anext(watch)) == []
+            await registry.register(record(A))
+            await soon(anext(watch))
+        assert asked
+        assert max(asked) <= LIMITS.registry_ttl_s
+
+    asyncio.run(main())

@@ -165,12 +165,14 @@ class _Registry:
 
     async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
         view = _View(self._ttl_s, self._clock)
+        # Of a registry whose machine is gone nobody tells; it is noticed as soon as it would notice us.
+        longest_s = min(MAX_WAIT_S, self._ttl_s)
         backoff = _Backoff()
         shown: list[InstanceRecord] | None = None
         while not self._closing.is_set():
             try:
                 answer = await self._unless_closing(
-                    self._door.instances(role, view.version, view.wait_s(MAX_WAIT_S))
+                    self._door.instances(role, view.version, view.wait_s(longest_s))
                 )
             except SegueError as error:
                 if self._closing.is_set():

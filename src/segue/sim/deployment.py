@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from segue.core.errors import ErrorCode
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.sim.faults import ITEMS, METADATA
 from segue.sim.front import Call, FrontNode, Wanted
+from segue.sim.guests import GUEST_KINDS, Guest
 from segue.sim.invariants import Checks
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.places import Places
-from segue.sim.registry import Registry
+from segue.sim.registry import Registry, RegistryNode
 from segue.sim.scenario import Fault, Scenario
 from segue.sim.tcp import Network, Timing
+from segue.sim.visitors import KINDS, Visitor
 from segue.sim.wire import Path
 from segue.sim.world import Process, Violation, World
 
@@ -58,6 +59,7 @@ class Deployment:
         self._lives: Counter[str] = Counter()
         self._rng = self.world.rng("deployment")
         self.registry = Registry(self)
+        self.visitors: list[Visitor | Guest] = []
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -87,13 +89,13 @@ class Deployment:
 
     def close(self) -> None:
         """The run is over: end what still waits in the loops of its processes."""
-        processes: list[LeaderNode | FrontNode] = [*self.nodes.values(), *self.fronts.values()]
+        processes: list[LeaderNode | FrontNode | Visitor | Guest | RegistryNode]
+        processes = [*self.nodes.values(), *self.fronts.values(), *self.visitors]
+        if self.registry.node is not None:
+            processes.append(self.registry.node)
         for process in processes:
             process.kill()
             process.loop.die()
-        if self.registry.node is not None:
-            self.registry.node.kill()
-            self.registry.node.loop.die()
 
     def _until(self, end: float, quiet: bool = False) -> None:
         world = self.world
@@ -119,7 +121,11 @@ class Deployment:
     @property
     def front_limits(self) -> Limits:
         """The bounds of a frontend's sessions."""
-        return Limits(keepalive_s=self.timing.keepalive_s, peer_silence_s=self.timing.silence_s)
+        return Limits(
+            keepalive_s=self.timing.keepalive_s,
+            peer_silence_s=self.timing.silence_s,
+            max_session_backlog_bytes=self.scenario.backlog_bytes,
+        )
 
     def limits(self, spec: NodeSpec) -> Limits:
         """The bounds of one instance."""
@@ -128,6 +134,7 @@ class Deployment:
             max_transfers=4096,
             max_early_destinations=self.scenario.max_early,
             max_queue=self.scenario.max_queue,
+            max_session_backlog_bytes=self.scenario.backlog_bytes,
             max_batch=spec.max_batch,
             keepalive_s=self.timing.keepalive_s,
             peer_silence_s=self.timing.silence_s,
@@ -159,15 +166,16 @@ class Deployment:
         self.registry.join(front)
 
     def _process(self, name: str) -> LeaderNode | FrontNode | None:
+        """An instance or a frontend by its name."""
         return self.nodes.get(name) or self.fronts.get(name)
 
-    def kill(self, process: LeaderNode | FrontNode) -> None:
-        """SIGKILL, and what the kernel tells others."""
+    def kill(self, process: LeaderNode | FrontNode, *, silently: bool = False) -> None:
+        """SIGKILL, and what the kernel tells others, unless the whole machine is gone `silently`."""
         if not process.alive:
             return
         self.world.note(process.name, "is killed")
         process.kill()
-        self.network.died(process)
+        self.network.died(process, silently=silently)
         process.loop.die()
         if isinstance(process, FrontNode):
             process.died()
@@ -225,12 +233,14 @@ class Deployment:
         process = self._process(fault.node)
         other = self._process(fault.other)
         match kind:
-            case "registry loss":
-                self.registry.stop(fault.seconds)
+            case _ if kind.startswith("registry "):
+                self.registry.strike(fault, process)
             case _ if process is None or not process.alive:
                 pass
             case "crash" | "front crash":
                 self._crash(process, fault.seconds)
+            case "power loss":
+                self._crash(process, fault.seconds, silently=True)
             case "pause" | "front pause":
                 self._pause(process, fault.seconds)
             case "crash mid write" | "pause mid write":
@@ -247,8 +257,15 @@ class Deployment:
             case _:
                 pass
 
-    def _crash(self, process: LeaderNode | FrontNode, down_s: float) -> None:
-        self.kill(process)
+    def visit(self, node: LeaderNode, name: str, kind: str) -> None:
+        """Somebody comes to an instance, or to the registry, who does not belong here or does not behave."""
+        make = Guest if kind in GUEST_KINDS else Visitor
+        visitor = make(self, node, f"visitor {name}", kind)
+        self.visitors.append(visitor)
+        visitor.start()
+
+    def _crash(self, process: LeaderNode | FrontNode, down_s: float, *, silently: bool = False) -> None:
+        self.kill(process, silently=silently)
         self.world.after(down_s, None, self._restart, process)
 
     def _succeeded(self, fault: Fault, node: LeaderNode) -> None:
@@ -346,6 +363,15 @@ class Deployment:
                     node.after(fault.seconds, node.unsqueeze)
             case "drain":
                 node.drain()
+            case "visitor":
+                self.visit(node, fault.name, KINDS[fault.amount % len(KINDS)])
+            case "guest":
+                self.visit(node, fault.name, GUEST_KINDS[fault.amount % len(GUEST_KINDS)])
+            case "no descriptors":
+                for listener in self.network.listeners(node):
+                    listener.starved_until = self.world.now + fault.seconds
+            case "clock jump":
+                node.jump(fault.seconds)
             case "move":
                 self.places.move(node.spec.name)
                 self._succeeded(fault, node)
@@ -362,8 +388,22 @@ def _path(a: Process, b: Process | None) -> Path | None:
     return a.paths.get(b.me) or b.paths.get(a.me)
 
 
+#: What must not end a request: while the registry is away, or somebody strange comes, those who know each
+#: other go on.
+HARMLESS = {
+    "registry loss",
+    "registry restart",
+    "registry power loss",
+    "registry pause",
+    "registry partition",
+    "visitors",
+    "guests",
+}
+
+
 def _allowed(features: frozenset[str]) -> frozenset[ErrorCode]:
     """The error codes that these features can cause; any other has no cause."""
+    features -= HARMLESS
     code = ErrorCode
     found = set()
     if features & {"client abort"}:

@@ -321,11 +321,23 @@ class LeaderNode(Process):
         await self._node.close()
 
     @property
+    def strangers(self) -> int:
+        """Connections here that have not proven themselves."""
+        return self._node.strangers
+
+    @property
     def sessions(self) -> list[Session]:
         """Every open session."""
         return list(self._node.sessions.values())
 
     # ---- life ------------------------------------------------------------------------------------
+
+    def jump(self, seconds: float) -> None:
+        """The machine stood still, and its clock did not."""
+        self.jumped_at = self.world.now
+        self.skewed.jump(seconds)
+        self.loop.jumped()
+        self.wake()
 
     def squeeze(self, pages: int) -> None:
         """Somebody else takes free pages: allocations fail."""

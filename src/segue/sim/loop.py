@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import inspect
 import socket
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -77,6 +78,16 @@ class SimLoop(asyncio.AbstractEventLoop):
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         self.process.after(self._clock.delay_until(when) + LATE_S, self._run, handle)
         return handle
+
+    def jumped(self) -> None:
+        """The clock has jumped: timers whose time has come are due now."""
+
+        def due(handle: asyncio.Handle) -> float | None:
+            if not isinstance(handle, asyncio.TimerHandle):
+                return None
+            return self.process.world.now + self._clock.delay_until(handle.when()) + LATE_S
+
+        self.process.world.hasten(self.process, self._run, due)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """It stays in the world's heap and does nothing when its time comes."""
@@ -147,9 +158,30 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, **options: Any
     ) -> tuple[Any, Any]:
         made: asyncio.Future[Any] = self.create_future()
+        if (context := options.get("ssl")) is not None:
+            protocol, secured = protocol_factory(), self.create_future()
+            hidden = self._tls(protocol, context, secured, False, options)
+            self.network.dial(self, host, port, lambda: hidden, made)
+            await made
+            await secured
+            return hidden._app_transport, protocol
         self.network.dial(self, host, port, protocol_factory, made)
         transport, protocol = await made
         return transport, protocol
+
+    def _tls(
+        self, protocol: Any, context: Any, secured: Any, server_side: bool, options: dict[str, Any]
+    ) -> Any:
+        """asyncio's TLS, in memory: the real OpenSSL over simulated bytes."""
+        return SSLProtocol(
+            self,
+            protocol,
+            context,
+            secured,
+            server_side,
+            options.get("server_hostname"),
+            ssl_handshake_timeout=options["ssl_handshake_timeout"],
+        )
 
     async def sock_accept(self, listener: Listener) -> tuple[Socket, tuple[str, int]]:  # type: ignore[override]
         return await listener.accept()
@@ -158,8 +190,21 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, protocol_factory: Callable[[], Any], sock: Socket, **options: Any
     ) -> tuple[Any, Any]:
         protocol = protocol_factory()
+        if (context := options.get("ssl")) is not None:
+            secured = self.create_future()
+            hidden = self._tls(protocol, context, secured, True, options)
+            sock.attach(hidden)
+            await secured
+            return hidden._app_transport, protocol
         sock.attach(protocol)
         return sock, protocol
+
+    def add_reader(self, fd: Any, callback: Callable[[], object], *args: Any) -> None:  # type: ignore[override]
+        fd.watch(callback)
+
+    def remove_reader(self, fd: Any) -> bool:
+        fd.watch(None)
+        return True
 
     # ---- what asyncio asks of its loop -----------------------------------------------------------
 

@@ -30,7 +30,17 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from segue.sim.deployment import Deployment
+    from segue.sim.scenario import Fault
 
+#: What something else answers, whatever it is asked.
+ANSWERS = (
+    b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 15\r\n\r\n<h1>proxy</h1>\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n",
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 400\r\n\r\n{",
+    b"SSH-2.0-OpenSSH_9.2\r\n",
+    b"",
+)
 HOST, PORT = "127.0.3.1", 8998
 URL = f"http://{HOST}:{PORT}"
 #: In the proportion of production's defaults, and short, so that a run sees many of them.
@@ -39,7 +49,23 @@ TTL_S, CONNECT_S = 9.0, 4.5
 #: a restarted registry has heard of everybody, a query that was lost is given up and asked again.
 SETTLED_S = 1.2 * (TTL_S + 2 * CONNECT_S + 3.0)
 #: The same behind a connection of which nobody says that it is gone.
-SILENT_S = 30.0 + CONNECT_S
+SILENT_S = 1.2 * (TTL_S + CONNECT_S)
+
+
+class _Impostor(asyncio.Protocol):
+    """Says the same to everybody."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(self._answer)
+        if b"close" in self._answer or not self._answer:
+            self._transport.close()
 
 
 class CheckedStore(RegistryStore):
@@ -224,7 +250,7 @@ class Registry:
             return
         self.node = RegistryNode(self.deployment, self._lives)
         self._lives += 1
-        self.trouble_at = self.world.now
+        self._trouble_for(0.0)
         self.world.note("registry", f"starts as {self.node.name}")
 
     def stop(self, down_s: float, *, silently: bool = False) -> None:
@@ -236,7 +262,7 @@ class Registry:
         node.kill()
         self.deployment.network.died(node, silently=silently)
         node.loop.die()
-        self.trouble_at = self.world.now + down_s + (SILENT_S if silently else 0.0)
+        self._trouble_for(down_s + (SILENT_S if silently else 0.0))
         self.world.after(down_s, None, self.start)
 
     def close(self, down_s: float) -> None:
@@ -251,12 +277,84 @@ class Registry:
             if self.node is node:
                 self.world.after(0.0, None, self.stop, down_s)
 
-        self.trouble_at = self.world.now + down_s
+        self._trouble_for(down_s)
         node.loop.enter(node.loop.create_task, closing())
 
     def join(self, process: LeaderNode | FrontNode) -> None:
         """A process begins to use it."""
         self.members[process] = Member(self.deployment, process)
+
+    # ---- faults -----------------------------------------------------------------------------------
+
+    def strike(self, fault: Fault, member: Process | None) -> None:
+        """A fault of the registry, or of what lies between it and one of its members."""
+        world, network, node, kind = self.world, self.deployment.network, self.node, fault.kind
+        match kind.removeprefix("registry "):
+            case "loss":
+                self.stop(fault.seconds)
+            case "silent loss":
+                self.stop(fault.seconds, silently=True)
+            case "close":
+                self.close(fault.seconds)
+            case "impostor":
+                self.stop(fault.seconds)
+                self._pretend(fault)
+            case _ if node is None:
+                pass
+            case "pause":
+                if not node.paused:
+                    node.pause()
+                    self._trouble_for(fault.seconds)
+                    world.after(fault.seconds, None, node.resume)
+            case "slow":
+                network.slow[node] = 0.01 * fault.amount
+                self._trouble_for(fault.seconds)
+                world.after(fault.seconds, None, self._quick_again, node)
+            case _ if member is None or not member.alive:
+                pass
+            case "partition":
+                ways = ((member, node), (node, member))
+                self._trouble_for(fault.seconds)
+                for way in ways if fault.amount % 3 == 0 else ways[fault.amount % 2 :][:1]:
+                    network.block(*way)
+                    world.after(fault.seconds, None, network.heal, *way)
+            case "break":
+                self._trouble_for(0.0)
+                for connection in network.between(member, node):
+                    connection.snap()
+            case how:
+                self.spoiled = True
+                self._trouble_for(0.0)
+                way = (member, node) if fault.amount % 2 else (node, member)
+                network.spoils.setdefault(way, []).append(how)
+
+    def _quick_again(self, node: RegistryNode) -> None:
+        self.deployment.network.slow.pop(node, None)
+
+    def _trouble_for(self, seconds: float) -> None:
+        self.trouble_at = max(self.trouble_at, self.world.now + seconds)
+
+    def _pretend(self, fault: Fault) -> None:
+        """While the registry is away, something else answers at its address."""
+        self.spoiled = True
+        answer = ANSWERS[fault.amount % len(ANSWERS)]
+        process = Process(self.world, f"impostor {fault.name}")
+        clock = SkewedClock(self.world, 0.0, 1.0)
+        loop = SimLoop(process, clock, self.deployment.network, HOST)  # type: ignore[abstract]
+        listener = self.deployment.network.listen(loop, PORT)
+
+        async def serve() -> None:
+            while True:
+                sock, _ = await loop.sock_accept(listener)
+                await loop.connect_accepted_socket(lambda: _Impostor(answer), sock)
+
+        def end() -> None:
+            process.kill()
+            self.deployment.network.died(process)
+            loop.die()
+
+        loop.enter(loop.create_task, serve())
+        self.world.after(0.9 * fault.seconds, None, end)
 
     # ---- what must be true ------------------------------------------------------------------------
 

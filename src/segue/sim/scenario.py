@@ -58,6 +58,21 @@ LATER = (
     "front partition",
 )
 
+#: What happens to the registry and at the listening ports; drawn by another generator, for the same reason.
+AT_THE_DOORS = (
+    "registry restart",
+    "registry power loss",
+    "registry pause",
+    "registry partition",
+    "registry spoiled",
+    "visitors",
+    "guests",
+    "no descriptors",
+    "clock jump",
+    "power loss",
+    "session backlog",
+)
+
 BAD = (
     "room 0",
     "negative room",
@@ -163,6 +178,8 @@ class Scenario:
     forgetful: bool = False
     max_queue: int = 64
     max_early: int = 64
+    #: how much may wait in a session for a peer that does not read
+    backlog_bytes: int = 2**26
 
     def only(self, names: frozenset[str]) -> Scenario:
         """The same scenario with no other requests and faults than these."""
@@ -216,6 +233,12 @@ def make_scenario(seed: int) -> Scenario:
     scenario.features |= frozenset(f for f in LATER if more.random() < share)
     later = [f for f in LATER if f in scenario.features]
     scenario.faults += _faults(more, scenario, later, len(scenario.faults))
+    doors = random.Random(f"segue at the doors {seed}")
+    scenario.features |= frozenset(f for f in AT_THE_DOORS if doors.random() < share)
+    if "session backlog" in scenario.features:
+        scenario.backlog_bytes = doors.choice((2**13, 2**15))
+    found = [f for f in AT_THE_DOORS if f in scenario.features]
+    scenario.faults += _faults(doors, scenario, found, len(scenario.faults))
     return scenario
 
 
@@ -360,6 +383,30 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "engine refuses": (Draw("engine refuses", 2, "any"),),
     "squeeze": (Draw("squeeze", 2, "any"),),
     "registry loss": (Draw("registry loss", 0, "registry"),),
+    "registry restart": (
+        Draw("registry close", 0, "registry", seconds=_BRIEF_S),
+        Draw("registry impostor", 0, "registry", seconds=_DOWN_S),
+    ),
+    "registry power loss": (Draw("registry silent loss", 0, "registry", seconds=_BRIEF_S),),
+    "registry pause": (
+        Draw("registry pause", 0, "registry", seconds=_SILENT_S),
+        Draw("registry slow", 0, "registry", seconds=_SILENT_S),
+    ),
+    "registry partition": (
+        Draw("registry partition", 1, "member", seconds=_SILENT_S),
+        Draw("registry break", 2, "member"),
+    ),
+    "registry spoiled": (
+        Draw("registry flip", 3, "member"),
+        Draw("registry cut", 2, "member"),
+        Draw("registry noise", 1, "member"),
+    ),
+    "visitors": (Draw("visitor", 3, "any"),),
+    "guests": (Draw("guest", 2, "any"),),
+    "session backlog": (Draw("front partition", 1, "any", "front", seconds=_SILENT_S),),
+    "no descriptors": (Draw("no descriptors", 1, "any", seconds=(0.05, 0.5, 3.0)),),
+    "clock jump": (Draw("clock jump", 1, "any", seconds=(0.5, 3.0, 30.0)),),
+    "power loss": (Draw("power loss", 0, "any", seconds=_DOWN_S),),
     "drain": (Draw("drain", 1, "any"),),
     "front crash": (Draw("front crash", 0, "front", seconds=(0.1,)),),
     "bit flip": (
@@ -401,6 +448,7 @@ def _faults(
         "one side": sides[0],
         "other side": sides[1],
         "front": [f"front{i}" for i in range(scenario.fronts)],
+        "member": [*prefills, *decodes, *unified, *(f"front{i}" for i in range(scenario.fronts))],
         "registry": ["registry"],
         "": [""],
     }

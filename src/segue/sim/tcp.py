@@ -146,6 +146,8 @@ class Socket(asyncio.Transport):
             return
         world, timing = network.world, network.timing
         at = world.now + timing.latency_s * (1.0 + timing.jitter * connection.rng.random())
+        if network.slow:
+            at += network.slow.get(self.process, 0.0)
         if at <= self.ready_at:
             at = self.ready_at + 1e-9
         self.ready_at = at
@@ -336,8 +338,12 @@ class Network:
         self.ever_blocked = False
         #: how many of the next segments that arrive at a process come with one bit changed
         self.flips: dict[Process, int] = {}
+        #: what happens to the next segments on the way from the first to the second: see `_spoil`
+        self.spoils: dict[tuple[Process, Process], list[str]] = {}
+        #: by how much everything from a process is late, in seconds
+        self.slow: dict[Process, float] = {}
         #: as what host every dialler is seen, if there is an address translator before all of them
-        self.translator = "10.255.0.1" if world.rng("translator").random() < 0.25 else ""
+        self.translator = "127.255.0.1" if world.rng("translator").random() < 0.25 else ""
         self._rng: random.Random = world.rng("network")
 
     # ---- listening and dialling ------------------------------------------------------------------
@@ -425,13 +431,29 @@ class Network:
 
     def carried(self, socket: Socket, data: bytes) -> bytes:
         """What arrives of `data` at `socket`: the same, unless a bit flips."""
+        if self.spoils and (waiting := self.spoils.get((socket.other.process, socket.process))):
+            return self._spoil(socket, data, waiting.pop())
         if not self.flips.get(socket.process):
             return data
         self.flips[socket.process] -= 1
+        return self._flipped(data)
+
+    def _flipped(self, data: bytes) -> bytes:
         bit = self._rng.randrange(8 * len(data))
         changed = bytearray(data)
         changed[bit // 8] ^= 1 << bit % 8
         return bytes(changed)
+
+    def _spoil(self, socket: Socket, data: bytes, how: str) -> bytes:
+        """One bit flips, the connection breaks in the middle, or something else has written."""
+        match how:
+            case "flip":
+                return self._flipped(data)
+            case "cut":
+                socket.process.after(0.0, socket.connection.snap)
+                return data[: self._rng.randrange(1, len(data) + 1)]
+            case _:
+                return self._rng.randbytes(len(data))
 
     def blocked(self, source: Process, target: Process) -> bool:
         """Whether nothing gets from `source` to `target` now."""

@@ -78,6 +78,13 @@ class World:
             raise self._failure
         return True
 
+    def hasten(self, process: Process, call: Callable[..., None], when: Callable[..., float | None]) -> None:
+        """What `call` is to do in `process` is due when `when` of its arguments says, if that is earlier."""
+        for place, (time, number, whose, what, args) in enumerate(self._heap):
+            if whose is process and what == call and (due := when(*args)) is not None and due < time:
+                self._heap[place] = (due, number, whose, what, args)
+        heapq.heapify(self._heap)
+
     @property
     def next_at(self) -> float | None:
         """When the next event is due."""
@@ -101,7 +108,9 @@ class Process:
         self.paused = self.was_paused = False
         self.began_at = world.now
         self.died_at = self.paused_at = 0.0
-        self.resumed_at = 0.0
+        self.resumed_at = -1.0
+        #: when its clock last jumped
+        self.jumped_at = -1.0
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def after(self, delay: float, call: Callable[..., None], *args: Any) -> None:
@@ -144,6 +153,10 @@ class SkewedClock:
 
     def now(self) -> float:
         return self._offset_s + self._world.now * self.rate
+
+    def jump(self, seconds: float) -> None:
+        """It shows more from now on."""
+        self._offset_s += seconds
 
     def delay_until(self, local: float) -> float:
         """World seconds from now until this clock shows `local`."""

@@ -1,0 +1,397 @@
+"""Whoever else asks the registry: rooms, second writers, wrong secrets, and bytes of any kind.
+
+As visitors of an instance, each lives in a process of its own, harms nobody, and is told what it did wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import msgspec
+from msgspec.structs import replace
+
+from segue.bootstrap.auth import bearer_token
+from segue.bootstrap.client import LocalRegistry, RegistryClient
+from segue.bootstrap.digest import DIGEST_HEADER
+from segue.bootstrap.guarded_http import MAX_HEAD_BYTES, ErrorBody
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.bootstrap.server import MAX_BODY_BYTES
+from segue.core.errors import ErrorCode, SegueError
+from segue.core.limits import Limits
+from segue.core.types import Incarnation, Placement, Role
+from segue.sim.http import SimHttp
+from segue.sim.leader import LeaderNode
+from segue.sim.loop import SimLoop
+from segue.sim.registry import CONNECT_S, HOST, PORT, TTL_S, URL
+from segue.sim.world import Process, SkewedClock, Violation
+
+if TYPE_CHECKING:
+    from segue.sim.deployment import Deployment
+
+#: As visitors': what an ended connection may linger, and some latency.
+GRACE_S = 2.0
+FLOOD = 160
+SECRET = b"some other secret of somebody"
+
+
+class Guest(Process):
+    """One guest; `node` is the instance that it speaks of."""
+
+    def __init__(self, deployment: Deployment, node: LeaderNode, name: str, kind: str) -> None:
+        super().__init__(deployment.world, name)
+        self.deployment = deployment
+        self.node = node
+        self.kind = kind
+        self.rng = deployment.world.rng(name)
+        self.clock = SkewedClock(deployment.world, 0.0, 1.0)
+        # Without a secret only the registry's own machine is answered.
+        host = "10.9.9.9" if kind == "elsewhere" else "127.0.6.1"
+        self.loop = SimLoop(self, self.clock, deployment.network, host)  # type: ignore[abstract]
+        self._registry = deployment.registry.node
+
+    def start(self) -> None:
+        """Begin."""
+        self.loop.enter(self.loop.create_task, self._visit())
+
+    async def _visit(self) -> None:
+        self.deployment.counts[f"guest: {self.kind}"] += 1
+        await GUESTS[self.kind](self)
+        self.deployment.counts["guests"] += 1
+
+    # ---- what it is told ----------------------------------------------------------------------------
+
+    @property
+    def undisturbed(self) -> bool:
+        """Nothing has come between us and the registry, and the instance is what it was."""
+        registry, node, trouble_at = self._registry, self.node, self.deployment.registry.trouble_at
+        same = (
+            registry is not None and registry is self.deployment.registry.node and trouble_at < self.began_at
+        )
+        member = self.deployment.registry.members[node]
+        there = member.joined_at is not None and member.joined_at <= self.began_at and not member.left
+        return same and there and node.alive and not node.was_paused and not node.draining
+
+    def wrong(self, text: str) -> None:
+        """What must not happen has."""
+        if self.undisturbed:
+            self.world.fail(Violation("guest", f"{self.kind} about {self.node.name}: {text}"))
+
+    def client(self, secret: bytes | None = None) -> RegistryClient:
+        """Production's client in this process; the deployment's secret unless another is given."""
+        return RegistryClient(
+            URL,
+            secret=secret or self.deployment.secret,
+            limits=Limits(connect_s=CONNECT_S, registry_ttl_s=TTL_S),
+            transport=SimHttp(self.loop),
+            clock=self.clock,
+        )
+
+    async def told(self, work: Awaitable[object], *codes: ErrorCode) -> object:
+        """What `work` gives; it must fail with one of `codes`, or must not if there are none."""
+        try:
+            found = await work
+        except SegueError as error:
+            if error.info.code not in codes:
+                self.wrong(f"was told {error}")
+            return None
+        if codes:
+            self.wrong(f"was given {found}")
+        return found
+
+    def record(self, **changes: Any) -> InstanceRecord:
+        """What the instance has said of itself, or something else."""
+        return replace(self.node.record(), **changes)
+
+    async def raw(self) -> _Typed | None:
+        """A connection of bytes."""
+        try:
+            _, typed = await self.loop.create_connection(_Typed, HOST, PORT)
+        except OSError as error:
+            self.wrong(f"could not connect: {error}")
+            return None
+        assert isinstance(typed, _Typed)
+        return typed
+
+    async def is_cut(self, typed: _Typed, within_s: float) -> None:
+        """The registry ends this connection in time."""
+        try:
+            async with asyncio.timeout(GRACE_S + within_s):
+                await typed.ended.wait()
+        except TimeoutError:
+            self.wrong("its connection is still there")
+            typed.transport.abort()
+
+
+class _Typed(asyncio.Protocol):
+    """A connection on which somebody types bytes."""
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.heard = bytearray()
+        self.ended = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.heard += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set()
+
+
+# ---- second writers -----------------------------------------------------------------------------------
+
+
+async def _second_writer(guest: Guest) -> None:
+    """Somebody speaks in the name of a living incarnation, and says something else of it."""
+    record = guest.record()
+    moved = [ReplicaRecord(dp_rank=0, host=guest.node.host, port=guest.node.port + 1)]
+    twins = [ReplicaRecord(dp_rank=rank, host=guest.node.host, port=1) for rank in (0, 1)]
+    code = ErrorCode
+    for changes, expected in (
+        ({"replicas": moved}, code.DP_RANK_CONFLICT),
+        ({"model": "another"}, code.DP_RANK_CONFLICT),
+        ({"role": Role.UNIFIED if record.role is not Role.UNIFIED else Role.DECODE}, code.DP_RANK_CONFLICT),
+        ({"dp_size": 2}, code.DP_RANK_CONFLICT),
+        ({"replicas": [replace(moved[0], dp_rank=5)]}, code.DP_RANK_OUT_OF_RANGE),
+        ({"replicas": [replace(moved[0], port=0)]}, code.INVALID_REQUEST),
+        ({"model": "m" * 600}, code.INVALID_REQUEST),
+        ({"tp_size": 0}, code.INVALID_REQUEST),
+        ({"http_port": -1}, code.INVALID_REQUEST),
+        ({"incarnation": Incarnation("i" * 65)}, code.INVALID_REQUEST),
+    ):
+        await guest.told(guest.client().register(guest.record(**changes)), expected)
+    again = guest.client()._door.put_rank(guest.record(replicas=twins), 0)
+    await guest.told(again, code.INVALID_REQUEST)
+    await guest.told(guest.client()._door.put_rank(record, 0))
+
+
+async def _past(guest: Guest) -> None:
+    """An incarnation that has left does not come back."""
+    client = guest.client()
+    mine = replace(
+        guest.record(),
+        incarnation=Incarnation(f"{guest.rng.getrandbits(128):032x}"),
+        replicas=[ReplicaRecord(dp_rank=0, host="127.0.6.1", port=1)],
+        # It is never ready, so nobody is told of it.
+        dp_size=2,
+    )
+    await guest.told(client.register(mine))
+    keeping = asyncio.ensure_future(client.keep_alive(mine.incarnation))
+    await guest.told(client.set_draining(mine.incarnation, True))
+    both = [replace(mine.replicas[0], dp_rank=1)]
+    await guest.told(client.register(replace(mine, replicas=both)), ErrorCode.DP_RANK_CONFLICT)
+    await client.leave(mine.incarnation)
+    await guest.told(keeping)
+    await guest.told(client.register(mine), ErrorCode.DRAINING)
+    await guest.told(client.set_draining(mine.incarnation, True), ErrorCode.NOT_FOUND)
+    await guest.told(client.keep_alive(mine.incarnation), ErrorCode.NOT_FOUND)
+    await client.leave(mine.incarnation)
+    await client.aclose()
+
+
+async def _wrong_secret(guest: Guest) -> None:
+    """Another secret, or none, at a registry that has one."""
+    if guest.deployment.secret is None:
+        return
+    client = guest.client(SECRET)
+    await guest.told(client.register(guest.record()), ErrorCode.UNAUTHORIZED)
+    await guest.told(anext(client.watch()), ErrorCode.UNAUTHORIZED)
+    await guest.told(client.resolve_room(7, 1.0), ErrorCode.UNAUTHORIZED)
+    await client.leave(guest.node.me)
+    if client.last_error is None or client.last_error.info.code is not ErrorCode.UNAUTHORIZED:
+        guest.wrong("could say that somebody else has left")
+
+
+async def _elsewhere(guest: Guest) -> None:
+    """Another machine, at a registry without a secret."""
+    if guest.deployment.secret is None:
+        await guest.told(guest.client().register(guest.record()), ErrorCode.UNAUTHORIZED)
+
+
+# ---- rooms --------------------------------------------------------------------------------------------
+
+
+async def _rooms(guest: Guest) -> None:
+    """Who asks for a room before, while and after it has an owner."""
+    one, two, me = guest.client(), guest.client(), Placement(guest.node.me, 0)
+    room, ttl_s = guest.rng.getrandbits(63) | 1, guest.rng.choice((1.0, 2.0))
+    waiting = asyncio.ensure_future(one.resolve_room(room, 4.0))
+    await asyncio.sleep(guest.rng.random())
+    began = guest.world.now
+    await guest.told(two.register_room(room, me, ttl_s))
+    found = await guest.told(waiting)
+    if found != me:
+        guest.wrong(f"room {room} belongs to {found}, not to {me}")
+    await guest.told(two.register_room(room, me, ttl_s))
+    other = Placement(guest.node.me, 3)
+    await guest.told(two.register_room(room, other, ttl_s), ErrorCode.DP_RANK_OUT_OF_RANGE)
+    for instance, member in guest.deployment.registry.members.items():
+        known = member.joined_at is not None and not member.left and instance.alive
+        if isinstance(instance, LeaderNode) and instance is not guest.node and known:
+            await guest.told(
+                two.register_room(room, Placement(instance.me, 0), ttl_s),
+                ErrorCode.DP_RANK_CONFLICT,
+                *((ErrorCode.NOT_FOUND,) if instance.was_paused or instance.died_at else ()),
+            )
+            break
+    nobody = Placement(Incarnation("nobody"), 0)
+    await guest.told(two.register_room(room + 2, nobody, ttl_s), ErrorCode.NOT_FOUND)
+    await guest.told(two.register_room(room + 2, me, -1.0), ErrorCode.INVALID_REQUEST)
+    await guest.told(two.register_room(0, me, 1.0), ErrorCode.INVALID_REQUEST)
+    await guest.told(one.resolve_room(room + 4, 0.5), ErrorCode.BOOTSTRAP_TIMEOUT)
+    registry = guest.deployment.registry.node
+    if registry is None:
+        return
+    for late_s, there in ((-0.2, True), (0.2, False)):
+        await asyncio.sleep(max(0.0, began + ttl_s + late_s - guest.world.now))
+        look = await guest.told(one._door.room(room, 0.0))
+        if (look is not None) is not there:
+            guest.wrong(f"room {room} after {guest.world.now - began:.3f} of {ttl_s} s: {look}")
+    await guest.told(two.register_room(room, me, ttl_s))
+    stuck = asyncio.ensure_future(one.resolve_room(room + 6, 30.0))
+    await asyncio.sleep(0.1)
+    await one.aclose()
+    await guest.told(stuck, ErrorCode.DRAINING)
+
+
+async def _leaves_a_question(guest: Guest) -> None:
+    """A query that waits ends with its client."""
+    client, room = guest.client(), guest.rng.getrandbits(63) | 1
+    waiting = asyncio.ensure_future(client.resolve_room(room, 60.0))
+    await asyncio.sleep(0.2)
+    registry = guest.deployment.registry.node
+    if registry is not None and room not in registry.store._watchers:
+        guest.wrong("its query does not wait")
+    waiting.cancel()
+    await asyncio.sleep(0.2)
+    if registry is not None and registry.alive and room in registry.store._watchers:
+        guest.wrong("its query still waits, for nobody")
+
+
+# ---- bytes --------------------------------------------------------------------------------------------
+
+
+async def _queries(guest: Guest) -> None:
+    """Queries that no client of ours would ask, and the status of each answer."""
+    secret = guest.deployment.secret
+    headers = {} if secret is None else {"Authorization": f"Bearer {bearer_token(secret)}"}
+    me = guest.node.me
+    rank, body = f"/v1/instances/{me}/ranks/0", msgspec.json.encode(guest.record())
+    async with httpx.AsyncClient(base_url=URL, transport=SimHttp(guest.loop), headers=headers) as client:
+        for method, path, content, more, status in (
+            ("GET", "/v1/health", b"", {"Authorization": ""}, 200),
+            ("GET", "/v1/instances", b"", {}, 200),
+            ("GET", "/v1/instances?role=decode", b"", {}, 200),
+            ("GET", "/v1/instances?role=king", b"", {}, 400),
+            ("GET", "/v1/instances?version=soon", b"", {}, 400),
+            ("GET", "/v1/instances?wait_s=-1", b"", {}, 400),
+            ("GET", "/v1/instances?wait_s=inf", b"", {}, 400),
+            ("GET", "/v1/nothing", b"", {}, 404),
+            ("POST", rank, body, {}, 404),
+            ("PUT", rank, body, {}, 200),
+            ("PUT", rank, body, {DIGEST_HEADER: "0" * 16}, None),
+            ("GET", "/v1/instances", b"", {DIGEST_HEADER: "0" * 16}, None),
+            ("PUT", "/v1/instances/another/ranks/0", body, {}, 400),
+            ("PUT", f"/v1/instances/{me}/ranks/first", body, {}, 400),
+            ("PUT", rank, b"{", {}, 400),
+            ("PUT", rank, b" " * (MAX_BODY_BYTES + 1), {}, None),
+            ("PUT", "/v1/rooms/x", b'{"incarnation":"a","dp_rank":0,"ttl_s":1}', {}, 400),
+            ("GET", "/v1/rooms/x", b"", {}, 400),
+            ("GET", "/v1/rooms/5?wait_s=0.1", b"", {}, None),
+        ):
+            try:
+                answer = await client.request(method, path, content=content, headers=more)
+            except httpx.HTTPError as error:
+                guest.wrong(f"{method} {path}: {error!r}")
+                return
+            code = answer.status_code
+            if code == 200 if status is None else code != status:
+                guest.wrong(f"{method} {path} was answered {code}: {answer.text[:200]}")
+            if code != 200 and guest.undisturbed:
+                msgspec.json.decode(answer.content, type=ErrorBody)
+
+
+def _typed(kind: str, data: Callable[[Guest], bytes], within_s: float, said: bytes = b"") -> None:
+    async def types(guest: Guest) -> None:
+        typed = await guest.raw()
+        if typed is not None:
+            typed.transport.write(data(guest))
+            await guest.is_cut(typed, within_s)
+            if said not in typed.heard:
+                guest.wrong(f"was answered {bytes(typed.heard)!r}")
+
+    GUESTS[kind] = types
+
+
+async def _drips(guest: Guest) -> None:
+    """A query that comes byte by byte, for ever."""
+    typed = await guest.raw()
+    if typed is not None:
+        dripping = asyncio.ensure_future(_drip(typed))
+        await guest.is_cut(typed, Limits().handshake_s)
+        dripping.cancel()
+
+
+async def _drip(typed: _Typed) -> None:
+    typed.transport.write(b"GET /v1/health HTTP/1.1\r\nx: ")
+    while True:
+        await asyncio.sleep(0.2)
+        typed.transport.write(b"x")
+
+
+async def _flood(guest: Guest) -> None:
+    """More strangers than fit: a client of ours is let in all the same."""
+    crowd = [typed for typed in [await guest.raw() for _ in range(FLOOD)] if typed is not None]
+    registry = guest.deployment.registry.node
+    if registry is not None and registry.server.server.strangers > 128:
+        guest.wrong(f"{registry.server.server.strangers} strangers are kept")
+    await guest.told(guest.client()._door.put_rank(guest.record(), 0))
+    for typed in crowd:
+        await guest.is_cut(typed, Limits().handshake_s)
+
+
+async def _in_process(guest: Guest) -> None:
+    """`LocalRegistry` is the same without a network."""
+    registry = guest.deployment.registry.node
+    if registry is None or registry.paused:
+        return
+    local = LocalRegistry(registry.store, limits=Limits(), clock=registry.clock)
+    records = [record async for record in _first(local)]
+    if guest.undisturbed and guest.node.me not in {record.incarnation for record in records}:
+        guest.wrong("is not listed")
+    await local.aclose()
+
+
+async def _first(local: LocalRegistry) -> Any:
+    async for records in local.watch():
+        for record in records:
+            yield record
+        return
+
+
+def _noise(guest: Guest) -> bytes:
+    return b"\x00" + guest.rng.randbytes(200)
+
+
+GUESTS: dict[str, Callable[[Guest], Coroutine[Any, Any, None]]] = {
+    "second writer": _second_writer,
+    "past": _past,
+    "wrong secret": _wrong_secret,
+    "elsewhere": _elsewhere,
+    "rooms": _rooms,
+    "leaves a question": _leaves_a_question,
+    "queries": _queries,
+    "drips": _drips,
+    "registry flood": _flood,
+    "in process": _in_process,
+}
+_typed("half a query", lambda guest: b"PUT /v1/inst", Limits().handshake_s, b"504")
+_typed("tls at the registry", lambda guest: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", 1.0)
+_typed("noise at the registry", _noise, 1.0)
+_typed("long head", lambda guest: b"GET / HTTP/1.1\r\nx: " + b"x" * (MAX_HEAD_BYTES + 70000), 1.0)
+GUEST_KINDS = tuple(GUESTS)
