@@ -236,7 +236,7 @@ def make_scenario(seed: int) -> Scenario:
     doors = random.Random(f"segue at the doors {seed}")
     scenario.features |= frozenset(f for f in AT_THE_DOORS if doors.random() < share)
     if "session backlog" in scenario.features:
-        scenario.backlog_bytes = doors.choice((2**13, 2**15))
+        scenario.backlog_bytes = doors.choice((2**15, 2**16))
     found = [f for f in AT_THE_DOORS if f in scenario.features]
     scenario.faults += _faults(doors, scenario, found, len(scenario.faults))
     return scenario
