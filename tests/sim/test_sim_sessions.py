@@ -11,7 +11,6 @@ from segue.sim.runtime import PORT, SimSessionNode
 from segue.sim.tcp import Network, Timing
 from segue.sim.world import Process, SkewedClock, Violation, World
 
-
 PEERS = []
 
 

@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.client import LocalRegistry, RegistryClient
 from segue.bootstrap.digest import DIGEST_HEADER
-from segue.bootstrap.guarded_http import MAX_HEAD_BYTES, ErrorBody
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import MAX_BODY_BYTES
 from segue.core.errors import ErrorCode, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Placement, Role
+from segue.session.guarded_http import MAX_HEAD_BYTES, ErrorBody
 from segue.sim.http import SimHttp
 from segue.sim.leader import LeaderNode
 from segue.sim.loop import SimLoop
@@ -58,7 +58,10 @@ class Guest(Process):
 
     async def _visit(self) -> None:
         self.deployment.counts[f"guest: {self.kind}"] += 1
-        await GUESTS[self.kind](self)
+        try:
+            await GUESTS[self.kind](self)
+        except Exception as error:
+            self.world.fail(error)
         self.deployment.counts["guests"] += 1
 
     # ---- what it is told ----------------------------------------------------------------------------
@@ -390,7 +393,7 @@ GUESTS: dict[str, Callable[[Guest], Coroutine[Any, Any, None]]] = {
     "registry flood": _flood,
     "in process": _in_process,
 }
-_typed("half a query", lambda guest: b"PUT /v1/inst", Limits().handshake_s, b"504")
+_typed("half a query", lambda guest: b"PUT /v1/inst", Limits().handshake_s, b"408")
 _typed("tls at the registry", lambda guest: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", 1.0)
 _typed("noise at the registry", _noise, 1.0)
 _typed("long head", lambda guest: b"GET / HTTP/1.1\r\nx: " + b"x" * (MAX_HEAD_BYTES + 70000), 1.0)

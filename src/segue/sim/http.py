@@ -8,7 +8,7 @@ from typing import Any
 import httptools
 import httpx
 
-from segue.bootstrap.guarded_http import GuardedServer
+from segue.session.guarded_http import GuardedServer
 from segue.sim.loop import SimLoop
 from segue.sim.tcp import Socket
 

@@ -130,7 +130,10 @@ class Visitor(Process):
 
     async def _visit(self) -> None:
         self.deployment.counts[f"visitor: {self.kind}"] += 1
-        await VISITS[self.kind](self)
+        try:
+            await VISITS[self.kind](self)
+        except Exception as error:
+            self.world.fail(error)
         self.deployment.counts["visits"] += 1
 
     # ---- what it is told ----------------------------------------------------------------------------
@@ -216,7 +219,7 @@ class Visitor(Process):
             "incarnation": self.me,
             "role": Role.FRONTEND,
             "dp_rank": 0,
-            "listen": "",
+            "advertised": "",
             "nonce": self.rng.randbytes(NONCE_BYTES),
             "keyed": self.deployment.secret is not None,
             "keepalive_s": 0.5,
