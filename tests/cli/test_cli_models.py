@@ -21,7 +21,7 @@ TOTAL = 100_000_000
 def fake_store(monkeypatch: pytest.MonkeyPatch, shown: Callable[[str, int], None]) -> None:
     """A store that is half through each stage when it calls `shown`, and then done with it."""
 
-    def resolve_model(_model: str, *, cache: Path | None, progress: store.Progress) -> Path:
+    def resolve_model(_model: str, *, progress: store.Progress, **_: object) -> Path:
         for stage in STAGES:
             progress(stage, TOTAL // 2, TOTAL)
             shown(stage, TOTAL // 2)

@@ -236,6 +236,7 @@ def test_model_size_is_read_from_its_description(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(description))
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
     assert models.model_size(tmp_path) == ModelSize(1000, 23040, 8192)
+    assert models.model_size(tmp_path, "float32") == ModelSize(1000, 46080, 8192)
     (tmp_path / "config.json").write_text("[1, 2]")
     assert models.model_size(tmp_path) is None
     assert models.model_size(tmp_path / "absent") is None

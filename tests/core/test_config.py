@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from segue.core import config as c
 from segue.core.config import COMMANDS, FrontendConfig, Host, InstanceConfig, ModelSize, ServeConfig
@@ -202,8 +204,104 @@ def test_too_little_memory_is_said_before_anything_starts() -> None:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("smollm2", "smollm2"), ("/models/Qwen3-0.6B/", "Qwen3-0.6B"), ("a/b.gguf", "b")],
+    [
+        ("smollm2", "smollm2"),
+        ("/models/Qwen3-0.6B/", "Qwen3-0.6B"),
+        ("a/b.gguf", "b"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("./Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+    ],
 )
 def test_served_name(model: str, name: str) -> None:
     assert c.served_name(model, None) == name
     assert c.served_name(model, "mine") == "mine"
+
+
+def test_names_of_the_hub() -> None:
+    for name in ("Qwen/Qwen3-0.6B", "a/b", "HuggingFaceTB/SmolLM2-135M-Instruct", "o_o/x.y"):
+        assert c.is_hub_name(name), name
+    for name in (
+        "smollm2",
+        "/a/b",
+        "./a/b",
+        "../b",
+        "~/a",
+        "a/b/c",
+        "a/",
+        "/b",
+        "a/b.gguf",
+        "a b/c",
+        "a/b\n",
+        "ä/b",
+    ):
+        assert not c.is_hub_name(name), name
+
+
+def test_the_revision_is_not_handed_to_children() -> None:
+    """The supervisor fetched it: they get a path, to which a revision would be refused."""
+    config = serve(model="a/b", revision="v1")
+    child = config.instance(Role.DECODE, "decode-0", HOST, "http://127.0.0.1:9", SMOLLM2)
+    assert (config.engine.revision, child.engine.revision) == ("v1", None)
+    assert config.frontend("http://127.0.0.1:9").revision is None
+
+
+def childs_view(config: ServeConfig, role: Role, size: ModelSize | None) -> InstanceConfig:
+    """What an instance of `segue serve` reads of its command line."""
+    made = config.instance(role, "x-0", HOST, "http://127.0.0.1:9", size)
+    flags: dict[str, object] = {}
+    for word in argv(made):
+        flag, equals, value = word.removeprefix("--").partition("=")
+        flags[flag.replace("-", "_")] = value if equals else True
+    return build(InstanceConfig, Layers(flags), command=str(role), known=KNOWN, fixed={"role": role})
+
+
+@given(
+    st.floats(2**-20, 16, allow_nan=False),
+    st.builds(ModelSize, st.integers(0, 2**36), st.integers(64, 2**20), st.integers(64, 2**17)),
+    st.sampled_from([1, 7, 16, 512]),
+)
+def test_a_pool_that_serve_takes_is_the_one_its_children_make(
+    kv_gib: float, size: ModelSize, page_tokens: int
+) -> None:
+    chunk = page_tokens * 64
+    config = serve(kv_gib=repr(kv_gib), page_tokens=str(page_tokens), chunk_tokens=str(chunk))
+    least = max(c.LEAST_TOKENS, page_tokens) * size.token_bytes
+    try:
+        decided = config.kv_bytes(HOST, size)
+    except ConfigError:
+        assert int(kv_gib * 2**30) < least + page_tokens * size.token_bytes
+        return
+    child = childs_view(config, Role.DECODE, size)
+    assert child.kv_bytes(HOST, size) == decided >= least
+
+
+@pytest.mark.parametrize("end", ["low", "high"])
+@pytest.mark.parametrize(
+    "key", sorted(k for k, s in settings(ServeConfig).items() if s.kind in ("integer", "number"))
+)
+def test_the_ends_of_every_range_are_legal_for_children_too(key: str, end: str) -> None:
+    setting = settings(ServeConfig)[key]
+    value = getattr(setting, end)
+    if not -1e18 < value < 1e18:
+        return
+    text = str(int(value)) if setting.kind == "integer" else repr(float(value))
+    try:
+        config = serve(**{key: text})
+    except ConfigError as error:
+        # a relation to another setting
+        assert key in ("chunk_tokens", "page_tokens", "keepalive_s", "peer_silence_s"), error
+        return
+    for role in (Role.PREFILL, Role.DECODE):
+        child = childs_view(config, role, None)
+        assert argv(child) == argv(config.instance(role, "x-0", HOST, "http://127.0.0.1:9", None))
+
+
+@pytest.mark.parametrize("size", [SMOLLM2, ModelSize(2**30, 229376, 40960)])
+def test_too_small_a_pool_names_the_least_that_works(size: ModelSize) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--kv-gib 0\.001 holds \d+ tokens .* at least ([0-9.]+)$"
+    ) as caught:
+        serve(kv_gib="0.001").kv_bytes(HOST, size)
+    least = str(caught.value).rpartition(" ")[2]
+    assert serve(kv_gib=least).kv_bytes(HOST, size) >= 64 * size.token_bytes
+    assert_refused("--kv-gib", make=lambda: serve(kv_gib=str(float(least) * 0.98)).kv_bytes(HOST, size))

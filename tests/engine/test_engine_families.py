@@ -17,7 +17,8 @@ from engine_models import (
 )
 
 from segue.core.errors import ConfigError
-from segue.engine.families import FAMILIES, read_config
+from segue.engine.families import read_config
+from segue.engine.supported import FAMILIES
 
 
 @pytest.fixture(scope="module")

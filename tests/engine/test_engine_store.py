@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
 from segue.core.errors import ConfigError
-from segue.engine import store
-from segue.engine.store import DEFAULT_MODEL, MANIFEST, cache_folder, check_folder, resolve_model
+from segue.engine import child, store
+from segue.engine.child import is_no_room
+from segue.engine.folders import check_folder, check_room
+from segue.engine.store import DEFAULT_MODEL, MANIFEST, cache_folder, resolve_model
 
 HIDDEN, HEADS, LAYERS, FFN = 32, 2, 1, 64
 
@@ -152,7 +154,7 @@ def test_a_second_call_converts_nothing(tiny, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a child was started")
 
-    monkeypatch.setattr(store.subprocess, "Popen", refuse)
+    monkeypatch.setattr(child.subprocess, "Popen", refuse)
     assert resolve_model(str(path), cache=cache) == folder
 
 
@@ -194,8 +196,8 @@ def test_a_full_disk_is_one_typed_error_and_leaves_nothing(tiny, tmp_path):
 
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match="needed") as caught:
-        store._check_room(tmp_path, 2**62)
-    assert store._is_no_room(caught.value)
+        check_room(tmp_path, 2**62)
+    assert is_no_room(caught.value)
 
 
 def test_the_deadline_ends_the_child_and_cleans_up(tiny, tmp_path):
@@ -223,14 +225,14 @@ def test_a_gguf_file_of_garbage_is_refused(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"PK\x03\x04 something else", b"GGUF" + b"\x09\0\0\0" * 9])
 def test_what_is_no_gguf_file_is_refused_at_once(tmp_path, content, monkeypatch):
-    monkeypatch.setattr(store.subprocess, "Popen", None)
+    monkeypatch.setattr(child.subprocess, "Popen", None)
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="not a GGUF file"):
         resolve_model(str(path), cache=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["nope", "", "/no/such/folder", "org/model", "x.gguf", "a\0b"])
+@pytest.mark.parametrize("name", ["nope", "", "/no/such/folder", "a/b/c", "x.gguf", "org/x.gguf", "a\0b"])
 def test_an_unknown_name_says_what_to_give(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="There is no model"):

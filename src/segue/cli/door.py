@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 from segue.bootstrap.client import RegistryClient
@@ -37,7 +38,9 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 model = model or record.source or record.served_model
                 name = name or record.served_model
             try:
-                folder = await asyncio.to_thread(resolve, model, config.cache)
+                folder = await asyncio.to_thread(
+                    partial(resolve, model, config.cache, config.revision, weights=False)
+                )
             except ConfigError as exc:
                 if config.model is not None:
                     raise

@@ -55,6 +55,8 @@ def add_settings(parser: argparse.ArgumentParser, cls: type) -> None:
     for group, members in groups.values():
         for setting in members.values():
             _add(group, setting)
+    if "model" in settings(cls):
+        parser.add_argument("model_word", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(
         "--config", metavar="FILE", help=f"TOML file with settings ({CONFIG_VARIABLE}); flags and SEGUE_* win"
     )
@@ -83,6 +85,11 @@ def load(cls: type[Config], command: str, args: argparse.Namespace, **fixed: obj
     file_name = args.config or os.environ.get(CONFIG_VARIABLE, "")
     file = parse_toml(_read(file_name, "--config").decode("utf-8", "replace"), file_name) if file_name else {}
     flags = {key: getattr(args, key) for key in settings(cls)}
+    word = vars(args).get("model_word")
+    if word is not None and flags["model"] not in (None, word):
+        raise ConfigError(f"segue {command} was given two models, {word} and --model {flags['model']}")
+    if word is not None:
+        flags["model"] = word
     layers = Layers(flags, os.environ, file, file_name)
     return build(cls, layers, command=command, known=KNOWN, also=OTHER_VARIABLES, fixed=fixed, warn=_warn)
 

@@ -23,7 +23,7 @@ Handler = Callable[[argparse.Namespace], int]
 ABSENT = ("advise", "explain")
 
 _EXAMPLES = {
-    "serve": "segue serve --model smollm2 --prefill 1 --decode 2",
+    "serve": "segue serve Qwen/Qwen3-0.6B --prefill 1 --decode 2",
     "prefill": "segue prefill --model smollm2 --bootstrap-port 8998",
     "decode": "segue decode --model smollm2 --registry http://127.0.0.1:8998",
     "unified": "segue unified --model smollm2 --registry http://127.0.0.1:8998",
@@ -48,7 +48,7 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
 
     def command(name: str, help: str, handler: Handler) -> flags.Parser:
         example = f"example:\n  {_EXAMPLES[name]}"
-        usage = f"segue {name} [--FLAG VALUE …]" if name in COMMANDS else None
+        usage = f"segue {name} [MODEL] [--FLAG VALUE …]" if name in COMMANDS else None
         made[name] = commands.add_parser(name, help=help, description=help, epilog=example, usage=usage)
         made[name].set_defaults(handler=handler)
         return made[name]

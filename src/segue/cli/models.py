@@ -9,11 +9,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from segue.core.config import ModelSize
+from segue.core.config import DEFAULT_MODEL, ModelSize
 
 
-def resolve(model: str, cache: str | None) -> Path:
-    """The local folder of `model`. Raises ConfigError for an unknown or broken one."""
+def located(model: str) -> str:
+    """`model` as an absolute path if it is one that exists here, so that what is left is a name."""
+    path = Path(model).expanduser()
+    return str(path.absolute()) if model != DEFAULT_MODEL and path.exists() else model
+
+
+def resolve(model: str, cache: str | None, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local folder of `model`. Raises ConfigError for an unknown or broken one. Without `weights`, what
+    is fetched of a model of the Hub is its tokenizer alone."""
     from segue.engine.store import resolve_model
 
     console = Console(stderr=True)
@@ -30,22 +37,21 @@ def resolve(model: str, cache: str | None) -> Path:
                 print(f"segue: {text}", file=sys.stderr, flush=True)
             said = stage
 
-        return Path(resolve_model(model, cache=Path(cache) if cache else None, progress=progress))
+        folder = Path(cache) if cache else None
+        return Path(resolve_model(model, cache=folder, revision=revision, weights=weights, progress=progress))
 
 
-def model_size(path: Path) -> ModelSize | None:
-    """What the model in the folder `path` needs, from its description; None if that does not say.
-
-    KV is counted in two bytes an item, as bfloat16 and float16 have it; with float32 the automatic
-    pool then holds half as many tokens, which is still a bounded share of memory.
-    """
+def model_size(path: Path, dtype: str = "bfloat16") -> ModelSize | None:
+    """What the model in the folder `path` needs with KV in `dtype`, from its description; None if that does
+    not say."""
     try:
         config = json.loads((path / "config.json").read_bytes())
         config = config.get("text_config", config)
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
-        token_bytes = 2 * 2 * config["num_hidden_layers"] * kv_heads * head_dim
+        item_bytes = 4 if dtype == "float32" else 2
+        token_bytes = 2 * item_bytes * config["num_hidden_layers"] * kv_heads * head_dim
         weight_bytes = sum(f.stat().st_size for f in path.glob("*.safetensors"))
         return ModelSize(weight_bytes, token_bytes, config["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from segue.cli import flags, logs
-from segue.cli.models import model_size, resolve
+from segue.cli.models import located, model_size, resolve
 from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig, served_name
 from segue.core.errors import ConfigError, Internal, SegueError
 from segue.core.limits import Limits
@@ -38,8 +38,9 @@ def serve(config: ServeConfig) -> int:
     check_transport(config.transport)
     check_port(config.host, config.port)
     tls = from_config(config.tls, LOOPBACK)
-    path = resolve(config.model, config.engine.cache)
-    size, host = model_size(path), this_host()
+    config = dataclasses.replace(config, model=located(config.model))
+    path = resolve(config.model, config.engine.cache, config.engine.revision)
+    size, host = model_size(path, config.engine.dtype), this_host()
     name = served_name(config.model, config.engine.served_model_name)
     engine = dataclasses.replace(config.engine, served_model_name=name)
     config = dataclasses.replace(config, model=str(path), engine=engine)
@@ -126,8 +127,9 @@ def instance(args: argparse.Namespace) -> int:
 
 def _serve_instance(config: InstanceConfig, threads: int, lifeline: Lifeline) -> int:
     host = this_host()
-    path = resolve(config.model, config.engine.cache)
-    size = model_size(path)
+    config = dataclasses.replace(config, model=located(config.model))
+    path = resolve(config.model, config.engine.cache, config.engine.revision)
+    size = model_size(path, config.engine.dtype)
     engine = dataclasses.replace(
         config.engine,
         served_model_name=config.served_model,

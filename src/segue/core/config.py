@@ -8,6 +8,8 @@ Built by `settings.build` from flags, then `SEGUE_*`, then a TOML file.
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass, field
 
 from segue.core.errors import ConfigError
@@ -24,6 +26,8 @@ BALANCE_METHODS = (
     "power_of_two",
     "prefix_aware",
 )
+MODEL_HELP = "folder, GGUF file, smollm2, or a name of the Hugging Face Hub, ORG/NAME"
+REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 INTEGRITIES = tuple(mode.value for mode in Integrity)
 INTEGRITY_HELP = (
@@ -31,10 +35,14 @@ INTEGRITY_HELP = (
 )
 DTYPES = ("bfloat16", "float16", "float32")
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
 #: Pools are resident from the start, so without a word from the user they stay modest.
 AUTO_KV_MAX_BYTES = 2 * 2**30
 #: Share of the host's free memory that all pools together may take by default.
 AUTO_KV_SHARE = 0.4
+#: A pool that holds fewer tokens, in whole pages, serves nobody.
+LEAST_TOKENS = 64
 #: Default batch that the automatic pool has room for, in sequences of the model's full context.
 AUTO_KV_SEQUENCES = 8
 
@@ -63,19 +71,20 @@ class ModelConfig:
 
     dtype: str = text("numbers that weights and KV are held in", "bfloat16", choices=DTYPES, metavar="TYPE")
     served_model_name: str | None = text(
-        "name that clients ask for (default: smollm2, or the model's own name)", metavar="NAME"
+        "name that clients ask for (default: the one given, of a path its last part)", metavar="NAME"
     )
     page_tokens: int = integer("tokens in one page of KV", 16, low=1, high=1024)
     chunk_tokens: int = integer("most prompt tokens in one prefill step", 512, low=1, high=2**20)
     kv_gib: float | None = number(
         "memory for the KV pool of one instance, in GiB (default: a bounded share of what is free)",
-        low=0.001,
+        low=2**-20,  # what the model needs at least is known once it is: see `kv_pool_bytes`
         high=2**20,
         metavar="G",
     )
     threads_per_worker: int | None = integer(
         "threads of one worker (default: cores / workers)", low=1, high=4096
     )
+    revision: str | None = text(REVISION_HELP, metavar="REV")
     cache: str | None = text("folder for fetched and converted models", metavar="DIR")
 
     def __post_init__(self) -> None:
@@ -174,7 +183,7 @@ class TlsConfig:
 class ServeConfig:
     """`segue serve`: a whole deployment on one host."""
 
-    model: str = text("folder, GGUF file or known name", DEFAULT_MODEL, metavar="PATH|NAME")
+    model: str = text(MODEL_HELP, DEFAULT_MODEL, metavar="PATH|NAME")
     host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
     port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
     prefill: int = integer("prefill instances", 1, low=1, high=64)
@@ -216,7 +225,7 @@ class ServeConfig:
 
     def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
         """Bytes of each instance's pool."""
-        return kv_pool_bytes(self.engine.kv_gib, host, self.workers, size)
+        return kv_pool_bytes(self.engine.kv_gib, host, self.workers, size, self.engine.page_tokens)
 
     def instance(
         self, role: Role, name: str, host: Host, registry: str, size: ModelSize | None = None
@@ -235,6 +244,7 @@ class ServeConfig:
                 served_model_name=served_name(self.model, self.engine.served_model_name),
                 kv_gib=self.kv_bytes(host, size) / 2**30,
                 threads_per_worker=self.engine.threads(host, self.workers),
+                revision=None,  # by now the model is a path
             ),
             tls=self.tls,
             limit=self.limit,
@@ -262,7 +272,7 @@ class InstanceConfig:
     """`segue prefill`, `segue decode`, `segue unified`: one instance. `secret` is the content of
     `secret_file`, put there by whoever reads files; it is never printed."""
 
-    model: str = required("folder, GGUF file or known name", metavar="PATH|NAME")
+    model: str = required(MODEL_HELP, metavar="PATH|NAME")
     role: Role = field(default=Role.PREFILL)
     name: str | None = text("name in logs and metrics (default: the role)", metavar="NAME")
     registry: str | None = text("registry, http://HOST:PORT", metavar="URL")
@@ -350,7 +360,7 @@ class InstanceConfig:
 
     def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
         """Bytes of this instance's pool."""
-        return kv_pool_bytes(self.engine.kv_gib, host, 1, size)
+        return kv_pool_bytes(self.engine.kv_gib, host, 1, size, self.engine.page_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,8 +371,9 @@ class FrontendConfig:
     host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
     port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
     model: str | None = text(
-        "where the tokenizer is (default: the model of that name, if it is a known one)", metavar="PATH|NAME"
+        "where the tokenizer is (default: where the instances have the model)", metavar="PATH|NAME"
     )
+    revision: str | None = text(REVISION_HELP, metavar="REV")
     served_model_name: str | None = text(
         "name that clients ask for (default: what the registry names)", metavar="NAME"
     )
@@ -405,23 +416,42 @@ COMMANDS: dict[str, type] = {
 
 
 def served_name(model: str, name: str | None) -> str:
-    """The name that clients ask for: the given one, or the last part of the model's path without `.gguf`."""
+    """The name that clients ask for: the given one, a Hub's name as it is (`Qwen/Qwen3-0.6B`), or the last
+    part of the model's path without `.gguf`. Whoever knows that `a/b` is a folder says `/…/a/b`."""
     if name:
         return name
+    if is_hub_name(model):
+        return model
     last = model.rstrip("/").rsplit("/", 1)[-1]
     return last.removesuffix(".gguf") or model
 
 
-def kv_pool_bytes(kv_gib: float | None, host: Host, pools: int, size: ModelSize | None) -> int:
-    """Bytes of each of `pools` pools on `host`.
+def is_hub_name(text: str) -> bool:
+    """Whether `text` can be the name of a repository of the Hugging Face Hub, `ORG/NAME`."""
+    return _HUB_NAME.fullmatch(text) is not None and not text.endswith(".gguf")
 
-    Without `kv_gib`: an equal part of a share of the memory that is left after the weights, at
+
+def kv_pool_bytes(
+    kv_gib: float | None, host: Host, pools: int, size: ModelSize | None, page_tokens: int = 16
+) -> int:
+    """Bytes of each of `pools` pools on `host`, of pages of `page_tokens`.
+
+    A given `kv_gib` whose whole pages cannot hold `LEAST_TOKENS` is a ConfigError that names the least that
+    can. Without it: an equal part of a share of the memory that is left after the weights, at
     most what a few sequences of full context need, and never more than a modest bound. A pool
     that could not hold one sequence of full context is still made (shorter prompts fit), but one
-    that could not hold 64 tokens is a ConfigError.
+    that could not hold `LEAST_TOKENS` is a ConfigError.
     """
+    least_tokens = -(-LEAST_TOKENS // page_tokens) * page_tokens
     if kv_gib is not None:
-        return int(kv_gib * 2**30)
+        given = int(kv_gib * 2**30)
+        if size and given < least_tokens * size.token_bytes:
+            enough = math.ceil(least_tokens * size.token_bytes / 2**30 * 10**5) / 10**5
+            raise ConfigError(
+                f"--kv-gib {kv_gib:g} holds {given // size.token_bytes} tokens of this model and must hold "
+                f"{least_tokens}: give at least {enough:g}"
+            )
+        return given
     weights = size.weight_bytes * pools if size else 0
     share = int(AUTO_KV_SHARE * max(0, host.free_bytes - weights) / max(1, pools))
     share = min(share, AUTO_KV_MAX_BYTES)
@@ -429,7 +459,7 @@ def kv_pool_bytes(kv_gib: float | None, host: Host, pools: int, size: ModelSize 
     if size:
         sequence = size.token_bytes * size.context_tokens
         share = min(share, max(sequence * AUTO_KV_SEQUENCES, 64 * 2**20))
-        least = 64 * size.token_bytes
+        least = least_tokens * size.token_bytes
     if share < least:
         raise ConfigError(
             f"{host.free_bytes / 2**30:.2f} GiB of free memory are too little for {pools} KV pools beside "

@@ -62,6 +62,7 @@ FOREIGN = {
     "download_dir": "--cache for conversions, HF_HOME for what is fetched from the Hub",
     "hf_token": "the variable HF_TOKEN",
     "code_revision": _CODE,
+    "tokenizer_revision": "--revision names model and tokenizer",
     "trust_remote_code": _CODE,
     "load_format": "not here, because safetensors are preferred and .bin is taken where there are none",
     "quantization": _QUANT,

@@ -15,13 +15,11 @@ import torch
 
 from segue.core.errors import ConfigError, Internal
 from segue.engine.kvpool import DTYPES
+from segue.engine.supported import refuse_options, refuse_unsupported
 from segue.layout.spec import KVShape
 
 #: What transformers' models are told to call for attention.
 ATTENTION_NAME = "segue_paged"
-
-#: model_type in config.json, by which a family is known.
-FAMILIES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -44,16 +42,7 @@ class LoadedModel:
 def read_config(folder: Path) -> Any:
     """The transformers configuration in `folder`. Raises ConfigError for a folder that is no model
     or a family that is not supported; reads no weights."""
-    path = folder / "config.json"
-    try:
-        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError) as exc:
-        raise ConfigError(f"{folder} is not a model folder: config.json cannot be read ({exc})") from exc
-    if model_type not in FAMILIES:
-        hint = " (its text model alone is gemma3_text)" if model_type == "gemma3" else ""
-        raise ConfigError(
-            f"models of type {model_type!r} are not supported{hint}; supported are {', '.join(FAMILIES)}"
-        )
+    refuse_unsupported(folder)
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -64,9 +53,7 @@ def read_config(folder: Path) -> Any:
 def _refuse_options(config: Any) -> None:
     """Refuse every option of a supported family that would change results without being honoured."""
     values = config.to_dict()
-    for name in ("attn_logit_softcapping", "use_bidirectional_attention", "quantization_config"):
-        if values.get(name):
-            raise ConfigError(f"the model sets {name} = {values[name]}, which is not supported")
+    refuse_options(values)
     rope = values.get("rope_parameters") or {}
     for params in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         kind = params.get("rope_type", "default")
