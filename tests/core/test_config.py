@@ -287,10 +287,10 @@ def test_the_ends_of_every_range_are_legal_for_children_too(key: str, end: str) 
     text = str(int(value)) if setting.kind == "integer" else repr(float(value))
     try:
         config = serve(**{key: text})
-    except ConfigError as error:
-        # a relation to another setting
-        assert key in ("chunk_tokens", "page_tokens", "keepalive_s", "peer_silence_s"), error
-        return
+    except ConfigError:
+        if key in ("chunk_tokens", "page_tokens", "keepalive_s", "peer_silence_s"):
+            return  # a relation to another setting
+        raise
     for role in (Role.PREFILL, Role.DECODE):
         child = childs_view(config, role, None)
         assert argv(child) == argv(config.instance(role, "x-0", HOST, "http://127.0.0.1:9", None))

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from segue.cli import flags, logs
+from segue.cli import extras, flags, logs
 from segue.cli.models import located, model_size, resolve
 from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig, served_name
 from segue.core.errors import ConfigError, Internal, SegueError
@@ -34,6 +34,7 @@ LOOPBACK = "127.0.0.1"
 
 def serve(config: ServeConfig) -> int:
     """Run a deployment until a signal; the exit status."""
+    extras.need("serve", extras.ENGINE)
     logs.configure(config.log.log_level, "serve")
     check_transport(config.transport)
     check_port(config.host, config.port)
@@ -107,6 +108,7 @@ def instance(args: argparse.Namespace) -> int:
     lifeline = Lifeline(args.lifeline_fd, args.report_fd)
 
     def run() -> int:
+        extras.need(role, extras.ENGINE)
         config = flags.with_secret(flags.load(InstanceConfig, role, args, role=role))
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)
@@ -148,6 +150,7 @@ def frontend(args: argparse.Namespace) -> int:
     lifeline = Lifeline(args.lifeline_fd, args.report_fd)
 
     def run() -> int:
+        extras.need("frontend", extras.FRONTEND)
         config = flags.with_secret(flags.load(FrontendConfig, "frontend", args))
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)

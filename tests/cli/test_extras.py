@@ -1,0 +1,107 @@
+"""An installation without the engine extra: what works works, what does not says which extra it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from segue.cli import extras
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+#: The extra's packages that are modules of other names.
+MODULES = {"huggingface-hub": "huggingface_hub"}
+
+#: Runs the command line where the modules named in BLOCKED are not installed.
+WITHOUT = """
+import os, sys
+
+class Blocked:
+    names = set(os.environ["BLOCKED"].split())
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from segue.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run(*words: str, blocked: tuple[str, ...] = extras.ENGINE) -> subprocess.CompletedProcess[str]:
+    environ = os.environ | {"BLOCKED": " ".join([*blocked, "pip"])}
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environ,
+    )
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^A-Za-z0-9_-]", text)[0] for text in requirements}
+
+
+def test_every_package_of_the_extra_is_looked_for() -> None:
+    listed = {MODULES.get(name, name) for name in names(PROJECT["optional-dependencies"]["engine"])} - {"pip"}
+    assert listed == set(extras.ENGINE)
+    assert set(extras.FRONTEND) <= set(extras.ENGINE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve",),
+        ("prefill", "--model", "smollm2"),
+        ("decode", "--model", "smollm2", "--registry", "http://127.0.0.1:1"),
+        ("unified", "--model", "smollm2", "--registry", "http://127.0.0.1:1"),
+        ("frontend", "--registry", "http://127.0.0.1:1"),
+    ],
+)
+def test_what_needs_the_extra_says_so_in_one_sentence(words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"segue: segue {words[0]} needs the engine extra (")
+    assert line.endswith("not installed): pip install 'segue[engine]'")
+
+
+@pytest.mark.parametrize("module", extras.ENGINE)
+def test_one_that_is_missing_alone_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = extras.importlib.util.find_spec
+    monkeypatch.setattr(
+        extras.importlib.util, "find_spec", lambda name: None if name == module else found(name)
+    )
+    with pytest.raises(extras.ConfigError, match=rf"\({module} not installed\)"):
+        extras.need("serve", extras.ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--help",), "run a whole deployment"),
+        (("serve", "--help"), "--kv-gib"),
+        (("version",), "segue "),
+        (("sim", "--seeds", "1", "--hand-offs", "4"), "0 seeds broke an invariant"),
+        (("doctor", "--json"), "loopback"),
+    ],
+)
+def test_what_needs_no_model_works_without_it(words: tuple[str, ...], said: str) -> None:
+    done = run(*words)
+    assert done.returncode in (0, 1 if words[0] == "doctor" else 0), done.stderr
+    assert said in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_measuring_client_works_without_it() -> None:
+    done = run("bench", "http://127.0.0.1:1")
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
