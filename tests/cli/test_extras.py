@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from segue.cli import extras
+from segue.cli.flags import OTHER_VARIABLES
+from segue.core.config import COMMANDS
+from segue.core.settings import settings
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 #: The extra's packages that are modules of other names.
@@ -105,3 +108,26 @@ def test_a_measuring_client_works_without_it() -> None:
     done = run("bench", "http://127.0.0.1:1")
     assert "cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# ---- what our own sentences recommend -----------------------------------------------------------
+
+
+def test_the_wheel_that_the_download_error_recommends_is_taken(tmp_path: Path) -> None:
+    wheel = tmp_path / "model.whl"
+    wheel.write_bytes(b"not a zip")
+    environ = os.environ | {"SEGUE_MODEL_WHEEL": str(wheel), "SEGUE_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "segue.cli.main", "serve", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    assert done.returncode == 2
+    assert f"{wheel} is not the expected wheel" in done.stderr
+    assert "warning" not in done.stderr
+
+
+def test_every_variable_that_a_sentence_names_is_one_that_counts() -> None:
+    known = {s.variable for cls in COMMANDS.values() for s in settings(cls).values()} | set(OTHER_VARIABLES)
+    for path in (Path(__file__).parents[2] / "src").rglob("*.py"):
+        if path.name == "words.py":
+            continue
+        named = set(re.findall(r"SEGUE_[A-Z][A-Z_]*[A-Z]", path.read_text())) - {"SEGUE_PORT"}
+        assert named <= known, f"{path}: {named - known}"
