@@ -13,13 +13,12 @@ from test_manager import PAGES, SHAPE, Side, assert_at_rest, assert_handed_over,
 from segue.conn import digest as conn_digest
 from segue.conn.digest import INLINE_BYTES, Digester
 from segue.conn.handles import KVReceiver, KVSender
-from segue.conn.manager import KVManager
 from segue.core.errors import ErrorCode, OutOfCapacity
 from segue.core.types import Incarnation, Integrity, KVPoll, Role, Span, TransferId
 from segue.handoff import api
 from segue.handoff.messages import HandoffMessage, Metadata
 from segue.layout.content import Content, Plane, checksum
-from segue.session.api import Session
+from segue.session.connection import Connection
 from segue.transport.memory import allocate
 
 TOKENS = 33
@@ -91,13 +90,13 @@ def test_what_can_be_said_is_said_before_anything_is_hashed(
     """Hashing holds the interpreter's lock: metadata that waits for it comes later by as much; and the
     engine hears of the end before the peer does, not after all that follows from it."""
     told: list[str] = []
-    send = KVManager._send
+    send = Connection.send
 
-    def note(manager: KVManager, session: Session, message: HandoffMessage) -> None:
-        told.append(f"{manager.config.role.value} {type(message).__name__}")
-        send(manager, session, message)
+    def note(session: Connection, message: HandoffMessage) -> None:
+        told.append(f"{session.handshake.me.role.value} {type(message).__name__}")
+        send(session, message)
 
-    monkeypatch.setattr(KVManager, "_send", note)
+    monkeypatch.setattr(Connection, "send", note)
     with sides() as (prefill, decode):
         hook.side, hook.before = prefill, lambda _memory, _content: told.append("prefill hashes")
         let = decode.manager.io.let_others_run

@@ -190,6 +190,29 @@ def safety_faults(source: Source) -> list[str]:
     return faults
 
 
+#: Where tasks are made: the three ways to run one, and the simulator, whose loop ends the run at an exception
+#: that nobody took.
+TASK_MAKERS = {"segue.session.tasks"}
+TASK_CALLS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "TaskGroup"}
+#: These wait for the result themselves.
+TASK_WAITERS = {"segue.conn.io": {"run_coroutine_threadsafe"}}
+
+
+def task_faults(source: Source) -> list[str]:
+    """A task beside `segue.session.tasks`: what it raises is seen by nobody."""
+    if source.name in TASK_MAKERS or source.room == "sim":
+        return []
+    forbidden = TASK_CALLS - TASK_WAITERS.get(source.name, set())
+    faults = []
+    for node in ast.walk(source.tree):
+        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+        if isinstance(node, ast.ImportFrom) and node.module == "asyncio":
+            name = next((alias.name for alias in node.names if alias.name in forbidden), "")
+        if name in forbidden:
+            faults.append(f"{source.name}:{getattr(node, 'lineno', 0)} uses {name}, not session.tasks")
+    return faults
+
+
 def docstring_faults(source: Source) -> list[str]:
     """Public classes and functions of a module without a docstring.
 

@@ -25,6 +25,7 @@ def test_every_room_of_the_house_is_known() -> None:
         rules.safety_faults,
         rules.docstring_faults,
         rules.struct_faults,
+        rules.task_faults,
     ],
 )
 def test_rule_holds_everywhere(rule: Rule) -> None:
@@ -78,6 +79,10 @@ def test_pure_room_imports_alone(room: str) -> None:
             "import importlib\nimportlib.import_module('segue.engine.model')",
         ),
         (rules.purity_faults, "segue.roles.x", "from time import monotonic"),
+        (rules.task_faults, "segue.conn.x", "import asyncio\nt = asyncio.create_task(f())"),
+        (rules.task_faults, "segue.conn.x", "def f(loop):\n    return loop.create_task"),
+        (rules.task_faults, "segue.serve.x", "from asyncio import ensure_future"),
+        (rules.task_faults, "segue.frontend.x", "import asyncio\nasyncio.TaskGroup()"),
         (rules.purity_faults, "segue.core.x", "import os.path"),
         (rules.purity_faults, "segue.layout.x", "def f():\n    import torch"),
         (rules.safety_faults, "segue.conn.x", "import pickle"),

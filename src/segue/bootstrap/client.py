@@ -31,6 +31,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Placement, Role
+from segue.session.tasks import awaited
 from segue.session.tls import Tls
 
 T = TypeVar("T")
@@ -259,7 +260,7 @@ class _Registry:
 
     async def _pause(self, wait_s: float, *others: asyncio.Event) -> bool:
         """Wait; True, at once, when this client closes or one of `others` happens."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._closing, *others)]
+        waits = [awaited(event.wait()) for event in (self._closing, *others)]
         try:
             done, _ = await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             return bool(done)
@@ -269,8 +270,8 @@ class _Registry:
 
     async def _unless_closing(self, question: Coroutine[object, object, T]) -> T | None:
         """The answer, or None as soon as this client closes."""
-        task = asyncio.ensure_future(question)
-        closing = asyncio.ensure_future(self._closing.wait())
+        task = awaited(question)
+        closing = awaited(self._closing.wait())
         try:
             await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None

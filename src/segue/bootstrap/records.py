@@ -41,9 +41,10 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ready(self) -> bool:
         """All ranks have registered."""
-        return {r.dp_rank for r in self.replicas} == set(range(self.dp_size)) and len(
-            self.replicas
-        ) == self.dp_size
+        # The lengths first: a `dp_size` from the wire must not be counted to.
+        return len(self.replicas) == self.dp_size and {r.dp_rank for r in self.replicas} == set(
+            range(self.dp_size)
+        )
 
 
 class InstanceList(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
 import msgspec
@@ -48,6 +48,7 @@ from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.session.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
 from segue.session.listen import listening
+from segue.session.tasks import awaited
 from segue.session.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -110,10 +111,10 @@ def _wait_s(request: Request) -> float:
     return min(wait_s, MAX_WAIT_S)
 
 
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+async def _while_connected(request: Request, work: Coroutine[object, object, T]) -> T:
     """`work`, abandoned when the client goes away: a waiting query must not outlive its client."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    task = awaited(work)
+    gone = awaited(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -24,6 +24,7 @@ from segue.cli.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
 from segue.cli.loadgen import Connection, Failure, Target, fetch_json, stream
 from segue.cli.stats import Sample, summary
 from segue.core.errors import ConfigError, SegueError
+from segue.session.tasks import awaited
 
 #: Common words, most of which are one token in any vocabulary.
 _WORDS = """
@@ -174,7 +175,7 @@ class Bench:
                 samples.append(Sample(error="client_saturated"))
                 tick()
                 continue
-            task = asyncio.create_task(arrive(index, due))
+            task = awaited(arrive(index, due))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)

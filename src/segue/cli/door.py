@@ -16,6 +16,7 @@ from segue.cli.models import resolve
 from segue.core.config import FrontendConfig
 from segue.core.errors import ConfigError
 from segue.frontend import server
+from segue.session.tasks import awaited
 from segue.session.tls import from_config
 
 log = logging.getLogger("segue.frontend")
@@ -76,7 +77,7 @@ async def _first_record(registry: RegistryClient, stop: asyncio.Event) -> Instan
                     return records[0]
         return None
 
-    found, stopped = asyncio.create_task(first()), asyncio.create_task(stop.wait())
+    found, stopped = awaited(first()), awaited(stop.wait())
     try:
         await asyncio.wait({found, stopped}, return_when=asyncio.FIRST_COMPLETED)
         return found.result() if found.done() else None

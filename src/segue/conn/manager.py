@@ -27,6 +27,7 @@ from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.session.api import PeerInfo, Session, SessionHandler
+from segue.session.tasks import background, typed
 from segue.transport import base as transport_base
 from segue.transport.memory import Memory
 
@@ -36,6 +37,8 @@ LeaderMessage = HandoffMessage | ControlMessage
 #: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
 #: what has failed meanwhile, that it waits for our last write, where to write.
 EARLY_PER_TRANSFER = 4
+#: After a fence that the transport did not take, before it is asked again.
+FENCE_AGAIN_S = 1.0
 KV_ROLES = (Role.PREFILL, Role.DECODE)
 H = TypeVar("H", KVSender, KVReceiver)
 
@@ -204,32 +207,69 @@ class KVManager:
 
     def _handle_all(self, events: Sequence[api.Event]) -> None:
         for event in events:
-            try:
-                self._handle(event)
-            except Exception as exc:  # the boundary: what was posted with it must not be lost
-                log.exception("a bug while handling %s", type(event).__name__)
-                match event:
-                    case api.OpenSender() | api.OpenReceiver() | api.Publish() | api.SendChunk():
-                        self._broken(event.transfer, exc)
-                    case api.SendMetadata():
-                        self._broken(event.transfer, exc)
-                    case _:
-                        pass  # an abort already, or nothing of one hand-off
-
-    def _broken(self, transfer: TransferId, exc: Exception) -> None:
-        """A hand-off met a bug: it ends now on both sides, not by its deadline."""
-        error = Internal(f"a bug in the hand-off's leader: {exc!r}", room=transfer.room)
-        self.io.loop.call_soon(self._handle, api.AbortTransfer(transfer, error.info))
+            self._handle(event)
 
     def _handle(self, event: api.Event) -> None:
+        """One event and all that follows from it. A bug on the way ends the hand-off that it is about, and
+        costs no other one an effect or its deadline: nothing is raised."""
         now = self.clock.now()
+        effects: list[api.Effect] = []
         try:
-            effects = self.exchange.handle(event, now)
-        except SegueError as error:
-            effects = self._refused(event, error, now)
+            effects = self._decide(event, now)
+        except Exception as exc:
+            self._undecided(event, typed(exc, f"handling {type(event).__name__}"))
         for effect in effects:
-            self._carry_out(effect)
+            try:
+                self._carry_out(effect)
+            except Exception as exc:
+                self._not_done(effect, typed(exc, f"carrying out {type(effect).__name__}"))
         self._arm(now)
+
+    def _decide(self, event: api.Event, now: float) -> list[api.Effect]:
+        try:
+            return self.exchange.handle(event, now)
+        except SegueError as error:
+            return self._refused(event, error, now)
+
+    def _undecided(self, event: api.Event, error: SegueError) -> None:
+        """A hand-off met a bug: it ends now on both sides, not by its deadline. So does the session of a peer
+        that hand-offs cannot be opened with."""
+        match event:
+            case api.PeerUp():
+                self._peers[event.peer].session.close(error)
+            case api.PeerDown() | api.Tick() | api.AbortTransfer():
+                pass  # nothing of one hand-off, or its end already
+            case api.Received():
+                self._end_later(event.message.transfer, error)
+            case _:
+                self._end_later(event.transfer, error)
+
+    def _not_done(self, effect: api.Effect, error: SegueError) -> None:
+        """An effect was not carried out, or only in part: its hand-off ends, unless it has already."""
+        log.warning("%s was not carried out: %s", type(effect).__name__, error)
+        match effect:
+            case api.Digest():
+                # Its answer is what the pages wait for, whatever becomes of the hand-off.
+                answer = api.Digested(effect.transfer, effect.tag, 0, error=error.info)
+                self.io.loop.call_soon(self._handle, answer)
+            case api.Fence():
+                # So it is here, and to fence twice does no harm.
+                self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect)
+            case api.Send():
+                self._end_later(effect.message.transfer, error)
+            case _:
+                self._end_later(effect.transfer, error)
+
+    def _end_later(self, transfer: TransferId, error: SegueError) -> None:
+        self.io.loop.call_soon(self._handle, api.AbortTransfer(transfer, error.info))
+
+    def _fence_again(self, effect: api.Fence) -> None:
+        if self._closed:
+            return
+        try:
+            self._carry_out(effect)
+        except Exception as exc:
+            self._not_done(effect, typed(exc, "carrying out Fence"))
 
     def _refused(self, event: api.Event, error: SegueError, now: float) -> list[api.Effect]:
         """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
@@ -247,21 +287,20 @@ class KVManager:
             case api.Send():
                 peer = self._peers.get(effect.peer)
                 if peer is not None:
-                    self._send(peer.session, effect.message)
+                    peer.session.send(effect.message)
             case api.PostWrite() | api.Grant() | api.Fence():
                 self._move(effect)
             case api.Digest():
                 # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
-                self.io.loop.call_soon(self._digester.submit, effect)
+                self.io.loop.call_soon(self._digest, effect)
             case api.Phase() | api.Release() | api.Quarantined():
                 self._report(effect)
 
-    def _send(self, session: Session, message: HandoffMessage) -> None:
-        """A message that cannot be sent (too large for a frame) ends its own hand-off, and no other."""
+    def _digest(self, effect: api.Digest) -> None:
         try:
-            session.send(message)
-        except SegueError as error:
-            self.io.loop.call_soon(self._handle, api.AbortTransfer(message.transfer, error.info))
+            self._digester.submit(effect)
+        except Exception as exc:
+            self._not_done(effect, typed(exc, "asking for a checksum"))
 
     def _report(self, change: Change) -> None:
         handle = self._handles.get(change.transfer)
@@ -382,7 +421,10 @@ class KVManager:
             joined.transport,
         )
         if self.config.role is Role.PREFILL:
-            peer.opening = self.io.loop.create_task(self._open_path(peer))
+            name = f"opening the path to {session.peer.incarnation[:8]}"
+            peer.opening = background(
+                self._open_path(peer), name=name, failed=session.close, loop=self.io.loop
+            )
         else:
             self._ready(peer)
 
@@ -392,11 +434,7 @@ class KVManager:
         try:
             await self._transports.connect(incarnation, peer.info, self.config.limits.connect_s)
         except OutOfCapacity as error:
-            peer.session.close(self._withdraw(peer.transport, error))
-            return
-        except SegueError as error:
-            peer.session.close(error)
-            return
+            raise self._withdraw(peer.transport, error) from error
         if self._peers.get(incarnation) is peer:
             self._ready(peer)
 
@@ -440,9 +478,9 @@ class KVManager:
             peer.opening.cancel()
         level = logging.INFO if isinstance(error, Draining) else logging.WARNING
         log.log(level, "peer left incarnation=%s reason=%s", incarnation[:8], error)
-        self._handle(api.PeerDown(incarnation, error.info))
         if (dialer := self._dialers.get(incarnation)) is not None:
             dialer.lost()
+        self._handle(api.PeerDown(incarnation, error.info))
 
     def _add_peer(self, incarnation: Incarnation, host: str, port: int) -> None:
         if incarnation in self._dialers or self._closed:

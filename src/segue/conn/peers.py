@@ -15,6 +15,7 @@ from segue.core.types import Role
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.layout.planner import plan_pair
 from segue.session.api import PeerInfo, Session
+from segue.session.tasks import keep_running
 from segue.transport.base import Endpoint
 from segue.transport.registry import choose
 
@@ -141,7 +142,8 @@ class Dialer:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin on `loop` (call it there)."""
-        self._task = loop.create_task(self._run())
+        name = f"the session to {self._address}"
+        self._task = keep_running(self._run, name=name, failed=self._refused, loop=loop)
 
     def stop(self) -> None:
         """End for good; an open session is left alone. Idempotent."""

@@ -6,8 +6,11 @@ A transport's peers are ranks: `incarnation/rank`. Only here is that name made a
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Container
+from concurrent.futures import Executor, Future
 from functools import partial
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -16,8 +19,34 @@ from segue.core.errors import DECODE_ERRORS, TransferFailed
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import LeaderInfo
+from segue.session.tasks import awaited
 from segue.transport.base import Endpoint, Transport, TransportEvent
 from segue.transport.memory import Memory
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class OwnThreads(Executor):
+    """Runs each call on a thread of its own: one that hangs holds up no other one, nor the end of the
+    process. Who submits bounds how many there are."""
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `Executor.submit`. Raises RuntimeError when no thread can be started."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = call(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=run, name="segue-connect", daemon=True).start()
+        return future
 
 
 class Transports:
@@ -57,6 +86,8 @@ class Transports:
         }
         # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
         self._chosen: dict[Incarnation, str] = {}
+        self._connecting: dict[Incarnation, asyncio.Task[None]] = {}
+        self._threads = OwnThreads()
 
     def withdraw(self, name: str) -> bool:
         """Offer `name` to no further peer; those that use it keep it. False where nothing else is offered."""
@@ -73,8 +104,23 @@ class Transports:
             del self._chosen[oldest]
 
     async def connect(self, peer: Incarnation, info: LeaderInfo, timeout_s: float) -> None:
-        """Open the path to each rank of a peer that was chosen a transport for. It may block, so it does
-        so on a thread of the loop's executor. Raises what `Transport.connect` does."""
+        """Open the path to each rank of a peer that was chosen a transport for. It may block, so it does so
+        on a thread of its own: a peer that swallows packets keeps nobody waiting but itself, for what
+        it was asked before is waited for. Raises what `Transport.connect` does."""
+        while (earlier := self._connecting.get(peer)) is not None:
+            await asyncio.wait({earlier})
+        task = awaited(self._connect(peer, info, timeout_s), name=f"connecting to {peer[:8]}")
+        self._connecting[peer] = task
+        task.add_done_callback(lambda _: self._connected(peer, task))
+        # Who is cancelled (the session has ended) leaves a thread behind that cannot be.
+        await asyncio.shield(task)
+
+    def _connected(self, peer: Incarnation, task: asyncio.Task[None]) -> None:
+        del self._connecting[peer]
+        if not task.cancelled():
+            task.exception()  # seen: who asked may be gone
+
+    async def _connect(self, peer: Incarnation, info: LeaderInfo, timeout_s: float) -> None:
         name = self._chosen[peer]
         connect = self._by_name[name].connect
         for rank, data in enumerate(info.endpoints[name]):
@@ -83,7 +129,7 @@ class Transports:
             except DECODE_ERRORS as exc:
                 raise TransferFailed(f"unreadable endpoint: {exc}") from exc
             await asyncio.get_running_loop().run_in_executor(
-                None, connect, _rank_name(peer, rank), endpoint, timeout_s
+                self._threads, connect, _rank_name(peer, rank), endpoint, timeout_s
             )
 
     def peer_of(self, transfer: TransferId) -> Incarnation:

@@ -14,6 +14,7 @@ import msgspec
 from segue.core.errors import AbortedByClient, OutOfCapacity, RequestTimeout, RequestTooLarge, SegueError
 from segue.frontend.problems import RETRY_AFTER_S, body_of
 from segue.session.guarded_http import TRANSPORT
+from segue.session.tasks import background
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -109,7 +110,9 @@ class Call:
         """While inside, the client's leaving cancels the current task (`gone` is then set)."""
         task = asyncio.current_task()
         assert task is not None
-        self._watcher = asyncio.create_task(self._watch(task))
+        self._watcher = background(
+            self._watch(task), name="watching for the client's leaving", failed=lambda _: self._left(task)
+        )
         return self
 
     async def __aexit__(
@@ -126,10 +129,13 @@ class Call:
         while not self._finished:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                if not self._finished:
-                    self.gone = True
-                    main.cancel()
+                self._left(main)
                 return
+
+    def _left(self, main: asyncio.Task[Any]) -> None:
+        if not self._finished:
+            self.gone = True
+            main.cancel()
 
     # ---- out ------------------------------------------------------------------------------------
 

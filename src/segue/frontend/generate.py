@@ -15,6 +15,7 @@ from segue.frontend.detokenize import Detokenizer, StopStrings
 from segue.frontend.params import Text
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
+from segue.session.tasks import awaited
 
 #: Pieces of several samples that wait for the client; the samples wait beyond that.
 _MERGE_LIMIT = 64
@@ -204,7 +205,7 @@ async def merged(
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(i)) for i in range(len(samples))]
+    tasks = [awaited(pump(i)) for i in range(len(samples))]
     try:
         open_samples = len(samples)
         while open_samples:

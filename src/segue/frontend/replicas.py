@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from segue.balance.base import Candidate
@@ -22,6 +23,7 @@ from segue.core.types import Incarnation, Placement, Role, new_incarnation
 from segue.observe.metrics import Metrics
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
+from segue.session.tasks import keep_running
 from segue.session.tls import Tls
 
 log = logging.getLogger("segue.frontend.fleet")
@@ -161,7 +163,10 @@ class Replicas:
 
     def start(self) -> None:
         """Begin to watch the registry."""
-        self._tasks = [asyncio.create_task(self._watch(role), name=f"watch-{role}") for role in SERVING]
+        self._tasks = [
+            keep_running(partial(self._watch, role), name=f"the watch of {role} instances")
+            for role in SERVING
+        ]
 
     async def close(self) -> None:
         """End all sessions; requests that still run on them fail with Draining."""
@@ -204,7 +209,7 @@ class Replicas:
             known = self._known.get(placement)
             if known is None:
                 self._known[placement] = known = Replica(record, where)
-                known.task = asyncio.create_task(self._keep(known), name=f"session-{known.name}")
+                known.task = keep_running(partial(self._keep, known), name=f"the session to {known.name}")
             else:
                 # The same incarnation: nothing but `draining` can have changed.
                 known.record, known.where, known.listed = record, where, True

@@ -20,6 +20,7 @@ from segue.frontend.replicas import InstanceWatch
 from segue.frontend.sampling_defaults import OPENAI, of_model
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
+from segue.session.tasks import awaited, background
 from segue.session.tls import Tls
 
 log = logging.getLogger("segue.frontend")
@@ -91,14 +92,19 @@ async def run_frontend(
     http = server.start()
     backend.start()
     canary = tokenizer.encode("Hello", special=True)[:8] or [0]
-    proving = asyncio.create_task(keep_proving(backend, canary), name="canary")
-    announcing = asyncio.create_task(_announce(backend, url, on_ready), name="announce")
-    stopping = asyncio.create_task(stop.wait(), name="stop")
+    proving = awaited(keep_proving(backend, canary), name="canary")
+    unannounced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    announcing = background(
+        _announce(backend, url, on_ready), name="announcing", failed=unannounced.set_exception
+    )
+    stopping = awaited(stop.wait(), name="stop")
     try:
         if on_listening is not None:
             on_listening(url)
         # A server or a canary loop that dies takes the process with it: a dead part is not hidden.
-        done, _ = await asyncio.wait({http, proving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            {http, proving, stopping, unannounced}, return_when=asyncio.FIRST_COMPLETED
+        )
         for task in done - {stopping}:
             task.result()
         await _drain(backend, door, config.limits.drain_s)

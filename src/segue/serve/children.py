@@ -16,6 +16,7 @@ from typing import TextIO
 from segue.core.errors import DECODE_ERRORS
 from segue.core.types import Role
 from segue.serve.lifeline import MAX_REPORT_BYTES, Report, decode_report
+from segue.session.tasks import awaited
 
 MAX_LINE_BYTES = 64 * 1024
 LAST_LINES = 20
@@ -87,8 +88,8 @@ class Child:
         self.process = process
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._console = console
-        self.report: asyncio.Task[Report | None] = asyncio.create_task(_read_report(report_fd))
-        self.exited: asyncio.Task[int] = asyncio.create_task(self._until_exit())
+        self.report: asyncio.Task[Report | None] = awaited(_read_report(report_fd))
+        self.exited: asyncio.Task[int] = awaited(self._until_exit())
 
     @classmethod
     async def start(cls, plan: Plan, console: Console, lifeline_fd: int) -> Child:
@@ -155,10 +156,10 @@ class Child:
         the pipe open must not hide the child's end."""
         output = self.process.stdout
         assert output is not None
-        ended = asyncio.create_task(self.process.wait())
+        ended = awaited(self.process.wait())
         pending = b""
         while True:
-            chunk_task = asyncio.create_task(output.read(MAX_LINE_BYTES))
+            chunk_task = awaited(output.read(MAX_LINE_BYTES))
             await asyncio.wait({chunk_task, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not chunk_task.done():
                 # What was written before the end is in the pipe already; nothing else is waited for.

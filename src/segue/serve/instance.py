@@ -6,7 +6,6 @@ registry client and the instance's HTTP door. The registry was found before (`se
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib
 import logging
@@ -15,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from segue.serve.leader import Drain, Leader
 from segue.serve.registry import look as look_for_registry
 from segue.session import tls
 from segue.session.guarded_http import GuardedServer
+from segue.session.tasks import background
 from segue.transport.memory import Memory
 from segue.transport.registry import OK, available
 
@@ -91,6 +92,8 @@ class Instance:
         self._stop = asyncio.Event()
         self._registry: Registry | None = None
         self.door: GuardedServer | None = None
+        #: Why this instance leaves, if something failed that it cannot be without.
+        self.failure: SegueError | None = None
 
     def _control_host(self) -> ControlHost:
         config = self.config
@@ -158,6 +161,7 @@ class Instance:
         if config.http_port is not None:
             self.door = open_door(self._facts(), config.host, config.http_port, self.limits.handshake_s)
             self._stack.push_async_callback(self.door.stop)
+            self._spawn(self.door.ended(), "the http door")
             log.info("http door at %s:%d", *self.door.address)
         return True
 
@@ -174,7 +178,7 @@ class Instance:
             },
             load=lambda: self.frontends.load,
             counts=host.sizes,
-            alive=lambda: self.leader.running,
+            alive=lambda: self.leader.running and self.failure is None,
             integrity=lambda: look(self.leader, host, role=config.role.value, me=self.me),
             paths=host.paths,
         )
@@ -191,18 +195,22 @@ class Instance:
             replicas=[ReplicaRecord(dp_rank=0, host=self.config.peer_host, port=port)],
         )
 
-    def _spawn(self, work: Coroutine[object, object, None], name: str) -> None:
-        """Run `work` until close; an instance that lost its registry for good drains and says why."""
-
-        async def guarded() -> None:
-            try:
-                await work
-            except SegueError as error:
-                log.error("leaving: %s failed: %s", name, error)
-                self.drain()
-
-        task = asyncio.get_running_loop().create_task(guarded())
+    def _spawn(
+        self,
+        work: Coroutine[object, object, object],
+        name: str,
+        failed: Callable[[SegueError], None] | None = None,
+    ) -> None:
+        """Run `work` until close. If it fails, `failed` is told; without one this instance leaves, for what
+        must not end has ended."""
+        task = background(work, name=name, failed=failed or partial(self._leave_for, name))
         self._stack.callback(task.cancel)
+
+    def _leave_for(self, name: str, error: SegueError) -> None:
+        """A part has failed for good: drain, be unhealthy from now on, and exit with a status but 0."""
+        log.error("leaving: %s failed: %s", name, error)
+        self.failure = self.failure or error
+        self.drain()
 
     async def _follow_prefill(self, registry: Registry, manager: KVManager) -> None:
         """Keep a session to every prefill leader that the registry names, and to no other host."""
@@ -229,7 +237,8 @@ class Instance:
     def _say_draining(self) -> None:
         registry = self._registry
         if registry is not None:
-            self._spawn(registry.set_draining(self.me, True), "drain")
+            # Without the registry's ear the leader still refuses what is new, and leaves when it is done.
+            self._spawn(registry.set_draining(self.me, True), "saying that it drains", _registry_trouble)
 
     def close(self) -> None:
         """Leave the registry, end sessions, transports and threads. Idempotent."""
@@ -305,4 +314,4 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
         instance.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return 0
+    return 0 if instance.failure is None else 1

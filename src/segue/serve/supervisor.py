@@ -27,6 +27,7 @@ from segue.core.settings import PREFIX
 from segue.core.types import Role
 from segue.serve.children import Child, Console, Plan
 from segue.serve.lifeline import CannotStart, Ready, Report
+from segue.session.tasks import awaited
 
 log = logging.getLogger("segue.serve")
 
@@ -191,7 +192,7 @@ class Supervisor:
     async def _started(self) -> Outcome | None:
         """Wait until every child is ready (None), one of them ends, or somebody wants us to stop."""
         loop = asyncio.get_running_loop()
-        stop = asyncio.create_task(self._stop.wait())
+        stop = awaited(self._stop.wait())
         reports: dict[asyncio.Task[Report | None], Child] = {c.report: c for c in self.children}
         exits: dict[asyncio.Task[int], Child] = {c.exited: c for c in self.children}
         deadline = loop.time() + self._startup_s
@@ -236,7 +237,7 @@ class Supervisor:
 
     async def _watch(self) -> Outcome | None:
         """Wait for a stop signal (None) or for so many deaths that nothing can serve."""
-        stop = asyncio.create_task(self._stop.wait())
+        stop = awaited(self._stop.wait())
         alive = {c.exited: c for c in self.children if c.alive}
         gone = [c for c in self.children if not c.alive]
         try:
@@ -285,8 +286,8 @@ class Supervisor:
             return True
         for child in alive:
             child.signal(signal.SIGTERM)
-        halt = asyncio.create_task(self._halt.wait())
-        left = asyncio.ensure_future(asyncio.wait({c.exited for c in alive}, timeout=patience_s))
+        halt = awaited(self._halt.wait())
+        left = awaited(asyncio.wait({c.exited for c in alive}, timeout=patience_s))
         await asyncio.wait({halt, left}, return_when=asyncio.FIRST_COMPLETED)
         for task in (halt, left):
             task.cancel()

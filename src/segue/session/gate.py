@@ -23,6 +23,7 @@ from segue.core.errors import (
 )
 from segue.core.strangers import MAX_STRANGERS, Strangers
 from segue.session import tls
+from segue.session.tasks import awaited, keep_running
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Gate:
 
     def open(self, listener: socket.socket) -> None:
         """Begin to accept on a listening, non-blocking socket, which stays the caller's."""
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
+        self._accepting = keep_running(lambda: self._accept(listener), name="accepting connections")
 
     async def close(self) -> None:
         """Accept nobody any more; connections that are being made are ended. Idempotent."""
@@ -129,7 +130,7 @@ class Gate:
     def _admit(self, sock: socket.socket, where: tuple[Any, ...]) -> None:
         host, port = (str(where[0]), where[1]) if where else ("", 0)
         guest = self.guest(host)
-        task = asyncio.get_running_loop().create_task(self._make_connection(guest, sock))
+        task = awaited(self._make_connection(guest, sock))
         self._admissions[guest] = (task, sock)
         task.add_done_callback(lambda task: self._made(task, guest, sock, f"{host}:{port}"))
 

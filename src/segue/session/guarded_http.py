@@ -36,6 +36,7 @@ from segue.core.errors import (
 )
 from segue.core.strangers import MAX_STRANGERS
 from segue.session.gate import Gate
+from segue.session.tasks import awaited
 from segue.session.tls import GIVE_BOTH, HANDSHAKE_RECORD
 
 log = logging.getLogger(__name__)
@@ -364,13 +365,13 @@ class GuardedServer(uvicorn.Server):
 
     def start(self) -> asyncio.Task[None]:
         """Begin to serve; the task ends with the server."""
-        self._task = asyncio.get_running_loop().create_task(self.serve([]), name="guarded-http")
+        self._task = awaited(self.serve([]), name="guarded-http")
         return self._task
 
     async def answering(self) -> None:
         """Wait until requests are answered; raises what the start raised."""
         task = self._task or self.start()
-        up = asyncio.ensure_future(self._up.wait())
+        up = awaited(self._up.wait())
         try:
             await asyncio.wait({up, task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -378,6 +379,15 @@ class GuardedServer(uvicorn.Server):
         if task.done():
             task.result()
             raise Internal("the HTTP server ended at its start")
+
+    async def ended(self) -> None:
+        """Wait for the end after `start`; raises what ended it, and Internal when nobody asked for it."""
+        assert self._task is not None
+        await asyncio.wait({self._task})
+        if not self._task.cancelled():
+            self._task.result()
+        if not self.should_exit:
+            raise Internal("the HTTP server has ended")
 
     async def stop(self) -> None:
         """Accept nobody, end what is idle, and give the rest its drain time. Frees the port. Idempotent."""

@@ -36,6 +36,7 @@ from segue.session.connection import Connection, State
 from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
 from segue.session.gate import Gate
 from segue.session.handshake import Handshake, session_key
+from segue.session.tasks import awaited
 from segue.session.tls import Tls, explain, not_tls
 
 log = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class SessionNode:
         key = (host, port, expect)
         dial = self._dials.get(key)
         if dial is None:
-            task = asyncio.get_running_loop().create_task(self._dial(host, port, expect))
+            task = awaited(self._dial(host, port, expect))
             dial = self._dials[key] = _Dial(task)
             task.add_done_callback(lambda _: self._dials.pop(key, None))
         dial.waiters += 1
@@ -261,7 +262,7 @@ class SessionNode:
         loop = asyncio.get_running_loop()
         try:
             infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # the latter: a name that no resolver takes
+        except (OSError, ValueError, OverflowError) as error:  # the latter: what no resolver takes
             why = error.strerror if isinstance(error, OSError) else error
             raise BootstrapUnreachable(f"{host[:64]}:{port} cannot be found: {why or error}") from error
         failure: SegueError = BootstrapUnreachable(f"{host} has no address")
@@ -272,6 +273,8 @@ class SessionNode:
             connection.expect = expect
             try:
                 return await self._dial_address(connection, host, address, port)
+            except OverflowError as error:
+                raise BootstrapUnreachable(f"{host[:64]}:{port} is no address: {error}") from error
             except OSError as error:
                 failure = self._dial_failure(host, port, error)
             finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -25,7 +25,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     """How to reach one registered memory; opaque bytes to everybody but its transport."""
 
     transport: str
-    nbytes: int
+    nbytes: Annotated[int, msgspec.Meta(gt=0, le=2**63 - 1)]
     data: bytes
 
 

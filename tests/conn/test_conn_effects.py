@@ -1,0 +1,252 @@
+"""An exception while one effect is carried out: the others are, time goes on, its hand-off alone fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from test_conn_refusal import SPEC
+
+from segue.conn.config import KVConfig, Runtime
+from segue.conn.manager import FENCE_AGAIN_S, KVManager
+from segue.conn.peers import PathSpeed, Peer
+from segue.core.errors import ErrorCode, OutOfCapacity
+from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.handoff import api
+from segue.handoff.messages import Abort
+from segue.layout.content import Content
+from segue.transport.memory import allocate
+
+PREFILL = Incarnation("a" * 32)
+
+
+class StillIo:
+    """An I/O thread without a thread: tests say when its loop turns."""
+
+    def __init__(self, _on_error: object) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.running = False
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        self.loop.call_soon(function, *args)
+
+    def let_others_run(self) -> None: ...
+    def start(self) -> None: ...
+
+    def turn(self) -> None:
+        self.loop.run_until_complete(asyncio.sleep(0))
+
+    def stop(self) -> None:
+        self.loop.close()
+
+
+class Line:
+    """A session that takes everything, or breaks on messages of one hand-off."""
+
+    breaks: TransferId | None = None
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        if message.transfer == self.breaks:
+            raise RuntimeError("a bug")
+        self.sent.append(message)
+
+    def close(self, error: object = None) -> None:
+        self.sent.append(error)
+
+
+class Rig:
+    """A decode manager with two open hand-offs; whatever it is asked for the first one can be broken."""
+
+    def __init__(self) -> None:
+        self.memory = allocate(SPEC.nbytes)
+        self.changes: list[Any] = []
+        self.breaks_change: type[Any] | None = None
+        config = KVConfig(role=Role.DECODE, model="m", spec=SPEC, transports=["fake"])
+        self.manager = KVManager(config, self.memory, self.changed, runtime=Runtime(io=StillIo))  # type: ignore[arg-type]
+        self.line = Line()
+        info = self.manager.info
+        self.manager._peers[PREFILL] = Peer(self.line, info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
+        self.manager._transports.choose(PREFILL, "fake", ())
+        self.manager._handle(api.PeerUp(PREFILL, info, "fake"))
+        self.one, self.other = self.opened(5), self.opened(6)
+        self.changes.clear()
+
+    def opened(self, room: int) -> TransferId:
+        transfer = TransferId(room, 0, PREFILL, self.manager.config.incarnation)
+        handle = self.manager.receiver(transfer)
+        handle.init(4, 60)
+        self.turn()
+        assert handle.poll() is KVPoll.WAITING_FOR_INPUT
+        handle.send_metadata([room - 5])
+        self.turn()
+        return transfer
+
+    def turn(self) -> None:
+        self.manager.io.turn()  # type: ignore[attr-defined]
+
+    def changed(self, change: Any) -> None:
+        if change.transfer == getattr(self, "one", None) and type(change) is self.breaks_change:
+            self.breaks_change = None
+            raise RuntimeError("a bug")
+        self.changes.append(change)
+
+    def handle(self, *effects: api.Effect) -> None:
+        """Something happens that has these effects."""
+        exchange: Any = self.manager.exchange
+        normal = exchange.handle
+
+        def once(event: api.Event, now: float) -> list[api.Effect]:
+            exchange.handle = normal
+            return list(effects)
+
+        exchange.handle = once
+        self.manager._handle(api.Tick())
+
+    def of(self, transfer: TransferId, kind: type[Any]) -> list[Any]:
+        return [change for change in self.changes if change.transfer == transfer and type(change) is kind]
+
+
+def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> api.Effect:
+    """An effect of the first hand-off whose carrying out raises once."""
+
+    def bug(*_: object) -> None:
+        monkeypatch.undo()
+        raise RuntimeError("a bug")
+
+    one = rig.one
+    match kind.__name__:
+        case "Send":
+            rig.line.breaks = one
+            return api.Send(PREFILL, Abort(one))
+        case "PostWrite":
+            monkeypatch.setattr(rig.manager._transports, "move", bug)
+            return api.PostWrite(one, 1, 1, 0, 0, ())
+        case "Grant" | "Fence":
+            monkeypatch.setattr(rig.manager._transports, "move", bug)
+            return kind(one, 1)  # type: ignore[no-any-return]
+        case "Digest":
+            monkeypatch.setattr(rig.manager._digester, "submit", bug)
+            return api.Digest(one, 1, 0, Content((), ()))
+        case "Phase":
+            rig.breaks_change = kind
+            return api.Phase(one, KVPoll.TRANSFERRING)
+        case "Release":
+            rig.breaks_change = kind
+            return api.Release(one)
+        case "Quarantined":
+            rig.breaks_change = kind
+            return api.Quarantined(one, 1)
+        case _:
+            raise AssertionError(f"no way to break {kind.__name__} yet")
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.manager.close()
+    made.memory.close()
+
+
+@pytest.mark.parametrize("kind", get_args(api.Effect), ids=lambda kind: kind.__name__)
+def test_a_bug_in_one_effect_costs_no_other_hand_off_an_effect_or_its_deadline(
+    rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rig.manager._timer
+    assert before is not None
+    before.cancel()
+    rig.manager._timer = None
+    effect = broken(rig, kind, monkeypatch)
+    rig.handle(effect, api.Send(PREFILL, Abort(rig.other)), api.Release(rig.other))
+    assert [message.transfer for message in rig.line.sent][-1:] == [rig.other]
+    assert rig.of(rig.other, api.Release), "a later effect was dropped"
+    assert rig.manager._timer is not None, "time stands still"
+    rig.line.breaks = None
+    for _ in range(4):
+        rig.turn()
+    assert not rig.of(rig.other, api.Phase), "another hand-off felt it"
+    ends = [phase for phase in rig.of(rig.one, api.Phase) if phase.phase is KVPoll.FAILED]
+    if kind is api.Fence or kind is api.Digest:
+        return  # what these are answered is the next tests'
+    assert [end.error.code for end in ends] == [ErrorCode.INTERNAL]
+    # A peer may still write into its pages: they are kept until the fence says otherwise.
+    assert rig.of(rig.one, api.Quarantined)
+
+
+def test_a_documented_refusal_of_the_transport_keeps_its_code(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        monkeypatch.undo()
+        raise OutOfCapacity("too many grants")
+
+    monkeypatch.setattr(rig.manager._transports, "move", full)
+    rig.handle(api.Grant(rig.one, 1))
+    for _ in range(4):
+        rig.turn()
+    ends = [phase for phase in rig.of(rig.one, api.Phase) if phase.phase is KVPoll.FAILED]
+    assert [end.error.code for end in ends] == [ErrorCode.OUT_OF_CAPACITY]
+
+
+def test_a_checksum_that_cannot_be_asked_for_is_answered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[api.Event] = []
+    effect = broken(rig, api.Digest, monkeypatch)
+    rig.handle(effect)
+    normal = rig.manager.exchange.handle
+    rig.manager.exchange.handle = lambda event, now: heard.append(event) or normal(event, now)  # type: ignore[method-assign, func-returns-value]
+    for _ in range(3):
+        rig.turn()
+    [answer] = [event for event in heard if isinstance(event, api.Digested)]
+    assert (answer.transfer, answer.tag) == (rig.one, 1)
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.INTERNAL
+
+
+def test_a_fence_that_the_transport_did_not_take_is_asked_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later: list[tuple[float, Any, tuple[Any, ...]]] = []
+    effect = broken(rig, api.Fence, monkeypatch)
+    loop: Any = rig.manager.io.loop
+    normal = loop.call_later
+    loop.call_later = lambda delay, call, *args: (
+        later.append((delay, call, args)) or normal(delay, call, *args)
+    )
+    rig.handle(effect)
+    [(delay, call, args)] = [item for item in later if item[2][:1] == (effect,)]
+    assert delay == FENCE_AGAIN_S
+    moved: list[api.Effect] = []
+    rig.manager._transports.move = moved.append  # type: ignore[method-assign, assignment]
+    call(*args)
+    assert moved == [effect]
+
+
+def test_a_bug_while_a_session_s_end_is_handled_leaves_nobody_undialled(rig: Rig) -> None:
+    lost: list[int] = []
+
+    class Dialer:
+        def lost(self) -> None:
+            lost.append(1)
+
+        def stop(self) -> None: ...
+
+    def bug(event: object, now: float) -> None:
+        raise RuntimeError("a bug")
+
+    rig.manager._dialers[PREFILL] = Dialer()  # type: ignore[assignment]
+    rig.line.peer = type("P", (), {"role": Role.PREFILL, "incarnation": PREFILL})()  # type: ignore[attr-defined]
+    rig.manager.exchange.handle = bug  # type: ignore[method-assign, assignment]
+    rig.manager.closed(rig.line, OutOfCapacity("x"))  # type: ignore[arg-type]
+    assert lost == [1]
+
+
+def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined(rig: Rig) -> None:
+    twice = msgspec.structs.replace(rig.manager.info, dp_rank=3)
+    rig.manager._handle(api.PeerUp(PREFILL, twice, "fake"))
+    assert "DP ranks" in str(rig.line.sent[-1])
