@@ -13,7 +13,7 @@ from test_conn_refusal import SPEC
 from segue.conn.config import KVConfig, Runtime
 from segue.conn.manager import FENCE_AGAIN_S, KVManager
 from segue.conn.peers import PathSpeed, Peer
-from segue.core.errors import ErrorCode, OutOfCapacity
+from segue.core.errors import ErrorCode, Internal, OutOfCapacity
 from segue.core.types import Incarnation, KVPoll, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Abort
@@ -250,3 +250,10 @@ def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined
     twice = msgspec.structs.replace(rig.manager.info, dp_rank=3)
     rig.manager._handle(api.PeerUp(PREFILL, twice, "fake"))
     assert "DP ranks" in str(rig.line.sent[-1])
+
+
+def test_a_last_word_that_was_not_sent_ends_the_session_so_that_the_peer_asks_again(rig: Rig) -> None:
+    over = TransferId(99, 0, PREFILL, rig.manager.config.incarnation)
+    rig.line.breaks = over
+    rig.handle(api.Send(PREFILL, Abort(over)))
+    assert [type(said) for said in rig.line.sent[-1:]] == [Internal]

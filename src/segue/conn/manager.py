@@ -236,7 +236,7 @@ class KVManager:
         that hand-offs cannot be opened with."""
         match event:
             case api.PeerUp():
-                self._peers[event.peer].session.close(error)
+                self._part(event.peer, error)
             case api.PeerDown() | api.Tick() | api.AbortTransfer():
                 pass  # nothing of one hand-off, or its end already
             case api.Received():
@@ -256,9 +256,19 @@ class KVManager:
                 # So it is here, and to fence twice does no harm.
                 self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect)
             case api.Send():
-                self._end_later(effect.message.transfer, error)
+                transfer = effect.message.transfer
+                phase = self.exchange.phase(transfer)
+                if phase is None or phase.terminal:
+                    # Nothing is left to end, and the peer waits for this word: it will ask again.
+                    self._part(effect.peer, error)
+                self._end_later(transfer, error)
             case _:
                 self._end_later(effect.transfer, error)
+
+    def _part(self, incarnation: Incarnation, error: SegueError) -> None:
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            peer.session.close(error)
 
     def _end_later(self, transfer: TransferId, error: SegueError) -> None:
         self.io.loop.call_soon(self._handle, api.AbortTransfer(transfer, error.info))

@@ -346,7 +346,10 @@ class Deployment:
                     self._break(node, self._rng.choice(list(self.fronts.values())))
                 faults.fail_next_item(ITEMS[fault.amount % len(ITEMS)], fault.amount // len(ITEMS) % 2 == 1)
             case "handler exception":
-                faults.fail_next_machine_step()
+                if self._rng.random() < 0.5:
+                    faults.fail_next_machine_step()
+                else:
+                    faults.effect_fails += 1
             case "step exception":
                 faults.step_fails += 1
             case "sequence error":

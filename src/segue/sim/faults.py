@@ -39,6 +39,8 @@ class NodeFaults:
         self._machine_armed = False
         #: how many of the next chunks that land here are hit by a bit flip before they are verified
         self.page_flips = 0
+        #: how many of the next effects that ask something of a session, a path or the digester raise
+        self.effect_fails = 0
         #: how the metadata that is sent next is spoiled: places in `METADATA`
         self.spoil_metadata: list[int] = []
         #: a method of the role has just raised, and nobody has looked yet at what the leader made of it

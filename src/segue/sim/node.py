@@ -23,6 +23,7 @@ from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
 from segue.session.api import Session
+from segue.sim.faults import Injected
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
 from segue.sim.runtime import SimSessionNode
 from segue.sim.wire import Path, check_landing
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 
 __all__ = ["VOCAB", "KVNode", "LeaderNode", "NodeSpec"]
+
+
+#: The effects that may raise: what the others do cannot fail.
+BREAKABLE = (api.Send, api.PostWrite, api.Grant, api.Fence, api.Digest)
 
 
 @dataclass(slots=True)
@@ -97,6 +102,13 @@ class SimManager(KVManager):
             node.checked(node.deployment.checks.effect, node, effect)
         if isinstance(effect, api.Send) and isinstance(effect.message, Metadata):
             effect = self._spoiled(effect, effect.message)
+        if node.faults.effect_fails and isinstance(effect, BREAKABLE):
+            node.faults.effect_fails -= 1
+            node.deployment.counts[f"exception in {type(effect).__name__}"] += 1
+            # Before or after it was done; but a checksum that was taken on is answered, and not refused too.
+            if not isinstance(effect, api.Digest) and node.rng.random() < 0.5:
+                super()._carry_out(effect)
+            raise Injected(f"injected into {type(effect).__name__}")
         super()._carry_out(effect)
         if node.faults.triggers:
             what = effect.message if isinstance(effect, api.Send) else effect
