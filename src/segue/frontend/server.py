@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
@@ -102,9 +103,8 @@ async def run_frontend(
         if on_listening is not None:
             on_listening(url)
         # A server or a canary loop that dies takes the process with it: a dead part is not hidden.
-        done, _ = await asyncio.wait(
-            {http, proving, stopping, unannounced}, return_when=asyncio.FIRST_COMPLETED
-        )
+        ends: set[asyncio.Future[Any]] = {http, proving, stopping, unannounced}
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
             task.result()
         await _drain(backend, door, config.limits.drain_s)

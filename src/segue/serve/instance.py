@@ -6,6 +6,7 @@ registry client and the instance's HTTP door. The registry was found before (`se
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib
 import logging
