@@ -677,8 +677,8 @@ MUTANTS = (
     Mutant(
         "a lost session is no event",
         MANAGER,
-        "        self._handle(api.PeerDown(incarnation, error.info))\n        if (dialer",
-        "        if (dialer",
+        "            dialer.lost()\n        self._handle(api.PeerDown(incarnation, error.info))",
+        "            dialer.lost()",
         "hand-offs of an ended session go on waiting",
     ),
     Mutant(
@@ -705,8 +705,8 @@ MUTANTS = (
     Mutant(
         "silence is not judged",
         KEEPALIVE,
-        "        if now - self.heard_at >= limits.peer_silence_s:\n            self._silent",
-        "        if now - self.heard_at >= limits.peer_silence_s:\n            self.heard_at = now\n"
+        "        if now >= self.heard_at + limits.peer_silence_s:\n            self._silent",
+        "        if now >= self.heard_at + limits.peer_silence_s:\n            self.heard_at = now\n"
         "        if now < self.heard_at:\n            self._silent",
         "a peer behind a cut network is waited for",
     ),
@@ -793,9 +793,9 @@ MUTANTS = (
     Mutant(
         "one host, one instance",
         NODE,
-        '        return f"{remote_host}:{port}"\n',
-        "        return remote_host\n",
-        "a neighbour that comes to the same host ends the sessions of whoever is there (only `move` shows it)",
+        '    return "" if here_only and not is_loopback(remote_host) else advertised\n',
+        "    return remote_host\n",
+        "a neighbour that comes from the same host ends the sessions of whoever is there",
     ),
     Mutant(
         "a place for each role",
