@@ -1,7 +1,7 @@
 """A Hugging Face Hub of our own on loopback: the part of its HTTP API that downloads use.
 
-`GET /api/models/{id}[/revision/{rev}]` and `/tree/{rev}`, `HEAD` and `GET /{id}/resolve/{rev}/{file}` with ETag, commit and Range.
-Errors carry the headers by which `huggingface_hub` tells them apart.
+`GET /api/models/{id}[/revision/{rev}]` and `/tree/{rev}`; `HEAD` and `GET /{id}/resolve/{rev}/{file}` with
+ETag, commit and Range. Errors carry the headers by which `huggingface_hub` tells them apart.
 """
 
 from __future__ import annotations

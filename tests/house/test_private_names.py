@@ -56,7 +56,7 @@ def test_a_private_name_that_we_use_exists(name: str) -> None:
     for part in path.split("."):
         found = getattr(found, part, None)
         assert found is not None, (
-            f"{package} of this version has no {name.replace(':', '.')}, which segue uses: adapt the code, or "
+            f"{package} of this version has no {name.replace(':', '.')}, which segue uses: adapt it, or "
             "lower the package's upper bound in pyproject.toml"
         )
     if USED[name]:
