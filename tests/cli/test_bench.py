@@ -220,6 +220,30 @@ def test_the_command_prints_a_table_and_writes_json(
     assert fake.headers[-1]["authorization"] == "Bearer sesame"
 
 
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({"OPENAI_API_KEY": "theirs"}, "Bearer theirs"),
+        ({"OPENAI_API_KEY": "theirs", "SEGUE_API_KEY": "ours"}, "Bearer ours"),
+        ({}, None),
+    ],
+)
+def test_a_key_comes_from_the_variables_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], shown: str | None
+) -> None:
+    for name in ("OPENAI_API_KEY", "SEGUE_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "result.json"
+    fake = FakeOpenAI()
+    with running(fake) as url:
+        flags = ["--requests", "1", "--warmup", "0", "--output-tokens", "2"]
+        assert main(["bench", url, *flags, "--json", str(file)]) == 0
+    assert fake.headers[-1].get("authorization") == shown
+    assert not any(value in file.read_text() for value in environ.values())
+
+
 def test_status_is_1_if_nothing_completed(tmp_path: Path) -> None:
     fake = FakeOpenAI()
     fake.fail = dict.fromkeys(range(3), 503)

@@ -13,18 +13,18 @@ from segue import __version__
 from segue.cli import doctor as doctor_module
 from segue.cli import flags, logs, models, processes
 from segue.cli.main import ABSENT, main, parser
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ModelSize, ServeConfig
+from segue.core.config import COMMANDS, AccessConfig, FrontendConfig, InstanceConfig, ModelSize, ServeConfig
 from segue.core.errors import ConfigError, PeerRefused
-from segue.core.settings import argv, settings
+from segue.core.settings import Layers, argv, build, settings
 from segue.core.types import Role
 from segue.serve.lifeline import CannotStart, Lifeline, Ready, decode_report
 
 CONTRACT = {
     "serve": "model host port prefill decode unified transport dtype page-tokens chunk-tokens kv-gib "
-    "threads-per-worker log-level",
+    "threads-per-worker log-level api-key api-key-file",
     "prefill": "model http-port bootstrap-port registry secret-file transport",
     "decode": "model http-port registry secret-file transport",
-    "frontend": "registry port secret-file policy",
+    "frontend": "registry port secret-file policy api-key api-key-file",
     "bench": "input-tokens output-tokens requests concurrency rate slo-ttft-ms slo-itl-ms json",
 }
 
@@ -157,6 +157,30 @@ def test_secret_is_read_checked_and_never_shown(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         flags.with_secret(config)
+
+
+def test_a_clients_key_is_never_shown_nor_put_on_a_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SEGUE_API_KEY", "hunter2")
+    args = parser()[0].parse_args(["frontend", "--registry", "http://127.0.0.1:7"])
+    config = flags.load(FrontendConfig, "frontend", args)
+    assert config.access.api_key == "hunter2"
+    assert "hunter2" not in repr([config, config.derived(), argv(config)])
+    serve = flags.load(ServeConfig, "serve", parser()[0].parse_args(["serve", "--api-key-file", "a b"]))
+    assert serve.frontend("http://127.0.0.1:7").access == serve.access
+    with pytest.raises(ConfigError) as caught:
+        build(FrontendConfig, Layers(file={"api_key": 4711}), command="frontend", known=flags.KNOWN)
+    assert "4711" not in str(caught.value)
+    for access, shown in (
+        (None, ""),
+        (serve.access, "$SEGUE_API_KEY"),
+        (AccessConfig(api_key_file="a b"), "$(grep -m1 '^[^#]' 'a b')"),
+    ):
+        processes._announce("http://127.0.0.1:7", "m", access)
+        said = capsys.readouterr()
+        assert "hunter2" not in said.err + said.out
+        assert (f'"Authorization: Bearer {shown}"' in said.err) is bool(shown)
 
 
 # ---- children -----------------------------------------------------------------------------------

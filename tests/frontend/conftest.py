@@ -14,12 +14,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from segue.core.errors import Draining, ErrorInfo, SegueError
+from segue.core.errors import Draining, ErrorInfo, SegueError, Starting
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, TokenLogprob, Usage
 from segue.core.types import FinishReason
 from segue.frontend.app import Door, DoorSettings, build_app
 from segue.frontend.http_server import HttpServer, bind
+from segue.frontend.keys import ApiKeys
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
 
@@ -89,6 +90,9 @@ class FakeBackend:
 
     async def changed(self) -> None:
         await asyncio.Event().wait()
+
+    def lacking(self) -> SegueError:
+        return Starting("segue is starting and nobody can serve yet")
 
     def sizes(self) -> dict[str, int]:
         return {"streams": len(self.open)}
@@ -192,7 +196,7 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
 
     async def main() -> None:
         limits = settings.pop("limits", Limits(max_body_bytes=2**20, drain_s=2))
-        guard = settings.pop("guard", None)
+        guard, keys = settings.pop("guard", None), ApiKeys(settings.pop("keys", ()))
         door = Door(
             backend,
             tokenizer,
@@ -200,7 +204,7 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
             Metrics(),
         )
         sock = bind("127.0.0.1", 0)
-        server = HttpServer(build_app(door), sock, drain_s=2, guard=guard)
+        server = HttpServer(build_app(door, keys), sock, drain_s=2, guard=guard)
         server.start()
         stop = asyncio.Event()
         box.update(

@@ -20,6 +20,7 @@ from segue.core.errors import (
     OutOfCapacity,
     PeerLost,
     SegueError,
+    Starting,
     TransferFailed,
 )
 from segue.core.limits import Limits
@@ -235,8 +236,28 @@ def test_nobody_to_serve_is_a_clear_503() -> None:
     async def test(fleet: Fleet) -> None:
         await fleet.add(Role.PREFILL)
         assert not fleet.backend.can_serve
-        with pytest.raises(BootstrapUnreachable, match="1 prefill, 0 decode"):
+        with pytest.raises(Starting, match=r"is starting.*1 prefill, 0 decode.*waiting for decode to"):
             await fleet.run()
+
+    run(test)
+
+
+def test_who_was_there_and_left_is_not_awaited_as_at_the_start() -> None:
+    async def test(fleet: Fleet) -> None:
+        with pytest.raises(Starting, match="waiting for prefill and decode"):
+            await fleet.run()
+        await fleet.add(Role.PREFILL)
+        d = await fleet.add(Role.DECODE)
+        assert await fleet.run() == [5, 6, 7]
+        await d.node.close()
+        while fleet.backend.can_serve:
+            await fleet.backend.changed()
+        with pytest.raises(
+            BootstrapUnreachable, match=r"nobody can serve: .*1 prefill, 0 decode.*1 that are"
+        ):
+            await fleet.run()
+        fleet.backend.drain()
+        assert fleet.backend.lacking().info.code is ErrorCode.DRAINING
 
     run(test)
 

@@ -273,7 +273,7 @@ def test_small_endpoints(door: Running, backend: FakeBackend) -> None:
     backend.proven = False
     assert door.http.get("/ready").status_code == 503
     backend.can_serve = False
-    assert "nobody" in door.http.get("/ready").json()["reason"]
+    assert "starting" in door.http.get("/ready").json()["reason"]
     assert "version" in door.http.get("/version").json()
     tokens = door.post("/tokenize", {"prompt": "the answer"}).json()
     assert tokens["count"] == len(tokens["tokens"]) == 2

@@ -14,6 +14,7 @@ from segue.core.errors import ConfigError
 from segue.core.limits import Limits
 from segue.core.types import Role
 from segue.frontend.http_server import bind
+from segue.frontend.keys import ApiKeys
 from segue.frontend.server import FrontendConfig, run_frontend
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -62,7 +63,13 @@ def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) ->
                 assert (await http.get("/health")).status_code == 200
                 answer = await http.get("/ready")
                 assert answer.status_code == 503
-                assert "nobody" in answer.json()["reason"]
+                assert "starting" in answer.json()["reason"]
+                assert "waiting for prefill and decode" in answer.json()["reason"]
+                early = await http.post("/v1/chat/completions", json=CHAT)
+                assert early.status_code == 503
+                assert early.headers["retry-after"] == "1"
+                assert early.json()["error"]["code"] == "STARTING"
+                assert "is starting" in early.json()["error"]["message"]
                 models = (await http.get("/v1/models")).json()
                 assert models["data"][0]["max_model_len"] == CONTEXT
                 prefill, decode = Leader(Role.PREFILL), Leader(Role.DECODE)
@@ -99,6 +106,32 @@ def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) ->
             await leader.node.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("127.0.0.1", (), False)],
+)
+def test_an_open_door_is_warned_of_and_its_url_can_be_used(
+    model_folder: Path, caplog: pytest.LogCaptureFixture, host: str, keys: tuple[str, ...], warned: bool
+) -> None:
+    async def main() -> None:
+        stop: asyncio.Event = asyncio.Event()
+        urls: asyncio.Queue[str] = asyncio.Queue()
+        made = config(model_folder, FakeRegistry(), host=host, keys=ApiKeys(keys))
+        frontend = asyncio.create_task(run_frontend(made, stop, on_listening=urls.put_nowait))
+        async with asyncio.timeout(60):
+            url = await urls.get()
+            assert url.startswith("http://127.0.0.1:")
+            async with httpx.AsyncClient(base_url=url) as http:
+                assert (await http.get("/health")).status_code == 200
+                assert (await http.get("/v1/models")).status_code == (401 if keys else 200)
+            stop.set()
+            await frontend
+
+    asyncio.run(main())
+    found = [r for r in caplog.records if "without an API key" in r.getMessage()]
+    assert len(found) == warned
 
 
 def finish(leader: Leader, request_id: str) -> None:

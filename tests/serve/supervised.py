@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import io
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from segue.core.config import FrontendConfig, Host, InstanceConfig, ServeConfig
@@ -30,6 +30,7 @@ def make(
     behaviours: Mapping[str, str] | None = None,
     console: io.StringIO | None = None,
     startup_s: float = 60.0,
+    keys: Sequence[str] = (),
     **settings: object,
 ) -> Supervisor:
     def command(role: Role, config: InstanceConfig | FrontendConfig) -> list[str]:
@@ -44,6 +45,7 @@ def make(
         announce=lambda url: announce(supervisor, url),
         console=Console(io.StringIO() if console is None else console),
         startup_s=startup_s,
+        keys=keys,
     )
     return supervisor
 

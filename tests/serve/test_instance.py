@@ -12,7 +12,9 @@ from deployment import VOCAB, Deployment, deployment
 
 from segue.core.errors import ErrorCode
 from segue.core.types import FinishReason, Role
-from segue.sim.engine import reference
+from segue.engine.api import Engine
+from segue.sim.engine import LineageEngine, lineage_spec, reference
+from segue.transport.memory import Memory, allocate
 
 
 def assert_served(made: Deployment, count: int, *, batch: int = 64, longest: int = 60) -> None:
@@ -103,6 +105,24 @@ def test_the_http_door_shows_what_happens() -> None:
             numbers = httpx.get(f"{url}/metrics").text
             assert 'segue_instance_table{table="peers"} 1.0' in numbers
             assert 'segue_instance_pages{state="free"}' in numbers
+
+
+@pytest.mark.parametrize(("pages", "context", "said"), [(32, 4096, 128), (256, 512, 512)])
+def test_the_registry_hears_what_every_request_gets(pages: int, context: int, said: int) -> None:
+    """Not the model's context where the pool is smaller."""
+
+    def engine() -> tuple[Engine, Memory]:
+        spec = lineage_spec(pages)
+        memory = allocate(spec.nbytes)
+        return LineageEngine(
+            spec, memoryview(memory.buffer), vocab_size=VOCAB, context_tokens=context
+        ), memory
+
+    with deployment(Role.UNIFIED, make_engine=engine) as made:
+        [unified] = made.by_role(Role.UNIFIED)
+        assert unified._record().context_tokens == said
+        made.front.submit("r", list(range(said - 10)), unified, unified, max_tokens=10)
+        assert len(made.front.tokens("r")) == 10
 
 
 def test_lesson_18_a_forged_ticket_is_refused() -> None:

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import supervised
 
-from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, LimitsConfig
 from segue.core.errors import ConfigError
-from segue.serve.supervisor import Outcome, Supervisor, check_port
+from segue.core.settings import argv
+from segue.core.types import Role
+from segue.serve.supervisor import Outcome, Supervisor, _secret_fd, check_port
 
 FAST = LimitsConfig(drain_s=0.1)
 Announce = Callable[[Supervisor, str], None]
@@ -91,13 +93,37 @@ def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> Non
         supervisor = supervised.make(tmp_path / "j", stop_at_once)
         seen: list[InstanceConfig | FrontendConfig] = []
         supervisor._command = lambda role, config: seen.append(config) or ["x"]
-        planned = supervisor.plans("http://127.0.0.1:9", 77)
+        planned = supervisor.plans("http://127.0.0.1:9", 77, 78)
         return [*zip(planned, seen, strict=True)]
 
     for plan, config in asyncio.run(plans()):
-        assert plan.pass_fds == (77,)
+        assert plan.pass_fds == ((77, 78) if plan.role is Role.FRONTEND else (77,))
         assert config.secret_file == "/proc/self/fd/77"
         assert config.secret == b""
+
+
+def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Path) -> None:
+    async def plans() -> list[Any]:
+        access = AccessConfig(api_key="hunter2-of-the-tests")
+        supervisor = supervised.make(
+            tmp_path / "j", stop_at_once, keys=["hunter2-of-the-tests"], access=access
+        )
+        supervisor._command = lambda role, config: argv(config)
+        return supervisor.plans("http://127.0.0.1:9", 77, 78)
+
+    for plan in asyncio.run(plans()):
+        frontend = plan.role is Role.FRONTEND
+        assert ("--api-key-file=/proc/self/fd/78" in plan.argv) is frontend
+        assert "hunter2" not in repr(plan.argv)
+        assert "hunter2" not in repr(plan.environ)
+
+
+def test_an_anonymous_file_is_read_by_its_owner_and_changed_by_nobody() -> None:
+    with _secret_fd(b"the secret") as fd:
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+        assert Path(f"/proc/self/fd/{fd}").read_bytes() == b"the secret"
+        with pytest.raises(PermissionError):
+            os.write(fd, b"x")
 
 
 @pytest.mark.parametrize(

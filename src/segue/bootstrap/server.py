@@ -47,7 +47,7 @@ from segue.core.errors import (
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.session.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
-from segue.session.listen import listening
+from segue.session.listen import listening, url_of
 from segue.session.tasks import awaited
 from segue.session.tls import Tls
 
@@ -257,8 +257,7 @@ class RegistryServer:
     @property
     def url(self) -> str:
         """Where clients on this machine find it; a wildcard host is shown as loopback."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return url_of(self._scheme, self.host, self.port)
 
     async def started(self) -> None:
         """Wait until queries are answered; raises what the start raised."""

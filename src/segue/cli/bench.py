@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import random
 import shlex
 import sys
@@ -23,7 +24,9 @@ from segue import __version__
 from segue.cli.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
 from segue.cli.loadgen import Connection, Failure, Target, fetch_json, stream
 from segue.cli.stats import Sample, summary
+from segue.core.config import AccessConfig
 from segue.core.errors import ConfigError, SegueError
+from segue.frontend.keys import read_keys
 from segue.session.tasks import awaited
 
 #: Common words, most of which are one token in any vocabulary.
@@ -237,12 +240,10 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 def _authorization(file: str | None) -> dict[str, str]:
-    if file is None:
-        return {}
-    try:
-        return {"Authorization": f"Bearer {Path(file).read_text().strip()}"}
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"--api-key-file {file} cannot be read: {exc}") from exc
+    """The first key of the file, or else of the variables that clients and servers use."""
+    found = os.environ.get("SEGUE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
+    keys = read_keys(AccessConfig(api_key=None if file else found, api_key_file=file))
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
 
 
 def bench(args: argparse.Namespace) -> int:

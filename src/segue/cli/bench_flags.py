@@ -94,7 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="Y",
         help="p99 of a request's gaps between tokens that counts as good",
     )
-    add("--api-key-file", metavar="F", help="file with a bearer token for the server")
+    add(
+        "--api-key-file",
+        metavar="F",
+        help="file with an API key for the server (default: SEGUE_API_KEY or OPENAI_API_KEY)",
+    )
     add("--json", metavar="FILE", help="write the result as JSON; - is standard output")
 
 

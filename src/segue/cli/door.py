@@ -16,6 +16,7 @@ from segue.cli.models import resolve
 from segue.core.config import FrontendConfig
 from segue.core.errors import ConfigError
 from segue.frontend import server
+from segue.frontend.keys import ApiKeys, read_keys
 from segue.session.tasks import awaited
 from segue.session.tls import from_config
 
@@ -60,6 +61,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 model_defaults=config.answers.sampling_defaults == "model",
                 limits=limits,
                 tls=tls,
+                keys=ApiKeys(read_keys(config.access)),
             )
             await server.run_frontend(door, stop, on_ready=on_ready)
     finally:

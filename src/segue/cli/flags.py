@@ -24,6 +24,7 @@ MAX_SECRET_BYTES = 4096
 _GROUPS = {
     "engine": "model and memory",
     "answers": "answers",
+    "access": "who may ask",
     "tls": "encryption between the parts",
     "limit": "limits",
     "log": "log",

@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from segue.cli import extras, flags, logs
 from segue.cli.models import located, model_size, resolve
-from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig, served_name
+from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, ServeConfig, served_name
 from segue.core.errors import ConfigError, Internal, SegueError
 from segue.core.limits import Limits
 from segue.core.settings import argv, nearest
 from segue.core.types import Role
+from segue.frontend.keys import read_keys
 from segue.serve.collector import for_good
 from segue.serve.host import this_host
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
@@ -39,6 +40,7 @@ def serve(config: ServeConfig) -> int:
     check_transport(config.transport)
     check_port(config.host, config.port)
     tls = from_config(config.tls, LOOPBACK)
+    keys = read_keys(config.access)
     config = dataclasses.replace(config, model=located(config.model))
     path = resolve(config.model, config.engine.cache, config.engine.revision)
     size, host = model_size(path, config.engine.dtype), this_host()
@@ -54,7 +56,8 @@ def serve(config: ServeConfig) -> int:
             size=size,
             command=_command,
             registry=lambda secret: _registry(secret, config.limit.limits(), tls),
-            announce=lambda url: _announce(url, name),
+            announce=lambda url: _announce(url, name, config.access if keys else None),
+            keys=keys,
         )
         outcome = await supervisor.run()
         if outcome.reason:
@@ -92,11 +95,19 @@ def _command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[st
     return [sys.executable, "-m", "segue.cli.main", str(role), *argv(config)]
 
 
-def _announce(url: str, model: str) -> None:
+def _announce(url: str, model: str, access: AccessConfig | None) -> None:
+    """What to try, without any key in it: a terminal's history and logs are no place for one."""
+    shown = ""
+    if access is not None:
+        key = "$SEGUE_API_KEY"
+        if access.api_key is None and access.api_key_file is not None:
+            key = f"$(grep -m1 '^[^#]' {shlex.quote(access.api_key_file)})"
+        shown = f' -H "Authorization: Bearer {key}"'
     question = {"role": "user", "content": "What is the capital of France?"}
     body = shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": [question]}))
     print(
-        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d {body}", file=sys.stderr
+        f"try: curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}",
+        file=sys.stderr,
     )
     sys.stderr.flush()
     print(f"ready {url}", flush=True)

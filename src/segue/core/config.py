@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
-from segue.core.settings import integer, number, required, switch, text
+from segue.core.settings import integer, number, required, secret, switch, text
 from segue.core.types import Integrity, Role
 
 DEFAULT_MODEL = "smollm2"
@@ -143,6 +143,20 @@ class AnswersConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Who may ask the frontend. Without a key: everybody who can reach it."""
+
+    api_key: str | None = secret(
+        "key that clients must show; other users of this host see a command line, so rather give the "
+        "variable or --api-key-file",
+        metavar="K",
+    )
+    api_key_file: str | None = text(
+        "file with keys, one a line (# begins a comment), one of which clients must show", metavar="F"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is written to standard error."""
 
@@ -198,6 +212,7 @@ class ServeConfig:
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
     )
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
@@ -261,6 +276,7 @@ class ServeConfig:
             served_model_name=served_name(self.model, self.engine.served_model_name),
             policy=self.policy,
             answers=self.answers,
+            access=self.access,
             tls=self.tls,
             limit=self.limit,
             log=self.log,
@@ -382,6 +398,7 @@ class FrontendConfig:
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     cache: str | None = text("folder for fetched and converted models", metavar="DIR")
     answers: AnswersConfig = field(default_factory=AnswersConfig)
+    access: AccessConfig = field(default_factory=AccessConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)

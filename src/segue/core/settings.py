@@ -32,7 +32,8 @@ class Setting:
     """One setting: what it means, how its text is read and which values are legal.
 
     `low` and `high` are inclusive; a `required` one has no default. `metavar` stands for
-    the value in `--help`, which does not list a `hidden` one.
+    the value in `--help`, which does not list a `hidden` one. The value of a `secret` one is never shown,
+    nor put on a command line.
     """
 
     key: str
@@ -45,6 +46,7 @@ class Setting:
     high: float = math.inf
     metavar: str = ""
     hidden: bool = False
+    secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -76,7 +78,8 @@ class Setting:
         if self.kind == "text":
             if isinstance(raw, str) and raw.strip():
                 return raw
-            raise ConfigError(f"{source} must be a text that is not empty, not {raw!r}")
+            shown = "" if self.secret else f", not {raw!r}"
+            raise ConfigError(f"{source} must be a text that is not empty{shown}")
         if isinstance(raw, str | int | float) and not isinstance(raw, bool):
             try:
                 return int(raw, 10) if isinstance(raw, str) and self.kind == "integer" else self._number(raw)
@@ -104,6 +107,12 @@ class Setting:
 def text(help: str, default: str | None = None, *, choices: Sequence[str] = (), metavar: str = "") -> Any:
     """A text setting; without a default it is None."""
     return _leaf("text", help, default, choices=tuple(choices), metavar=metavar)
+
+
+def secret(help: str, metavar: str = "") -> Any:
+    """A text that nobody may see; None unless given."""
+    made = Setting("", "text", help, metavar=metavar, secret=True)
+    return field(default=None, repr=False, metadata={"setting": made})
 
 
 def required(help: str, metavar: str = "") -> Any:
@@ -293,16 +302,16 @@ def _assemble(cls: type[Tree], values: Mapping[str, object]) -> Tree:
 
 
 def flatten(config: object) -> dict[str, object]:
-    """Every setting of a configuration with its value, by key."""
+    """Every setting of a configuration with its value, by key; secrets are left out."""
     cls = type(config)
-    flat = {key: getattr(config, key) for key in leaves(cls)}
+    flat = {key: getattr(config, key) for key, setting in leaves(cls).items() if not setting.secret}
     for name in branches(cls):
         flat |= flatten(getattr(config, name))
     return flat
 
 
 def argv(config: object) -> list[str]:
-    """Flags that build `config` again: those that differ from their defaults."""
+    """Flags that build `config` again, but for secrets: those that differ from their defaults."""
     own = settings(type(config))
     flags: list[str] = []
     for key, value in flatten(config).items():

@@ -34,6 +34,7 @@ from segue.frontend.backend import Backend
 from segue.frontend.call import BodyBudget, Call, Receive, Scope, Send, request_id_of
 from segue.frontend.chat import chat_prompt
 from segue.frontend.generate import Meter, merged
+from segue.frontend.keys import ApiKeys, KeyCheck
 from segue.frontend.openai_types import (
     Body,
     BodyReader,
@@ -314,7 +315,7 @@ class Door:
             if ready
             else "no request has completed on the workers that are here"
             if self.backend.can_serve
-            else "nobody is there to serve"
+            else self.backend.lacking().info.text
         )
         return self._json(request, {"ready": ready, "reason": why}, 200 if ready else 503)
 
@@ -373,8 +374,8 @@ class _Asgi:
         await self._handler(scope, receive, send)
 
 
-def build_app(door: Door) -> Starlette:
-    """The application; its routes are those of contract.md."""
+def build_app(door: Door, keys: ApiKeys | None = None) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    """The application; its routes are those of contract.md. With `keys` clients must show one of them."""
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", _Asgi(door.chat), methods=["POST"]),
         Route("/v1/completions", _Asgi(door.completions), methods=["POST"]),
@@ -388,10 +389,11 @@ def build_app(door: Door) -> Starlette:
         Route("/integrity", door.integrity, methods=["GET"]),
         Route("/metrics", door.scrape, methods=["GET"]),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         exception_handlers={404: door.http_error, 405: door.http_error, HTTPException: door.http_error},
     )
+    return KeyCheck(app, keys, door.metrics) if keys else app
 
 
 __all__ = ["Door", "DoorSettings", "build_app"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from segue.core.errors import ErrorInfo
+from segue.core.errors import ErrorInfo, SegueError
 from segue.core.request import Output, Request
 
 
@@ -25,6 +25,10 @@ class Backend(Protocol):
     @property
     def proven(self) -> bool:
         """A generation has succeeded on workers that are still there."""
+        ...
+
+    def lacking(self) -> SegueError:
+        """What to tell a client while `can_serve` is false: who is there, and who is waited for."""
         ...
 
     def sizes(self) -> dict[str, int]:

@@ -24,6 +24,8 @@ from segue.core.errors import (
     ErrorInfo,
     Internal,
     OutOfCapacity,
+    SegueError,
+    Starting,
     status_of,
 )
 from segue.core.limits import MAX_ATTEMPTS, Limits
@@ -85,6 +87,8 @@ class FleetBackend:
         self.secret = secret or b""
         self._signal = Signal()
         self._context: int | None = None
+        #: Somebody could serve at some time: who is missing now was lost, and not awaited since the start.
+        self._started = False
         self._proven: set[tuple[Placement, Placement]] = set()
         #: Pairs that refused one another: incarnations that are alive, so never more than there are pairs.
         self._refused: set[tuple[Placement, Placement]] = set()
@@ -144,6 +148,26 @@ class FleetBackend:
         """Requests that were admitted and have not ended."""
         return len(self._streams)
 
+    def lacking(self) -> SegueError:
+        if self._draining:
+            return Draining("this frontend is draining; ask another")
+        where = {"phase": "placement", "origin": "frontend"}
+        counts = {role: len(self.replicas.usable(role)) for role in (Role.PREFILL, Role.DECODE)}
+        there = f"{counts[Role.PREFILL]} prefill, {counts[Role.DECODE]} decode and no unified"
+        away = [r for r in self.replicas if r.session is None]
+        if away:
+            there += f", and {len(away)} that are registered and not connected"
+        needed = "a request needs one of each with the same model and dtype, or a unified one"
+        if self._started:
+            return BootstrapUnreachable(f"nobody can serve: usable replicas are {there}; {needed}").at(
+                **where
+            )
+        missing = [str(role) for role, count in counts.items() if not count] or ["a matching pair"]
+        return Starting(
+            f"segue is starting, nobody can serve yet: the tokenizer is loaded, usable replicas are {there}; "
+            f"waiting for {' and '.join(missing)} to load the model and to register ({needed})"
+        ).at(**where)
+
     def sizes(self) -> dict[str, int]:
         return {"streams": len(self._streams), **self.replicas.sizes()}
 
@@ -188,7 +212,7 @@ class FleetBackend:
             if self._draining and not attempts.delivered:
                 raise Draining("this frontend is draining; ask another")
             if now >= until:
-                raise BootstrapUnreachable(self._nobody(), phase="placement", origin="frontend")
+                raise self.lacking()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(patient_until if patient else until):
                     await self._signal.wait()
@@ -254,13 +278,6 @@ class FleetBackend:
             return None
         return by_placement[attempts.choose(policy, calm, ask, prefill=half is Role.PREFILL).placement]
 
-    def _nobody(self) -> str:
-        counts = {role: len(self.replicas.usable(role)) for role in (Role.PREFILL, Role.DECODE)}
-        return (
-            f"nobody can serve: {counts[Role.PREFILL]} prefill, {counts[Role.DECODE]} decode and no unified "
-            "replica are usable; a request needs one of each with the same model and dtype, or a unified one"
-        )
-
     def may_retry(self, code: ErrorCode, follows: Next) -> bool:
         """Take one retry out of the fleet's budget, which keeps a failing fleet from doubling its load.
 
@@ -309,5 +326,6 @@ class FleetBackend:
         self._proven = {(p, d) for p, d in self._proven if p in known and d in known}
         self._refused = {(p, d) for p, d in self._refused if p in known and d in known}
         sizes = [r.record.context_tokens for r in self._serving()]
+        self._started = self._started or bool(sizes)
         self._context = min(sizes, default=None)
         self._signal.notify()

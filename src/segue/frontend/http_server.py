@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
 
 from segue.core.errors import SegueError
 from segue.frontend.problems import body_of
@@ -57,7 +56,7 @@ class HttpServer(GuardedServer):
 
     def __init__(
         self,
-        app: Starlette | Callable[..., Any],
+        app: Callable[..., Any],
         sock: socket.socket,
         *,
         drain_s: float,

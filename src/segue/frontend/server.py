@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from segue.core.config import is_loopback
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.frontend.app import Door, DoorSettings, build_app
 from segue.frontend.fleet import FleetBackend, FleetSettings
 from segue.frontend.http_server import HttpServer, bind
+from segue.frontend.keys import ApiKeys
 from segue.frontend.ready import keep_proving
 from segue.frontend.replicas import InstanceWatch
 from segue.frontend.sampling_defaults import OPENAI, of_model
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
+from segue.session.listen import url_of
 from segue.session.tasks import awaited, background
 from segue.session.tls import Tls
 
@@ -31,7 +34,8 @@ log = logging.getLogger("segue.frontend")
 class FrontendConfig:
     """Everything `run_frontend` needs. `port` 0 means any free one; `model_folder` holds the tokenizer
     and `config.json`; `context_tokens` 0 means what `config.json` says. `model_defaults`: sampling settings
-    that a client does not name are those of the model's `generation_config.json`."""
+    that a client does not name are those of the model's `generation_config.json`. Without
+    `keys` everybody who can reach the port may ask."""
 
     registry: InstanceWatch
     model_folder: Path
@@ -45,6 +49,7 @@ class FrontendConfig:
     context_tokens: int = 0
     max_attempts: int = MAX_ATTEMPTS
     model_defaults: bool = True
+    keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
 
 
 async def run_frontend(
@@ -87,9 +92,15 @@ async def run_frontend(
     except BaseException:
         sock.close()
         raise
-    server = HttpServer(build_app(door), sock, drain_s=config.limits.drain_s)
-    host, port = server.address
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if not config.keys and not is_loopback(config.host):
+        log.warning(
+            "--host %s without an API key: everybody who can reach port %d may use this server; "
+            "give --api-key-file",
+            config.host,
+            sock.getsockname()[1],
+        )
+    server = HttpServer(build_app(door, config.keys), sock, drain_s=config.limits.drain_s)
+    url = url_of("http", *server.address)
     http = server.start()
     backend.start()
     canary = tokenizer.encode("Hello", special=True)[:8] or [0]

@@ -58,6 +58,8 @@ class Role(Protocol):
     def drain(self) -> None: ...
     @property
     def idle(self) -> bool: ...
+    @property
+    def room_tokens(self) -> int: ...
     def sizes(self) -> dict[str, int]: ...
     def check_integrity(self) -> None: ...
 
@@ -100,6 +102,11 @@ class Desk(ABC):
 
     # ---- the door ----------------------------------------------------------------------------
 
+    @property
+    def room_tokens(self) -> int:
+        """The longest sequence, prompt and answer together, that this instance can hold."""
+        return min(self.engine.info.context_tokens, self.pool.total * self.pool.page_tokens)
+
     def submit(self, origin: Incarnation, submit: Submit, now: float) -> None:
         """Admit a request or answer it with one typed error; nothing else is touched by its failure."""
         try:
@@ -131,7 +138,7 @@ class Desk(ABC):
             given < request.sampling.max_tokens and all(0 <= t < info.vocab_size for t in request.output)
         ):
             raise InvalidRequest(f"{given} tokens were given already: that is no output to be continued")
-        room_tokens = min(info.context_tokens, self.pool.total * self.pool.page_tokens)
+        room_tokens = self.room_tokens
         if prompt_tokens + 1 > room_tokens:
             raise InvalidRequest(
                 f"the prompt has {prompt_tokens} tokens; {self.name} holds at most {room_tokens - 1} "

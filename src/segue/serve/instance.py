@@ -191,7 +191,8 @@ class Instance:
             role=self.config.role,
             model=self.model,
             served_model=self.config.served_model,
-            context_tokens=self.engine.info.context_tokens,
+            # What every request gets that is accepted: no sequence is longer than the pool.
+            context_tokens=self.role.room_tokens,
             source=self.config.model,
             replicas=[ReplicaRecord(dp_rank=0, host=self.config.peer_host, port=port)],
         )

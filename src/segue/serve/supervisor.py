@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from segue.core.config import FrontendConfig, Host, InstanceConfig, ModelSize, ServeConfig
+from segue.core.config import AccessConfig, FrontendConfig, Host, InstanceConfig, ModelSize, ServeConfig
 from segue.core.errors import ConfigError
 from segue.core.settings import PREFIX
 from segue.core.types import Role
@@ -75,6 +75,7 @@ def _secret_fd(secret: bytes) -> Iterator[int]:
     """An anonymous file that holds `secret` and cannot be changed any more; no name, no disk."""
     fd = os.memfd_create("segue-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.fchmod(fd, 0o600)
         os.write(fd, secret)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         yield fd
@@ -95,7 +96,8 @@ def _lifeline() -> Iterator[int]:
 
 class Supervisor:
     """One run of `segue serve`. `config.model` is already a local path; `announce` gets the
-    frontend's URL once a request can complete."""
+    frontend's URL once a request can complete. `keys` are those that clients must show, if there are any: the
+    frontend reads them from an anonymous file, never from its command line."""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Supervisor:
         console: Console | None = None,
         environ: Mapping[str, str] | None = None,
         startup_s: float = STARTUP_S,
+        keys: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.children: list[Child] = []
@@ -120,6 +123,7 @@ class Supervisor:
         self._console = Console() if console is None else console
         self._environ = dict(os.environ if environ is None else environ)
         self._startup_s = startup_s
+        self._keys = "\n".join(keys).encode()
         self._stop = asyncio.Event()
         self._halt = asyncio.Event()
 
@@ -130,16 +134,20 @@ class Supervisor:
         secret = secrets.token_hex(32).encode()
         try:
             async with self._signals(), self._registry(secret) as url:
-                with _secret_fd(secret) as secret_fd, _lifeline() as lifeline_fd:
+                with (
+                    _secret_fd(secret) as secret_fd,
+                    _secret_fd(self._keys) as keys_fd,
+                    _lifeline() as lifeline_fd,
+                ):
                     try:
-                        return await self._serve(url, secret_fd, lifeline_fd)
+                        return await self._serve(url, secret_fd, keys_fd, lifeline_fd)
                     finally:
                         await self._reap()
         finally:
             self._console.close()
 
-    async def _serve(self, url: str, secret_fd: int, lifeline_fd: int) -> Outcome:
-        for plan in self.plans(url, secret_fd):
+    async def _serve(self, url: str, secret_fd: int, keys_fd: int, lifeline_fd: int) -> Outcome:
+        for plan in self.plans(url, secret_fd, keys_fd):
             self.children.append(await Child.start(plan, self._console, lifeline_fd))
             log.info("event=started child=%s pid=%d", plan.name, self.children[-1].process.pid)
         failed = await self._started()
@@ -157,8 +165,9 @@ class Supervisor:
 
     # ---- start -------------------------------------------------------------------------------
 
-    def plans(self, url: str, secret_fd: int) -> list[Plan]:
-        """The children of this deployment, for a registry at `url`."""
+    def plans(self, url: str, secret_fd: int, keys_fd: int) -> list[Plan]:
+        """The children of this deployment, for a registry at `url`. The descriptors are those of the files
+        with its secret and with the clients' keys."""
         config, host = self.config, self._host
         counts = (
             {Role.UNIFIED: 1}
@@ -173,21 +182,27 @@ class Supervisor:
                 instance = config.instance(role, name, host, url, self._size)
                 instance = dataclasses.replace(instance, secret_file=secret_file)
                 plans.append(
-                    self._plan(name, role, instance, instance.engine.threads_per_worker or 1, secret_fd)
+                    self._plan(name, role, instance, instance.engine.threads_per_worker or 1, (secret_fd,))
                 )
-        frontend = dataclasses.replace(config.frontend(url), secret_file=secret_file)
-        plans.append(self._plan("frontend", Role.FRONTEND, frontend, 1, secret_fd))
+        access = AccessConfig(api_key_file=f"/proc/self/fd/{keys_fd}" if self._keys else None)
+        frontend = dataclasses.replace(config.frontend(url), secret_file=secret_file, access=access)
+        plans.append(self._plan("frontend", Role.FRONTEND, frontend, 1, (secret_fd, keys_fd)))
         return plans
 
     def _plan(
-        self, name: str, role: Role, config: InstanceConfig | FrontendConfig, threads: int, secret_fd: int
+        self,
+        name: str,
+        role: Role,
+        config: InstanceConfig | FrontendConfig,
+        threads: int,
+        fds: tuple[int, ...],
     ) -> Plan:
         # Settings reach a child as flags alone: a SEGUE_PORT meant for the frontend is not everybody's.
         environ = {k: v for k, v in self._environ.items() if not k.startswith(PREFIX)}
         environ |= dict.fromkeys(THREAD_VARIABLES, str(threads))
         environ["TOKENIZERS_PARALLELISM"] = "false"
         environ["PYTHONUNBUFFERED"] = "1"
-        return Plan(name, role, self._command(role, config), environ, (secret_fd,))
+        return Plan(name, role, self._command(role, config), environ, fds)
 
     async def _started(self) -> Outcome | None:
         """Wait until every child is ready (None), one of them ends, or somebody wants us to stop."""

@@ -22,7 +22,6 @@ from typing import Any, Final
 
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from segue.core.errors import (
@@ -307,7 +306,7 @@ class GuardedServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: Starlette | Callable[..., Any],
+        app: Callable[..., Any],
         sock: socket.socket,
         *,
         guard: Guard,

@@ -8,6 +8,14 @@ import socket
 from segue.core.errors import ConfigError
 
 _BACKLOG = 1024
+#: Where a process that listens everywhere is reached from its own host.
+_OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def url_of(scheme: str, host: str, port: int) -> str:
+    """Where what listens at `host:port` is found from this host; one that listens everywhere, by loopback."""
+    host = _OWN.get(host, host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def listening(host: str, port: int, *, what: str, flag: str) -> socket.socket:

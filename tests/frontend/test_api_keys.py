@@ -1,0 +1,193 @@
+"""API keys at the public door: everything but the probes needs one, and none is ever shown."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from conftest import FakeBackend, Running, serve
+from segue.core.config import AccessConfig
+from segue.core.errors import ConfigError
+from segue.frontend.keys import MAX_KEY_CHARS, ApiKeys, read_keys
+from segue.frontend.tokenizer import ModelTokenizer
+
+KEYS = ("first-key-of-the-tests", "second-key-of-the-tests")
+HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/version"),
+    ("GET", "/integrity"),
+    ("GET", "/metrics"),
+    ("GET", "/nowhere"),
+    ("GET", "/health/"),
+    ("GET", "//health"),
+    ("GET", "/"),
+    ("OPTIONS", "/v1/chat/completions"),
+]
+WRONG = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer"},
+    {"Authorization": "Bearer wrong"},
+    {"Authorization": KEYS[0]},
+    {"Authorization": f"Basic {KEYS[0]}"},
+    {"Authorization": f"Bearer {KEYS[0]}x"},
+    {"Authorization": f"Bearer {KEYS[0][:-1]}"},
+    {"Authorization": f"Bearer {KEYS[0]} {KEYS[1]}"},
+    {"Authorization": f"Bearer {KEYS[0].upper()}"},
+    {"X-Api-Key": KEYS[0]},
+]
+
+
+@pytest.fixture
+def locked(backend: FakeBackend, tokenizer: ModelTokenizer) -> Any:
+    with serve(backend, tokenizer, keys=KEYS) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_everything_but_the_probes_needs_a_key(
+    locked: Running, backend: FakeBackend, method: str, path: str
+) -> None:
+    answer = locked.http.request(method, path, json=HI if method == "POST" else None)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert backend.requests == []
+    assert locked.metric("segue_requests_total", endpoint="any", outcome="UNAUTHORIZED") == 1
+
+
+def test_probes_need_none(locked: Running) -> None:
+    assert locked.http.get("/health").status_code == 200
+    assert locked.http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("headers", WRONG)
+def test_a_wrong_header_is_no_key(locked: Running, headers: dict[str, str]) -> None:
+    assert locked.http.get("/v1/models", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_each_key_opens(locked: Running, key: str, scheme: str) -> None:
+    headers = {"Authorization": f"{scheme} {key}"}
+    assert locked.post("/v1/chat/completions", HI, headers=headers).status_code == 200
+    assert locked.http.get("/metrics", headers=headers).status_code == 200
+
+
+def test_two_headers_are_no_key(locked: Running) -> None:
+    both = [("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {KEYS[0]}")]
+    assert locked.http.get("/v1/models", headers=both).status_code == 401
+
+
+def test_the_openai_client_shows_its_key(locked: Running) -> None:
+    right = openai.OpenAI(base_url=f"{locked.url}/v1", api_key=KEYS[1], max_retries=0)
+    assert right.models.list().data[0].id == "tiny"
+    wrong = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_without_keys_the_door_is_open(door: Running) -> None:
+    assert door.http.get("/v1/models").status_code == 200
+
+
+def test_every_key_is_compared_whichever_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No early end over the list, and no comparison but the one that takes as long for each."""
+    compared: list[bool] = []
+    real = hmac.compare_digest
+
+    def count(a: bytes, b: bytes) -> bool:
+        assert len(a) == len(b) == 32
+        compared.append(real(a, b))
+        return compared[-1]
+
+    monkeypatch.setattr(hmac, "compare_digest", count)
+    keys = ApiKeys(KEYS)
+    for shown, right in ((KEYS[0], [True, False]), (KEYS[1], [False, True]), ("x", [False, False])):
+        compared.clear()
+        assert keys.allow(b"Bearer " + shown.encode()) is any(right)
+        assert compared == right
+
+
+def test_only_digests_are_kept() -> None:
+    assert not any(key.encode() in repr(vars(ApiKeys(KEYS))).encode() for key in KEYS)
+
+
+# ---- where they come from -----------------------------------------------------------------------
+
+
+def test_a_file_has_one_a_line_with_comments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# of the team\n\n{KEYS[0]}\n  {KEYS[1]}  \r\n#{KEYS[0]}x\n{KEYS[0]}\n")
+    file.chmod(0o600)
+    assert read_keys(AccessConfig(api_key_file=str(file))) == KEYS
+    assert read_keys(AccessConfig(api_key="own", api_key_file=str(file))) == ("own", *KEYS)
+    assert read_keys(AccessConfig(api_key="own")) == ("own",)
+    assert read_keys(AccessConfig()) == ()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o606, 0o602])
+def test_a_file_that_others_can_read_or_change_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEYS[0])
+    file.chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        assert read_keys(AccessConfig(api_key_file=str(file))) == KEYS[:1]
+    assert "chmod 600" in caplog.text
+    assert KEYS[0] not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no key"),
+        ("# nothing\n\n", "holds no key"),
+        ("good\ntwo words\n", "line 2"),
+        ("käse", "line 1"),
+        ("a\x01b", "line 1"),
+        ("k" * (MAX_KEY_CHARS + 1), "line 1"),
+        ("#" * (2**20 + 1), "more than"),
+    ],
+)
+def test_a_file_that_is_none_is_a_wrong_setting_that_shows_no_key(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_keys(AccessConfig(api_key_file=str(file)))
+    assert "two words" not in str(caught.value)
+    assert "käse" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_a_bad_key_is_a_wrong_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_keys(AccessConfig(api_key_file=str(tmp_path / "none")))
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        read_keys(AccessConfig(api_key_file=str(tmp_path)))
+    with pytest.raises(ConfigError, match="--api-key is no key") as caught:
+        read_keys(AccessConfig(api_key="hunter 2"))
+    assert "hunter" not in str(caught.value)
+    if os.getuid() != 0:
+        file = tmp_path / "locked"
+        file.write_text("k")
+        file.chmod(0)
+        with pytest.raises(ConfigError, match="Permission"):
+            read_keys(AccessConfig(api_key_file=str(file)))
