@@ -30,6 +30,7 @@ def server(pipe: Any, folder: str) -> None:
     import uvloop
 
     from conftest import make_tokenizer
+    from segue.core.errors import Starting
     from segue.core.limits import Limits
     from segue.core.request import Output
     from segue.core.types import FinishReason
@@ -48,6 +49,12 @@ def server(pipe: Any, folder: str) -> None:
 
         async def changed(self) -> None:
             await asyncio.Event().wait()
+
+        def lacking(self) -> Starting:
+            return Starting("never")
+
+        def sizes(self) -> dict[str, int]:
+            return {}
 
         def cancel(self, request_id: str, reason: object) -> None:
             pass

@@ -213,6 +213,18 @@ def task_faults(source: Source) -> list[str]:
     return faults
 
 
+def guard_faults(source: Source) -> list[str]:
+    """uvicorn in another module than the one that guards every HTTP door with deadlines and bounds."""
+    if source.name == "segue.session.guarded_http":
+        return []
+    return [
+        f"{source.name} imports {module}: an HTTP server without a guard"
+        for module in sorted(set(imported_modules(source)))
+        if module.split(".")[0] in {"uvicorn", "aiohttp", "hypercorn"}
+        or module in {"http.server", "socketserver"}
+    ]
+
+
 def docstring_faults(source: Source) -> list[str]:
     """Public classes and functions of a module without a docstring.
 

@@ -91,6 +91,8 @@ def test_pure_room_imports_alone(room: str) -> None:
         (rules.safety_faults, "segue.conn.x", "if hasattr(x, 'y'): pass"),
         (rules.safety_faults, "segue.conn.x", "class A:\n    def __del__(self): pass"),
         (rules.safety_faults, "segue.engine.x", "import torch\ntorch.load('f')"),
+        (rules.guard_faults, "segue.frontend.x", "import uvicorn"),
+        (rules.guard_faults, "segue.serve.x", "from http.server import HTTPServer"),
         (rules.docstring_faults, "segue.core.x", "class A:\n    pass"),
         (rules.docstring_faults, "segue.core.x", "async def f():\n    pass"),
         (
@@ -113,6 +115,7 @@ def test_rule_sees_a_fault(rule: Rule, name: str, text: str) -> None:
         (rules.floor_faults, "segue.handoff.x", "from segue.layout.spec import PoolSpec"),
         (rules.purity_faults, "segue.serve.x", "import socket"),
         (rules.safety_faults, "segue.engine.x", "model.eval()"),
+        (rules.guard_faults, "segue.session.guarded_http", "import uvicorn"),
         (rules.docstring_faults, "segue.core.x", "def _f():\n    pass"),
         (rules.docstring_faults, "segue.core.x", "class A(SegueError):\n    pass"),
         (rules.struct_faults, "segue.core.x", "class A(msgspec.Struct, frozen=True):\n    x: int"),
