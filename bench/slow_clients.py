@@ -3,9 +3,9 @@
     .venv/bin/python bench/slow_clients.py [--connections 2000] [--streams 16] [--rounds 4] [--json FILE]
 
 The server (guard, door, detokenizer, SSE, uvloop) is a process of its own with a backend that gives a token
-every 10 ms; the slow clients are another process. They come from 20 loopback addresses: a third says nothing, a
-third sends its head by a byte a second, a third its body; whoever is cut off comes again. Rounds without and
-with them alternate in one run, and their order changes, so the machine's other work falls on both.
+every 10 ms; the slow clients are another process. They come from 20 loopback addresses: a third says nothing,
+a third sends its head by a byte a second, a third its body; whoever is cut off comes again. Rounds without
+and with them alternate in one run, and their order changes, so the machine's other work falls on both.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,6 +288,20 @@ def test_requests_sent_ahead_are_bounded(tokenizer: ModelTokenizer) -> None:
             piece = few.sock.recv(65536)
             assert piece
             raw += piece
+
+
+def test_a_client_that_has_asked_again_and_leaves_ends_its_work(tokenizer: ModelTokenizer) -> None:
+    """The second request waits behind the first, which must learn too that nobody reads it any more."""
+    backend = FakeBackend(tokenizer, hang_at=1)
+    with guarded(tokenizer, backend) as running:
+        body = json.dumps(HI | {"stream": True}).encode()
+        one = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        client = Client(running, one + one)
+        assert backend.reached.wait(DEADLINE_S)
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.sock.close()
+        assert backend.ended.wait(DEADLINE_S)
+        until_empty(running)
 
 
 # ---- how many -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 
 import fuzz_doors
+import fuzz_http
 import fuzz_peers
 import fuzz_wire
 import msgspec
@@ -141,6 +142,13 @@ _queries = st.builds(
 )
 _listed = JSON.encoded(InstanceList) | JSON.of(ErrorInfo).map(lambda e: msgspec.json.encode({"error": e}))
 
+_talks = st.builds(
+    lambda pieces, pause, said: bytes((pieces, pause)) + b"".join(said),
+    st.integers(0, 7),
+    st.integers(0, 5),
+    st.lists(st.sampled_from(fuzz_http.SAID) | st.binary(max_size=40), min_size=1, max_size=6),
+)
+
 _TOOLS = (
     "<tool_call>",
     "</tool_call>",
@@ -199,6 +207,7 @@ TYPED: dict[str, Bytes] = {
     "submit": PEERS.encoded(ControlMessage),
     "ticket": Types().encoded(Ticket) | JSON.encoded(Ticket),
     "outputs": Types(fields={"request_id": st.just("r0"), "position": st.integers(0, 3)}).encoded(Outputs),
+    "public_http": _talks,
     "registry_query": _queries,
     "registry_answer": st.builds(lambda status, body: bytes([status]) + body, st.integers(0, 5), _listed),
     "openai_chat": JSON.encoded(ChatBody),

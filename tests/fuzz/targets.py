@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fuzz_doors
+import fuzz_http
 import fuzz_peers
 import fuzz_wire
 from fuzz_loop import Target
 
 TARGETS: dict[str, Target] = {
-    target.name: target for target in (*fuzz_wire.TARGETS, *fuzz_peers.TARGETS, *fuzz_doors.TARGETS)
+    target.name: target
+    for target in (*fuzz_wire.TARGETS, *fuzz_peers.TARGETS, *fuzz_doors.TARGETS, *fuzz_http.TARGETS)
 }

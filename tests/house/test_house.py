@@ -23,6 +23,7 @@ def test_every_room_of_the_house_is_known() -> None:
         rules.floor_faults,
         rules.purity_faults,
         rules.safety_faults,
+        rules.guard_faults,
         rules.docstring_faults,
         rules.struct_faults,
         rules.task_faults,

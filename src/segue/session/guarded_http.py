@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from segue.core.errors import (
     ErrorInfo,
@@ -132,6 +132,12 @@ class GuardedHttp(HttpToolsProtocol):
 
     # ---- gate.Guest -----------------------------------------------------------------------------
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: Requests that have not been answered, the oldest first. uvicorn knows the newest only, and would
+        #: tell no other that the client has left.
+        self._open: list[RequestResponseCycle] = []
+
     def turn_away(self, error: SegueError) -> None:
         """See `Guest`."""
         self._turned_away = error
@@ -140,6 +146,7 @@ class GuardedHttp(HttpToolsProtocol):
         """See `Guest`."""
         log.debug("an http connection was ended: %s", error)
         self._stop_clock()
+        self._nobody_listens()
         if self.transport is not None:
             self.transport.abort()
 
@@ -159,6 +166,7 @@ class GuardedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
         self.server_of.left(self)
+        self._nobody_listens()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -166,9 +174,7 @@ class GuardedHttp(HttpToolsProtocol):
         if not self._spoken:
             self._spoken = True
             if data[0] == HANDSHAKE_RECORD:
-                log.warning(
-                    "%s speaks TLS and this side does not; %s", self.client, self.server_of.guard.tls_hint
-                )
+                self.server_of.spoke_tls(self)
         # In pieces, so that the bound is exact whatever the size of a read: the parser calls us in between.
         for at in range(0, len(data), MAX_HEAD_BYTES):
             if self.transport.is_closing():
@@ -207,6 +213,7 @@ class GuardedHttp(HttpToolsProtocol):
         if guard.request_s > guard.head_s:
             self._restart_clock(self._began_s)
         super().on_headers_complete()
+        self._open.append(self.cycle)
         self.server_of.settle(self)
 
     def on_body(self, body: bytes) -> None:
@@ -222,6 +229,7 @@ class GuardedHttp(HttpToolsProtocol):
         self.server_of.settle(self)
 
     def on_response_complete(self) -> None:
+        del self._open[0]
         super().on_response_complete()
         if self._late is not None and self._in_head:
             # What came meanwhile was not read: its time begins now.
@@ -240,6 +248,12 @@ class GuardedHttp(HttpToolsProtocol):
     def receiving(self) -> bool:
         """A body has not come whole."""
         return not self._in_head
+
+    def _nobody_listens(self) -> None:
+        """Handlers learn it now, so that none writes into a connection that is ending."""
+        for cycle in self._open:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _let_in(self) -> None:
         self.server_of.let_in(self)
@@ -297,6 +311,7 @@ class GuardedHttp(HttpToolsProtocol):
                 head += "retry-after: 1\r\n"
             head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
+        self._nobody_listens()
         self.transport.close()
 
 
@@ -453,6 +468,13 @@ class GuardedServer(uvicorn.Server):
     def count(self, what: str) -> None:
         """One more of `what`, by name."""
         self.counts[what] = self.counts.get(what, 0) + 1
+
+    def spoke_tls(self, connection: GuardedHttp) -> None:
+        """It expects TLS of a server that has none. A warning once: more could fill a disk."""
+        self.count("spoke_tls")
+        level = logging.WARNING if self.counts["spoke_tls"] == 1 else logging.DEBUG
+        hint = self.guard.tls_hint
+        log.log(level, "%s speaks TLS and this side does not; %s", connection.client, hint)
 
     def _make_room(self) -> bool:
         """End the member that can best be spared: idle for longest, else receiving for longest. False if all
