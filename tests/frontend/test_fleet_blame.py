@@ -23,6 +23,7 @@ NOBODYS_FAULT = {
     ErrorCode.PEER_REFUSED,
     ErrorCode.NOT_FOUND,
     ErrorCode.OUT_OF_CAPACITY,
+    ErrorCode.REQUEST_TIMEOUT,
     ErrorCode.REQUEST_TOO_LARGE,
     ErrorCode.UNAUTHORIZED,
 }

@@ -15,7 +15,7 @@ from segue.bootstrap.client import LocalRegistry
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
-from segue.core.errors import BootstrapUnreachable, DeadlineExceeded
+from segue.core.errors import DeadlineExceeded, Starting
 from segue.core.types import Placement, Role
 
 
@@ -102,7 +102,7 @@ real_or_not = pytest.mark.parametrize("real", [True, False], ids=["registry", "u
 def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(real: bool) -> None:
     async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
         assert not fleet.backend.can_serve
-        with pytest.raises(BootstrapUnreachable, match="1 prefill, 0 decode"):
+        with pytest.raises(Starting, match="1 prefill, 0 decode"):
             await fleet.run()
         assert halves.first.session is None, "nobody even connected"
         assert Placement(halves.records[0].incarnation) not in {r.placement for r in fleet.backend.replicas}
@@ -131,7 +131,7 @@ def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(rea
 @real_or_not
 def test_a_request_that_waits_for_half_an_instance_ends_by_its_own_deadline(real: bool) -> None:
     async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
-        with pytest.raises((BootstrapUnreachable, DeadlineExceeded)):
+        with pytest.raises((Starting, DeadlineExceeded)):
             await fleet.run(budget_s=0.1)
         assert halves.asked == 0
 

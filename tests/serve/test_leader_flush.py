@@ -26,6 +26,7 @@ class OneStep:
 
     def __init__(self) -> None:
         self.outbox = [(FRONT, Output(request_id="r", token_ids=[7]))]
+        self.bugs: list[tuple[str, Exception]] = []
         self.idle = False
 
     def advance(self, now: float) -> None: ...
