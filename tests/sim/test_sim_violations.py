@@ -7,20 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from segue.core.control import Cancel
-from segue.core.errors import ChecksumMismatch, ErrorCode, ErrorInfo, Internal, MetadataMismatch
+from segue.core.errors import (
+    ChecksumMismatch,
+    ErrorCode,
+    ErrorInfo,
+    Internal,
+    MetadataMismatch,
+    TransferFailed,
+)
 from segue.core.request import Request, SamplingParams, Ticket, Usage
 from segue.core.types import KVPoll, Placement, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Destination, Drained, Metadata
+from segue.roles.decode import DecodeRole
 from segue.roles.handoffs import Entry
 from segue.roles.job import Job
 from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.sim.deployment import Deployment
+from segue.sim.engine import reference
 from segue.sim.front import Call, FrontNode
-from segue.sim.node import KVNode
-from segue.sim.run import describe, tell
+from segue.sim.node import VOCAB, KVNode
+from segue.sim.run import describe, run_scenario, tell
 from segue.sim.scenario import make_scenario
 from segue.sim.world import Violation
 
@@ -115,7 +125,7 @@ def never_opened(stage: Stage) -> None:
 
 
 def after_the_end(stage: Stage) -> None:
-    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    stage.deployment.causes.unexplained = lambda *_: ""  # type: ignore[method-assign]
     stage.phases(stage.decode, B, F, W)
 
 
@@ -206,7 +216,7 @@ def commits_a_flipped_page(stage: Stage) -> None:
 
 
 def mismatch_without_a_flip(stage: Stage) -> None:
-    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    stage.deployment.causes.unexplained = lambda *_: ""  # type: ignore[method-assign]
     stage.phases(stage.decode, B, W, T)
     wrong = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
     stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=wrong))
@@ -236,8 +246,90 @@ def answers_from_spoiled_metadata(stage: Stage) -> None:
     stage.checks.tokens(call)
 
 
+def placed(stage: Stage) -> None:
+    """The attempt of `stage.transfer` begins, by way of the first frontend."""
+    who = {stage.front.me, stage.prefill.me, stage.decode.me}
+    call = stage.call()
+    call.deadline = stage.deployment.world.now + 8.0
+    stage.deployment.causes.placed(stage.transfer.room, call, who)
+
+
+def fails(stage: Stage, code: ErrorCode, text: str = "?") -> None:
+    stage.phases(stage.decode, B)
+    error = ErrorInfo(code=code, text=text, origin="x", phase="y", room=stage.transfer.room)
+    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=error))
+
+
+def lost_where_nothing_struck(stage: Stage) -> None:
+    placed(stage)
+    elsewhere = FrontNode(stage.deployment, 9, 0)
+    stage.deployment.causes.struck("broken", stage.prefill, elsewhere)
+    stage.deployment.causes.struck("killed", elsewhere)
+    fails(stage, ErrorCode.PEER_LOST)
+
+
+def lost_long_after(stage: Stage) -> None:
+    stage.deployment.causes.struck("broken", stage.prefill, stage.decode)
+    stage.deployment.world.now += 100.0
+    placed(stage)
+    fails(stage, ErrorCode.PEER_LOST)
+
+
+def failed_by_what_gives_another_code(stage: Stage) -> None:
+    placed(stage)
+    stage.deployment.causes.struck("slow link", stage.prefill, stage.decode, seconds=3.0)
+    fails(stage, ErrorCode.TRANSFER_FAILED)
+
+
+def late_before_its_time(stage: Stage) -> None:
+    placed(stage)
+    stage.deployment.causes.struck("paused", stage.decode)
+    stage.deployment.world.now += 1.0
+    fails(stage, ErrorCode.DEADLINE_EXCEEDED)
+
+
+def late_without_a_cause(stage: Stage) -> None:
+    stage.deployment.world.now += 100.0
+    placed(stage)
+    stage.deployment.world.now += 8.1
+    fails(stage, ErrorCode.DEADLINE_EXCEEDED)
+
+
+def full_before_it_was(stage: Stage) -> None:
+    placed(stage)
+    fails(stage, ErrorCode.OUT_OF_CAPACITY, "decode already holds 3 requests; try again later")
+
+
+def stands_still(stage: Stage) -> None:
+    job = stage.job(stage.decode)
+    stage.decode.role.generation.retracted.append((job, None))
+    stage.checks.nothing_to_do(stage.decode)
+
+
+def outlived_the_nearer_deadline(stage: Stage) -> None:
+    job = stage.job(stage.decode)
+    job.entered = stage.decode.clock.now()
+    stage.deployment.world.now += 2.0  # of one second; its `deadline` says otherwise
+    stage.checks._deadlines(stage.decode)
+
+
+def stops_at_once(stage: Stage) -> None:
+    call = stage.call()
+    wanted = call.wanted
+    stop = [reference(wanted.prompt, wanted.sampling, VOCAB, 1)[0]]
+    wanted.sampling = structs.replace(wanted.sampling, stop_token_ids=stop, min_tokens=0, max_tokens=9)
+    call.tokens = reference(wanted.prompt, wanted.sampling, VOCAB, 2)
+    stage.checks.ended(call)
+
+
+def without_prompt_logprobs(stage: Stage) -> None:
+    call = stage.call()
+    call.wanted.sampling = structs.replace(call.wanted.sampling, prompt_logprobs=0)
+    stage.checks.ended(call)
+
+
 def unspoiled_metadata_refused(stage: Stage) -> None:
-    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    placed(stage)
     stage.checks.spoiled[stage.transfer.room + 1] = "prompt hash"
     stage.phases(stage.decode, B, W, T)
     wrong = MetadataMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
@@ -325,7 +417,7 @@ def memory_not_given_back(stage: Stage) -> None:
 
 
 def after_the_first_token(stage: Stage) -> None:
-    stage.deployment.allowed_codes = frozenset(ErrorCode)
+    stage.deployment.causes.unexplained = lambda *_: ""  # type: ignore[method-assign]
     lost = ErrorInfo(code=ErrorCode.PEER_LOST, text="gone", origin="x", phase="y")
     stage.checks.error(stage.call(), lost, Role.DECODE)
 
@@ -410,6 +502,16 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("7", commits_metadata_of_another_prompt),
     ("7", answers_from_spoiled_metadata),
     ("12", unspoiled_metadata_refused),
+    ("12", lost_where_nothing_struck),
+    ("12", lost_long_after),
+    ("12", failed_by_what_gives_another_code),
+    ("12", late_before_its_time),
+    ("12", late_without_a_cause),
+    ("12", full_before_it_was),
+    ("17", stands_still),
+    ("15", outlived_the_nearer_deadline),
+    ("24", stops_at_once),
+    ("24", without_prompt_logprobs),
     *(("12", left_behind(item)) for item in LEFT.values()),
     ("16", serves_the_dead),
     ("16", serves_the_silent),
@@ -441,6 +543,41 @@ def test_a_violation_is_seen(rule: str, spoil: Callable[[Stage], None]) -> None:
     with pytest.raises(Violation) as caught:
         spoil(stage)
     assert caught.value.rule == rule, str(caught.value)
+
+
+@pytest.mark.usefixtures("ran")
+def test_what_has_a_cause_is_none() -> None:
+    """A break of its own two halves explains a lost peer, and what follows from that is explained with it."""
+    stage = Stage()
+    placed(stage)
+    stage.deployment.causes.struck("broken", stage.prefill, stage.decode)
+    fails(stage, ErrorCode.PEER_LOST)
+    chained = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, text="?", room=stage.transfer.room)
+    assert stage.deployment.causes.unexplained(chained, (stage.transfer.room,)) == ""
+
+
+def test_a_failure_that_a_retry_heals_needs_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One hand-off fails for no reason, in a seed whose features could give that code somewhere."""
+    scenario = next(
+        found
+        for seed in range(500)
+        if "path cut" in (found := make_scenario(seed)).features
+        and found.features.isdisjoint({"bad request", "client abort", "mismatch", "unequal budgets"})
+    )
+    calm = scenario.only(frozenset(r.name for r in scenario.requests))
+    assert not run_scenario(calm).failed
+    reserve, failed = DecodeRole._reserve, []
+
+    def fails_once(self: DecodeRole, job: Job) -> bool:
+        if failed:
+            return reserve(self, job)
+        failed.append(job)
+        self.fail(job, TransferFailed("spurious").info, self.table.get(job.transfer).handle.changed_at)  # type: ignore[union-attr]
+        return False
+
+    monkeypatch.setattr(DecodeRole, "_reserve", fails_once)
+    outcome = run_scenario(calm)
+    assert (outcome.rule, "TRANSFER_FAILED without a cause" in outcome.text) == ("12", True)
 
 
 def test_the_story_of_a_room_is_readable() -> None:

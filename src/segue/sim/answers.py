@@ -8,7 +8,7 @@ from segue.balance.base import Candidate
 from segue.core.errors import ErrorCode, ErrorInfo
 from segue.core.request import Usage
 from segue.core.types import Placement, Role
-from segue.sim.engine import reference
+from segue.sim.engine import answer, logprob_of, reference
 from segue.sim.node import VOCAB
 from segue.sim.world import Violation
 
@@ -38,15 +38,10 @@ class AnswerChecks:
     spoiled: dict[int, str]
 
     def _explained(self, error: ErrorInfo, rooms: tuple[int, ...]) -> None:
-        allowed = self.deployment.allowed_codes
-        if error.code is ErrorCode.METADATA_MISMATCH and self.spoiled.keys().isdisjoint(rooms):
-            allowed &= self.deployment.unspoiled_codes
-        if error.code not in allowed:
-            raise Violation("12", f"{error.code} without a cause in this scenario: {error}", rooms)
-        if error.code is ErrorCode.INTERNAL and not any(
-            text in error.text for text in ("injected", "Injected", "this sequence failed")
-        ):
-            raise Violation("12", f"an internal error that nobody injected: {error}", rooms)
+        """12: no attempt fails without a cause that touches it."""
+        wrong = self.deployment.causes.unexplained(error, rooms)
+        if wrong:
+            raise Violation("12", f"{error.code} without a cause: {wrong}: {error}", rooms)
 
     def tokens(self, call: Call) -> None:
         """24, as soon as it can be seen; 23 with the first token."""
@@ -91,9 +86,13 @@ class AnswerChecks:
             raise Violation("25", f"{call.wanted.name}: no origin or phase in {error}", rooms)
         if call.wanted.bad:
             return
-        self._explained(error, rooms)
+        self._explained(error, (call.room,))
         if role is Role.DECODE and call.begun and error.code not in _AFTER_COMMIT:
             raise Violation("19", f"{call.wanted.name} failed after its first token: {error}", rooms)
+
+    def left(self, call: Call, error: ErrorInfo) -> None:
+        """A session ended under a request."""
+        self._explained(error, (call.room,))
 
     def ended(self, call: Call) -> None:
         """A request has its one end."""
@@ -103,5 +102,14 @@ class AnswerChecks:
             count = len(call.tokens)
             # A generation may also end where the context or the pool of its instance does.
             ends = {min(512, n.pages * n.page_tokens) for n in self.deployment.scenario.nodes}
-            if count != wanted.sampling.max_tokens and len(wanted.prompt) + count not in ends:
-                raise Violation("24", f"{wanted.name} ended after {count} tokens", tuple(call.rooms))
+            due = len(answer(wanted.prompt, wanted.sampling, VOCAB, self.deployment.eos))
+            if count != due and (count > due or len(wanted.prompt) + count not in ends):
+                raise Violation(
+                    "24", f"{wanted.name} ended after {count} tokens, not {due}", tuple(call.rooms)
+                )
+            asked = wanted.sampling.prompt_logprobs is not None
+            expected = [logprob_of(wanted.prompt, at) for at in range(len(wanted.prompt))] if asked else []
+            if call.prompt_logprobs != expected:
+                raise Violation(
+                    "24", f"{wanted.name}: wrong log-probabilities of its prompt", tuple(call.rooms)
+                )

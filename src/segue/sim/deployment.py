@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from segue.core.errors import ErrorCode
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
-from segue.sim.faults import ITEMS, METADATA
+from segue.sim.causes import CODES, Causes
+from segue.sim.faults import ENGINE, ITEMS, METADATA
 from segue.sim.front import Call, FrontNode, Wanted
 from segue.sim.guests import GUEST_KINDS, Guest
 from segue.sim.invariants import Checks
+from segue.sim.leader import EOS
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.places import Places
 from segue.sim.registry import Registry, RegistryNode
@@ -37,6 +38,7 @@ class Deployment:
         self.timing: Timing = scenario.timing
         self.network = Network(self.world, scenario.timing)
         self.one_sided = scenario.one_sided
+        self.eos = EOS if "endings" in scenario.features else frozenset[int]()
         self.secret = b"a secret of the simulator" if scenario.signed else None
         self.policy = scenario.policy
         self.counts: Counter[str] = Counter()
@@ -46,9 +48,7 @@ class Deployment:
         self.rooms: dict[int, Call] = {}
         self.healed_at = 0.0
         self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay"}
-        self.allowed_codes = _allowed(scenario.features)
-        #: the same where no metadata was spoiled
-        self.unspoiled_codes = _allowed(scenario.features - {"metadata"})
+        self.causes = Causes(self)
         self.checks = Checks(self)
         self.by_incarnation: dict[Incarnation, Process] = {}
         self.nodes: dict[str, LeaderNode] = {}
@@ -154,6 +154,7 @@ class Deployment:
         node = make(self, spec, life)
         self.nodes[name] = node
         self.by_incarnation[node.me] = node
+        self.causes.struck("started", node)
         self.world.note(node.name, f"starts as {spec.role} {node.me[:8]} at {node.host}:{node.port}")
         self.registry.join(node)
 
@@ -174,6 +175,7 @@ class Deployment:
         if not process.alive:
             return
         self.world.note(process.name, "is killed")
+        self.causes.struck("killed", process)
         process.kill()
         self.network.died(process, silently=silently)
         process.loop.die()
@@ -246,9 +248,10 @@ class Deployment:
             case "crash mid write" | "pause mid write":
                 self._mid_write(fault, process, other)
             case "break" | "front break" if other is not None:
-                self._break(process, other)
+                self.break_session(process, other)
             case "partition" | "front partition" if other is not None:
                 self.network.block(process, other)
+                self.causes.struck("blocked", process, other, seconds=fault.seconds)
                 world.after(fault.seconds, None, self._heal, process, other)
             case "slow link" | "write fails" | "path cut" | "wire flip":
                 self._path_fault(fault, process, other)
@@ -296,9 +299,12 @@ class Deployment:
     def _pause(self, process: LeaderNode | FrontNode, seconds: float) -> None:
         if process.alive and not process.paused:
             process.pause()
+            self.causes.struck("paused", process, seconds=seconds)
             self.world.after(seconds, None, process.resume)
 
-    def _break(self, a: Process, b: Process) -> None:
+    def break_session(self, a: Process, b: Process) -> None:
+        """The connections between two processes end."""
+        self.causes.struck("broken", a, b)
         for connection in self.network.between(a, b):
             connection.snap()
 
@@ -322,6 +328,8 @@ class Deployment:
         path = _path(process, other)
         if path is None:
             return
+        if fault.kind != "wire flip":
+            self.causes.struck(fault.kind, path.writer, path.reader, seconds=fault.seconds)
         if fault.kind == "path cut":
             path.cut()
         elif fault.kind == "write fails":
@@ -338,12 +346,14 @@ class Deployment:
 
     def _node_fault(self, fault: Fault, node: LeaderNode) -> None:
         faults = node.faults
+        if fault.kind in CODES:
+            self.causes.struck(fault.kind, node)
         match fault.kind:
             case "metadata":
                 faults.spoil_metadata.append(fault.amount % len(METADATA))
             case "role exception":
                 if ITEMS[fault.amount % len(ITEMS)] == "frontend_gone":
-                    self._break(node, self._rng.choice(list(self.fronts.values())))
+                    self.break_session(node, self._rng.choice(list(self.fronts.values())))
                 faults.fail_next_item(ITEMS[fault.amount % len(ITEMS)], fault.amount // len(ITEMS) % 2 == 1)
             case "handler exception":
                 if self._rng.random() < 0.5:
@@ -358,6 +368,13 @@ class Deployment:
                 self.network.flips[node] = self.network.flips.get(node, 0) + 1
             case "page flip":
                 faults.page_flips += 1
+            case "engine exception":
+                faults.fail_next_call(ENGINE[fault.amount % len(ENGINE)])
+            case "plan exception":
+                method = ("advance", "plan")[fault.amount % 2]
+                faults.fail_next_item(method, fault.amount // 2 % 2 == 1)
+            case "digest slow" | "digest fails":
+                faults.digests.append(fault.seconds if fault.kind == "digest slow" else None)
             case "engine refuses":
                 faults.fail_next_open()
             case "squeeze":
@@ -389,70 +406,3 @@ def _path(a: Process, b: Process | None) -> Path | None:
     if not isinstance(a, KVNode) or not isinstance(b, KVNode):
         return None
     return a.paths.get(b.me) or b.paths.get(a.me)
-
-
-#: What must not end a request: while the registry is away, or somebody strange comes, those who know each
-#: other go on.
-HARMLESS = {
-    "registry loss",
-    "registry restart",
-    "registry power loss",
-    "registry pause",
-    "registry partition",
-    "visitors",
-    "guests",
-}
-
-
-def _allowed(features: frozenset[str]) -> frozenset[ErrorCode]:
-    """The error codes that these features can cause; any other has no cause."""
-    features -= HARMLESS
-    code = ErrorCode
-    found = set()
-    if features & {"client abort"}:
-        found.add(code.ABORTED_BY_CLIENT)
-    if features & {"metadata"}:
-        found.add(code.METADATA_MISMATCH)  # only of what was spoiled: see `_explained`
-    if features & {"metadata", "role exception"}:
-        found.add(code.PEER_LOST)  # a session is broken: right before the metadata, or to end a frontend
-    if features - {
-        "client abort",
-        "skew",
-        "leg delay",
-        "mismatch",
-        "bad request",
-        "metadata",
-        "role exception",
-    }:
-        # One leg's error cancels the other one, whose reason the peer then hears.
-        found |= {code.PEER_LOST, code.TRANSFER_FAILED, code.DEADLINE_EXCEEDED, code.BOOTSTRAP_TIMEOUT}
-    if features & {"client abort", "leg delay", "bad request"}:
-        found |= {code.TRANSFER_FAILED, code.ABORTED_BY_CLIENT}
-    if features & {"bad request", "mismatch"}:
-        found |= {
-            code.INVALID_REQUEST,
-            code.DEADLINE_EXCEEDED,
-            code.TRANSFER_FAILED,
-            code.BOOTSTRAP_TIMEOUT,
-            code.UNAUTHORIZED,
-        }
-    if features & {"mismatch"}:
-        found |= {code.LAYOUT_MISMATCH, code.PEER_REFUSED}
-    if features & {"crash", "crash mid write", "drain", "front crash", "cut answers", "move", "role change"}:
-        found.add(code.PEER_RESTARTED)
-    if features & {"bad request"}:
-        found.add(code.METADATA_MISMATCH)  # two requests under one room
-    if features & {"engine refuses", "small pools"}:
-        found.add(code.INVALID_REQUEST)
-    if features & {"handler exception", "step exception", "sequence error", "role exception"}:
-        found.add(code.INTERNAL)
-    if features & {"bit flip"}:
-        # Flipped in a preamble, a peer seems to speak something else.
-        found |= {code.CHECKSUM_MISMATCH, code.PEER_REFUSED}
-    if features & {"drain", "cut answers", "move", "role change"}:
-        found.add(code.DRAINING)
-    if features:
-        found |= {code.OUT_OF_CAPACITY, code.TRANSFER_FAILED}
-    if features & {"squeeze", "small pools", "short deadline"}:
-        found.add(code.DEADLINE_EXCEEDED)
-    return frozenset(found | {code.BOOTSTRAP_UNREACHABLE})

@@ -62,6 +62,16 @@ class DeskChecks:
             return True
         return network.blocked_s(front, node) > silent_s
 
+    def _waits_for_pages(self, node: LeaderNode) -> bool:
+        """Whether requests wait here because others have what they need."""
+        role: Any = node.role
+        generation, prompts = getattr(role, "generation", None), getattr(role, "prompts", None)
+        return bool(
+            (generation is not None and (generation.retracted or generation.waiting))
+            or (prompts is not None and prompts.waiting)
+            or getattr(role, "preallocation", ())
+        )
+
     def nothing_to_do(self, node: LeaderNode) -> None:
         """17: the leader has planned no step. Then every request here waits for somebody else: for its
         prefill side, or for pages that a hand-off has, which come back by its end. A deadline is no such end.

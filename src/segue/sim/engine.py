@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from segue.core.request import SamplingParams
+from segue.core.request import SamplingParams, TokenLogprob
 from segue.engine.api import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
 from segue.layout.spec import KVShape, PoolSpec
 
@@ -40,6 +40,11 @@ def next_token(state: int, sampling: SamplingParams, vocab_size: int) -> int:
     return lineage([seed & MASK], state) % vocab_size
 
 
+def logprob_of(tokens: Sequence[int], at: int) -> TokenLogprob | None:
+    """The log-probability of the token at this place of a prompt; the first one has none."""
+    return TokenLogprob(tokens[at], -(at + tokens[at] / 1000)) if at else None
+
+
 def reference(prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, count: int) -> list[int]:
     """The first `count` tokens that a fault-free run generates (no end of sequence considered)."""
     state, output = lineage(prompt), []
@@ -47,6 +52,19 @@ def reference(prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, 
         token = next_token(state, sampling, vocab_size)
         output.append(token)
         state = lineage([token], state)
+    return output
+
+
+def answer(
+    prompt: Sequence[int], sampling: SamplingParams, vocab_size: int, eos: frozenset[int] = frozenset()
+) -> list[int]:
+    """The whole output of a fault-free run: it ends with the first stop token after `min_tokens` others, or
+    with `max_tokens`."""
+    output = reference(prompt, sampling, vocab_size, sampling.max_tokens)
+    stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos)
+    for at in range(sampling.min_tokens, len(output)):
+        if output[at] in stops:
+            return output[: at + 1]
     return output
 
 
@@ -71,6 +89,7 @@ class Copied:
 class _Open:
     tokens: list[int]
     sampling: SamplingParams
+    prompt_tokens: int
     #: the lineage after each of the first tokens, as far as it was needed
     states: list[int] = field(default_factory=list)
 
@@ -130,7 +149,8 @@ class LineageEngine:
         self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
     ) -> None:
         """Begin a sequence."""
-        self._open[seq_id] = _Open([*prompt, *output], sampling)
+        tokens = [*prompt, *output]
+        self._open[seq_id] = _Open(tokens, sampling, len(tokens))
 
     def append(self, seq_id: int, token: int) -> None:
         """A token drawn elsewhere."""
@@ -160,7 +180,11 @@ class LineageEngine:
 
     def draw(self, steps: Sequence[SequenceStep]) -> list[SequenceResult]:
         """The second part: the next token where asked."""
-        return [self._draw(step) for step in steps if step.sample]
+        return [
+            self._draw(step)
+            for step in steps
+            if step.sample or self._open[step.seq_id].sampling.prompt_logprobs is not None
+        ]
 
     def _store(self, step: SequenceStep) -> None:
         opened = self._open[step.seq_id]
@@ -179,9 +203,14 @@ class LineageEngine:
     def _draw(self, step: SequenceStep) -> SequenceResult:
         opened = self._open[step.seq_id]
         states = opened.lineage_to(step.span.end)
+        prompt = None
+        if opened.sampling.prompt_logprobs is not None and step.start < opened.prompt_tokens:
+            prompt = [logprob_of(opened.tokens, at) for at in range(step.start, step.span.end)]
+        if not step.sample:
+            return SequenceResult(step.seq_id, prompt_logprobs=prompt)
         token = next_token(states[step.span.end - 1], opened.sampling, self.info.vocab_size)
         opened.tokens.append(token)
-        return SequenceResult(step.seq_id, token)
+        return SequenceResult(step.seq_id, token, prompt_logprobs=prompt)
 
     def _slot(self, pages: Sequence[int], position: int) -> int:
         page, inside = divmod(position, self.spec.page_tokens)

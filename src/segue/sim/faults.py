@@ -24,6 +24,8 @@ class Injected(Exception):
 #: What can be wrong with the metadata that prefill sends; the last one loses its session right before it.
 METADATA = ("first token", "prompt hash", "prompt tokens", "lost")
 #: On what a role can raise the next time: a method of its, or `on_change` with one of these.
+#: Calls of the engine that can break, beside the forward itself.
+ENGINE = ("copy_out", "copy_in", "append", "close", "copy_out", "close")
 ITEMS = ("submit", "cancel", "frontend_gone", "Phase", "Phase", "Release", "Quarantined", "Quarantined")
 
 
@@ -45,6 +47,8 @@ class NodeFaults:
         self.spoil_metadata: list[int] = []
         #: a method of the role has just raised, and nobody has looked yet at what the leader made of it
         self.broke = False
+        #: what becomes of the next checksums: they take so many seconds, or (None) fail
+        self.digests: list[float | None] = []
         self.kill_mid_write: Callable[[], None] | None = None
         self.pause_mid_write: Callable[[], None] | None = None
 
@@ -87,6 +91,22 @@ class NodeFaults:
             at = self.node.rng.randrange(len(results))
             results[at] = SequenceResult(results[at].seq_id, error="this sequence failed")
         return results
+
+    def fail_next_call(self, name: str) -> None:
+        """The next call of this name breaks; `close` after it has done its work, or the engine would leak."""
+        engine: Any = self.node.engine
+        if name in vars(engine):
+            return
+        normal = getattr(engine, name)
+
+        def broken(*args: Any) -> None:
+            delattr(engine, name)
+            self.node.deployment.counts[f"engine exception: {name}"] += 1
+            if name == "close":
+                normal(*args)
+            raise Injected(f"injected into {name}")
+
+        setattr(engine, name, broken)
 
     def fail_next_open(self) -> None:
         """The engine refuses the next sequence."""
@@ -148,18 +168,18 @@ class NodeFaults:
     def fail_next_item(self, item: str, late: bool) -> None:
         """The role raises the next time it is told `item`, before it has done anything or (`late`) after."""
         role: Any = self.node.role
-        name = item if item in vars(Desk) else "on_change"
+        name = item if item in vars(Desk) or item in ("advance", "plan") else "on_change"
         normal = getattr(role, name, None)
         if normal is None or name in vars(role):
             return
 
-        def broken(*args: Any) -> None:
+        def broken(*args: Any) -> Any:
             if name != item and type(args[0]).__name__ != item:
                 normal(*args)
                 return
             delattr(role, name)
             self.node.deployment.counts[f"role exception: {item}"] += 1
-            self.broke = True
+            self.broke = name not in ("advance", "plan")
             if late:
                 normal(*args)
             raise Injected(f"injected into {item}")

@@ -4,6 +4,7 @@ deadline. What follows a failure is production's (`balance.attempts`). And of it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from segue.core.errors import (
     PeerLost,
     SegueError,
 )
-from segue.core.request import Output, Request, SamplingParams, Ticket, Usage
+from segue.core.request import Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
 from segue.core.types import Incarnation, Placement, Role
 from segue.handoff.ticket import sign
 from segue.session.api import PeerInfo, Session
@@ -53,6 +54,8 @@ class Wanted:
     abort_after_s: float | None = None
     leg_delay_s: tuple[float, float] = (0.0, 0.0)
     unified: bool = False
+    #: of decode and of prefill: the time that this half alone is given, if it is another
+    leg_budget_s: tuple[float | None, float | None] = (None, None)
     #: empty, or what is wrong with it
     bad: str = ""
 
@@ -75,6 +78,7 @@ class Call:
     legs: dict[Incarnation, Role] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     usage: Usage | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     outcome: str = ""
     error: ErrorInfo | None = None
     rooms: list[int] = field(default_factory=list)
@@ -155,8 +159,11 @@ class FrontNode(Process):
 
     def received(self, session: Session, message: object) -> None:
         """Outputs or the load of a leader. What is wrong with them ends the run."""
+        self._checked(self._received, session.peer.incarnation, message)
+
+    def _checked(self, check: Callable[..., None], *args: object) -> None:
         try:
-            self._received(session.peer.incarnation, message)
+            check(*args)
         except Violation as violation:
             self.world.fail(violation)
             raise
@@ -171,6 +178,7 @@ class FrontNode(Process):
         for call in [c for c in self.calls.values() if me in c.legs]:
             if not (call.begun and call.legs[me] is Role.PREFILL):
                 call.dead.add(Placement(me))
+            self._checked(self.deployment.checks.left, call, lost)
             self._leg_failed(call, me, lost)
         self.after(self.deployment.timing.retry_s, self.dial, me)
 
@@ -220,6 +228,8 @@ class FrontNode(Process):
         if prefill == decode:
             call.legs = {decode.incarnation: Role.DECODE}
         self.deployment.rooms[ticket.room] = call
+        route = {self.me, prefill.incarnation, decode.incarnation}
+        self.deployment.causes.placed(ticket.room, call, route)
         # One that somebody repeats before it was used would rob an innocent request, and nobody could know.
         late_s = max(wanted.leg_delay_s) if attempts.number == 0 else 0.0
         self.after(late_s, self.placed.append, ticket)
@@ -263,6 +273,11 @@ class FrontNode(Process):
             gone = PeerLost("the session ended", origin=self.name, phase="submit").info
             self._leg_failed(call, incarnation, gone)
             return
+        nearer = wanted.leg_budget_s[call.legs[incarnation] is Role.PREFILL]
+        if nearer is not None and ticket.prefill != ticket.decode and not wanted.bad:
+            ticket = replace(ticket, budget_s=min(ticket.budget_s, nearer), signature=b"")
+            ticket = sign(ticket, self.deployment.secret or b"", self.me)
+        self.deployment.causes.submitted(ticket.room, ticket.budget_s)
         self.world.note(self.name, f"submit room={ticket.room:x} {request.request_id} to {incarnation[:8]}")
         end.send(Submit(request, ticket))
         if wanted.bad == "repeated id":
@@ -300,6 +315,7 @@ class FrontNode(Process):
         call.begun = call.begun or bool(output.token_ids)
         call.tokens += output.token_ids
         call.usage = output.usage or call.usage
+        call.prompt_logprobs += output.prompt_logprobs or []
         self.deployment.checks.tokens(call)
         if output.finish is not None:
             self._end(call, "done")
@@ -325,6 +341,7 @@ class FrontNode(Process):
             del self.in_flight[leader]
 
     def _cancel(self, call: Call, error: ErrorInfo) -> None:
+        self.deployment.causes.given_up(call.room)
         for leader in call.legs:
             self._left(leader)
             end = self.ends.get(leader)

@@ -260,6 +260,8 @@ class Checks(AnswerChecks, DeskChecks):
         pool = node.pool
         if pool.free + pool.used + pool.quarantined != pool.total or pool.free < 0 or pool.quarantined < 0:
             raise Violation("3", f"{node.name}: free + used + quarantined is not total")
+        if self._waits_for_pages(node):
+            self.deployment.causes.short(node)
         self._turns += 1
         if self._turns % self.deployment.check_every == 0:
             self.node(node)
@@ -323,9 +325,16 @@ class Checks(AnswerChecks, DeskChecks):
         if node.paused or since_s < slack_s:
             return
         for job in role.jobs.values():
-            if not now <= job.deadline + slack_s:
+            if not now <= job.entered + job.ticket.budget_s + slack_s:  # not what production made of it
                 raise Violation("15", f"{node.name}: a job outlived its deadline", (job.ticket.room,))
         if isinstance(node, KVNode):
+            for transfer, entry in role.table._entries.items():
+                phase = node.exchange.phase(transfer)
+                late_s = now - entry.job.entered - entry.job.ticket.budget_s
+                if phase is not None and not phase.terminal and not late_s <= slack_s:
+                    raise Violation(
+                        "15", f"{node.name}: {transfer} outlived its own half's deadline", (transfer.room,)
+                    )
             for machine in node.exchange._machines.values():
                 if not machine.phase.terminal and not now <= machine.deadline + slack_s:
                     raise Violation(

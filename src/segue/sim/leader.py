@@ -61,6 +61,8 @@ VOCAB = 1000
 #: How often an engine says that the KV is there before its forward ends; it need not.
 TELLS = 0.8
 CONTEXT_TOKENS = 512
+#: What ends a sequence in the seeds that vary how answers end.
+EOS = frozenset(range(0, VOCAB, 16))
 
 
 class CheckedEngine(LineageEngine):
@@ -160,6 +162,7 @@ class LeaderNode(Process):
             vocab_size=VOCAB,
             context_tokens=CONTEXT_TOKENS,
             model=spec.model,
+            eos_token_ids=deployment.eos,
         )
         self.engine.node = self
         self.pool = PagePool(spec.pages, spec.page_tokens)
@@ -304,6 +307,7 @@ class LeaderNode(Process):
 
     def drain(self) -> None:
         """SIGTERM."""
+        self.deployment.causes.struck("drained", self)
         self.draining = True
         self.put(Drain())
         if self.draining_since is None:

@@ -11,7 +11,7 @@ from segue.bootstrap.records import InstanceRecord
 from segue.conn.config import KVConfig, Runtime
 from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
-from segue.core.errors import PeerLost, SegueError
+from segue.core.errors import Internal, PeerLost, SegueError
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
@@ -118,10 +118,7 @@ class SimManager(KVManager):
         message, lost = self._sim_node.faults.metadata(metadata)
         if lost:
             deployment = self._sim_node.deployment
-            for connection in deployment.network.between(
-                self._sim_node, deployment.by_incarnation[effect.peer]
-            ):
-                connection.snap()
+            deployment.break_session(self._sim_node, deployment.by_incarnation[effect.peer])
         return replace(effect, message=message)
 
     def _refused(self, event: api.Event, error: SegueError, now: float) -> list[api.Effect]:
@@ -162,7 +159,13 @@ class SimDigester:
         if node.faults.page_flips and node.spec.role is Role.DECODE:
             node.faults.page_flips -= 1
             node.deployment.checks.flips.page(node, effect, node.rng)
-        node.after(node.world_timing.slice_s * 2 * node.rng.random(), self._read, effect)
+        took_s = node.world_timing.slice_s * 2 * node.rng.random()
+        what = node.faults.digests.pop(0) if node.faults.digests else 0.0
+        if what is None:
+            error = Internal("hashing failed: injected").info
+            node.after(took_s, self._answer, api.Digested(effect.transfer, effect.tag, 0, error=error))
+        else:
+            node.after(took_s + what, self._read, effect)
 
     def _read(self, effect: api.Digest) -> None:
         node = self._node

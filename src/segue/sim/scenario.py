@@ -73,6 +73,16 @@ AT_THE_DOORS = (
     "session backlog",
 )
 
+#: Those that came after them, with a generator of their own for the same reason.
+NEWEST = (
+    "tight pools",
+    "endings",
+    "unequal budgets",
+    "engine exception",
+    "plan exception",
+    "digests",
+)
+
 BAD = (
     "room 0",
     "negative room",
@@ -239,7 +249,54 @@ def make_scenario(seed: int) -> Scenario:
         scenario.backlog_bytes = doors.choice((2**15, 2**16))
     found = [f for f in AT_THE_DOORS if f in scenario.features]
     scenario.faults += _faults(doors, scenario, found, len(scenario.faults))
+    newest = random.Random(f"segue newest {seed}")
+    scenario.features |= frozenset(f for f in NEWEST if newest.random() < share)
+    found = [f for f in NEWEST if f in scenario.features]
+    if "tight pools" in found:
+        _tighten(newest, scenario)
+    if "endings" in found:
+        _vary_endings(newest, scenario)
+    if "unequal budgets" in found:
+        _vary_budgets(newest, scenario)
+    scenario.faults += _faults(newest, scenario, found, len(scenario.faults))
     return scenario
+
+
+def _tighten(rng: random.Random, scenario: Scenario) -> None:
+    """Pools in which two requests do not fit where each does, and a unified instance."""
+    room = rng.choice((32, 48, 64))
+    if all(node.role is not Role.UNIFIED for node in scenario.nodes):
+        scenario.nodes.append(replace(scenario.nodes[0], name="unified0", role=Role.UNIFIED))
+    scenario.nodes = [replace(node, pages=room // node.page_tokens) for node in scenario.nodes]
+    for wanted in scenario.requests:
+        if rng.random() < 0.5:
+            wanted.prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, room - 2))]
+            longest = room - len(wanted.prompt)
+            wanted.sampling = structs.replace(wanted.sampling, max_tokens=rng.randint(1, longest))
+            wanted.unified = rng.random() < 0.5
+            wanted.bad = ""
+
+
+def _vary_endings(rng: random.Random, scenario: Scenario) -> None:
+    """Answers that end by a stop token or by the end of the sequence, not before `min_tokens`; and
+    log-probabilities of prompts."""
+    for wanted in scenario.requests:
+        most = wanted.sampling.max_tokens
+        wanted.sampling = structs.replace(
+            wanted.sampling,
+            min_tokens=rng.choice((0, 0, 1, rng.randint(0, most))),
+            stop_token_ids=rng.sample(range(VOCAB), rng.choice((0, 0, VOCAB // 4))),
+            ignore_eos=rng.random() < 0.3,
+            prompt_logprobs=rng.choice((None, None, None, 0)),
+        )
+
+
+def _vary_budgets(rng: random.Random, scenario: Scenario) -> None:
+    """One half is given much less time than the other."""
+    for wanted in scenario.requests:
+        if rng.random() < 0.3:
+            nearer = rng.uniform(0.002, 0.1)
+            wanted.leg_budget_s = rng.choice(((nearer, None), (None, nearer)))
 
 
 def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
@@ -422,6 +479,9 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "move": (Draw("move", 2, "any", seconds=_DOWN_S),),
     "role change": (Draw("role change", 2, "any", seconds=_DOWN_S),),
     "metadata": (Draw("metadata", 3, "prefill", triggers=("",)),),
+    "engine exception": (Draw("engine exception", 4, "any", triggers=("",)),),
+    "plan exception": (Draw("plan exception", 2, "any", triggers=ITEMS_AFTER),),
+    "digests": (Draw("digest slow", 2, "kv", triggers=("",)), Draw("digest fails", 2, "kv", triggers=("",))),
     "role exception": (Draw("role exception", 4, "any", triggers=ITEMS_AFTER),),
     "front pause": (Draw("front pause", 1, "front", seconds=_SILENT_S),),
     "front partition": (

@@ -1,0 +1,211 @@
+"""The ledger of causes: what happened, to whom, and until when it can explain an error.
+
+Faults, and whatever else can make an attempt fail, are entered where they happen. The first failure of an
+attempt must be explained by an entry that touches its route (frontend, prefill and decode instance) and can
+give its code; what the other half or the frontend makes of it is a chain from there. A failure that nothing
+explains is a bug, even where a retry heals it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from segue.core.errors import ErrorCode, ErrorInfo
+from segue.core.types import Incarnation
+from segue.sim.world import Process
+
+if TYPE_CHECKING:
+    from segue.sim.deployment import Deployment
+    from segue.sim.front import Call
+    from segue.sim.leader import LeaderNode, NodeSpec
+
+_UNREACHED = {ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT}
+_LATE = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT}
+#: A session or a process is gone, or as good as gone.
+_LOST = {
+    ErrorCode.PEER_LOST,
+    ErrorCode.PEER_RESTARTED,
+    ErrorCode.TRANSFER_FAILED,
+    ErrorCode.DEADLINE_EXCEEDED,
+    *_UNREACHED,
+}
+
+#: What each kind of entry can give.
+CODES: dict[str, frozenset[ErrorCode]] = {
+    "started": frozenset(_UNREACHED | _LATE),
+    "killed": frozenset(_LOST),
+    "paused": frozenset(_LOST),
+    "broken": frozenset(_LOST),
+    "blocked": frozenset(_LOST),
+    "drained": frozenset({*_LOST, ErrorCode.DRAINING}),
+    "session flip": frozenset({*_LOST, ErrorCode.PEER_REFUSED, ErrorCode.CHECKSUM_MISMATCH}),
+    "path cut": frozenset({ErrorCode.TRANSFER_FAILED, ErrorCode.PEER_LOST}),
+    "write fails": frozenset({ErrorCode.TRANSFER_FAILED}),
+    "slow link": frozenset(_LATE),
+    "engine refuses": frozenset({ErrorCode.INVALID_REQUEST}),
+    "registry loss": frozenset(_UNREACHED | _LATE),
+    "digest slow": frozenset(_LATE),
+}
+#: An exception that the simulator throws, into some part of an instance.
+_THROWN = (
+    "handler exception",
+    "step exception",
+    "sequence error",
+    "role exception",
+    "engine exception",
+    "plan exception",
+    "digest fails",
+)
+CODES |= dict.fromkeys(_THROWN, frozenset({ErrorCode.INTERNAL}))
+#: These strike what comes next, whenever that is.
+_ARMED = frozenset({"session flip", "engine refuses", "digest slow", *_THROWN})
+#: Within which a clock of an instance may run ahead of the world's.
+_FASTEST = 1.1
+#: A time in which nobody can promise to be done.
+SHORT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Between `since` and `until` (seconds) an attempt that has all of `who` in its route may fail."""
+
+    kind: str
+    who: frozenset[Incarnation]
+    since: float
+    until: float
+
+
+@dataclass(slots=True)
+class Route:
+    """Who serves an attempt, and the nearest deadline that any of them was given."""
+
+    call: Call
+    who: set[Incarnation]
+    placed_at: float
+    deadline: float
+    #: its first failure was explained, or its frontend has given it up: the rest follows from that
+    chained: bool = False
+
+
+class Causes:
+    """The ledger of one deployment."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._world = deployment.world
+        self._found: list[Cause] = []
+        self._routes: dict[int, Route] = {}
+        #: when requests last waited on an instance
+        self._short: dict[Incarnation, float] = {}
+
+    # ---- what is entered -------------------------------------------------------------------------
+
+    def struck(self, kind: str, *who: Process, seconds: float = 0.0) -> None:
+        """`kind` struck what has all of `who` in its route (nobody: all), for `seconds` and a while."""
+        now = self._world.now
+        for_ever = kind in _ARMED or kind in ("killed", "drained")
+        until = inf if for_ever else now + seconds + self._deployment.checks.bound_s
+        self._found.append(Cause(kind, frozenset(p.me for p in who), now, until))  # type: ignore[attr-defined]
+
+    def placed(self, room: int, call: Call, who: set[Incarnation]) -> None:
+        """An attempt begins."""
+        route = self._routes.get(room)
+        if route is None:
+            self._routes[room] = Route(call, who, self._world.now, call.deadline)
+        else:  # a repeated ticket
+            route.who |= who
+
+    def submitted(self, room: int, budget_s: float) -> None:
+        """One of its halves was given this long."""
+        route = self._routes.get(room)
+        if route is not None:
+            route.deadline = min(route.deadline, self._world.now + budget_s)
+
+    def given_up(self, room: int) -> None:
+        """Its frontend has cancelled it: whoever serves it may say what it likes of that."""
+        if room in self._routes:
+            self._routes[room].chained = True
+
+    def short(self, node: LeaderNode) -> None:
+        """Requests wait at `node` for what others there have. That something moves there is 17."""
+        self._short[node.me] = self._world.now
+
+    # ---- what is asked ---------------------------------------------------------------------------
+
+    def unexplained(self, error: ErrorInfo, rooms: tuple[int, ...]) -> str:
+        """Why nothing in the ledger explains `error` of the attempt `rooms[-1]`; empty if something does."""
+        injected = any(text in error.text for text in ("injected", "Injected", "this sequence failed"))
+        route = self._routes.get(rooms[-1]) if rooms else None
+        if error.code is ErrorCode.INTERNAL and not injected:
+            return "an internal error that nobody injected"
+        if route is None:
+            return "nobody has placed it"
+        wrong = "" if route.call.wanted.bad else self._why(error, rooms[-1], route)
+        route.chained = route.chained or not wrong
+        return wrong
+
+    def _why(self, error: ErrorInfo, room: int, route: Route) -> str:
+        code, checks, now = error.code, self._deployment.checks, self._world.now
+        if code is ErrorCode.DEADLINE_EXCEEDED and not route.chained:
+            left_s = route.deadline - now
+            if left_s > (route.deadline - route.placed_at) * (1 - 1 / _FASTEST) + 1e-6:
+                return f"{left_s:.3f} s before the nearest deadline"
+            if route.deadline - route.placed_at < SHORT_S:
+                return ""
+        if route.chained or any(self._touches(cause, code, route) for cause in self._found):
+            return ""
+        match code:
+            case ErrorCode.METADATA_MISMATCH if room in checks.spoiled:
+                return ""
+            case ErrorCode.CHECKSUM_MISMATCH if any(t.room == room for t in checks.flips.spoiled):
+                return ""
+            case ErrorCode.PEER_REFUSED | ErrorCode.LAYOUT_MISMATCH if self._mismatched(route):
+                return ""
+            case ErrorCode.BOOTSTRAP_TIMEOUT | ErrorCode.DEADLINE_EXCEEDED if self._mismatched(
+                route
+            ) or self._waited(route):
+                return ""
+            case ErrorCode.INVALID_REQUEST if self._too_long(route):
+                return ""
+            case ErrorCode.OUT_OF_CAPACITY if self._full(error, route):
+                return ""
+            case _:
+                return "nothing that touches it can cause it"
+
+    def _touches(self, cause: Cause, code: ErrorCode, route: Route) -> bool:
+        return (
+            code in CODES[cause.kind]
+            and cause.who <= route.who
+            and cause.since <= self._world.now
+            and cause.until >= route.placed_at
+            and cause.until >= self._world.now - 1e-9
+        )
+
+    def _nodes(self, route: Route) -> list[Process]:
+        found = self._deployment.by_incarnation
+        return [found[me] for me in sorted(route.who)]
+
+    def _specs(self, route: Route) -> list[NodeSpec]:
+        processes = (self._deployment.by_incarnation[me] for me in route.who)
+        return [spec for spec in (getattr(p, "spec", None) for p in processes) if spec is not None]
+
+    def _mismatched(self, route: Route) -> bool:
+        return len({(spec.model, spec.layers) for spec in self._specs(route)}) > 1
+
+    def _waited(self, route: Route) -> bool:
+        return any(self._short.get(me, -inf) > self._world.now - 1.0 for me in route.who)
+
+    def _too_long(self, route: Route) -> bool:
+        room_tokens = min(spec.pages * spec.page_tokens for spec in self._specs(route))
+        return len(route.call.wanted.prompt) + 1 > room_tokens
+
+    def _full(self, error: ErrorInfo, route: Route) -> bool:
+        scenario = self._deployment.scenario
+        if "already holds" in error.text:
+            return f"holds {scenario.max_queue} " in error.text
+        return "to continue" in error.text or scenario.max_early < 1024
+
+
+__all__ = ["CODES", "Causes"]
