@@ -85,7 +85,8 @@ class DeskChecks:
             ready += [*generation.waiting, *generation.running, *(job for job, _ in generation.retracted)]
         if prompts is not None:
             ready += [*prompts.waiting, *prompts.running]
-        entries = list(role.table._entries.values()) if hasattr(role, "table") else []
+        table = getattr(role, "table", None)
+        entries = list(table._entries.values()) if table is not None else []
         in_flight = [e.job for e in entries if e.job.pages and not any(e.job is job for job in ready)]
         queued = getattr(role, "preallocation", ())
         ready += [e.job for e in entries if e.job in queued and e.handle.poll() is KVPoll.WAITING_FOR_INPUT]
