@@ -18,7 +18,7 @@ from engine_models import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from segue.core.errors import ConfigError, Internal, InvalidRequest
+from segue.core.errors import ChecksumMismatch, ConfigError, Internal, InvalidRequest
 from segue.core.request import SamplingParams
 from segue.engine.api import SequenceStep
 from segue.engine.model_fingerprint import fingerprint
@@ -177,6 +177,15 @@ def test_retracted_pages_come_back_elsewhere(engine, folder):
     engine.copy_in(host, [30, 12])
     (result,) = engine.step([SequenceStep(1, PROMPT[19:], 19, [30, 12], True)])
     assert [result.token] == generate(folder, [PROMPT], 1)[0]
+
+
+def test_a_copy_of_which_a_bit_has_changed_does_not_come_back(engine):
+    host = engine.copy_out([4, 5])
+    host.data.view(torch.uint8).view(-1)[7] ^= 1
+    before = engine._pool.kv.clone()
+    with pytest.raises(ChecksumMismatch, match="host memory"):
+        engine.copy_in(host, [30, 12])
+    assert torch.equal(engine._pool.kv.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize("pages", [[0], [0, 0], [0, -1], [0, 10**6]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 from pair import FRONT, VOCAB, Pair
 
 from segue.core.control import Submit
@@ -306,3 +307,31 @@ def test_a_lost_peer_fails_what_waits_for_it_in_each_phase_and_not_at_the_deadli
         else:
             assert set(pair.errors(f"r{i}")) == {"PEER_LOST"}
     pair.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"temperature": 0.0},
+        {"top_p": 0.5},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {1: 5.0}},
+        {"min_tokens": 2},
+        {"stop_token_ids": [1]},
+        {"ignore_eos": True},
+        {"logprobs": 1},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_first_token_drawn_otherwise_is_another_request_s(other: dict[str, object]) -> None:
+    """Prompt and seed, which the key is of, are the same; the first token may differ."""
+    kept, first = KeptPrompts(), job([1, 2, 3], 5)
+    kept.put(first, metadata(), None)
+    asked = job([1, 2, 3], 5)
+    asked.request = structs.replace(asked.request, sampling=structs.replace(asked.sampling, **other))
+    assert kept.take(asked) is None
+    assert kept.take(job([1, 2, 3], 5)) is not None

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from msgspec import structs
 
 from segue.core.control import Submit
 from segue.core.errors import AbortedByClient, ErrorCode
@@ -204,3 +205,34 @@ def test_one_request_that_fills_the_pool_ends_by_length() -> None:
     outputs = run(role)
     assert tokens(outputs["long"]) == wanted
     assert outputs["long"][-1].finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("by_request", [False, True], ids=["eos", "stop token"])
+@pytest.mark.parametrize("min_tokens", range(5))
+def test_an_answer_ends_with_the_first_stop_after_min_tokens_others(
+    min_tokens: int, by_request: bool, ignore_eos: bool
+) -> None:
+    """The tokens 0, 1, 3 and 6 of the answer are stops."""
+    prompt, sampling = [7, 8, 9], SamplingParams(max_tokens=9, min_tokens=min_tokens, ignore_eos=ignore_eos)
+    said = reference(prompt, sampling, VOCAB, 9)
+    assert len(set(said)) == 9
+    stops = [said[at] for at in (0, 1, 3, 6)]
+    engine = LineageEngine(
+        lineage_spec(8), vocab_size=VOCAB, eos_token_ids=frozenset(() if by_request else stops)
+    )
+    role = UnifiedRole(engine, PagePool(8, 4), me=ME, name="unified", limits=Limits())
+    here = Placement(ME)
+    if by_request:
+        sampling = structs.replace(sampling, stop_token_ids=stops)
+    ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=9.0)
+    role.submit(FRONT, Submit(Request(request_id="r", prompt=prompt, sampling=sampling), ticket), 0.0)
+    outputs = run(role)["r"]
+    last = {0: 0, 1: 1, 2: 3, 3: 3, 4: 6}[min_tokens] if by_request or not ignore_eos else 8
+    assert tokens(outputs) == said[: last + 1]
+    ended = outputs[-1]
+    assert (ended.finish, ended.stop_token) == (
+        (FinishReason.LENGTH, None) if last == 8 else (FinishReason.STOP, said[last])
+    )
+    assert ended.usage is not None
+    assert ended.usage.output_tokens == last + 1

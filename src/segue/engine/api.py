@@ -108,5 +108,5 @@ class Engine(Protocol):
         ...
 
     def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
-        """Copy what `copy_out` returned into `pages` (as many)."""
+        """Copy what `copy_out` returned into `pages` (as many). ChecksumMismatch if it is not what it was."""
         ...

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
-from segue.core.errors import ConfigError, InvalidRequest
+from segue.core.errors import ChecksumMismatch, ConfigError, InvalidRequest
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import Memory, allocate
 
@@ -20,9 +21,10 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class HostKV:
-    """KV of a retracted sequence outside the pool: `[layers, 2, pages, items of a page]`."""
+    """KV outside the pool: `[layers, 2, pages, items of a page]`, and its hash from when it was copied."""
 
     data: torch.Tensor
+    digest: int
 
     @property
     def pages(self) -> int:
@@ -59,12 +61,15 @@ class KVPool:
 
     def copy_out(self, pages: Sequence[int]) -> HostKV:
         """Copy `pages` of all layers to memory of their own."""
-        return HostKV(self.by_page.index_select(2, self._index(pages)))
+        data = self.by_page.index_select(2, self._index(pages))
+        return HostKV(data, _digest(data))
 
     def copy_in(self, host: HostKV, pages: Sequence[int]) -> None:
-        """Copy what `copy_out` returned into `pages`, which must be as many."""
+        """Copy what `copy_out` returned into `pages` (as many). ChecksumMismatch if it has changed."""
         if len(pages) != host.pages:
             raise InvalidRequest(f"{host.pages} pages cannot be copied into {len(pages)}")
+        if _digest(host.data) != host.digest:
+            raise ChecksumMismatch("KV changed in host memory", phase="copy_in")
         self.by_page.index_copy_(2, self._index(pages), host.data)
 
     def _index(self, pages: Sequence[int]) -> torch.Tensor:
@@ -72,6 +77,10 @@ class KVPool:
         if wrong or len(set(pages)) != len(pages):
             raise InvalidRequest(f"not distinct pages of a pool of {self.spec.pages}: {list(pages)[:8]} …")
         return torch.tensor(pages, dtype=torch.int64)
+
+
+def _digest(data: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(data.view(torch.uint8).numpy().data)
 
 
 def make_pool(shape: KVShape, pool_bytes: int, page_tokens: int, memory: Memory | None) -> KVPool:

@@ -206,10 +206,13 @@ class Desk(ABC):
         self._drop(job, error, now)
 
     def attempt(self, what: str, job: Job, now: float, call: Callable[..., T], *args: object) -> T | None:
-        """Ask the engine for something that is of `job` alone. A bug there fails that job (which may have
-        ended already) and nobody else, is kept in `bugs`, and answered with None."""
+        """Ask the engine for something that is of `job` alone. An error there fails that job (which may have
+        ended already) and nobody else, and is answered with None; a bug is kept in `bugs`."""
         try:
             return call(*args)
+        except SegueError as error:  # it says itself what is wrong
+            self.fail(job, error.info, now)
+            return None
         except Exception as exc:  # the boundary: what others share the step with is not theirs to suffer
             self.bugs.append((f"{what} of room {job.ticket.room}", exc))
             self.fail(job, Internal(f"the engine broke in {what}: {exc!r}").info, now)

@@ -94,9 +94,14 @@ class PrefillRole(Desk):
         if tail is None:
             self.pool.release(match.pages)
             return False
+        try:
+            if kept.tail is not None:
+                self.engine.copy_in(kept.tail, tail)
+        except Exception as exc:  # the boundary: what was kept is no help then, and nothing else is lost
+            self.bugs.append((f"copy_in of what was kept for room {job.ticket.room}", exc))
+            self.pool.release(match.pages + tail)
+            return False
         job.pages = match.pages + tail
-        if kept.tail is not None:
-            self.engine.copy_in(kept.tail, tail)
         job.cached = job.computed = tokens
         job.enter("in_flight", now)
         job.metadata = replace(

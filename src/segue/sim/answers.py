@@ -28,7 +28,8 @@ _AT_THE_DOOR = frozenset(
         ErrorCode.DEADLINE_EXCEEDED,
     }
 )
-_AFTER_COMMIT = frozenset({ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED})
+#: CHECKSUM_MISMATCH: of a copy in host memory, which a cause in the ledger must have flipped.
+_AFTER_COMMIT = frozenset({ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED, ErrorCode.CHECKSUM_MISMATCH})
 
 
 class AnswerChecks:

@@ -44,6 +44,7 @@ CODES: dict[str, frozenset[ErrorCode]] = {
     "path cut": frozenset({ErrorCode.TRANSFER_FAILED, ErrorCode.PEER_LOST}),
     "write fails": frozenset({ErrorCode.TRANSFER_FAILED}),
     "slow link": frozenset(_LATE),
+    "copy flip": frozenset({ErrorCode.CHECKSUM_MISMATCH}),
     "engine refuses": frozenset({ErrorCode.INVALID_REQUEST}),
     "registry loss": frozenset(_UNREACHED | _LATE),
     "digest slow": frozenset(_LATE),
@@ -60,7 +61,7 @@ _THROWN = (
 )
 CODES |= dict.fromkeys(_THROWN, frozenset({ErrorCode.INTERNAL}))
 #: These strike what comes next, whenever that is.
-_ARMED = frozenset({"session flip", "engine refuses", "digest slow", *_THROWN})
+_ARMED = frozenset({"session flip", "copy flip", "engine refuses", "digest slow", *_THROWN})
 #: Within which a clock of an instance may run ahead of the world's.
 _FASTEST = 1.1
 #: A time in which nobody can promise to be done.

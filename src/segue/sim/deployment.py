@@ -375,6 +375,8 @@ class Deployment:
                 faults.fail_next_item(method, fault.amount // 2 % 2 == 1)
             case "digest slow" | "digest fails":
                 faults.digests.append(fault.seconds if fault.kind == "digest slow" else None)
+            case "copy flip":
+                faults.copy_flips += 1
             case "engine refuses":
                 faults.fail_next_open()
             case "squeeze":

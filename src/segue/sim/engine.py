@@ -12,6 +12,9 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import xxhash
+
+from segue.core.errors import ChecksumMismatch
 from segue.core.request import SamplingParams, TokenLogprob
 from segue.engine.api import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
 from segue.layout.spec import KVShape, PoolSpec
@@ -79,6 +82,7 @@ class Copied:
     """Host copy of pages."""
 
     pages: tuple[bytes, ...]
+    digest: int
 
     @property
     def nbytes(self) -> int:
@@ -240,16 +244,16 @@ class LineageEngine:
 
     def copy_out(self, pages: Sequence[int]) -> HostPages:
         """Copy pages out of the pool."""
-        return Copied(
-            tuple(
-                b"".join(bytes(self.memory[at : at + size]) for at, size in self._ranges(page))
-                for page in pages
-            )
+        copies = tuple(
+            b"".join(bytes(self.memory[at : at + size]) for at, size in self._ranges(page)) for page in pages
         )
+        return Copied(copies, xxhash.xxh3_64_intdigest(b"".join(copies)))
 
     def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
         """Copy pages back."""
         assert isinstance(host, Copied)
+        if xxhash.xxh3_64_intdigest(b"".join(host.pages)) != host.digest:
+            raise ChecksumMismatch("KV changed in host memory", phase="copy_in")
         for page, data in zip(pages, host.pages, strict=True):
             offset = 0
             for at, size in self._ranges(page):

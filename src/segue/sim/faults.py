@@ -47,6 +47,8 @@ class NodeFaults:
         self.spoil_metadata: list[int] = []
         #: a method of the role has just raised, and nobody has looked yet at what the leader made of it
         self.broke = False
+        #: how many of the next copies that are kept in host memory have one bit changed there
+        self.copy_flips = 0
         #: what becomes of the next checksums: they take so many seconds, or (None) fail
         self.digests: list[float | None] = []
         self.kill_mid_write: Callable[[], None] | None = None

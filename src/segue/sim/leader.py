@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
@@ -20,7 +20,7 @@ from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, Integrity, Role
-from segue.engine.api import OnStored, SequenceResult, SequenceStep
+from segue.engine.api import HostPages, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.roles.base import Role as RoleLogic
 from segue.roles.unified import UnifiedRole
@@ -28,7 +28,7 @@ from segue.serve.control import FrontendSessions
 from segue.serve.leader import Drain, Item, Leader
 from segue.session.api import Session
 from segue.session.node import SessionNode
-from segue.sim.engine import LineageEngine, WrongKV, lineage_spec
+from segue.sim.engine import Copied, LineageEngine, WrongKV, lineage_spec
 from segue.sim.faults import Injected, NodeFaults
 from segue.sim.loop import SimLoop
 from segue.sim.runtime import SimIo, SimSessionNode
@@ -93,6 +93,18 @@ class CheckedEngine(LineageEngine):
         if raised is not None:
             raise raised
         return self.node.faults.forward_ends(self._refused + self.draw(self._computed))
+
+    def copy_out(self, pages: Sequence[int]) -> HostPages:
+        """As production's; one bit of the copy may change where it lies."""
+        host, faults, rng = super().copy_out(pages), self.node.faults, self.node.rng
+        if not faults.copy_flips or not isinstance(host, Copied):
+            return host
+        faults.copy_flips -= 1
+        self.node.deployment.counts["flipped copies"] += 1
+        copies = [bytearray(page) for page in host.pages]
+        wrong = rng.choice(copies)
+        wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
+        return replace(host, pages=tuple(map(bytes, copies)))
 
     def _store_checked(self, steps: Sequence[SequenceStep]) -> None:
         node = self.node

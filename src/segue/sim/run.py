@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from segue.core.errors import ChecksumMismatch
 from segue.handoff import api
 from segue.sim.deployment import CHECK_EVERY, Deployment
 from segue.sim.engine import WrongKV
@@ -53,7 +54,11 @@ class _Watcher(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or isinstance(error, Injected | Violation | WrongKV) or "injected" in str(error):
+        if (
+            error is None
+            or isinstance(error, Injected | Violation | WrongKV | ChecksumMismatch)
+            or "injected" in str(error)
+        ):
             return
         if isinstance(error, GeneratorExit):  # its process was killed
             return

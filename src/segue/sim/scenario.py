@@ -81,6 +81,7 @@ NEWEST = (
     "engine exception",
     "plan exception",
     "digests",
+    "copy flip",
 )
 
 BAD = (
@@ -478,6 +479,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     ),
     "move": (Draw("move", 2, "any", seconds=_DOWN_S),),
     "role change": (Draw("role change", 2, "any", seconds=_DOWN_S),),
+    "copy flip": (Draw("copy flip", 3, "any", triggers=("",)),),
     "metadata": (Draw("metadata", 3, "prefill", triggers=("",)),),
     "engine exception": (Draw("engine exception", 4, "any", triggers=("",)),),
     "plan exception": (Draw("plan exception", 2, "any", triggers=ITEMS_AFTER),),
