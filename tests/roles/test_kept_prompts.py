@@ -335,3 +335,15 @@ def test_a_first_token_drawn_otherwise_is_another_request_s(other: dict[str, obj
     asked.request = structs.replace(asked.request, sampling=structs.replace(asked.sampling, **other))
     assert kept.take(asked) is None
     assert kept.take(job([1, 2, 3], 5)) is not None
+
+
+def test_an_equal_hash_is_not_an_equal_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is a hash; the tokens decide, of the prompt and of what was given already."""
+    monkeypatch.setattr(Job, "prompt_hash", 7)
+    kept, first = KeptPrompts(), job([1, 2, 3])
+    kept.put(first, metadata(), None)
+    assert kept.take(job([1, 2, 4])) is None
+    given = job([1, 2, 3])
+    given.request = structs.replace(given.request, output=[9])
+    assert kept.take(given) is None
+    assert kept.take(job([1, 2, 3])) is not None
