@@ -46,7 +46,9 @@ CODES: dict[str, frozenset[ErrorCode]] = {
     "slow link": frozenset(_LATE),
     "copy flip": frozenset({ErrorCode.CHECKSUM_MISMATCH}),
     "engine refuses": frozenset({ErrorCode.INVALID_REQUEST}),
-    "registry loss": frozenset(_UNREACHED | _LATE),
+    "no descriptors": frozenset(_LOST),
+    "clock jump": frozenset(_LOST),
+    "session backlog": frozenset(_LOST),
     "digest slow": frozenset(_LATE),
 }
 #: An exception that the simulator throws, into some part of an instance.
@@ -61,7 +63,17 @@ _THROWN = (
 )
 CODES |= dict.fromkeys(_THROWN, frozenset({ErrorCode.INTERNAL}))
 #: These strike what comes next, whenever that is.
-_ARMED = frozenset({"session flip", "copy flip", "engine refuses", "digest slow", *_THROWN})
+_ARMED = frozenset(
+    {
+        "session flip",
+        "copy flip",
+        "clock jump",
+        "session backlog",
+        "engine refuses",
+        "digest slow",
+        *_THROWN,
+    }
+)
 #: Within which a clock of an instance may run ahead of the world's.
 _FASTEST = 1.1
 #: A time in which nobody can promise to be done.
@@ -149,7 +161,8 @@ class Causes:
 
     def _why(self, error: ErrorInfo, room: int, route: Route) -> str:
         code, checks, now = error.code, self._deployment.checks, self._world.now
-        if code is ErrorCode.DEADLINE_EXCEEDED and not route.chained:
+        jumped = any(cause.kind == "clock jump" and cause.who <= route.who for cause in self._found)
+        if code is ErrorCode.DEADLINE_EXCEEDED and not route.chained and not jumped:
             left_s = route.deadline - now
             if left_s > (route.deadline - route.placed_at) * (1 - 1 / _FASTEST) + 1e-6:
                 return f"{left_s:.3f} s before the nearest deadline"

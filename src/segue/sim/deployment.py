@@ -77,6 +77,8 @@ class Deployment:
             world.at(fault.at, None, self._strike, fault)
         longest = max((f.at + f.seconds for f in scenario.faults), default=0.0)
         last = max((r.at for r in scenario.requests), default=0.0)
+        if "session backlog" in scenario.features:
+            self.causes.struck("session backlog")
         world.at(1.0, None, self._sweep)
         self._until(max(longest, last) + 0.5)
         self._peace()
@@ -347,7 +349,7 @@ class Deployment:
     def _node_fault(self, fault: Fault, node: LeaderNode) -> None:
         faults = node.faults
         if fault.kind in CODES:
-            self.causes.struck(fault.kind, node)
+            self.causes.struck(fault.kind, node, seconds=fault.seconds)
         match fault.kind:
             case "metadata":
                 faults.spoil_metadata.append(fault.amount % len(METADATA))
