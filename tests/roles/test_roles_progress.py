@@ -123,6 +123,7 @@ def test_the_unified_role_ends_whatever_fits_alone(mix: Mix) -> None:
                 submit(role, f"r{number}", mix.prompt(number), generated, number + 1)
         role.advance(0.0)
         steps = role.plan(0.0)
+        assert len(role.generation.running) <= mix.max_batch
         assert steps or not role.jobs, f"{len(role.jobs)} requests and nothing to do: {role.sizes()}"
         role.complete(role.engine.step(steps), 0.0)
     event(f"retracted: {role.generation.retractions > 0}")
@@ -181,3 +182,12 @@ def test_the_oldest_request_gives_way_to_nobody_and_comes_back_first() -> None:
     assert finished == ["A", "B", "C"]
     assert ["B", "C"] in waited
     assert all("A" not in names and names == sorted(names) for names in waited)
+
+
+def test_a_retracted_sequence_comes_back_only_with_room_for_all_to_go_on() -> None:
+    """Without a page of slack for whoever runs, it would be copied in and out again at each step."""
+    role = unified(pages=8, page_tokens=4, chunk_tokens=64)
+    for room, name in enumerate("ABCDE", 1):
+        submit(role, name, [room] * room, min(20 + 2 * room, 32 - room), room)
+    assert finishes(role)
+    assert role.generation.retractions == 6  # 7 without
