@@ -303,3 +303,20 @@ def test_a_broken_session_fails_exactly_its_transfers() -> None:
     assert len(pair.tokens("done")) == 8
     assert set(pair.errors("open")) == {"PEER_LOST"}
     pair.assert_at_rest()
+
+
+def test_admission_leaves_each_running_sequence_a_page_to_grow() -> None:
+    """B would fit beside A now, and A would be retracted for its next page."""
+    pair = Pair(decode_pages=4)
+    a = pair.submit("A", [1, 2, 3, 4], 8)
+    for _ in range(3):
+        pair.pump()
+        pair.prefill.turn()
+        pair.pump()
+        pair.decode.turn()
+    assert pair.decode.role.generation.running
+    b = pair.submit("B", [5, 6, 7, 8, 9, 10, 11], 2)
+    pair.run()
+    assert pair.decode.role.generation.retractions == 0
+    assert pair.tokens("A") == reference([1, 2, 3, 4], a, VOCAB, 8)
+    assert pair.tokens("B") == reference([5, 6, 7, 8, 9, 10, 11], b, VOCAB, 2)
