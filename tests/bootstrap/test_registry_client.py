@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import httpx
+import msgspec
 import pytest
 import uvloop
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
@@ -18,9 +20,11 @@ from segue.bootstrap.waiting import SystemClock
 from segue.core.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
+    ChecksumMismatch,
     ConfigError,
     DpRankConflict,
     DpRankOutOfRange,
+    InvalidRequest,
     NotFound,
     PeerRefused,
     PeerRestarted,
@@ -29,6 +33,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Placement, Role
+from segue.session.guarded_http import ErrorBody
 
 LIMITS = Limits(registry_ttl_s=0.6)
 
@@ -400,5 +405,37 @@ def test_a_watcher_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_i
             await soon(anext(watch))
         assert asked
         assert max(asked) <= LIMITS.registry_ttl_s
+
+    asyncio.run(main())
+
+
+def test_a_query_that_arrived_as_no_http_was_changed_on_its_way_and_ends_nobody() -> None:
+    """What the server says before any handler has a query says nothing of the instance: a flipped bit of one
+    keep-alive must not make it leave."""
+
+    async def main() -> None:
+        broken, often = [False], asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            if not broken[0]:
+                return httpx.Response(200, content=b"{}")
+            broken.append(True)
+            if len(broken) > 4:
+                often.set()
+            error = InvalidRequest("what came is not an HTTP request")
+            return httpx.Response(400, content=msgspec.json.encode(ErrorBody(error.info)))
+
+        transport = httpx.MockTransport(answer)
+        registry = RegistryClient("http://r:1", secret=SECRET, limits=LIMITS, transport=transport)
+        await registry.register(record(A))
+        broken[0] = True
+        with pytest.raises(ChecksumMismatch):
+            await registry.register(record(B))
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        async with asyncio.timeout(DEADLINE_S):
+            await often.wait()
+        assert not keeping.done()
+        await registry.aclose()
+        await keeping
 
     asyncio.run(main())

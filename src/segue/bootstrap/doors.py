@@ -21,6 +21,7 @@ from segue.core.errors import (
     BootstrapUnreachable,
     ChecksumMismatch,
     ConfigError,
+    InvalidRequest,
     PeerRefused,
     SegueError,
     Unauthorized,
@@ -163,6 +164,11 @@ class HttpDoor(Door):
             raise PeerRefused(text) from error
         if path.startswith("/v1/rooms/") and isinstance(info.exception(), BootstrapTimeout):
             raise _NotYet(info.text)
+        if told is None and isinstance(info.exception(), InvalidRequest):
+            # No handler has said it. Ours was HTTP when it left: what arrived was something else.
+            raise ChecksumMismatch(
+                f"a query to the registry at {self._url} was changed on its way: {info.text}"
+            )
         raise info.exception()
 
     def _unreachable(self, error: httpx.HTTPError) -> SegueError:

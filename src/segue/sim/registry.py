@@ -103,7 +103,7 @@ class CheckedStore(RegistryStore):
             entry = self._entries.get(incarnation)
             if alive and (entry is None or not entry.ranks[rank].alive):
                 silent_s = self.deployment.world.now - self._heard_at[incarnation, rank]
-                if silent_s < self._ttl_s - 1e-6:
+                if silent_s < TTL_S - 1e-6:
                     self._wrong(f"forgot {incarnation[:8]} after {silent_s:.3f} s of silence")
 
     def _wrong(self, text: str) -> None:

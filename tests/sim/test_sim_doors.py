@@ -1,0 +1,115 @@
+"""The registry and the ports of a deployment in virtual time: each visitor and guest, and what is checked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from segue.bootstrap.records import InstanceList, InstanceRecord
+from segue.bootstrap.store import RegistryStore
+from segue.bootstrap.waiting import StoreWaiter
+from segue.core.types import Placement, Role
+from segue.sim.guests import GUEST_KINDS
+from segue.sim.registry import TTL_S
+from segue.sim.run import Outcome, load, run_scenario
+from segue.sim.scenario import AT_THE_DOORS, FAULTS, Fault, Scenario
+from segue.sim.visitors import KINDS
+
+#: Signed and not, one frontend and several, with and without an address translator.
+SEEDS = (1, 3, 6)
+
+
+def calm(seed: int, *faults: Fault) -> Scenario:
+    """A scenario without other faults than these."""
+    scenario = load(seed)
+    scenario.features, scenario.faults = frozenset(), list(faults)
+    scenario.requests = scenario.requests[:5]
+    return scenario
+
+
+def comes(kind: str, what: str, place: int) -> Outcome:
+    """Somebody comes to each instance in turn."""
+    found = []
+    for seed in SEEDS:
+        faults = [
+            Fault(f"v{i}", what, 0.2 + 0.2 * i, node.name, amount=place)
+            for i, node in enumerate(load(seed).nodes)
+        ]
+        found.append(run_scenario(calm(seed, *faults)))
+        assert not found[-1].failed, f"{kind}, seed {seed}: {found[-1].text}"
+        assert found[-1].counts[f"{what}: {kind}"] == len(faults)
+        assert found[-1].counts["visits" if what == "visitor" else "guests"] == len(faults), "one did not end"
+        assert found[-1].counts["done"] == 5
+    return found[-1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_visitor_is_told_why_or_cut_and_harms_nobody(kind: str) -> None:
+    comes(kind, "visitor", KINDS.index(kind))
+
+
+@pytest.mark.parametrize("kind", GUEST_KINDS)
+def test_each_guest_of_the_registry_is_told_what_it_did_wrong_and_harms_nobody(kind: str) -> None:
+    comes(kind, "guest", GUEST_KINDS.index(kind))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "loss",
+        "silent loss",
+        "close",
+        "impostor",
+        "pause",
+        "slow",
+        "partition",
+        "break",
+        "flip",
+        "cut",
+        "noise",
+    ],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_while_the_registry_is_in_trouble_those_who_know_each_other_go_on(kind: str, seed: int) -> None:
+    node = load(seed).nodes[0].name
+    fault = Fault("f0", f"registry {kind}", 0.1, node, seconds=12.0, amount=3)
+    scenario = calm(seed, fault)
+    for place, wanted in enumerate(scenario.requests):
+        wanted.at = 0.2 + place
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["done"] == 5
+    assert outcome.struck == {f"registry {kind}": 1}
+
+
+def test_every_trouble_of_a_seed_is_one_that_something_brings() -> None:
+    for feature in AT_THE_DOORS:
+        assert FAULTS[feature], feature
+
+
+def test_a_registry_that_forgets_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    normal = RegistryStore.register
+
+    def hasty(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> None:
+        normal(self, record, dp_rank)
+        rank = self._entries[record.incarnation].ranks[dp_rank]
+        rank.expires_at -= 0.8 * TTL_S
+        self._expect_expiry(rank.expires_at, Placement(record.incarnation, dp_rank))
+
+    monkeypatch.setattr(RegistryStore, "register", hasty)
+    outcome = run_scenario(calm(1))
+    assert outcome.rule == "registry"
+    assert "of silence" in outcome.text
+
+
+def test_a_watcher_that_is_never_told_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def blind(waiter: StoreWaiter, role: Role | None, *_: object) -> InstanceList:
+        await asyncio.sleep(1.0)
+        return replace(waiter.store.instances(role), instances=[])
+
+    monkeypatch.setattr(StoreWaiter, "instances", blind)
+    outcome = run_scenario(calm(1))
+    assert outcome.rule == "registry"
+    assert "does not know of" in outcome.text
