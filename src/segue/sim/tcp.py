@@ -127,12 +127,12 @@ class Socket(asyncio.Transport):
 
     def _force_close(self, error: Exception | None) -> None:
         """What asyncio's TLS calls when it has failed."""
-        self.abort()
+        if not self.over:
+            self._finish(error)
+            self.connection.reset(self)
 
     def abort(self) -> None:
-        if not self.over:
-            self._finish(None)
-            self.connection.reset(self)
+        self._force_close(None)
 
     # ---- the network's side ----------------------------------------------------------------------
 

@@ -486,6 +486,39 @@ async def _tls(visitor: Visitor) -> None:
     )
 
 
+@_visit("tls there only")
+async def _tls_there(visitor: Visitor) -> None:
+    """A visitor that listens and speaks TLS: whoever comes without is told why, and nobody hangs."""
+    port = 7100 + visitor.rng.randrange(10000)
+    host = visitor.loop.host
+    listener: Any = visitor.loop.network.listen(visitor.loop, port)
+    node = visitor.node(tls=tls_of_nobody())
+    node._listener = listener
+    node._gate.open(listener)
+    other = Incarnation(f"{visitor.rng.getrandbits(128):032x}")
+    for tls, codes in (
+        (None, (ErrorCode.PEER_REFUSED,)),
+        (tls_of_nobody(), (ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.UNAUTHORIZED)),
+    ):
+        try:
+            await visitor.node(incarnation=other, tls=tls).connect(host, port, timeout_s=10.0)
+        except SegueError as error:
+            if error.info.code not in codes:
+                visitor.wrong(f"was told {error}")
+        else:
+            visitor.wrong("has a session without a certificate")
+    raws = [(await visitor.loop.create_connection(_Raw, host, port))[1] for _ in range(3)]
+    raws[0].transport.abort()
+    raws[1].transport.write(b"\x16\x03\x01\x00\x02hm")
+    for raw in raws[1:]:
+        await visitor.is_cut(raw)
+    last = (await visitor.loop.create_connection(_Raw, host, port))[1]
+    await node.close()
+    await visitor.is_cut(last)
+    if node.strangers:
+        visitor.wrong(f"{node.strangers} strangers are left")
+
+
 @_visit("another role")
 async def _role(visitor: Visitor) -> None:
     await visitor.dials(visitor.node(role=Role.UNIFIED), ErrorCode.PEER_REFUSED)
