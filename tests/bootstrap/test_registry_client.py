@@ -12,11 +12,12 @@ import pytest
 import uvloop
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
-from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient
-from segue.bootstrap.records import InstanceRecord
+from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _View
+from segue.bootstrap.records import InstanceList, InstanceRecord
 from segue.bootstrap.server import RegistryServer, serve
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
+from segue.core.clock import VirtualClock
 from segue.core.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -439,3 +440,23 @@ def test_a_query_that_arrived_as_no_http_was_changed_on_its_way_and_ends_nobody(
         await keeping
 
     asyncio.run(main())
+
+
+def test_whom_a_restarted_registry_has_not_heard_of_yet_stands_for_a_ttl_and_no_longer() -> None:
+    clock = VirtualClock()
+    view = _View(10.0, clock)
+    old = InstanceList(version=1, epoch="first", age_s=100.0, instances=[record(A), record(B)])
+    assert names(view.merge(old)) == [A, B]
+    for age_s, version in ((1.0, 2), (5.0, 3)):
+        young = InstanceList(version=version, epoch="second", age_s=age_s, instances=[record(B)])
+        assert sorted(names(view.merge(young))) == [A, B]
+        assert view.wait_s(30.0) <= 9.0, "it asks again when the time is over"
+        clock.advance(4.0)
+    clock.advance(0.9)
+    assert sorted(names(view.merge(young))) == [A, B]
+    clock.advance(0.2)
+    assert names(view.merge(young)) == [B]
+    assert view.wait_s(30.0) == 30.0
+    taken = record(C, port=record(B).replicas[0].port)
+    again = InstanceList(version=4, epoch="third", age_s=0.5, instances=[taken])
+    assert names(view.merge(again)) == [C], "two processes do not listen at one address"
