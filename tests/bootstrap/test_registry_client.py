@@ -13,6 +13,7 @@ import uvloop
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
 from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _View
+from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import InstanceList, InstanceRecord
 from segue.bootstrap.server import RegistryServer, serve
 from segue.bootstrap.store import RegistryStore
@@ -460,3 +461,20 @@ def test_whom_a_restarted_registry_has_not_heard_of_yet_stands_for_a_ttl_and_no_
     taken = record(C, port=record(B).replicas[0].port)
     again = InstanceList(version=4, epoch="third", age_s=0.5, instances=[taken])
     assert names(view.merge(again)) == [C], "two processes do not listen at one address"
+
+
+def test_an_answer_that_was_changed_on_its_way_is_not_believed() -> None:
+    async def main() -> None:
+        body = msgspec.json.encode(InstanceList(version=1, epoch="e", age_s=1.0, instances=[record(A)]))
+
+        def changed(request: httpx.Request) -> httpx.Response:
+            right = {DIGEST_HEADER: digest_of(b"200", body)}
+            return httpx.Response(200, content=body.replace(b"9000", b"9001"), headers=right)
+
+        transport = httpx.MockTransport(changed)
+        registry = RegistryClient("http://r:1", secret=SECRET, limits=LIMITS, transport=transport)
+        with pytest.raises(ChecksumMismatch):
+            await registry._door.instances(None, None, 0.0)
+        await registry.aclose()
+
+    asyncio.run(main())
