@@ -177,3 +177,27 @@ def test_that_bytes_move_does_not_wake_a_leader_but_every_other_change_does() ->
     for change in changes:
         leader.changed(change)
     assert [leader.inbox.get_nowait() for _ in changes] == changes
+
+
+def test_what_ends_while_a_step_is_planned_makes_room_for_others_at_once() -> None:
+    """Or they would wait for the next thing that happens, with the pages free: a standstill."""
+    planned = [SequenceStep(1, [1], 0, [0], True)]
+    sent: list[Output] = []
+
+    class EndsOneFirst(OneStep):
+        def plan(self, now: float) -> list[SequenceStep]:
+            if "ended" in [output.request_id for _, output in self.outbox]:
+                return planned
+            self.outbox.append((FRONT, Output(request_id="ended")))
+            return []
+
+    leader = Leader(
+        EndsOneFirst(),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        limits=Limits(),
+        clock=VirtualClock(),
+        send=lambda _origin, outputs: sent.extend(outputs),
+        report=lambda _load: None,
+    )
+    assert leader.decide() == planned
+    assert [output.request_id for output in sent] == ["r", "ended"]

@@ -119,9 +119,9 @@ class Leader:
         """Handle what is in the inbox and decide the next forward. What is known already (first tokens,
         failures) leaves before it."""
         self._take(block=False)
-        now, steps, bugs = self.clock.now(), list[SequenceStep](), -1
-        while not steps and len(self.role.bugs) != bugs:
-            bugs = len(self.role.bugs)  # what ends by one while a step is planned gives its pages to others
+        now, steps, answers = self.clock.now(), list[SequenceStep](), -1
+        while not steps and len(self.role.outbox) != answers:
+            answers = len(self.role.outbox)  # what ends while a step is planned gives its pages to others
             steps = self._plan(now)
         self._flush()
         if now >= self._report_at and (steps or now >= self._quiet_until):

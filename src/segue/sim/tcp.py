@@ -194,7 +194,7 @@ class Socket(asyncio.Transport):
     def _feed(self, data: bytes) -> None:
         """In pieces now and then: a stream knows no messages."""
         rng = self.connection.rng
-        cuts = sorted(rng.randrange(len(data)) for _ in range(2)) if rng.random() < 0.02 else []
+        cuts = sorted(rng.randrange(max(1, len(data))) for _ in range(2)) if rng.random() < 0.02 else []
         for piece in (data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)):
             at = 0
             if not isinstance(self.protocol, asyncio.BufferedProtocol):
