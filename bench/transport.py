@@ -37,6 +37,7 @@ import msgspec
 import numpy as np
 
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import whole_pages
 from segue.layout.spec import KVShape, PoolSpec
 from segue.session.tls import Tls, load
 from segue.transport.base import Endpoint, TransportEvent, Written
@@ -95,7 +96,7 @@ def child(pages: int, nbytes: int, streams: int, tls: Tls | None) -> None:
         listener.getsockname()[1],
     )
     for transport in transports.values():
-        transport.grant(WRITER, EPOCH)
+        transport.grant(WRITER, EPOCH, whole_pages(pool_spec(pages), range(pages)))
     sys.stdout.write(msgspec.json.encode(hello).decode() + "\n")
     sys.stdout.flush()
     threading.Thread(target=serve_plain, args=(listener, memory, nbytes), daemon=True).start()

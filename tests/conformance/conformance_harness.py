@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from conformance_tls import make_by_name
 
+from areas import whole
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import PoolSpec
 from segue.transport.base import Endpoint, EventSink, Fenced, Transport, TransportEvent, WriteFailed, Written
@@ -115,7 +116,7 @@ class Pair:
         self.writer.transport.connect(self.reader.me, self.reader.endpoint, 5)
 
     def grant(self, epoch: int) -> None:
-        self.reader.transport.grant(self.writer.me, epoch)
+        self.reader.transport.grant(self.writer.me, epoch, whole(self.reader.memory.nbytes))
 
     def write(self, epoch: int, tag: int, *blocks: CopyBlock) -> None:
         self.writer.transport.write(self.reader.me, epoch, tag, blocks)

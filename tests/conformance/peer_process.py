@@ -13,6 +13,7 @@ from conformance_tls import make_by_name
 
 from segue.core.errors import SegueError
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content, Plane
 from segue.transport.base import Endpoint, TransportEvent
 from segue.transport.memory import allocate
 
@@ -45,7 +46,8 @@ def main(name: str, me: str, nbytes: int) -> None:
                 except SegueError as exc:
                     say(connect=str(exc))
             case "grant":
-                transport.grant(command["peer"], command["epoch"])
+                area = Content((Plane(0, 1, 1),), ((0, nbytes),))
+                transport.grant(command["peer"], command["epoch"], area)
                 say(grant="ok")
             case "fence":
                 transport.fence(command["peer"], command["epoch"])

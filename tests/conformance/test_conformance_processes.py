@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conformance_harness import PeerProcess, Side, until
 
+from areas import whole
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import PeerGone, WriteFailed, Written
 from segue.transport.fake import FakeNet
@@ -41,7 +42,7 @@ def test_writes_from_another_process(peer: Peers, side: Callable[[str, int], Sid
     reader, writer = side("bbbb/0", 8 * MiB), peer("aaaa/0", 8 * MiB)
     join(writer, reader)
     writer.ask("fill", byte=5)
-    reader.transport.grant(writer.me, 3)
+    reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
     writer.tell("write", peer=reader.me, epoch=3, block=[0, 4096, 60, 100, 200, 300])
     assert writer.wait("event")["event"] == "Written"
     assert np.count_nonzero(reader.array) == 6000
@@ -66,7 +67,7 @@ def test_a_writer_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Si
     reader, writer = side("bbbb/0", 256 * MiB), peer("aaaa/0", 256 * MiB)
     join(writer, reader)
     writer.ask("fill", byte=5)
-    reader.transport.grant(writer.me, 3)
+    reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
     writer.tell("write", peer=reader.me, epoch=3, block=[0, 0, 1, 256 * MiB], times=50)
     until(lambda: bool(reader.array[0] == 5), "the first byte never landed")
     writer.kill()
@@ -104,7 +105,7 @@ def test_a_paused_writer_cannot_write_after_the_abort(peer: Peers, side: Callabl
     reader, writer = side("bbbb/0", 256 * MiB), peer("aaaa/0", 256 * MiB)
     join(writer, reader)
     writer.ask("fill", byte=5)
-    reader.transport.grant(writer.me, 3)
+    reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
     writer.tell("write", peer=reader.me, epoch=3, block=[0, 0, 1, 256 * MiB], times=4)
     until(lambda: bool(reader.array[0] == 5), "the first byte never landed")
     os.kill(writer.process.pid, signal.SIGSTOP)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conformance_harness import Pair, Side, content, each_token
 
+from areas import whole
 from segue.core.errors import ConfigError, PeerRefused, SegueError
 from segue.core.types import RankCoord
 from segue.layout.blocks import CopyBlock
@@ -168,7 +169,7 @@ def test_both_ways_at_once(pair: Pairs) -> None:
     fill(p.writer)
     p.reader.transport.connect(p.writer.me, p.writer.endpoint, 5)
     p.grant(3)
-    p.writer.transport.grant(p.reader.me, 4)
+    p.writer.transport.grant(p.reader.me, 4, whole(MiB))
     assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 1000)), Written)
     p.reader.transport.write(p.writer.me, 4, 9, [CopyBlock(0, MiB - 1000, 1, 1000)])
     assert isinstance(p.reader.outcome(4, 9), Written)
@@ -206,7 +207,7 @@ def test_an_epoch_that_was_not_granted_does_not_land(pair: Pairs) -> None:
     p = pair(MiB)
     fill(p.writer)
     p.grant(3)
-    p.reader.transport.grant("cccc/0", 4)
+    p.reader.transport.grant("cccc/0", 4, whole(MiB))
     for epoch in (4, 5):
         failed = p.move(epoch, 1, CopyBlock(0, 0, 1, 5000))
         assert isinstance(failed, WriteFailed)
@@ -268,7 +269,7 @@ def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
         forged = Endpoint(p.reader.endpoint.transport, MiB, msgspec.msgpack.encode(address))
         with pytest.raises(PeerRefused, match="wrong key"):
             stranger.transport.connect(p.reader.me, forged, 5)
-        p.reader.transport.grant(stranger.me, 3)
+        p.reader.transport.grant(stranger.me, 3, whole(MiB))
         stranger.transport.write(p.reader.me, 3, 1, [CopyBlock(0, 0, 1, 1)])
         assert isinstance(stranger.outcome(3, 1), WriteFailed)
         stranger.transport.connect(p.reader.me, p.reader.endpoint, 5)
@@ -385,7 +386,7 @@ def test_close_is_idempotent_and_ends_everything(name: str) -> None:
     side = Side(name, "aaaa/0", MiB, FakeNet())
     side.transport.close()
     side.transport.close()
-    side.transport.grant("bbbb/0", 1)
+    side.transport.grant("bbbb/0", 1, whole(MiB))
     side.transport.fence("bbbb/0", 1)
     with pytest.raises(SegueError):
         side.transport.connect("bbbb/0", side.endpoint, 1)

@@ -35,8 +35,8 @@ class Recorder:
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
         self.asked.append(("connect", peer, endpoint.transport, timeout_s))
 
-    def grant(self, peer: str, epoch: int) -> None:
-        self.asked.append(("grant", peer, epoch))
+    def grant(self, peer: str, epoch: int, area: Any) -> None:
+        self.asked.append(("grant", peer, epoch, area))
 
     def fence(self, peer: str, epoch: int) -> None:
         self.asked.append(("fence", peer, epoch))
@@ -81,6 +81,27 @@ def test_an_effect_goes_to_the_transport_of_its_peer_by_the_name_of_its_rank() -
     assert incarnation_of(f"{far}/3") == far
     made.transports.close()
     assert all(transport.closed for transport in made.made.values())
+    made.memory.close()
+
+
+def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
+    made, peer = Made(Role.DECODE), new_incarnation()
+    made.transports.choose(peer, "tcp", {peer})
+    made.transports.move(api.Grant(made.transfer(peer), 7, (3, 1)))
+    ((what, name, epoch, area),) = made.made["tcp"].asked
+    assert (what, name, epoch) == ("grant", f"{peer}/0", 7)
+    pool = made.config.spec
+    size = pool.page_tokens
+    found = {at for row in area.rows() for at in range(row.offset, row.offset + row.row_bytes)}
+    wanted = {
+        at
+        for layer in range(pool.layer_count)
+        for value, width in ((False, pool.k_token_bytes), (True, pool.v_token_bytes))
+        for page in (1, 3)
+        for start in (pool.offset(layer, value, page * size),)
+        for at in range(start, start + size * width)
+    }
+    assert found == wanted
     made.memory.close()
 
 

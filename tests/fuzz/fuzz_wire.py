@@ -234,7 +234,7 @@ def _part(data: bytes) -> str:
     fields[3] = tcp_wire._mark(fields[1], *fields[4:], rows=rows)
     header = tcp_wire.parse_header(tcp_wire.HEADER.pack(*fields))
     parsed = tcp_wire.parse_rows(rows, header)
-    if not tcp_wire.inside(parsed, MEMORY_BYTES):
+    if not tcp_wire.inside(parsed, np.array([(0, MEMORY_BYTES)], np.uint64)):
         return "outside"
     for offset, length in parsed.tolist():
         assert 0 <= offset <= offset + length <= MEMORY_BYTES, "a row outside the memory passed"

@@ -7,6 +7,7 @@ import threading
 import msgspec
 import pytest
 
+from areas import whole
 from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, ranges
@@ -137,7 +138,7 @@ class Sides:
 
 def test_fake_holds_until_told_in_any_order() -> None:
     s = Sides(hold=True)
-    s.reader.grant("a/0", 3)
+    s.reader.grant("a/0", 3, whole(4096))
     for tag in range(3):
         s.write(tag, at=10 * tag)
     assert s.log == []
@@ -151,7 +152,7 @@ def test_fake_holds_until_told_in_any_order() -> None:
 
 def test_fake_refuses_a_held_write_whose_epoch_ended_meanwhile() -> None:
     s = Sides(hold=True)
-    s.reader.grant("a/0", 3)
+    s.reader.grant("a/0", 3, whole(4096))
     s.write(1)
     s.reader.fence("a/0", 3)
     assert s.told == [Fenced("a/0", 3, True)]
@@ -162,7 +163,7 @@ def test_fake_refuses_a_held_write_whose_epoch_ended_meanwhile() -> None:
 
 def test_fake_fails_on_request_and_dies_like_a_process() -> None:
     s = Sides(hold=True)
-    s.reader.grant("a/0", 3)
+    s.reader.grant("a/0", 3, whole(4096))
     s.writer.fail_next(TransferFailed("on purpose"))
     s.write(1)
     s.write(2)
@@ -225,10 +226,10 @@ def test_pieces_keep_the_bytes_and_the_limit() -> None:
 
 def test_grants_are_bounded() -> None:
     grants = Grants(limit=3)
-    assert [grants.add("a", e) for e in (1, 2, 2)] == [True, True, False]
-    grants.add("b", 1)
+    assert [grants.add("a", e, whole(1)) for e in (1, 2, 2)] == [True, True, False]
+    grants.add("b", 1, whole(1))
     with pytest.raises(OutOfCapacity):
-        grants.add("b", 2)
+        grants.add("b", 2, whole(1))
     assert grants.remove("a", 1)
     assert not grants.remove("a", 1)
     assert grants.remove_peer("a") == {2}

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from areas import whole
 from segue.core.errors import BootstrapTimeout, ConfigError, OutOfCapacity, PeerRefused
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake
@@ -198,7 +199,7 @@ def test_writing_to_itself(reader: Reader) -> None:
     """Both ends in one process, even in one transport."""
     reader.memory.buffer[:3] = b"abc"
     reader.transport.connect("bbbb/0", reader.endpoint, 5)
-    reader.transport.grant("bbbb/0", 3)
+    reader.transport.grant("bbbb/0", 3, whole(MiB))
     reader.transport.write("bbbb/0", 3, 1, [CopyBlock(0, 100, 1, 3)])
     assert isinstance(reader.next(), Written)
     assert reader.memory.buffer[100:103] == b"abc"

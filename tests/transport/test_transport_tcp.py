@@ -18,8 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from areas import whole
 from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import whole_pages
+from segue.layout.spec import KVShape, PoolSpec
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.epochs import Grants
@@ -98,7 +101,7 @@ def reader() -> Iterator[Reader]:
 
 
 def test_a_part_lands_and_is_answered(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9)
+    reader.transport.grant("rogue/0", 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(100, 3), (10, 2)], ident=77) + b"abcde")
     assert answer(sock) == (tcp_wire.LANDED, 77)
@@ -107,7 +110,7 @@ def test_a_part_lands_and_is_answered(reader: Reader) -> None:
 
 
 def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9)
+    reader.transport.grant("rogue/0", 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(0, 6)]) + b"abc")
     while reader.memory.buffer[:3] != b"abc":
@@ -117,7 +120,7 @@ def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
     sock.sendall(b"def")
     assert answer(sock) == (tcp_wire.REFUSED, 1)
     assert reader.memory.buffer[:6] == b"abc\0\0\0"
-    reader.transport.grant("rogue/0", 10)  # the stream is in step for the next part
+    reader.transport.grant("rogue/0", 10, whole(MiB))  # the stream is in step for the next part
     sock.sendall(part(10, [(0, 1)], ident=2) + b"z")
     assert answer(sock) == (tcp_wire.LANDED, 2)
     sock.close()
@@ -126,7 +129,7 @@ def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
 def test_the_rest_of_a_part_wakes_the_reader_however_little_it_is() -> None:
     """Found by the bench: with less left than the low-water mark the stream slept until it was cut."""
     reader = Reader(slice_bytes=1000, lowat_bytes=1000)
-    reader.transport.grant("rogue/0", 9)
+    reader.transport.grant("rogue/0", 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(0, 17_200)]) + b"a" * 500)
     while reader.memory.buffer[499:500] != b"a":
@@ -141,14 +144,85 @@ def test_the_rest_of_a_part_wakes_the_reader_however_little_it_is() -> None:
 @pytest.mark.parametrize(
     "rows", [[(MiB, 1)], [(MiB - 1, 2)], [(2**64 - 1, 2)], [(2**63, 1)], [(0, 1), (MiB + 1, 1)]]
 )
-def test_a_range_outside_the_pool_is_drained_and_refused(reader: Reader, rows: list[tuple[int, int]]) -> None:
-    reader.transport.grant("rogue/0", 9)
-    sock = reader.enter()
-    sock.sendall(part(9, rows) + b"x" * sum(n for _, n in rows))
-    assert answer(sock) == (tcp_wire.OUTSIDE, 1)
+def test_a_range_outside_the_pool_ends_the_streams_of_that_peer(
+    reader: Reader, rows: list[tuple[int, int]]
+) -> None:
+    reader.transport.grant("rogue/0", 9, whole(MiB))
+    refused(reader, 9, rows)
     assert not np.frombuffer(reader.memory.buffer, np.uint8).any()
-    sock.sendall(part(9, [(0, 1)], ident=2) + b"z")
-    assert answer(sock) == (tcp_wire.LANDED, 2)
+
+
+def refused(reader: Reader, epoch: int, rows: list[tuple[int, int]]) -> None:
+    """A part with these rows ends the streams of its writer."""
+    sock = reader.enter()
+    sock.sendall(part(epoch, rows) + b"x" * sum(n for _, n in rows))
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert (gone.peer, gone.proven) == ("rogue/0", True)
+    assert "outside the pages granted" in str(gone.error)
+    with contextlib.suppress(ConnectionResetError):  # it may have had more to say
+        assert sock.recv(1) == b""
+    sock.close()
+
+
+SPEC = PoolSpec(
+    shape=KVShape(layers=3, kv_heads=1, k_dim=4, v_dim=2, dtype="lineage", item_bytes=8),
+    pages=10,
+    page_tokens=4,
+    layer_count=3,
+    head_count=1,
+)
+#: K and V of page 7 in layer 1, and how long they are
+K7, V7, K_BYTES, V_BYTES = SPEC.offset(1, False, 28), SPEC.offset(1, True, 28), 128, 64
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(SPEC.offset(1, False, 24), K_BYTES)],  # the page before
+        [(K7, K_BYTES + 1)],  # into the page after
+        [(K7 - 1, 2)],
+        [(V7 + V_BYTES, 1)],
+        [(K7, K_BYTES), (V7, V_BYTES), (SPEC.offset(2, True, 36), 1)],  # only its last row
+        [(2**64 - 1, 2)],
+    ],
+)
+def test_a_writer_that_writes_outside_its_own_pages_is_cut_and_nothing_lands(
+    reader: Reader, rows: list[tuple[int, int]]
+) -> None:
+    """Hole 11: a peer that was granted an epoch wrote into another request's pages, which then was taken."""
+    reader.transport.grant("rogue/0", 9, whole_pages(SPEC, [7, 2]))
+    reader.transport.grant(
+        "rogue/0", 10, whole_pages(SPEC, [6, 8, 9])
+    )  # its other hand-off: not this epoch's
+    reader.transport.grant("other/0", 9, whole_pages(SPEC, [6, 8, 9]))
+    refused(reader, 9, rows)
+    assert not np.frombuffer(reader.memory.buffer, np.uint8).any()
+
+
+def test_a_write_of_all_of_its_own_pages_lands(reader: Reader) -> None:
+    reader.transport.grant("rogue/0", 9, whole_pages(SPEC, [7, 2, 3]))
+    sock = reader.enter()
+    rows = [
+        (SPEC.offset(layer, value, page * 4), pages * (V_BYTES if value else K_BYTES))
+        for page, pages in ((7, 1), (2, 2))
+        for layer in range(3)
+        for value in (False, True)
+    ]
+    nbytes = sum(n for _, n in rows)
+    sock.sendall(part(9, rows) + b"x" * nbytes)
+    assert answer(sock) == (tcp_wire.LANDED, 1)
+    assert np.count_nonzero(np.frombuffer(reader.memory.buffer, np.uint8)) == nbytes == 3 * SPEC.page_bytes
+    sock.close()
+
+
+def test_a_grant_that_is_no_part_of_the_memory_ends_nobody_else(reader: Reader) -> None:
+    reader.transport.grant("rogue/0", 9, whole(MiB + 1))  # a bug of ours: it must not become a wild write
+    sock = reader.enter()
+    sock.sendall(part(9, [(MiB, 1)]) + b"x")
+    gone = reader.next()
+    assert isinstance(gone, PeerGone)
+    assert "a grant up to byte" in str(gone.error)
     sock.close()
 
 
@@ -169,7 +243,7 @@ def test_a_range_outside_the_pool_is_drained_and_refused(reader: Reader, rows: l
 )
 def test_an_illegal_part_ends_the_streams_of_that_peer_only(reader: Reader, frame: bytes) -> None:
     for peer in ("rogue/0", "other/0"):
-        reader.transport.grant(peer, 9)
+        reader.transport.grant(peer, 9, whole(MiB))
     other, sock = reader.enter("other/0"), reader.enter()
     sock.sendall(frame)
     gone = reader.next()
@@ -236,7 +310,7 @@ def test_a_flood_of_strangers_keeps_no_peer_out() -> None:
     reader = Reader()
     strangers = [reader.knock() for _ in range(200)]
     good = reader.enter()
-    reader.transport.grant("rogue/0", 9)
+    reader.transport.grant("rogue/0", 9, whole(MiB))
     good.sendall(part(9, [(0, 3)]) + b"abc")
     assert answer(good) == (tcp_wire.LANDED, 1)
     for sock in (*strangers, good):
@@ -279,7 +353,7 @@ def no_descriptors() -> Iterator[None]:
 
 def test_a_writer_that_stalls_in_a_part_is_cut() -> None:
     reader = Reader(stall_s=0.2)
-    reader.transport.grant("rogue/0", 9)
+    reader.transport.grant("rogue/0", 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(0, 6)]) + b"abc")
     gone = reader.next()
@@ -481,7 +555,7 @@ def test_a_writer_that_is_never_behind_does_not_keep_the_reader_from_its_other_w
     comes between two turns, and no byte lands after it."""
     channel, loop, grants = Tireless(part_bytes, 9), Watched(), Grants()
     if granted:
-        grants.add("aaaa/0", 9)
+        grants.add("aaaa/0", 9, whole(MiB))
     stream = InStream(
         loop,  # type: ignore[arg-type]
         channel,  # type: ignore[arg-type]
@@ -567,7 +641,7 @@ def test_a_port_in_use_is_one_sentence(reader: Reader) -> None:
 
 
 def test_a_peer_that_connects_anew_replaces_its_old_streams(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9)
+    reader.transport.grant("rogue/0", 9, whole(MiB))
     old = reader.enter(group=b"1" * 16)
     new = reader.enter(group=b"2" * 16)
     assert old.recv(1) == b""
@@ -587,7 +661,7 @@ def test_streams_share_a_write_and_it_is_told_once(streams: int) -> None:
     writer = TcpTransport(events.put, me="aaaa/0", streams=streams, part_bytes=50_000)
     writer.register(source)
     writer.connect("bbbb/0", reader.endpoint, 30)
-    reader.transport.grant("aaaa/0", 9)
+    reader.transport.grant("aaaa/0", 9, whole(MiB))
     writer.write("bbbb/0", 9, 1, [CopyBlock(0, 0, 1, MiB)])
     done = events.get(timeout=30)
     assert isinstance(done, Written)
@@ -600,6 +674,44 @@ def test_streams_share_a_write_and_it_is_told_once(streams: int) -> None:
 
 
 # ---- tcp_wire ------------------------------------------------------------------------------------
+
+
+def test_no_bit_of_a_head_or_of_an_answer_can_change_unseen() -> None:
+    rows = struct.pack("<QQQQ", 4096, 3, 100, 2)
+    head = tcp_wire.pack_header(9, 77, 5, rows)
+    spare = {8 * at + bit for at in (5, 6, 7) for bit in range(8)}  # three bytes that nobody reads
+
+    def parse(frame: bytes) -> None:
+        header = tcp_wire.parse_header(frame[: tcp_wire.HEADER.size])
+        tcp_wire.parse_rows(frame[tcp_wire.HEADER.size :][: header.rows * tcp_wire.ROW_BYTES], header)
+
+    parse(head)
+    for frame, read in ((head, parse), (tcp_wire.pack_ack(tcp_wire.LANDED, 77), tcp_wire.parse_ack)):
+        for bit in set(range(8 * len(frame))) - spare:
+            wrong = bytearray(frame)
+            wrong[bit // 8] ^= 1 << bit % 8
+            with pytest.raises((TransferFailed, ValueError)):  # the latter: fewer bytes than rows
+                read(bytes(wrong))
+
+
+@given(data=st.data(), pages=st.sets(st.integers(0, 9), min_size=1))
+@settings(deadline=None)
+def test_a_row_is_inside_exactly_when_each_of_its_bytes_is_granted(
+    data: st.DataObject, pages: set[int]
+) -> None:
+    granted = np.zeros(SPEC.nbytes + 200, bool)
+    for layer in range(3):
+        for page in pages:
+            granted[SPEC.offset(layer, False, 4 * page) :][:K_BYTES] = True
+            granted[SPEC.offset(layer, True, 4 * page) :][:V_BYTES] = True
+    found = tcp_wire.ranges_of(whole_pages(SPEC, list(pages)), SPEC.nbytes)
+    edges = sorted({0, *found.ravel().tolist()})
+    near = st.sampled_from(edges).flatmap(lambda edge: st.integers(max(0, edge - 2), edge + 2))
+    rows = [
+        (start, data.draw(st.integers(1, 200))) for start in data.draw(st.lists(near, min_size=1, max_size=4))
+    ]
+    wanted = all(granted[start : start + length].all() for start, length in rows)
+    assert tcp_wire.inside(np.array(rows, np.uint64), found) is wanted
 
 
 @given(

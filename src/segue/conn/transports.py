@@ -20,6 +20,7 @@ from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import LeaderInfo
 from segue.session.tasks import awaited
+from segue.layout.content import whole_pages
 from segue.transport.base import Endpoint, Transport, TransportEvent
 from segue.transport.memory import Memory
 
@@ -64,6 +65,7 @@ class Transports:
         on_event: Callable[[str, TransportEvent], None],
     ) -> None:
         self._sending = config.role is Role.PREFILL
+        self._spec = config.spec
         self._max_peers = config.limits.max_sessions
         self._by_name = {
             name: make(
@@ -145,7 +147,8 @@ class Transports:
                 name = _rank_name(peer, effect.target)
                 transport.write(name, effect.epoch, effect.tag, effect.blocks)
             case api.Grant():
-                transport.grant(_rank_name(peer, 0), effect.epoch)
+                area = whole_pages(self._spec, effect.pages)
+                transport.grant(_rank_name(peer, 0), effect.epoch, area)
             case api.Fence():
                 transport.fence(_rank_name(peer, 0), effect.epoch)
 

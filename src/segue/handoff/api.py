@@ -211,10 +211,11 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode: tell the transport that writes of `epoch` by `transfer.prefill` may land."""
+    """Decode: tell the transport that writes of `epoch` by `transfer.prefill` may land in `pages`."""
 
     transfer: TransferId
     epoch: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

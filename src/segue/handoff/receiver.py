@@ -142,7 +142,7 @@ class ReceiverMachine(Machine):
             plan_hash=plan.hash(self.prompt_tokens, event.prefix_tokens, len(pages)),
         )
         # The grant comes first: a write may arrive as soon as the peer has read the message.
-        out.append(Grant(self.transfer, epoch))
+        out.append(Grant(self.transfer, epoch, self.pages))
         out.append(Send(self.peer, message))
 
     # ---- the peer ------------------------------------------------------------------------------

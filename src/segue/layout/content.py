@@ -122,6 +122,13 @@ def canonical_content(
     return Content(_planes(spec, part, every, sample.key % every), tuple(runs))
 
 
+def whole_pages(spec: PoolSpec, pages: Sequence[int]) -> Content:
+    """All bytes of `pages` in a pool: what somebody who may write into them may touch."""
+    part = Part(spec.layer_start, spec.layer_count, spec.head_start, spec.head_count)
+    span = Span(0, len(pages) * spec.page_tokens)
+    return canonical_content(spec, part, span, sorted(pages), 0, Sample(), "granted")
+
+
 @lru_cache(maxsize=256)
 def _planes(spec: PoolSpec, part: Part, every: int, first: int) -> tuple[Plane, ...]:
     """The planes of one in `every` layers of `part` from its layer `first` on. Kept, since every chunk of

@@ -18,7 +18,7 @@ from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import Metadata
 from segue.layout.blocks import CopyBlock
-from segue.layout.content import checksum
+from segue.layout.content import Content, checksum
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
@@ -203,7 +203,7 @@ class SimTransport:
             raise PeerLost(f"{peer} is not there")
         node.paths[incarnation] = Path(node, reader, node.deployment.one_sided)
 
-    def grant(self, peer: str, epoch: int) -> None:
+    def grant(self, peer: str, epoch: int, area: Content) -> None:
         """Two-sided: from now on this process writes what arrives."""
         self._node.grants.add((_incarnation(peer), epoch))
 

@@ -18,6 +18,7 @@ import msgspec
 
 from segue.core.errors import SegueError
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content
 from segue.transport.memory import Memory
 
 
@@ -102,8 +103,12 @@ class Transport(Protocol):
         what such a path takes, so another transport should be used. Then nothing of it is left."""
         ...
 
-    def grant(self, peer: str, epoch: int) -> None:
-        """Receiving side: from now on writes of `epoch` by `peer` may land."""
+    def grant(self, peer: str, epoch: int, area: Content) -> None:
+        """Receiving side: from now on writes of `epoch` by `peer` may land, inside `area` of our memory.
+
+        Where this side performs the writes (`tcp`), a row outside `area` ends the peer's streams before
+        a byte of it lands. Where the peer writes by itself (`shm`), nothing here could stop it: there
+        the area is not looked at, and what protects is that only processes of our own user get in."""
         ...
 
     def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from segue.core.errors import OutOfCapacity
+from segue.layout.content import Content
 
 MAX_GRANTS = 16384
 #: A post and a fence of one epoch are calls of one thread, so the race is over long before this many others.
@@ -12,11 +13,12 @@ MAX_ENDED = 4096
 
 
 class Grants:
-    """The live grants of a receiving side: (peer, epoch) pairs, at most `limit`."""
+    """The live grants of a receiving side: (peer, epoch) pairs with their areas, at most `limit`. The areas
+    of live grants share no page, so that together they are no larger than the pool's table of pages."""
 
     def __init__(self, limit: int = MAX_GRANTS) -> None:
         self._limit = limit
-        self._of: dict[str, set[int]] = {}
+        self._of: dict[str, dict[int, Content]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -25,14 +27,18 @@ class Grants:
     def __contains__(self, key: tuple[str, int]) -> bool:
         return key[1] in self._of.get(key[0], ())
 
-    def add(self, peer: str, epoch: int) -> bool:
+    def area(self, peer: str, epoch: int) -> Content | None:
+        """Where writes of `epoch` by `peer` may land; None if nowhere (any more)."""
+        return self._of.get(peer, {}).get(epoch)
+
+    def add(self, peer: str, epoch: int, area: Content) -> bool:
         """True when it is new. Raises OutOfCapacity when `limit` grants live."""
         epochs = self._of.get(peer)
         if epochs is not None and epoch in epochs:
             return False
         if self._count >= self._limit:
             raise OutOfCapacity(f"{self._limit} hand-offs may already be written to; none was fenced")
-        self._of.setdefault(peer, set()).add(epoch)
+        self._of.setdefault(peer, {})[epoch] = area
         self._count += 1
         return True
 
@@ -41,7 +47,7 @@ class Grants:
         epochs = self._of.get(peer)
         if epochs is None or epoch not in epochs:
             return False
-        epochs.remove(epoch)
+        del epochs[epoch]
         self._count -= 1
         if not epochs:
             del self._of[peer]
@@ -49,9 +55,9 @@ class Grants:
 
     def remove_peer(self, peer: str) -> set[int]:
         """End all grants of `peer`; which they were."""
-        epochs = self._of.pop(peer, set())
+        epochs = self._of.pop(peer, {})
         self._count -= len(epochs)
-        return epochs
+        return set(epochs)
 
 
 class Ended:

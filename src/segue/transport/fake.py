@@ -20,6 +20,7 @@ import msgspec
 
 from segue.core.errors import DECODE_ERRORS, ConfigError, PeerLost, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.copier import copy_block
@@ -134,11 +135,11 @@ class FakeTransport:
                 target._writers.add(self._me)
             self._paths[peer] = _Path(address.port, endpoint.nbytes)
 
-    def grant(self, peer: str, epoch: int) -> None:
+    def grant(self, peer: str, epoch: int, area: Content) -> None:
         """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
         with self._lock:
             if not self._closed:
-                self._grants.add(peer, epoch)
+                self._grants.add(peer, epoch, area)
 
     def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""

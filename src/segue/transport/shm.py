@@ -36,6 +36,7 @@ import msgspec
 
 from segue.core.errors import ConfigError, Internal, OutOfCapacity, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, WriteFailed
 from segue.transport.copier import Copier
@@ -157,8 +158,9 @@ class ShmTransport:
             self._paths[peer] = path
         self._loop.post(path.open)
 
-    def grant(self, peer: str, epoch: int) -> None:
-        """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
+    def grant(self, peer: str, epoch: int, area: Content) -> None:
+        """See `Transport.grant`; `area` binds nobody: the peer, of our own user, writes by itself. Raises
+        OutOfCapacity when too many grants live."""
         with self._lock:
             if not self._teller.closed:
                 self._table.add(peer, epoch)

@@ -24,6 +24,7 @@ import numpy as np
 
 from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content
 from segue.session.tls import GIVE_BOTH, Tls
 from segue.transport import handshake, ranges, tcp_wire
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, WriteFailed
@@ -190,11 +191,11 @@ class TcpTransport:
             self._paths[peer] = path
             self._loop.post(path.open)
 
-    def grant(self, peer: str, epoch: int) -> None:
+    def grant(self, peer: str, epoch: int, area: Content) -> None:
         """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
         with self._lock:
             if not self._teller.closed:
-                self._grants.add(peer, epoch)
+                self._grants.add(peer, epoch, area)
 
     def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""

@@ -15,8 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from segue.core.errors import PeerLost, PeerRefused, SegueError, TransferFailed
 from segue.core.strangers import Strangers
+from segue.layout.content import Content
 from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.epochs import Grants
@@ -77,6 +80,8 @@ class InStream:
         self._lowat = 1
         self._stall_s = stall_s
         self._scratch = bytearray(_SCRATCH_BYTES)
+        self._area: Content | None = None  # of the epoch that wrote last, and the byte ranges that it is
+        self._ranges: tcp_wire.Rows = np.empty((0, 2), np.uint64)
         self._head = bytearray()
         self._header: Header | None = None
         self._cursor: Cursor | None = None  # while bytes land
@@ -139,11 +144,19 @@ class InStream:
 
     def _begin(self, header: Header, data: bytearray) -> None:
         rows = tcp_wire.parse_rows(data, header)
-        if not tcp_wire.inside(rows, self._pool.nbytes):
-            self._status, self._drain = tcp_wire.OUTSIDE, header.nbytes
-        else:  # whether its epoch is granted is looked up before each slice
-            rows[:, 0] += self._pool.address
-            self._status, self._cursor = tcp_wire.LANDED, Cursor(rows)
+        area = self._grants.area(self._peer, header.epoch)
+        if area is None:
+            self._status, self._drain = tcp_wire.REFUSED, header.nbytes
+            return
+        if area is not self._area:
+            self._area, self._ranges = area, tcp_wire.ranges_of(area, self._pool.nbytes)
+        if not tcp_wire.inside(rows, self._ranges):
+            text = f"{self._peer} writes outside the pages granted to epoch {header.epoch:x}"
+            log.error("%s: its streams are closed", text)
+            raise TransferFailed(text, retryable=False)
+        # Whether the epoch is still granted is looked up before each slice.
+        rows[:, 0] += self._pool.address
+        self._status, self._cursor = tcp_wire.LANDED, Cursor(rows)
 
     def _land(self, cursor: Cursor) -> bool:
         assert self._header is not None

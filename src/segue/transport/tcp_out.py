@@ -318,9 +318,7 @@ class Path:
 def _refusal(peer: str, epoch: int, status: int) -> SegueError | None:
     if status == tcp_wire.LANDED:
         return None
-    if status == tcp_wire.REFUSED:
-        return TransferFailed(f"epoch {epoch:x} is not granted by {peer[:8]}", retryable=False)
-    return TransferFailed(f"{peer[:8]} refused a part outside its memory", retryable=False)
+    return TransferFailed(f"epoch {epoch:x} is not granted by {peer[:8]}", retryable=False)
 
 
 def open_streams(

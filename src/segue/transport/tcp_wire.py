@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from segue.core.errors import TransferFailed
+from segue.core.errors import Internal, TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content
 from segue.transport.ranges import pieces
 
 IOV_MAX = 1024
@@ -37,7 +38,7 @@ MAX_PART_BYTES = 64 * 2**20
 ROW_BYTES = 16
 MAGIC = 0x54554753
 KIND_WRITE = 1
-LANDED, REFUSED, OUTSIDE = 0, 1, 2
+LANDED, REFUSED = 0, 1
 HEADER = struct.Struct("<IB3xIIQQQ")
 ACK = struct.Struct("<IB3xQI")
 
@@ -75,7 +76,7 @@ def pack_ack(status: int, part: int) -> bytes:
 def parse_ack(data: bytes | bytearray) -> tuple[int, int]:
     """Status and part of an answer. Raises TransferFailed when it is none."""
     magic, status, part, mark = ACK.unpack_from(data)
-    if magic != MAGIC or mark != _mark(status, part):
+    if magic != MAGIC or mark != _mark(status, part) or status not in (LANDED, REFUSED):
         raise TransferFailed("the peer's answer to a write was changed on its way, or is none")
     return status, part
 
@@ -102,12 +103,29 @@ def parse_rows(data: bytes | bytearray, header: Header) -> Rows:
     return rows.astype(np.uint64)
 
 
-def inside(rows: Rows, memory_bytes: int) -> bool:
-    """True when every row lies in a memory of this size; lengths are at most MAX_PART_BYTES."""
+def ranges_of(area: Content, memory_bytes: int) -> Rows:
+    """The byte ranges of `area` as rows (start, end), in order; ranges that touch are one. Raises Internal
+    when they are not in a memory of this size."""
+    runs = np.array(area.runs, np.uint64).reshape(-1, 2)
+    planes = np.array(area.planes, np.uint64).reshape(-1, 3)
+    starts = (planes[:, :1] + planes[:, 1:2] * runs[:, 0]).ravel()
+    ends = starts + (planes[:, 1:2] * runs[:, 1]).ravel()
+    apart = np.flatnonzero(starts[1:] != ends[:-1])
+    found = np.empty((len(apart) + 1, 2), np.uint64)
+    found[0, 0], found[1:, 0] = starts[0], starts[apart + 1]
+    found[-1, 1], found[:-1, 1] = ends[-1], ends[apart]
+    if int(ends[-1]) > memory_bytes:
+        raise Internal(f"a grant up to byte {ends[-1]} of a memory of {memory_bytes} bytes")
+    return found
+
+
+def inside(rows: Rows, ranges: Rows) -> bool:
+    """True when each row (offset, length) lies in one of `ranges`; lengths are at most MAX_PART_BYTES."""
     offsets = rows[:, 0]
-    if int(offsets.max()) > memory_bytes:
+    if int(offsets.max()) >= int(ranges[-1, 1]) or int(offsets.min()) < int(ranges[0, 0]):
         return False  # also keeps the sum below from wrapping around
-    return bool(int((offsets + rows[:, 1]).max()) <= memory_bytes)
+    last = ranges[:, 0].searchsorted(offsets, "right") - 1
+    return bool((offsets + rows[:, 1] <= ranges[last, 1]).all())
 
 
 class Cursor:
