@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "unproven fence is a proof",
         RECEIVER,
-        "return self._prove(out) if proven else self.state is ReceiverState.QUARANTINED",
-        "return self._prove(out)",
+        "self._proven = self._proven or proven",
+        "self._proven = True",
         "the answer to a fence is taken as a proof, whatever it says",
     ),
     Mutant(
@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant(
         "no grant",
         RECEIVER,
-        "        out.append(Grant(self.transfer, epoch))\n",
+        "        out.append(Grant(self.transfer, epoch, self.pages))\n",
         "",
         "the transport is never told that writes may land",
     ),
@@ -242,8 +242,8 @@ MUTANTS = (
     Mutant(
         "pages released while they are verified",
         RECEIVER,
-        "if not self._proven or (self.tally is not None and self.tally.unverified):",
-        "if not self._proven:",
+        "if not (self._proven and self._fenced) or (self.tally is not None and self.tally.unverified):",
+        "if not (self._proven and self._fenced):",
         "a fence proves that nobody writes, not that nobody reads",
     ),
     Mutant(
@@ -803,5 +803,61 @@ MUTANTS = (
         "            connection.place = connection.remote_address()\n",
         '            connection.place = f"{hello.role} {connection.remote_address()}"\n',
         "an instance that came back in another role leaves its old session behind (only `role change` shows it)",
+    ),
+    Mutant(
+        "the checksum of a head is not compared",
+        "transport/tcp_wire.py",
+        "if header.checksum != _mark(KIND_WRITE, header.epoch, header.part, header.nbytes, rows=data):",
+        "if False:",
+        "a bit that flips in a row sends bytes into somebody else's page (only `head flip` shows it)",
+    ),
+    Mutant(
+        "rows outside their pages land",
+        "transport/tcp_in.py",
+        "        if not tcp_wire.inside(rows, self._ranges):",
+        "        if False:",
+        "a faulty writer writes into another request's page (only `write astray` shows it)",
+    ),
+    Mutant(
+        "a fence does not stop a write in its middle",
+        "transport/tcp_in.py",
+        "        if (self._peer, self._header.epoch) not in self._grants:  # fenced between two slices",
+        "        if False:",
+        "the rest of a part lands after its lease has ended",
+    ),
+    Mutant(
+        "a fence of tcp does not wait",
+        "transport/tcp_out.py",
+        "        if self._in_flight(epoch):",
+        "        if False:",
+        "prefill says Drained while parts are on their way",
+    ),
+    Mutant(
+        "a fence of shm is always a proof",
+        "transport/shm.py",
+        "            answer = Fenced(peer, epoch, proven=not written)",
+        "            answer = Fenced(peer, epoch, proven=True)",
+        "decode frees pages that a thread of prefill still copies into",
+    ),
+    Mutant(
+        "a goodbye before the pool is unmapped",
+        "transport/shm_out.py",
+        "            self.mapped.unmap()\n            farewell",
+        "            farewell",
+        "a proof that is none",
+    ),
+    Mutant(
+        "a job ends with its first slice",
+        "transport/copy_queue.py",
+        "        if job.active:\n            return False",
+        "        if False:\n            return False",
+        "a write is told twice, and while another thread is inside it",
+    ),
+    Mutant(
+        "the peer's word is enough",
+        RECEIVER,
+        "if not (self._proven and self._fenced) or",
+        "if not self._proven or",
+        "pages are freed while decode's own tcp thread may be filling them",
     ),
 )

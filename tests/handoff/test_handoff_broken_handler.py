@@ -51,6 +51,7 @@ def quarantined_receiver() -> Exchange:
     exchange.handle(api.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
     exchange.handle(api.Publish(TRANSFER, (0,), 0), 0.0)
     exchange.handle(api.AbortTransfer(TRANSFER, Internal("x").info), 0.0)
+    exchange.handle(api.FenceDone(TRANSFER, False), 0.0)
     assert exchange.quarantined_pages() == 1
     return exchange
 
@@ -80,6 +81,7 @@ def test_the_death_of_a_peer_also_counts_when_its_handler_broke_on_a_live_hand_o
     exchange.handle(api.Publish(TRANSFER, (0,), 0), 0.0)
     break_once(exchange)
     effects = exchange.handle(api.PeerDown(P, PeerLost("dead").info, dead=True), 1.0)
-    assert api.Release(TRANSFER) in effects
+    assert api.Fence(TRANSFER, exchange._machines[TRANSFER].epoch) in effects
+    assert api.Release(TRANSFER) in exchange.handle(api.FenceDone(TRANSFER, False), 1.0)
     assert exchange.sizes()["transfers"] == 0
     exchange.check_integrity()

@@ -123,6 +123,7 @@ def test_an_abort_while_verifying_keeps_the_pages_until_both_proof_and_reading_a
     assert w.r is not None
     w.abort(w.decode, w.r)
     assert w.receiver_state == "QUARANTINED"
+    w.answer_fence(w.decode)
     steps = {
         "Drained": lambda: w.from_prefill(Drained(w.transfer)),
         "Digested": lambda: answer(w),
@@ -141,6 +142,7 @@ def test_what_a_verification_finds_after_the_end_changes_nothing(wrong: dict[str
     w = verifying(full(one_sided=True))
     assert w.r is not None
     w.abort(w.decode, w.r)
+    w.answer_fence(w.decode)
     assert kinds(answer(w, **wrong)) == []
     assert [e.code for e in w.r.errors] == [ErrorCode.ABORTED_BY_CLIENT]
     assert kinds(w.from_prefill(Drained(w.transfer))) == ["Release"]
@@ -152,6 +154,7 @@ def test_the_peers_death_while_verifying_releases_after_the_reading() -> None:
     while w.notice():
         pass
     assert w.receiver_state == "QUARANTINED"
+    w.answer_fence(w.decode)
     assert kinds(answer(w)) == ["Release"]
     w.come_to_rest()
 
@@ -344,6 +347,7 @@ def test_a_handler_that_breaks_on_a_verdict_leaves_nothing_waiting(monkeypatch: 
         assert kinds(answer(w))[0] == "FAILED"
     assert w.r is not None
     assert w.r.errors[0].code is ErrorCode.INTERNAL
+    w.answer_fence(w.decode)
     assert kinds(w.from_prefill(Drained(w.transfer))) == ["Release"]
     w.decode.exchange.counters["internal_errors"] = 0
     w.come_to_rest()

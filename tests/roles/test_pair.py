@@ -281,6 +281,7 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     free = pair.decode.pool.free
     drained.append(True)
     transfer = next(iter(pair.prefill.role.table._entries))
+    pair.decode.post(api.FenceDone(transfer, False))
     pair.prefill.post(api.FenceDone(transfer, True))
     pair.run()
     assert pair.decode.pool.free == free + 11

@@ -111,6 +111,7 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     held = node.pool.quarantined if side == "decode" else node.pool.used
     assert held > 0, "time alone freed pages that somebody may still touch"
     proven.append(True)
+    pair.decode.post(api.FenceDone(transfer, False))
     pair.prefill.post(api.FenceDone(transfer, True))
     pair.run()
     assert node.exchange.phase(transfer) in (None, KVPoll.FAILED)

@@ -11,7 +11,17 @@ from segue.core.types import Role
 from segue.sim.deployment import Deployment
 from segue.sim.places import Places
 from segue.sim.run import load, run_scenario
-from segue.sim.scenario import AT_THE_DOORS, FAULTS, FEATURES, LATER, NEWEST, Fault, Scenario, make_scenario
+from segue.sim.scenario import (
+    AT_THE_DOORS,
+    DATA,
+    FAULTS,
+    FEATURES,
+    LATER,
+    NEWEST,
+    Fault,
+    Scenario,
+    make_scenario,
+)
 
 CALM = next(s for s in range(2000) if not (m := make_scenario(s)).features and len(m.nodes) == 4)
 
@@ -113,7 +123,7 @@ KV = [Role.PREFILL, Role.DECODE]
 
 
 def test_every_fault_belongs_to_a_feature_and_one_seed_shows_both_new_ones() -> None:
-    assert set(FAULTS) <= {*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST}
+    assert set(FAULTS) <= {*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA}
     both = [s for s in range(300) if {"move", "role change"} <= make_scenario(s).features][:6]
     struck = set[str]()
     for seed in both:

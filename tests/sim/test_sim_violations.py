@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +27,15 @@ from segue.roles.decode import DecodeRole
 from segue.roles.handoffs import Entry
 from segue.roles.job import Job
 from segue.serve.leader import FromFrontend, FrontendGone, Item
+from segue.sim.datapath import ShmPath, TcpPath
 from segue.sim.deployment import Deployment
 from segue.sim.engine import reference
 from segue.sim.front import Call, FrontNode
 from segue.sim.node import VOCAB, KVNode
 from segue.sim.run import describe, run_scenario, tell
 from segue.sim.scenario import make_scenario
+from segue.sim.streams import Part
+from segue.sim.unix import Mapping, Memfd
 from segue.sim.world import Violation
 
 CALM = next(seed for seed in range(500) if not make_scenario(seed).features)
@@ -168,7 +172,7 @@ def epoch_used_again(stage: Stage) -> None:
 
 
 def write_after_release(stage: Stage) -> None:
-    stage.decode.landing(stage.prefill.paths[stage.decode.me], 99, [(0, b"x")])
+    stage.prefill.paths[stage.decode.me].land(99, [(0, b"x")])
 
 
 def write_beside_the_pages(stage: Stage) -> None:
@@ -177,7 +181,42 @@ def write_beside_the_pages(stage: Stage) -> None:
     stage.checks.effect(stage.decode, stage.destination([page]))
     other = (page + 1) % stage.decode.pool.total
     at = stage.decode.engine.spec.offset(0, False, other * stage.decode.spec.page_tokens)
-    stage.decode.landing(stage.prefill.paths[stage.decode.me], 5, [(at, b"x" * 8)])
+    stage.prefill.paths[stage.decode.me].land(5, [(at, b"x" * 8)])
+
+
+def streamed(stage: Stage) -> tuple[TcpPath, Part]:
+    """A path of `tcp`, and a part of a write on it that has one row of 8 bytes at byte 16."""
+    return TcpPath(stage.prefill, stage.decode), Part(start=0, head=56, end=64, epoch=5, rows=[(16, 8)])
+
+
+def landed_elsewhere(stage: Stage) -> None:
+    path, part = streamed(stage)
+    path.landing(part, 56, [(24, b"x" * 8)])
+
+
+def landed_under_a_changed_head(stage: Stage) -> None:
+    path, part = streamed(stage)
+    part.spoiled = True
+    path.landing(part, 56, [(16, b"x" * 8)])
+
+
+def landed_without_a_write(stage: Stage) -> None:
+    path, _ = streamed(stage)
+    path.landing(None, 56, [(16, b"x" * 8)])
+
+
+def copied_into_unmapped_memory(stage: Stage) -> None:
+    path, target = ShmPath(stage.prefill, stage.decode), Mapping(Memfd(bytearray(64), stage.decode))
+    target.close()
+    job: Any = SimpleNamespace(target=target, epoch=5)
+    path._copied(job, [(0, 0, 8)])
+
+
+def unfenced_quarantine(stage: Stage) -> None:
+    stage.phases(stage.decode, B, W)
+    half = stage.checks.halves[stage.decode.me, stage.transfer]
+    half.phase, half.quarantined = F, True
+    stage.checks.effect(stage.decode, api.Release(stage.transfer))
 
 
 def false_drained(stage: Stage) -> None:
@@ -490,6 +529,11 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("13", epoch_used_again),
     ("4", write_after_release),
     ("4", write_beside_the_pages),
+    ("4", landed_elsewhere),
+    ("4", landed_under_a_changed_head),
+    ("4", landed_without_a_write),
+    ("4", copied_into_unmapped_memory),
+    ("4", unfenced_quarantine),
     ("4", false_drained),
     ("3", reads_what_it_gave_up),
     ("3", reads_pages_of_others),

@@ -20,7 +20,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from segue.core.errors import Internal, TransferFailed
 from segue.layout.blocks import CopyBlock
-from segue.transport import copier as copier_module
 from segue.transport.base import TransportEvent, WriteFailed, Written
 from segue.transport.copier import Copier
 from segue.transport.copy_queue import CopyQueue, Job
@@ -374,7 +373,7 @@ def test_a_host_that_does_not_let_threads_choose_cpus_costs_speed_only(
     def refused(*_args: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(copier_module.os, "sched_setaffinity", refused)
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
     held = Held()
     held.submit(1)

@@ -32,11 +32,10 @@ class Turned(IoLoop):
 
     def turn(self) -> None:
         self.post(lambda: None)  # so that it does not wait
-        self._turn()
+        self._turn(self._poller.poll(self._rest()))
 
     def end(self) -> None:
-        self._epoll.close()
-        os.close(self._wake_fd)
+        self._poller.close()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from areas import whole
 from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, host, memory, registry, shm_in, shm_out
@@ -98,7 +99,7 @@ def mappings() -> int:
 def works(writer: Side, reader: Side, epoch: int = 7) -> None:
     """A write lands."""
     writer.transport.connect(reader.me, reader.endpoint, 30)
-    reader.transport.grant(writer.me, epoch)
+    reader.transport.grant(writer.me, epoch, whole(MiB))
     writer.memory.buffer[:3] = b"abc"
     writer.transport.write(reader.me, epoch, 1, [CopyBlock(0, 100, 1, 3)])
     event = writer.next()
@@ -379,7 +380,7 @@ class Calls:
         for name in ("accept", "setblocking", "getsockopt", "send", "recv", "sendmsg"):
             monkeypatch.setattr(socket.socket, name, self._wrap(name, getattr(socket.socket, name)))
         monkeypatch.setattr(os, "pidfd_open", self._wrap("pidfd_open", os.pidfd_open))
-        loop._epoll = Epoll(loop._epoll, self._wrap)
+        loop._poller._epoll = Epoll(loop._poller._epoll, self._wrap)
 
     def end(self) -> list[str]:
         """No more fails; what was called until now."""
@@ -440,11 +441,11 @@ def test_a_path_that_cannot_be_watched_ends_alone(
     writer, reader = sides
     with monkeypatch.context() as patch:
         loop = writer.transport._loop
-        real = loop._epoll
+        real = loop._poller._epoll
         Calls(patch, loop, nth, errno.ENOSPC)
         writer.transport.connect(reader.me, reader.endpoint, 30)
         gone = writer.next()
-        loop._epoll = real
+        loop._poller._epoll = real
     assert gone == reader_lost(reader.me, proven=False)
     assert reader.next() == reader_lost(writer.me, proven=True)
     works(writer, reader)
@@ -591,9 +592,9 @@ def test_what_a_peer_can_do_with_the_descriptor_of_the_pool(sides: tuple[Side, S
 def test_a_full_table_of_grants_refuses_and_frees(sides: tuple[Side, Side]) -> None:
     writer, reader = sides
     for epoch in range(1, SLOTS + 1):
-        reader.transport.grant(writer.me, epoch)
+        reader.transport.grant(writer.me, epoch, whole(MiB))
     with pytest.raises(OutOfCapacity):
-        reader.transport.grant(writer.me, SLOTS + 1)
+        reader.transport.grant(writer.me, SLOTS + 1, whole(MiB))
     reader.transport.fence(writer.me, 5)
     assert isinstance(reader.next(), Fenced)
     works(writer, reader, epoch=SLOTS + 1)
@@ -602,7 +603,7 @@ def test_a_full_table_of_grants_refuses_and_frees(sides: tuple[Side, Side]) -> N
 def test_more_writes_than_can_wait_fail_one_by_one() -> None:
     writer, reader = Side("aaaa/0", max_writes=2, copy_threads=1), Side("bbbb/0")
     writer.transport.connect(reader.me, reader.endpoint, 30)
-    reader.transport.grant(writer.me, 3)
+    reader.transport.grant(writer.me, 3, whole(MiB))
     inside, go = threading.Event(), threading.Event()
 
     def hold(*_args: object) -> None:
@@ -718,7 +719,7 @@ def test_what_was_not_granted_is_refused_and_the_grants_of_who_has_gone_are_over
     assert failed.refused
     assert reader.memory.buffer[200:203] == bytes(3)
     table = reader.transport._table
-    reader.transport.grant("other/0", 9)
+    reader.transport.grant("other/0", 9, whole(MiB))
     assert len(table) == 2
     path = writer.transport._paths[reader.me]
     writer.on_loop(lambda: path._gone("the test says so"))

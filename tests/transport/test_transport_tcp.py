@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -450,6 +451,7 @@ class Watched:
     def __init__(self) -> None:
         self.events = 0
         self.ready: Callable[[int], None] = print
+        self.time = time.monotonic
 
     def watch(self, _fd: int, events: int, ready: Callable[[int], None]) -> None:
         self.events, self.ready = events, ready

@@ -19,8 +19,8 @@ from segue.core.errors import DECODE_ERRORS, TransferFailed
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import LeaderInfo
-from segue.session.tasks import awaited
 from segue.layout.content import whole_pages
+from segue.session.tasks import awaited
 from segue.transport.base import Endpoint, Transport, TransportEvent
 from segue.transport.memory import Memory
 

@@ -103,14 +103,16 @@ class ReceiverMachine(Machine):
     }
     ENDS: ClassVar[frozenset[ReceiverState]] = frozenset({_S.SUCCESS, _S.FAILED})
 
-    __slots__ = ("_proven", "pages", "tally")
+    __slots__ = ("_fenced", "_proven", "pages", "tally")
 
     def __init__(self, birth: Birth) -> None:
         super().__init__(birth)
         self.tally: Tally | None = None
         self.pages: tuple[int, ...] = ()
-        #: No write can land any more; a verification may still read.
+        #: No write can start or land any more; our own transport may be inside one, a verification may read.
         self._proven = False
+        #: Our transport has answered: it is inside no write of this epoch.
+        self._fenced = False
 
     # ---- the engine ----------------------------------------------------------------------------
 
@@ -246,19 +248,23 @@ class ReceiverMachine(Machine):
     # ---- the end -------------------------------------------------------------------------------
 
     def fence_done(self, proven: bool, now: float, out: list[Effect]) -> bool:
-        return self._prove(out) if proven else self.state is ReceiverState.QUARANTINED
-
-    def _prove(self, out: list[Effect]) -> bool:
-        """No write can land any more. False if there is no quarantine."""
         if self.state is not ReceiverState.QUARANTINED:
             return False
-        self._proven = True
+        self._fenced = True
+        self._proven = self._proven or proven
         self._let_go(out)
         return True
 
+    def _prove(self, out: list[Effect]) -> None:
+        """The peer's word or death: it writes no more."""
+        if self.state is ReceiverState.QUARANTINED:
+            self._proven = True
+            self._let_go(out)
+
     def _let_go(self, out: list[Effect]) -> None:
-        """The pages leave quarantine once nobody can write into them and nobody reads them."""
-        if not self._proven or (self.tally is not None and self.tally.unverified):
+        """The pages leave quarantine once nobody can write into them and nobody reads them. The peer's word
+        is not enough: what it has sent over a stream that broke may be landing right now, by our own hand."""
+        if not (self._proven and self._fenced) or (self.tally is not None and self.tally.unverified):
             return
         self.go(ReceiverStep.PROOF)
         self.lease.end(LeaseStep.PROOF)
@@ -300,6 +306,6 @@ class ReceiverMachine(Machine):
         quarantined = self.state is ReceiverState.QUARANTINED
         if quarantined != (self.lease.state is LeaseState.QUARANTINED):
             return f"{self.transfer} is {self.state} with a lease that is {self.lease.state}"
-        if self._proven and self.tally is not None and not self.tally.unverified:
+        if self._proven and self._fenced and self.tally is not None and not self.tally.unverified:
             return f"{self.transfer} waits in quarantine for nothing"
         return super().broken_rule()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.sim.causes import CODES, Causes
+from segue.sim.datapath import DataPath, TcpPath
 from segue.sim.faults import ENGINE, ITEMS, METADATA
 from segue.sim.front import Call, FrontNode, Wanted
 from segue.sim.guests import GUEST_KINDS, Guest
@@ -17,10 +18,10 @@ from segue.sim.leader import EOS
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.places import Places
 from segue.sim.registry import Registry, RegistryNode
-from segue.sim.scenario import Fault, Scenario
+from segue.sim.scenario import DATA, Fault, Scenario
+from segue.sim.streams import Streams
 from segue.sim.tcp import Network, Timing
 from segue.sim.visitors import KINDS, Visitor
-from segue.sim.wire import Path
 from segue.sim.world import Process, Violation, World
 
 #: Turns of leaders between two looks at the tables of a node: one looks at all of them.
@@ -37,6 +38,7 @@ class Deployment:
         self.world = World(scenario.seed)
         self.timing: Timing = scenario.timing
         self.network = Network(self.world, scenario.timing)
+        self.streams = Streams(scenario.timing.latency_s)
         self.one_sided = scenario.one_sided
         self.eos = EOS if "endings" in scenario.features else frozenset[int]()
         self.secret = b"a secret of the simulator" if scenario.signed else None
@@ -77,8 +79,8 @@ class Deployment:
             world.at(fault.at, None, self._strike, fault)
         longest = max((f.at + f.seconds for f in scenario.faults), default=0.0)
         last = max((r.at for r in scenario.requests), default=0.0)
-        if "session backlog" in scenario.features:
-            self.causes.struck("session backlog")
+        for feature in scenario.features & {"session backlog", "full queues"}:
+            self.causes.struck(feature)
         world.at(1.0, None, self._sweep)
         self._until(max(longest, last) + 0.5)
         self._peace()
@@ -185,13 +187,7 @@ class Deployment:
             process.died()
         if not isinstance(process, KVNode):
             return
-        for node in self.nodes.values():
-            if not isinstance(node, KVNode):
-                continue
-            if process.me in node.paths:
-                node.paths[process.me].reader_died()
-        for path in process.paths.values():
-            path.writer_died()
+        process.transport.died()
         for key in [k for k in self.checks.reads if k[0] == process.me]:
             del self.checks.reads[key]
 
@@ -255,7 +251,15 @@ class Deployment:
                 self.network.block(process, other)
                 self.causes.struck("blocked", process, other, seconds=fault.seconds)
                 world.after(fault.seconds, None, self._heal, process, other)
-            case "slow link" | "write fails" | "path cut" | "wire flip":
+            case (
+                "slow link"
+                | "write fails"
+                | "path cut"
+                | "wire flip"
+                | "data stall"
+                | "half open"
+                | "head flip"
+            ):
                 self._path_fault(fault, process, other)
             case _ if isinstance(process, LeaderNode):
                 self._node_fault(fault, process)
@@ -334,6 +338,13 @@ class Deployment:
             self.causes.struck(fault.kind, path.writer, path.reader, seconds=fault.seconds)
         if fault.kind == "path cut":
             path.cut()
+        elif fault.kind == "data stall":
+            path.stand_still((path.writer, path.reader)[fault.amount % 2], fault.seconds)
+        elif fault.kind == "half open":
+            path.half_open(fault.amount % 2 == 0)
+        elif fault.kind == "head flip":
+            if isinstance(path, TcpPath):
+                path.head_flips += 1
         elif fault.kind == "write fails":
             path.fail_write()
         elif fault.kind == "wire flip":
@@ -385,6 +396,8 @@ class Deployment:
                 if not node.squeezed and not node.busy:
                     node.squeeze(fault.amount * node.pool.total // 64)
                     node.after(fault.seconds, node.unsqueeze)
+            case _ if fault.kind in DATA and isinstance(node, KVNode):
+                self._data_fault(fault, node)
             case "drain":
                 node.drain()
             case "visitor":
@@ -404,8 +417,23 @@ class Deployment:
             case _:
                 raise Violation("scenario", f"no such fault: {fault}")
 
+    def _data_fault(self, fault: Fault, node: KVNode) -> None:
+        transport, until = node.transport, self.world.now + fault.seconds
+        match fault.kind:
+            case "deaf port":
+                transport.net.deaf_until = until
+            case "no data descriptors":
+                transport.net.full_until = until
+            case "write astray":
+                transport.astray += 1
+            case "thread death":
+                transport.end_a_thread()
+                node.after(fault.seconds, self._crash, node, 0.01)
+            case _:
+                transport.connect_raises += 1
 
-def _path(a: Process, b: Process | None) -> Path | None:
+
+def _path(a: Process, b: Process | None) -> DataPath | None:
     """The data path between two instances, whichever of them is the prefill one now."""
     if not isinstance(a, KVNode) or not isinstance(b, KVNode):
         return None

@@ -13,8 +13,8 @@ from segue.handoff.messages import Metadata
 from segue.roles.base import Desk
 
 if TYPE_CHECKING:
+    from segue.sim.datapath import DataPath
     from segue.sim.node import LeaderNode
-    from segue.sim.wire import Path
 
 
 class Injected(Exception):
@@ -190,7 +190,7 @@ class NodeFaults:
 
     # ---- the transport -------------------------------------------------------------------------
 
-    def mid_write(self, path: Path, what: str) -> None:
+    def mid_write(self, path: DataPath, what: str) -> None:
         """A write is half done."""
         action = self.kill_mid_write if what == "kill" else self.pause_mid_write
         if action is not None:

@@ -44,6 +44,8 @@ class Half:
     connected: bool = False
     quarantined: bool = False
     released_at: float | None = None
+    #: the transport has answered its fence
+    fenced: bool = False
     epoch: int = 0
     pages: tuple[int, ...] = ()
 
@@ -109,6 +111,8 @@ class Checks(AnswerChecks, DeskChecks):
                     raise Violation("13", f"{node.name}: {event} touched {transfer}", (transfer.room,))
             return
         own = event.message.transfer if isinstance(event, api.Received) else event.transfer
+        if isinstance(event, api.FenceDone):
+            self._half(node, own).fenced = True
         for effect in effects:
             transfer = effect.message.transfer if isinstance(effect, api.Send) else effect.transfer
             if transfer != own:
@@ -213,6 +217,11 @@ class Checks(AnswerChecks, DeskChecks):
             raise Violation("3", f"{node.name} released {transfer} twice", (transfer.room,))
         if half.phase is None or not half.phase.terminal:
             raise Violation("3", f"{node.name} released {transfer}, which has not ended", (transfer.room,))
+        if half.quarantined and not half.fenced:
+            raise Violation(
+                "4",
+                f"{node.name} takes {transfer} out of quarantine while its transport may be inside a write",
+            )
         half.released_at = self.world.now
         self.open.pop((node.me, transfer), None)
         if node.spec.role is Role.DECODE:
@@ -223,7 +232,7 @@ class Checks(AnswerChecks, DeskChecks):
             self.reads.pop((node.me, transfer.decode, half.epoch), None)
 
     def _drained(self, node: KVNode, transfer: TransferId) -> None:
-        """4: the word that no write is in flight must be true."""
+        """4: the word that no write starts any more must be true."""
         path = node.paths.get(transfer.decode)
         half = self.halves.get((node.me, transfer))
         if path is not None and half is not None and half.epoch and path.busy_with(half.epoch):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from segue.sim.tcp import Listener, Network, Socket
+from segue.sim.threads import SimThread
 from segue.sim.world import Process, SkewedClock
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """`func` runs a little later, in one piece: threads interleave at their edges only."""
+        """`func` runs a little later, on a thread that may wait; threads interleave where they do."""
         future: asyncio.Future[T] = self.create_future()
 
         def run() -> None:
@@ -141,12 +142,13 @@ class SimLoop(asyncio.AbstractEventLoop):
                 result = func(*args)
             except Exception as error:
                 if not future.cancelled():
-                    future.set_exception(error)
+                    self.enter(future.set_exception, error)
             else:
                 if not future.cancelled():
-                    future.set_result(result)
+                    self.enter(future.set_result, result)
 
-        self.process.after(self.network.timing.latency_s * self._rng.random(), run)
+        thread = SimThread(self.process, run)
+        self.process.after(self.network.timing.latency_s * self._rng.random(), thread.run)
         return future
 
     # ---- the network -----------------------------------------------------------------------------

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from segue.bootstrap.records import InstanceRecord
 from segue.conn.config import KVConfig, Runtime
 from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
-from segue.core.errors import Internal, PeerLost, SegueError
+from segue.core.errors import Internal, SegueError
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import Metadata
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content, checksum
+from segue.layout.content import checksum
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
 from segue.session.api import Session
+from segue.sim.datapath import DataPath, ShmPath, SimShm, SimTcp, SimTransport, TcpPath
 from segue.sim.faults import Injected
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
 from segue.sim.runtime import SimSessionNode
-from segue.sim.wire import Path, check_landing
 from segue.sim.world import Violation
-from segue.transport.base import Endpoint, EventSink, Fenced, TransportEvent
+from segue.transport.base import EventSink
 from segue.transport.memory import Memory
 
 if TYPE_CHECKING:
@@ -180,70 +181,18 @@ class SimDigester:
         self._answer(api.Digested(effect.transfer, effect.tag, found))
 
 
-class SimTransport:
-    """A `Transport` over simulated paths, two-sided or one-sided as the scenario says."""
-
-    def __init__(self, node: KVNode, name: str, on_event: EventSink, **_options: Any) -> None:
-        self.name = name
-        self._node = node
-        self._on_event = on_event
-
-    def register(self, memory: Memory) -> Endpoint:
-        """The simulated paths know their nodes."""
-        return Endpoint("tcp", self._node.engine.spec.nbytes, b"")
-
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
-        """Open a path to `peer`, if there is none that works."""
-        node, incarnation = self._node, _incarnation(peer)
-        path = node.paths.get(incarnation)
-        if path is not None and not path.closed:
-            return
-        reader = node.deployment.by_incarnation.get(incarnation)
-        if not isinstance(reader, KVNode) or not reader.alive:
-            raise PeerLost(f"{peer} is not there")
-        node.paths[incarnation] = Path(node, reader, node.deployment.one_sided)
-
-    def grant(self, peer: str, epoch: int, area: Content) -> None:
-        """Two-sided: from now on this process writes what arrives."""
-        self._node.grants.add((_incarnation(peer), epoch))
-
-    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
-        """Queue a write."""
-        self._node.paths[_incarnation(peer)].write(epoch, tag, blocks)
-
-    def fence(self, peer: str, epoch: int) -> None:
-        """End `epoch`; what proves it depends on the side and the kind of path."""
-        node, incarnation = self._node, _incarnation(peer)
-        if node.spec.role is Role.PREFILL:
-            path = node.paths.get(incarnation)
-            if path is None:
-                self._soon(Fenced(peer, epoch, True))
-            else:
-                path.fence(epoch)
-            return
-        node.grants.discard((incarnation, epoch))
-        # As shm: whoever has never attached, or is known to be dead, can write nothing.
-        writer = node.deployment.by_incarnation.get(incarnation)
-        path = writer.paths.get(node.me) if isinstance(writer, KVNode) else None
-        attached = path is not None and not path.writer_gone
-        self._soon(Fenced(peer, epoch, not (node.deployment.one_sided and attached)))
-
-    def _soon(self, event: TransportEvent) -> None:
-        self._node.after(self._node.world_timing.hop_s * self._node.rng.random(), self._on_event, event)
-
-    def close(self) -> None:
-        """The paths end with their processes."""
-
-
 class KVNode(LeaderNode):
     """A prefill or a decode instance."""
 
     role: PrefillRole | DecodeRole
 
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
-        self.paths: dict[Incarnation, Path] = {}
+        self.paths: dict[Incarnation, DataPath] = {}
         self.exposed: dict[int, Exposed] = {}
-        self.grants: set[tuple[Incarnation, int]] = set()
+        #: as many as there are live grants at the transport
+        self.grants: Sized = ()
+        self.transport: SimTransport
+        self._pool_at = 0
         self._targets: dict[Incarnation, InstanceRecord] = {}
         super().__init__(deployment, spec, life)
 
@@ -252,7 +201,7 @@ class KVNode(LeaderNode):
             role=self.spec.role,
             model=self.spec.model,
             spec=self.engine.spec,
-            transports=("tcp",),
+            transports=("shm" if self.deployment.one_sided else "tcp",),
             host=self.host,
             port=self.port,
             secret=self.deployment.secret,
@@ -264,7 +213,7 @@ class KVNode(LeaderNode):
         runtime = Runtime(
             io=lambda _on_error: self.io,
             node=partial(SimSessionNode, loop=self.loop),
-            transport=partial(SimTransport, self),
+            transport=self._make_transport,
             digester=partial(SimDigester, self),
             exchange=partial(CheckedExchange, self),
             uniform=rng.uniform,
@@ -272,6 +221,12 @@ class KVNode(LeaderNode):
         self.manager = SimManager(self, config, runtime)
         make = PrefillRole if self.spec.role is Role.PREFILL else DecodeRole
         return make(self.engine, self.pool, handoffs=self.manager, **self._common())
+
+    def _make_transport(self, name: str, on_event: EventSink, **options: Any) -> SimTransport:
+        self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)
+        make = SimShm if self.deployment.one_sided else SimTcp
+        self.transport = make(self, name, on_event, **options)
+        return self.transport
 
     def _listen(self) -> None:
         self._node = self.manager._node
@@ -306,26 +261,23 @@ class KVNode(LeaderNode):
 
     # ---- what lands here ---------------------------------------------------------------------------
 
-    def transport_event(self, peer: Incarnation, event: TransportEvent) -> None:
-        """A path says something to the I/O thread."""
-        self.loop.enter(self.manager._transport_event, "tcp", event)
+    def data_path(self, reader: KVNode) -> DataPath:
+        """The path to a decode node."""
+        path = self.paths.get(reader.me)
+        if path is None:
+            make = ShmPath if self.deployment.one_sided else TcpPath
+            path = self.paths[reader.me] = make(self, reader)
+        return path
 
-    def granted(self, peer: Incarnation, epoch: int) -> bool:
-        """Two-sided: whether this process would write what has just arrived."""
-        return (peer, epoch) in self.grants
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where in our pool an address is; None if not all of these bytes are in it."""
+        offset = address - self._pool_at
+        return offset if 0 <= offset <= self.engine.spec.nbytes - nbytes else None
 
-    def landing(self, path: Path, epoch: int, data: list[tuple[int, bytes]]) -> None:
-        """Bytes land in our memory."""
-        if self.alive:
-            check_landing(self, epoch, data)
-        memory = self.engine.memory
-        for to, chunk in data:
-            memory[to : to + len(chunk)] = chunk
-
-    def check_source(self, path: Path, epoch: int, part: list[tuple[int, int, int]]) -> None:
+    def check_source(self, peer: Incarnation, epoch: int, ranges: list[tuple[int, int]]) -> None:
         """Invariant 3, on prefill: what is being read still belongs to its hand-off."""
-        pages = {page for at, _, size in part for page in self.pages_at(at, size)}
-        self.deployment.checks.reading(self, path.reader.me, epoch, pages)
+        pages = {page for at, size in ranges for page in self.pages_at(at, size)}
+        self.deployment.checks.reading(self, peer, epoch, pages)
 
     def pages_at(self, offset: int, nbytes: int) -> set[int]:
         """The pages that a range of the pool's bytes touches."""
@@ -349,7 +301,3 @@ class KVNode(LeaderNode):
             replica = now[incarnation].replicas[0]
             self.manager.add_peer(incarnation, replica.host, replica.port)
         self._targets = now
-
-
-def _incarnation(peer: str) -> Incarnation:
-    return Incarnation(peer.split("/", 1)[0])

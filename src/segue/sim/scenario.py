@@ -84,6 +84,19 @@ NEWEST = (
     "copy flip",
 )
 
+#: Faults of data paths and of what they run on; drawn by a generator of their own as well.
+DATA = (
+    "data stall",
+    "half open",
+    "deaf port",
+    "no data descriptors",
+    "thread death",
+    "connect raises",
+    "full queues",
+    "head flip",
+    "write astray",
+)
+
 BAD = (
     "room 0",
     "negative room",
@@ -260,6 +273,10 @@ def make_scenario(seed: int) -> Scenario:
     if "unequal budgets" in found:
         _vary_budgets(newest, scenario)
     scenario.faults += _faults(newest, scenario, found, len(scenario.faults))
+    data = random.Random(f"segue data {seed}")
+    scenario.features |= frozenset(f for f in DATA if data.random() < share)
+    of_data = [f for f in DATA if f in scenario.features]
+    scenario.faults += _faults(data, scenario, of_data, len(scenario.faults))
     return scenario
 
 
@@ -422,6 +439,8 @@ _SILENT_S = (0.05, 0.5, 4.0, 12.0)
 #: Right after a token has gone out, when the answer is somebody's already.
 _CUTS = ("Outputs",)
 
+_CUT = Draw("path cut", 1, "prefill", "decode")
+
 #: What each feature brings. Those that are not here change the deployment, its requests or its clocks.
 FAULTS: dict[str, tuple[Draw, ...]] = {
     "crash": (Draw("crash", 1, "any", seconds=_DOWN_S),),
@@ -485,6 +504,15 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "plan exception": (Draw("plan exception", 2, "any", triggers=ITEMS_AFTER),),
     "digests": (Draw("digest slow", 2, "kv", triggers=("",)), Draw("digest fails", 2, "kv", triggers=("",))),
     "role exception": (Draw("role exception", 4, "any", triggers=ITEMS_AFTER),),
+    "data stall": (Draw("data stall", 2, "prefill", "decode", seconds=_SILENT_S),),
+    "half open": (Draw("half open", 2, "prefill", "decode"),),
+    # A path that is cut must be opened anew, which is where these strike.
+    "deaf port": (Draw("deaf port", 1, "decode", seconds=_SILENT_S), _CUT),
+    "no data descriptors": (Draw("no data descriptors", 1, "kv"), _CUT),
+    "head flip": (Draw("head flip", 4, "prefill", "decode"),),
+    "write astray": (Draw("write astray", 2, "prefill"),),
+    "thread death": (Draw("thread death", 1, "kv", seconds=_DOWN_S),),
+    "connect raises": (Draw("connect raises", 2, "prefill"), _CUT),
     "front pause": (Draw("front pause", 1, "front", seconds=_SILENT_S),),
     "front partition": (
         Draw("front partition", 1, "any", "front", seconds=_SILENT_S),

@@ -105,6 +105,8 @@ class Process:
         self.world = world
         self.name = name
         self.alive = True
+        #: and the kernel has cleaned up after it
+        self.ended = False
         self.paused = self.was_paused = False
         self.began_at = world.now
         self.died_at = self.paused_at = 0.0
@@ -112,6 +114,8 @@ class Process:
         #: when its clock last jumped
         self.jumped_at = -1.0
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        #: its threads that may be inside a call that waits: see `threads`
+        self.threads: list[Any] = []
 
     def after(self, delay: float, call: Callable[..., None], *args: Any) -> None:
         """Run `call` in this process after `delay` seconds."""
@@ -141,6 +145,8 @@ class Process:
         self.alive = False
         self.died_at = self.world.now
         self.frozen.clear()
+        for thread in list(self.threads):
+            thread.kill()
 
 
 class SkewedClock:

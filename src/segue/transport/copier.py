@@ -7,10 +7,7 @@ the other threads of the process nothing but memory bandwidth. What is decided i
 
 from __future__ import annotations
 
-import logging
 import mmap
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,10 +18,9 @@ from segue.core.errors import Internal, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent
 from segue.transport.copy_queue import CopyQueue, Job, Then
+from segue.transport.shm_host import HOST, ShmHost
 
 Copy = Callable[[Job, Sequence[CopyBlock]], None]
-
-log = logging.getLogger("segue.shm")
 
 
 def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
@@ -60,17 +56,17 @@ class Copier:
         max_jobs: int,
         threads: int,
         copy: Copy = copy_slice,
+        host: ShmHost = HOST,
     ) -> None:
         self._emit = emit
         self._on_crash = on_crash
         self._slice_bytes = slice_bytes
         self._copy = copy
-        self._wake = threading.Condition()
+        self._host = host
+        self._wake = host.condition()
         self._jobs = CopyQueue(slice_bytes=slice_bytes, max_jobs=max_jobs)  # under `_wake`
         self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(threads)
-        ]
+        self._threads = [host.copying(name, i, threads, self._run) for i in range(threads)]
 
     def start(self) -> None:
         """Start the threads."""
@@ -105,25 +101,12 @@ class Copier:
             self._wake.notify_all()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if not self._host.is_current(thread):
                 thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(t.is_alive() for t in self._threads if t is not threading.current_thread())
-
-    def _spread(self) -> None:
-        """Keep the threads on disjoint CPUs: the scheduler likes to wake them all on the waker's
-        core, where they take turns instead of sharing the work (bench/transport.py: 0.73 of a
-        memcpy without this, 0.8 to 0.9 with it, for scattered pages on a busy machine)."""
-        try:
-            cpus = sorted(os.sched_getaffinity(0))
-            if len(self._threads) <= len(cpus):
-                nth = self._threads.index(threading.current_thread())
-                os.sched_setaffinity(0, cpus[nth :: len(self._threads)])  # of this thread only
-        except OSError as exc:  # a sandbox, or a set of CPUs that has changed meanwhile: only speed
-            log.info("copying threads stay where the scheduler puts them: %s", exc.strerror)
+        return not any(t.is_alive() for t in self._threads if not self._host.is_current(t))
 
     def _run(self) -> None:
         try:
-            self._spread()
             while self._turn():
                 pass
         except BaseException as exc:

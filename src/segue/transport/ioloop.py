@@ -42,6 +42,50 @@ class Timer:
         self.call = None
 
 
+class Poller:
+    """What a loop asks of the operating system: which descriptors are ready, and to be woken."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._lock = threading.Lock()
+        #: Becomes ready by `wake`; `woken` takes that back.
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self.wake_fd, select.EPOLLIN)
+
+    def register(self, fd: int, events: int) -> None:
+        """Tell of `fd` from now on. Raises OSError."""
+        self._epoll.register(fd, events)
+
+    def modify(self, fd: int, events: int) -> None:
+        """Tell of other events of it."""
+        self._epoll.modify(fd, events)
+
+    def unregister(self, fd: int) -> None:
+        """Tell of it no more."""
+        self._epoll.unregister(fd)
+
+    def poll(self, timeout_s: float) -> list[tuple[int, int]]:
+        """Descriptors that are ready, and for what; waits for the first, -1: for ever."""
+        return self._epoll.poll(timeout_s, _BATCH)
+
+    def wake(self) -> None:
+        """Let `poll` return; from any thread."""
+        with self._lock:
+            if self.wake_fd >= 0:
+                os.eventfd_write(self.wake_fd, 1)
+
+    def woken(self) -> None:
+        """`poll` has told of `wake_fd`."""
+        os.eventfd_read(self.wake_fd)
+
+    def close(self) -> None:
+        """A late `wake` must not write into a descriptor that is not ours."""
+        with self._lock:
+            self._epoll.close()
+            os.close(self.wake_fd)
+            self.wake_fd = -1
+
+
 class IoLoop:
     """An epoll loop in a daemon thread. Only `post` and `stop` may be called from other threads.
 
@@ -59,11 +103,9 @@ class IoLoop:
         name: str,
         on_crash: Callable[[BaseException], None],
         clock: Callable[[], float] = time.monotonic,
+        poller: Poller | None = None,
     ) -> None:
-        self._epoll = select.epoll()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._wake_lock = threading.Lock()
+        self._poller = poller or Poller()
         self._watches: dict[int, _Watch] = {}
         self._turns = 0
         self._calls: deque[Call] = deque()
@@ -84,34 +126,33 @@ class IoLoop:
         self._calls.append(call)
         if self._asleep:
             self._asleep = False
-            self._wake()
-
-    def _wake(self) -> None:
-        with self._wake_lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+            self._poller.wake()
 
     def watch(self, fd: int, events: int, ready: Ready) -> None:
         """Call `ready(events)` whenever `fd` is ready (level-triggered). Raises OSError when the kernel has
         no room for it (then it is not watched), FileExistsError when it is watched already."""
-        self._epoll.register(fd, events)
+        self._poller.register(fd, events)
         self._watches[fd] = _Watch(ready, events, self._turns)
 
     def change(self, fd: int, events: int) -> None:
         """Wait for other `events` of a watched descriptor."""
-        self._epoll.modify(fd, events)
+        self._poller.modify(fd, events)
         self._watches[fd].events = events
 
     def unwatch(self, fd: int) -> None:
         """Forget `fd`; to be called before it is closed. Idempotent."""
         if self._watches.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            self._poller.unregister(fd)
 
     def later(self, delay_s: float, call: Call) -> Timer:
         """Run `call` on the thread after `delay_s`."""
         timer = Timer(call)
         heapq.heappush(self._timers, (self._clock() + delay_s, next(self._sequence), timer))
         return timer
+
+    def time(self) -> float:
+        """Seconds, monotonic: what `later` counts in."""
+        return self._clock()
 
     def inside(self) -> bool:
         """True on the loop's own thread."""
@@ -136,39 +177,47 @@ class IoLoop:
             end()
             return True
         self.post(end)
-        self._wake()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        self._poller.wake()
+        if not self._join(timeout_s):
             return False
         if not ran:  # the thread had crashed before; nobody else uses its things now
             end()
         return True
 
+    def _join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end. False when it did not end in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         try:
             while self._running:
-                self._turn()
+                self._turn(self._poller.poll(self._rest()))
         except BaseException as exc:
             self._on_crash(exc)
             raise
         finally:
-            with self._wake_lock:  # a late `post` must not write into a descriptor that is not ours
-                self._epoll.close()
-                os.close(self._wake_fd)
-                self._wake_fd = -1
-            self._calls.clear()
-            self._watches.clear()
-            self._timers.clear()
+            self._forget()
 
-    def _turn(self) -> None:
+    def _forget(self) -> None:
+        """The thread has ended."""
+        self._poller.close()
+        self._calls.clear()
+        self._watches.clear()
+        self._timers.clear()
+
+    def _rest(self) -> float:
+        """From now on a call that is posted wakes the loop. How long it may sleep: -1 for ever."""
         self._asleep = True
-        timeout_s = 0.0 if self._calls else self._next_timeout_s()
-        events = self._epoll.poll(timeout_s, _BATCH)
+        return 0.0 if self._calls else self._next_timeout_s()
+
+    def _turn(self, events: list[tuple[int, int]]) -> None:
+        """Run what is due: callbacks of `events`, the calls posted until now, timers."""
         self._asleep = False
         self._turns += 1  # what is watched from here on is younger than this batch
         for fd, mask in events:
-            if fd == self._wake_fd:
-                os.eventfd_read(fd)
+            if fd == self._poller.wake_fd:
+                self._poller.woken()
                 continue
             watch = self._watches.get(fd)
             if watch is None or watch.turn == self._turns or not self._running:

@@ -20,7 +20,7 @@ import numpy as np
 from segue.core.errors import OutOfCapacity
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 0x1, 0x2, 0x4
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _POPULATE_BYTES = 64 * 2**20
 
@@ -84,6 +84,15 @@ def allocate(nbytes: int, name: str = "segue-kv") -> Memory:
         raise OutOfCapacity(
             f"cannot allocate {nbytes / 2**30:.2f} GiB for the KV pool: {exc.strerror}; lower --kv-gib"
         ) from exc
+
+
+def readable(nbytes: int) -> tuple[int, mmap.mmap]:
+    """Memory that whoever is given its memfd can only read, and our own mapping of it."""
+    fd = os.memfd_create("segue-epochs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    ours = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE)
+    return fd, ours
 
 
 def map_shared(fd: int, nbytes: int) -> mmap.mmap:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -39,12 +38,11 @@ from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, WriteFailed
-from segue.transport.copier import Copier
+from segue.transport.copier import Copier, Copy, copy_slice
 from segue.transport.copy_queue import Job
 from segue.transport.epochs import Ended
-from segue.transport.host import host_id
-from segue.transport.ioloop import IoLoop
-from segue.transport.memory import Memory, allocate, map_shared, sealed
+from segue.transport.memory import Memory, allocate, map_shared
+from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_in import Door
 from segue.transport.shm_out import Path, map_peer
 from segue.transport.shm_table import GrantTable
@@ -85,6 +83,8 @@ class ShmTransport:
         max_writes: int = 65536,
         max_strangers: int = 16,
         handshake_s: float = 5.0,
+        copy: Copy = copy_slice,
+        host: ShmHost = HOST,
     ) -> None:
         self._me = handshake.checked_name(me)
         self._max_strangers = max_strangers
@@ -93,10 +93,11 @@ class ShmTransport:
         self._teller = Teller(self.name, on_event)
         self._memory: Memory | None = None
         self._door: Door | None = None
-        self._table = GrantTable()
+        self._host = host
+        self._table = GrantTable(host)
         self._ended = Ended()
         self._paths: dict[str, Path] = {}
-        self._loop = IoLoop("segue-shm-io", self._crashed)
+        self._loop = host.loop("segue-shm-io", self._crashed)
         self._copier = Copier(
             "segue-shm-copy",
             self._teller.emit,
@@ -104,6 +105,8 @@ class ShmTransport:
             slice_bytes=slice_bytes,
             max_jobs=max_writes,
             threads=copy_threads,
+            copy=copy,
+            host=host,
         )
         self._loop.start()
         self._copier.start()
@@ -115,15 +118,13 @@ class ShmTransport:
         with self._lock:
             if self._memory is not None or self._teller.closed:
                 raise ConfigError("a transport registers one memory, once, before it is closed")
-            if not sealed(memory.fd):
+            if not self._host.sealed(memory.fd):
                 raise ConfigError(
                     "shm needs memory from transport.memory.allocate (sealed against shrinking)"
                 )
             name = b"\0segue-" + secrets.token_hex(16).encode()
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            listener.bind(name)
-            listener.listen(128)
-            address = ShmAddress(version=1, name=name, key=handshake.new_key(), host=host_id())
+            listener = self._host.listen(name)
+            address = ShmAddress(version=1, name=name, key=handshake.new_key(), host=self._host.id())
             self._memory = memory
             self._door = Door(
                 self._loop,
@@ -135,6 +136,7 @@ class ShmTransport:
                 self._teller.emit,
                 max_strangers=self._max_strangers,
                 handshake_s=self._handshake_s,
+                host=self._host,
             )
         self._loop.post(self._door.open)
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
@@ -148,12 +150,14 @@ class ShmTransport:
                 raise ConfigError("register the memory before connecting")
             if peer in self._paths:
                 return
-        mapped = map_peer(self._me, peer, endpoint, timeout_s)
-        path = Path(self._loop, self._copier, self._me, peer, mapped, self._teller.emit, self._forget)
+        mapped = map_peer(self._me, peer, endpoint, timeout_s, self._host)
+        path = Path(
+            self._loop, self._copier, self._me, peer, mapped, self._teller.emit, self._forget, self._host
+        )
         with self._lock:
             if self._teller.closed or peer in self._paths:
                 mapped.unmap()
-                mapped.leave(goodbye=True)
+                mapped.leave(self._host, goodbye=True)
                 return
             self._paths[peer] = path
         self._loop.post(path.open)
@@ -236,7 +240,7 @@ class ShmTransport:
     def _release(self, quiet: bool) -> None:
         """The loop's last call: close every descriptor, after saying goodbye where it is true."""
         for path in self._paths.values():
-            path.mapped.leave(goodbye=quiet)
+            path.mapped.leave(self._host, goodbye=quiet)
         if self._door is not None:
             self._door.close()
         self._paths.clear()

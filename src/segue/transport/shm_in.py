@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import select
 import socket
 import threading
@@ -20,8 +19,8 @@ from functools import partial
 from segue.core.errors import PeerLost, PeerRefused
 from segue.transport import handshake
 from segue.transport.base import PeerGone, TransportEvent
-from segue.transport.host import ended, peer_pidfd, peer_uid
 from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_table import GrantTable
 from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, send
 
@@ -64,7 +63,9 @@ class Door:
         *,
         max_strangers: int,
         handshake_s: float,
+        host: ShmHost = HOST,
     ) -> None:
+        self._host = host
         self._loop = loop
         self._lock = lock
         self._listener = listener
@@ -107,7 +108,7 @@ class Door:
         peer.sock.close()
         if peer.pidfd is not None:
             self._loop.unwatch(peer.pidfd)
-            os.close(peer.pidfd)
+            self._host.close(peer.pidfd)
             peer.pidfd = None
 
     # ---- strangers -------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Door:
     def _let_wait(self, peer: Incoming) -> None:
         sock = peer.sock
         sock.setblocking(False)
-        if peer_uid(sock) != os.getuid():
+        if self._host.peer_uid(sock) != self._host.uid():
             send(sock, peer.proof.refuse("another user"))
             sock.close()
             return
@@ -172,14 +173,14 @@ class Door:
         with self._lock:  # from here on the peer may hold a mapping
             self.writers.setdefault(peer.name, []).append(peer)
         try:
-            socket.send_fds(peer.sock, [verdict], [self._memory_fd, self._table.fd])
+            self._host.send_fds(peer.sock, verdict, [self._memory_fd, self._table.fd])
         except OSError:  # then no descriptor has left this process
             self._gone(peer, "it left before it had the memory")
 
     def _watch_process(self, peer: Incoming, name: str) -> None:
         if len(self.writers.get(name, ())) >= MAX_PER_NAME:
             raise PeerRefused(f"{MAX_PER_NAME} connections of this name have not said goodbye")
-        peer.pidfd = peer_pidfd(peer.sock)
+        peer.pidfd = self._host.peer_pidfd(peer.sock)
         if peer.pidfd is None:
             raise PeerRefused("the process is gone")
         self._loop.unwatch(peer.sock.fileno())
@@ -211,7 +212,7 @@ class Door:
         self._emit(PeerGone(peer.name, False, error))
 
     def _died(self, peer: Incoming, _events: int) -> None:
-        if peer.pidfd is not None and ended(peer.pidfd):
+        if peer.pidfd is not None and self._host.ended(peer.pidfd):
             self._gone(peer, "its process has ended")
 
     def _gone(self, peer: Incoming, why: str) -> None:

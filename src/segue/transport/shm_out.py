@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import select
 import socket
 from collections.abc import Callable
@@ -28,9 +27,8 @@ from segue.core.errors import (
 from segue.transport import handshake
 from segue.transport.base import Endpoint, PeerGone, TransportEvent
 from segue.transport.copier import Copier
-from segue.transport.host import ended, host_id, peer_pidfd, peer_uid
 from segue.transport.ioloop import IoLoop
-from segue.transport.memory import map_shared, sealed
+from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_table import TABLE_BYTES, GrantView, token
 from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, ShmAddress, farewell
 
@@ -51,7 +49,7 @@ class Mapped:
         self.pool.close()
         self.grants.close()
 
-    def leave(self, *, goodbye: bool) -> None:
+    def leave(self, host: ShmHost, *, goodbye: bool) -> None:
         """Close the descriptors of a path that is not open (any more). A `goodbye` is a proof for the
         peer, so only after `unmap`."""
         if goodbye:
@@ -59,7 +57,7 @@ class Mapped:
         else:
             self.sock.close()
         if self.pidfd is not None:
-            os.close(self.pidfd)
+            host.close(self.pidfd)
 
 
 class Path:
@@ -75,7 +73,9 @@ class Path:
         mapped: Mapped,
         emit: Callable[[TransportEvent], None],
         forget: Callable[[Path], bool],
+        host: ShmHost = HOST,
     ) -> None:
+        self._host = host
         self._loop = loop
         self._copier = copier
         self._me = me
@@ -128,7 +128,7 @@ class Path:
             self._cancel(PeerLost(f"{self.name} is gone", peer=self.name), lambda: None)
 
     def _died(self, _events: int) -> None:
-        if self.mapped.pidfd is not None and ended(self.mapped.pidfd):
+        if self.mapped.pidfd is not None and self._host.ended(self.mapped.pidfd):
             self._gone(_ENDED, dead=True)
 
     def _gone(self, why: str, *, dead: bool = False) -> None:
@@ -137,7 +137,7 @@ class Path:
         self._loop.unwatch(self.mapped.sock.fileno())
         if self.mapped.pidfd is not None:
             self._loop.unwatch(self.mapped.pidfd)
-            os.close(self.mapped.pidfd)
+            self._host.close(self.mapped.pidfd)
         error = PeerLost(f"{self.name} is gone: {why}", peer=self.name)
 
         def done() -> None:
@@ -154,7 +154,7 @@ class Path:
             now()
 
 
-def map_peer(me: str, peer: str, endpoint: Endpoint, timeout_s: float) -> Mapped:
+def map_peer(me: str, peer: str, endpoint: Endpoint, timeout_s: float, host: ShmHost = HOST) -> Mapped:
     """Connect, prove, receive the descriptors and map the receiver's pool. Raises what
     `Transport.connect` does."""
     try:
@@ -165,22 +165,22 @@ def map_peer(me: str, peer: str, endpoint: Endpoint, timeout_s: float) -> Mapped
         raise PeerRefused(f"not an shm endpoint of version 1: {endpoint.transport} v{address.version}")
     with ExitStack() as undo:
         try:
-            if address.host != host_id():
+            if address.host != host.id():
                 raise PeerRefused("shm needs both sides on one host, in one network namespace, of one user")
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock = host.new_socket()
             # Whatever fails from here on, nothing of the peer's memory stays mapped, and it is told so: it
             # may count us among its writers by then.
             undo.callback(farewell, sock)
             sock.settimeout(timeout_s)
             sock.connect(address.name)
-            if peer_uid(sock) != os.getuid():
+            if host.peer_uid(sock) != host.uid():
                 raise PeerRefused("the shm socket of the peer belongs to another user")
             proof = handshake.Writer(address.key, handshake.Hello(me, bytes(16), 0, 1))
             sock.sendall(proof.respond(read_frame(sock, handshake.CHALLENGE_BYTES)))
-            pool, grants = take_memory(sock, proof, endpoint.nbytes)
+            pool, grants = take_memory(sock, proof, endpoint.nbytes, host)
             undo.callback(pool.close)
             undo.callback(grants.close)
-            pidfd = peer_pidfd(sock)
+            pidfd = host.peer_pidfd(sock)
             sock.setblocking(False)
         except TimeoutError as exc:
             raise BootstrapTimeout(f"{peer} did not answer on its shm socket within {timeout_s} s") from exc
@@ -190,34 +190,36 @@ def map_peer(me: str, peer: str, endpoint: Endpoint, timeout_s: float) -> Mapped
         return Mapped(sock, pool, grants, pidfd)
 
 
-def take_memory(sock: socket.socket, proof: handshake.Writer, nbytes: int) -> tuple[mmap.mmap, GrantView]:
+def take_memory(
+    sock: socket.socket, proof: handshake.Writer, nbytes: int, host: ShmHost = HOST
+) -> tuple[mmap.mmap, GrantView]:
     """The peer's verdict, and with it its pool and its table of grants, mapped. Raises also OutOfCapacity
     when they cannot be mapped in this process; nothing is, then."""
-    verdict, fds, flags, _ = socket.recv_fds(sock, handshake.VERDICT_BYTES + 1, 2, socket.MSG_CMSG_CLOEXEC)
+    verdict, fds, lost = host.receive_fds(sock, handshake.VERDICT_BYTES + 1)
     try:
         _whole(verdict, handshake.VERDICT_BYTES)
         proof.finish(verdict)
-        if len(fds) != 2 and flags & socket.MSG_CTRUNC:
+        if len(fds) != 2 and lost:
             raise TransferFailed(
                 "the descriptors of the peer's memory were lost: too many files are open here"
             )
-        if len(fds) != 2 or not sealed(fds[0]) or not 0 < nbytes <= os.fstat(fds[0]).st_size:
+        if len(fds) != 2 or not host.sealed(fds[0]) or not 0 < nbytes <= host.size(fds[0]):
             raise PeerRefused("the peer's memory is not what its endpoint says")
-        if not sealed(fds[1]) or os.fstat(fds[1]).st_size < TABLE_BYTES:
+        if not host.sealed(fds[1]) or host.size(fds[1]) < TABLE_BYTES:
             # A table that can shrink would end this process at the next look.
             raise PeerRefused("the peer's table of grants is too small, or could become so")
-        return _map(fds[0], nbytes, fds[1])
+        return _map(host, fds[0], nbytes, fds[1])
     finally:
         for fd in fds:
-            os.close(fd)
+            host.close(fd)
 
 
-def _map(pool_fd: int, nbytes: int, table_fd: int) -> tuple[mmap.mmap, GrantView]:
+def _map(host: ShmHost, pool_fd: int, nbytes: int, table_fd: int) -> tuple[mmap.mmap, GrantView]:
     with ExitStack() as undo:
         try:
-            pool = map_shared(pool_fd, nbytes)
+            pool = host.map_pool(pool_fd, nbytes)
             undo.callback(pool.close)
-            grants = GrantView(table_fd)
+            grants = GrantView(table_fd, host)
         except OSError as exc:
             raise OutOfCapacity(
                 f"the peer's pool of {nbytes / 2**30:.2f} GiB cannot be mapped here: {exc.strerror}"

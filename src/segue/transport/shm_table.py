@@ -8,19 +8,15 @@ it has no slice in progress and finds the epoch gone before its first one.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import mmap
-import os
 
 import numpy as np
 
 from segue.core.errors import OutOfCapacity
+from segue.transport.shm_host import HOST, ShmHost
 
 SLOTS = 16384
 TABLE_BYTES = SLOTS * 8
-_F_ADD_SEALS = 1033
-_SEALS = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE: writers may only read
 
 
 def token(peer: str, epoch: int) -> int:
@@ -32,11 +28,9 @@ def token(peer: str, epoch: int) -> int:
 class GrantTable:
     """The receiver's end. Not thread-safe; the transport's lock covers it."""
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("segue-epochs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, TABLE_BYTES)
-        self._map = mmap.mmap(self.fd, TABLE_BYTES, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
+    def __init__(self, host: ShmHost = HOST) -> None:
+        self._host = host
+        self.fd, self._map = host.table(TABLE_BYTES)
         self._slots = np.frombuffer(self._map, np.uint64)
         self._free = list(range(SLOTS - 1, -1, -1))
         self._of: dict[tuple[str, int], int] = {}
@@ -71,14 +65,14 @@ class GrantTable:
         self._slots[:] = 0
         del self._slots
         self._map.close()
-        os.close(self.fd)
+        self._host.close(self.fd)
 
 
 class GrantView:
     """The writer's end: read-only."""
 
-    def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, TABLE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ)
+    def __init__(self, fd: int, host: ShmHost = HOST) -> None:
+        self._map = host.map_table(fd, TABLE_BYTES)
         self._slots = np.frombuffer(self._map, np.uint64)
 
     def find(self, wanted: int) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,10 +28,10 @@ from segue.session.tls import GIVE_BOTH, Tls
 from segue.transport import handshake, ranges, tcp_wire
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, WriteFailed
 from segue.transport.epochs import Ended, Grants
-from segue.transport.ioloop import IoLoop
 from segue.transport.memory import Memory
 from segue.transport.tcp_channel import Channel
 from segue.transport.tcp_in import Door, InStream, Pool
+from segue.transport.tcp_net import NET, Net
 from segue.transport.tcp_out import Path, open_streams
 from segue.transport.teller import Teller
 
@@ -85,6 +84,7 @@ class TcpTransport:
         max_strangers: int = 32,
         max_streams: int = 8192,
         max_parts: int = 65536,
+        net: Net = NET,
     ) -> None:
         if not 1 <= streams <= MAX_STREAMS_PER_PEER:
             raise ConfigError(f"tcp needs 1 to {MAX_STREAMS_PER_PEER} streams per peer, not {streams}")
@@ -112,7 +112,8 @@ class TcpTransport:
         self._grants = Grants()
         self._ended = Ended()
         self._paths: dict[str, Path] = {}
-        self._loop = IoLoop("segue-tcp", self._crashed)
+        self._net = net
+        self._loop = net.loop("segue-tcp", self._crashed)
         self._loop.start()
 
     # ---- the six methods -----------------------------------------------------------------------
@@ -135,6 +136,7 @@ class TcpTransport:
                 self._in_stream,
                 self._writer_gone,
                 self._prepare,
+                self._net.channel,
                 max_strangers=self._max_strangers,
                 max_streams=self._max_streams,
                 handshake_s=self._handshake_s,
@@ -168,7 +170,7 @@ class TcpTransport:
         where = (address.host, address.port)
         client = self._tls.client if self._tls is not None else None
         channels = open_streams(
-            self._me, peer, where, address.key, self._streams, timeout_s, self._prepare, client
+            self._net, self._me, peer, where, address.key, self._streams, timeout_s, self._prepare, client
         )
         path = Path(
             self._loop,
@@ -199,7 +201,7 @@ class TcpTransport:
 
     def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
-        posted = time.perf_counter()
+        posted = self._loop.time()
         with self._lock:
             path = self._paths.get(peer)
             try:
@@ -277,19 +279,11 @@ class TcpTransport:
         self._teller.emit(PeerGone(path.name, False, error))
 
     def _listen(self) -> socket.socket:
-        family, _, _, _, address = socket.getaddrinfo(
-            self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(128)
+            return self._net.listen(self._host, self._port)
         except OSError as exc:
-            listener.close()
             where = f"{self._host}:{self._port}"
             raise ConfigError(f"tcp cannot listen on {where}: {exc.strerror}; choose another port") from exc
-        return listener
 
     def _prepare(self, sock: socket.socket) -> None:
         """Options of every stream. Buffer sizes stay with the kernel's autotuning, which on common

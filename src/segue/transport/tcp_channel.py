@@ -57,10 +57,10 @@ class PlainChannel:
 
     buffered = False
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, vectors: Vectors | None = None) -> None:
         self.sock = sock
         self._fd = sock.fileno()
-        self._vectors = Vectors()
+        self._vectors = vectors or Vectors()
 
     def fileno(self) -> int:
         return self._fd

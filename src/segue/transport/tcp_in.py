@@ -228,6 +228,7 @@ class Stranger:
         left: Callable[[Stranger], object],
         admitted: Callable[[Stranger, handshake.Hello], None],
         tls: ssl.SSLContext | None,
+        channel: Callable[[socket.socket], PlainChannel],
     ) -> None:
         self._loop = loop
         self._door = handshake.Listener(key)
@@ -237,7 +238,7 @@ class Stranger:
         self._opening: TlsChannel | None = None
         self.channel: Channel
         if tls is None:
-            self.channel = PlainChannel(sock)
+            self.channel = channel(sock)
         else:
             wrapped = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             self.channel = self._opening = TlsChannel(wrapped)
@@ -316,6 +317,7 @@ class Door:
         stream: Callable[[Channel, str, Callable[[SegueError], None]], InStream],
         gone: Callable[[str, SegueError], None],
         prepare: Callable[[socket.socket], None],
+        channel: Callable[[socket.socket], PlainChannel],
         *,
         max_strangers: int,
         max_streams: int,
@@ -328,6 +330,7 @@ class Door:
         self._stream = stream
         self._gone = gone
         self._prepare = prepare
+        self._channel = channel
         self._max_streams = max_streams
         self._handshake_s = handshake_s
         self._strangers: Strangers[Stranger] = Strangers(max_strangers)
@@ -372,6 +375,7 @@ class Door:
                 self._strangers.discard,
                 self._admit,
                 self._tls,
+                self._channel,
             )
         except OSError:
             sock.close()

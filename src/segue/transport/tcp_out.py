@@ -9,7 +9,6 @@ import secrets
 import select
 import socket
 import ssl
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,8 @@ from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
 from segue.transport.ioloop import IoLoop, Timer
-from segue.transport.tcp_channel import RECORD_BYTES, Channel, PlainChannel, TlsChannel
+from segue.transport.tcp_channel import RECORD_BYTES, Channel, TlsChannel
+from segue.transport.tcp_net import Net
 from segue.transport.tcp_wire import Cursor, PartRows
 
 Emit = Callable[[TransportEvent], None]
@@ -216,7 +216,7 @@ class Path:
         if write.error is not None:
             self._emit(WriteFailed(self.name, write.epoch, write.tag, write.error, write.refused))
         else:
-            seconds = time.perf_counter() - write.posted
+            seconds = self._loop.time() - write.posted
             self._emit(Written(self.name, write.epoch, write.tag, write.nbytes, seconds))
 
     def _pump_all(self) -> None:
@@ -252,14 +252,14 @@ class Path:
                     break
                 part = stream.sending = self._queue.popleft()
                 part.load(self._source_address)
-                stream.moved_at = time.monotonic()
+                stream.moved_at = self._loop.time()
                 self._watch_stall()
             assert part.cursor is not None
             sent = stream.channel.send_rows(part.cursor, self._slice_bytes)
             if sent < 0:
                 break
             moved += sent
-            stream.moved_at = time.monotonic()
+            stream.moved_at = self._loop.time()
             if not part.cursor.left:
                 part.sent_at = stream.moved_at
                 stream.unanswered[part.ident] = part
@@ -276,7 +276,7 @@ class Path:
             return
         if not data:
             raise PeerLost(f"{self.name} closed its stream", peer=self.name)
-        stream.answered_at = time.monotonic()
+        stream.answered_at = self._loop.time()
         stream.inbox += data
         while len(stream.inbox) >= tcp_wire.ACK.size and not self._ended:
             status, ident = tcp_wire.parse_ack(stream.inbox)
@@ -296,12 +296,12 @@ class Path:
     def _watch_stall(self, after_s: float | None = None) -> None:
         if self._stall is None:
             wait_s = self._stall_s if after_s is None else after_s
-            self._stall_due = time.monotonic() + wait_s
+            self._stall_due = self._loop.time() + wait_s
             self._stall = self._loop.later(wait_s, self._check_stall)
 
     def _check_stall(self) -> None:
         self._stall = None
-        now = time.monotonic()
+        now = self._loop.time()
         stuck = [since for stream in self._streams if (since := stream.stuck_since()) is not None]
         if not stuck:
             return
@@ -322,6 +322,7 @@ def _refusal(peer: str, epoch: int, status: int) -> SegueError | None:
 
 
 def open_streams(
+    net: Net,
     me: str,
     peer: str,
     address: tuple[str, int],
@@ -336,20 +337,20 @@ def open_streams(
     Raises TransferFailed, PeerRefused, Unauthorized (the certificate) or BootstrapTimeout; then
     nothing is left open.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = net.time() + timeout_s
     group = secrets.token_bytes(16)
     sockets: list[socket.socket] = []
     try:
         for index in range(count):
-            sock = socket.create_connection(address, timeout=_left(deadline))
+            sock = net.connect(address, _left(net, deadline))
             sockets.append(sock)
             prepare(sock)
             if tls is not None:
-                sock.settimeout(_left(deadline))
+                sock.settimeout(_left(net, deadline))
                 sock = sockets[-1] = tls.wrap_socket(sock, server_hostname=address[0])
             door = handshake.Writer(key, handshake.Hello(me, group, index, count))
-            sock.sendall(door.respond(_exactly(sock, handshake.CHALLENGE_BYTES, deadline)))
-            door.finish(_exactly(sock, handshake.VERDICT_BYTES, deadline))
+            sock.sendall(door.respond(_exactly(net, sock, handshake.CHALLENGE_BYTES, deadline)))
+            door.finish(_exactly(net, sock, handshake.VERDICT_BYTES, deadline))
             sock.setblocking(False)
     except BaseException as exc:
         for sock in sockets:
@@ -364,20 +365,20 @@ def open_streams(
             why = exc.strerror if isinstance(exc, OSError) else None
             raise TransferFailed(f"no tcp path to {where}: {why or exc}") from exc
         raise
-    return [TlsChannel(s) if isinstance(s, ssl.SSLSocket) else PlainChannel(s) for s in sockets]
+    return [TlsChannel(s) if isinstance(s, ssl.SSLSocket) else net.channel(s) for s in sockets]
 
 
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
+def _left(net: Net, deadline: float) -> float:
+    left = deadline - net.time()
     if left <= 0:
         raise TimeoutError
     return left
 
 
-def _exactly(sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+def _exactly(net: Net, sock: socket.socket, nbytes: int, deadline: float) -> bytes:
     data = b""
     while len(data) < nbytes:
-        sock.settimeout(_left(deadline))
+        sock.settimeout(_left(net, deadline))
         more = sock.recv(nbytes - len(data))
         if not more:
             raise PeerRefused("the peer closed the stream during the handshake")

@@ -20,7 +20,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -199,7 +199,9 @@ class Cursor:
         return self.nbytes - self.done
 
 
-class _MsgHdr(ctypes.Structure):
+class MsgHdr(ctypes.Structure):
+    """`struct msghdr`."""
+
     _fields_ = (
         ("name", ctypes.c_void_p),
         ("namelen", ctypes.c_uint32),
@@ -211,22 +213,29 @@ class _MsgHdr(ctypes.Structure):
     )
 
 
+#: `sendmsg` or `recvmsg`: descriptor, pointer to a `MsgHdr`, flags; -1 with ctypes' errno.
+Message = Callable[..., int]
+
+
+def _libc() -> tuple[Message, Message]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for function in (libc.sendmsg, libc.recvmsg):
+        function.argtypes = (ctypes.c_int, ctypes.POINTER(MsgHdr), ctypes.c_int)
+        function.restype = ctypes.c_ssize_t
+    return libc.sendmsg, libc.recvmsg
+
+
 class Vectors:
-    """`sendmsg` and `recvmsg` over raw addresses, never blocking and without the interpreter's lock.
+    """`sendmsg` and `recvmsg` (of the host, or others) over raw addresses, never blocking and without the
+    interpreter's lock.
 
     Python's own methods take one buffer object per range; making thousands of them costs more
     than moving their bytes.
     """
 
-    def __init__(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        arguments = (ctypes.c_int, ctypes.POINTER(_MsgHdr), ctypes.c_int)
-        self._send = libc.sendmsg
-        self._receive = libc.recvmsg
-        for function in (self._send, self._receive):
-            function.argtypes = arguments
-            function.restype = ctypes.c_ssize_t
-        self._header = _MsgHdr()
+    def __init__(self, calls: tuple[Message, Message] | None = None) -> None:
+        self._send, self._receive = calls or _libc()
+        self._header = MsgHdr()
         self._pointer = ctypes.pointer(self._header)
 
     def send(self, fd: int, cursor: Cursor, limit_bytes: int) -> int:
