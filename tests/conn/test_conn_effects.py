@@ -127,9 +127,12 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> api.Ef
         case "PostWrite":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
             return api.PostWrite(one, 1, 1, 0, 0, ())
-        case "Grant" | "Fence":
+        case "Grant":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
-            return kind(one, 1)  # type: ignore[no-any-return]
+            return api.Grant(one, 1, (0,))
+        case "Fence":
+            monkeypatch.setattr(rig.manager._transports, "move", bug)
+            return api.Fence(one, 1)
         case "Digest":
             monkeypatch.setattr(rig.manager._digester, "submit", bug)
             return api.Digest(one, 1, 0, Content((), ()))
@@ -187,7 +190,7 @@ def test_a_documented_refusal_of_the_transport_keeps_its_code(
         raise OutOfCapacity("too many grants")
 
     monkeypatch.setattr(rig.manager._transports, "move", full)
-    rig.handle(api.Grant(rig.one, 1))
+    rig.handle(api.Grant(rig.one, 1, (0,)))
     for _ in range(4):
         rig.turn()
     ends = [phase for phase in rig.of(rig.one, api.Phase) if phase.phase is KVPoll.FAILED]

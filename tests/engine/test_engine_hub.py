@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from hub_server import Hub, Repository, serve
@@ -239,9 +240,17 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_part(here: Hub, tmp_path: Pat
     assert files(resolve_model(NAME)) == NEEDED
 
 
-def test_too_little_room_is_seen_before_the_weights_come(here: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_seen_before_the_weights_come(
+    here: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+    # This process has read its environment already, and tests never ask a hub but their own.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", here.url)
+    resolve_at = here.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", resolve_at)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     with pytest.raises(OSError, match="needed") as caught:
         hub._download(NAME, None, weights=True)
     assert caught.value.errno == errno.ENOSPC

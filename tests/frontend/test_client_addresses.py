@@ -150,6 +150,7 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "conn/manager.py",  # prefill leaders, from the registry
         "conn/transports.py",  # endpoints, from their sessions
         "transport/tcp_out.py",
+        "transport/tcp_net.py",  # what it is told to, by the one before
         "transport/shm_out.py",
         "transport/fake.py",
     }

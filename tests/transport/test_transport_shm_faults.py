@@ -331,7 +331,7 @@ def test_a_table_that_cannot_be_mapped_leaves_no_pool_mapped(
 ) -> None:
     writer, reader = sides
 
-    def full(_fd: int) -> None:
+    def full(_fd: int, _host: object) -> None:
         raise OSError(errno.ENOMEM, "no room")
 
     held, mapped = descriptors(), mappings()
