@@ -17,6 +17,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from segue.sim.ioloop import SimIoLoop, SimPoller
@@ -492,6 +493,13 @@ class SimNet(Net):
         #: until then no descriptor is free, and packets to our port are lost
         self.full_until = self.deaf_until = 0.0
         self.io: SimIoLoop | None = None
+
+    @cached_property
+    def _keys(self) -> random.Random:
+        return self.node.world.rng(f"keys {self.node.me}")  # no two lives have the same
+
+    def random_bytes(self, nbytes: int) -> bytes:
+        return self._keys.randbytes(nbytes)
 
     def open(self, thing: Thing) -> int:
         """The lowest free number, as the kernel's."""

@@ -289,6 +289,9 @@ class SimHost(ShmHost):
         """How long a thread takes to wake."""
         return self.node.world_timing.hop_s * self._rng.random()
 
+    def random_bytes(self, nbytes: int) -> bytes:
+        return self.net.random_bytes(nbytes)
+
     def crashed(self, exc: Exception) -> None:
         """A thread that copies has ended."""
         if exc is not self.breaks:

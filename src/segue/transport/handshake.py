@@ -13,9 +13,13 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from segue.core.errors import ConfigError, PeerRefused
+
+#: Gives that many bytes that nobody can guess.
+RandomBytes = Callable[[int], bytes]
 
 KEY_BYTES = 16
 VERSION = 1
@@ -31,9 +35,9 @@ RESPONSE_BYTES = _RESPONSE.size
 VERDICT_BYTES = _VERDICT.size
 
 
-def new_key() -> bytes:
+def new_key(random_bytes: RandomBytes = secrets.token_bytes) -> bytes:
     """A fresh 128-bit key."""
-    return secrets.token_bytes(KEY_BYTES)
+    return random_bytes(KEY_BYTES)
 
 
 def checked_name(name: str) -> str:

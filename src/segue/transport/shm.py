@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -122,9 +121,10 @@ class ShmTransport:
                 raise ConfigError(
                     "shm needs memory from transport.memory.allocate (sealed against shrinking)"
                 )
-            name = b"\0segue-" + secrets.token_hex(16).encode()
+            name = b"\0segue-" + self._host.random_bytes(16).hex().encode()
             listener = self._host.listen(name)
-            address = ShmAddress(version=1, name=name, key=handshake.new_key(), host=self._host.id())
+            key = handshake.new_key(self._host.random_bytes)
+            address = ShmAddress(version=1, name=name, key=key, host=self._host.id())
             self._memory = memory
             self._door = Door(
                 self._loop,

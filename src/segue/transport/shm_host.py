@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -55,6 +56,10 @@ class ShmHost:
     def id(self) -> str:
         """See `host.host_id`."""
         return host.host_id()
+
+    def random_bytes(self, nbytes: int) -> bytes:
+        """What nobody can guess: keys, and names of sockets."""
+        return secrets.token_bytes(nbytes)
 
     def uid(self) -> int:
         """Our user."""

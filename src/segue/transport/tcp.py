@@ -127,7 +127,7 @@ class TcpTransport:
             view = np.frombuffer(memory.buffer, np.uint8)
             self._memory, self._view = memory, view
             self._pool = Pool(view.ctypes.data, memory.nbytes)
-            key = handshake.new_key()
+            key = handshake.new_key(self._net.random_bytes)
             self._door = Door(
                 self._loop,
                 listener,

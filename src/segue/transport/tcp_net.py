@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -20,6 +21,10 @@ class Net:
     def time(self) -> float:
         """Seconds, monotonic."""
         return time.monotonic()
+
+    def random_bytes(self, nbytes: int) -> bytes:
+        """What nobody can guess: keys, and names of groups of streams."""
+        return secrets.token_bytes(nbytes)
 
     def listen(self, host: str, port: int) -> socket.socket:
         """A listener that does not block. Raises OSError."""

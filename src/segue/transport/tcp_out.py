@@ -5,7 +5,6 @@ Everything here runs on the loop's thread.
 
 from __future__ import annotations
 
-import secrets
 import select
 import socket
 import ssl
@@ -338,7 +337,7 @@ def open_streams(
     nothing is left open.
     """
     deadline = net.time() + timeout_s
-    group = secrets.token_bytes(16)
+    group = net.random_bytes(16)
     sockets: list[socket.socket] = []
     try:
         for index in range(count):
