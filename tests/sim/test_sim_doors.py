@@ -7,9 +7,11 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
+from segue.bootstrap import store
 from segue.bootstrap.records import InstanceList, InstanceRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter
+from segue.core.errors import PeerRestarted
 from segue.core.types import Placement, Role
 from segue.sim.guests import GUEST_KINDS
 from segue.sim.registry import TTL_S
@@ -113,3 +115,46 @@ def test_a_watcher_that_is_never_told_is_found_out(monkeypatch: pytest.MonkeyPat
     outcome = run_scenario(calm(1))
     assert outcome.rule == "registry"
     assert "does not know of" in outcome.text
+
+
+def test_a_registry_that_believes_a_second_writer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_check_same", lambda *_: None)
+    node = load(1).nodes[0].name
+    second = Fault("f0", "guest", 1.0, node, amount=GUEST_KINDS.index("second writer"))
+    outcome = run_scenario(calm(1, second))
+    assert outcome.rule == "registry"
+    assert " took " in outcome.text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_second_writer_is_not_believed_by_a_registry_that_has_just_started(seed: int) -> None:
+    """The instance in question has not been heard yet: that must not make the guest's word its own."""
+    place = GUEST_KINDS.index("second writer")
+    faults = [Fault("f", "registry loss", 1.0, "registry", seconds=0.05)]
+    faults += [Fault(f"v{node.name}", "guest", 1.06, node.name, amount=place) for node in load(seed).nodes]
+    outcome = run_scenario(calm(seed, *faults))
+    assert not outcome.failed, outcome.text
+
+
+def test_a_registry_that_sends_away_a_living_instance_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    normal, heard = RegistryStore.register, set[str]()
+
+    def forgetful(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> None:
+        if record.incarnation in heard:
+            raise PeerRestarted("somebody else is there")
+        heard.add(record.incarnation)
+        normal(self, record, dp_rank)
+
+    monkeypatch.setattr(RegistryStore, "register", forgetful)
+    outcome = run_scenario(calm(1))
+    assert outcome.rule == "registry"
+    assert "was told that it is over" in outcome.text
+
+
+def test_an_instance_that_drains_before_the_registry_has_heard_of_it_leaves() -> None:
+    node = load(1).nodes[0].name
+    away = Fault("f0", "registry pause", 0.0, "registry", seconds=12.0)
+    scenario = calm(1, away, Fault("f1", "drain", 1.0, node))
+    scenario.requests = []
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text

@@ -50,7 +50,9 @@ class Guest(Process):
         # Without a secret only the registry's own machine is answered.
         host = "10.9.9.9" if kind == "elsewhere" else "127.0.6.1"
         self.loop = SimLoop(self, self.clock, deployment.network, host)  # type: ignore[abstract]
-        self._registry = deployment.registry.node
+        self._registry = registry = deployment.registry.node
+        #: a registry that has started anew has not heard of everybody
+        self._heard = registry is not None and node.me in registry.store._entries
 
     def start(self) -> None:
         """Begin."""
@@ -74,7 +76,7 @@ class Guest(Process):
             registry is not None and registry is self.deployment.registry.node and trouble_at < self.began_at
         )
         member = self.deployment.registry.members[node]
-        there = member.joined_at is not None and member.joined_at <= self.began_at and not member.left
+        there = self._heard and member.joined_at is not None and not member.left
         return same and there and node.alive and not node.was_paused and not node.draining
 
     def wrong(self, text: str) -> None:
@@ -104,9 +106,11 @@ class Guest(Process):
             self.wrong(f"was given {found}")
         return found
 
-    def record(self, **changes: Any) -> InstanceRecord:
-        """What the instance has said of itself, or something else."""
-        return replace(self.node.record(), **changes)
+    def lie(self, **changes: Any) -> InstanceRecord:
+        """What the instance has not said of itself."""
+        lie = replace(self.node.record(), **changes)
+        self.deployment.registry.lies.append(lie)
+        return lie
 
     async def raw(self) -> _Typed | None:
         """A connection of bytes."""
@@ -151,7 +155,7 @@ class _Typed(asyncio.Protocol):
 
 async def _second_writer(guest: Guest) -> None:
     """Somebody speaks in the name of a living incarnation, and says something else of it."""
-    record = guest.record()
+    record = guest.node.record()
     moved = [ReplicaRecord(dp_rank=0, host=guest.node.host, port=guest.node.port + 1)]
     twins = [ReplicaRecord(dp_rank=rank, host=guest.node.host, port=1) for rank in (0, 1)]
     code = ErrorCode
@@ -167,8 +171,8 @@ async def _second_writer(guest: Guest) -> None:
         ({"http_port": -1}, code.INVALID_REQUEST),
         ({"incarnation": Incarnation("i" * 65)}, code.INVALID_REQUEST),
     ):
-        await guest.told(guest.client().register(guest.record(**changes)), expected)
-    again = guest.client()._door.put_rank(guest.record(replicas=twins), 0)
+        await guest.told(guest.client().register(guest.lie(**changes)), expected)
+    again = guest.client()._door.put_rank(guest.lie(replicas=twins), 0)
     await guest.told(again, code.INVALID_REQUEST)
     await guest.told(guest.client()._door.put_rank(record, 0))
 
@@ -177,7 +181,7 @@ async def _past(guest: Guest) -> None:
     """An incarnation that has left does not come back."""
     client = guest.client()
     mine = replace(
-        guest.record(),
+        guest.node.record(),
         incarnation=Incarnation(f"{guest.rng.getrandbits(128):032x}"),
         replicas=[ReplicaRecord(dp_rank=0, host="127.0.6.1", port=1)],
         # It is never ready, so nobody is told of it.
@@ -202,7 +206,7 @@ async def _wrong_secret(guest: Guest) -> None:
     if guest.deployment.secret is None:
         return
     client = guest.client(SECRET)
-    await guest.told(client.register(guest.record()), ErrorCode.UNAUTHORIZED)
+    await guest.told(client.register(guest.node.record()), ErrorCode.UNAUTHORIZED)
     await guest.told(anext(client.watch()), ErrorCode.UNAUTHORIZED)
     await guest.told(client.resolve_room(7, 1.0), ErrorCode.UNAUTHORIZED)
     await client.leave(guest.node.me)
@@ -213,7 +217,7 @@ async def _wrong_secret(guest: Guest) -> None:
 async def _elsewhere(guest: Guest) -> None:
     """Another machine, at a registry without a secret."""
     if guest.deployment.secret is None and not guest.deployment.network.translator:
-        await guest.told(guest.client().register(guest.record()), ErrorCode.UNAUTHORIZED)
+        await guest.told(guest.client().register(guest.node.record()), ErrorCode.UNAUTHORIZED)
 
 
 # ---- rooms --------------------------------------------------------------------------------------------
@@ -284,7 +288,7 @@ async def _queries(guest: Guest) -> None:
     secret = guest.deployment.secret
     headers = {} if secret is None else {"Authorization": f"Bearer {bearer_token(secret)}"}
     me = guest.node.me
-    rank, body = f"/v1/instances/{me}/ranks/0", msgspec.json.encode(guest.record())
+    rank, body = f"/v1/instances/{me}/ranks/0", msgspec.json.encode(guest.node.record())
     async with httpx.AsyncClient(base_url=URL, transport=SimHttp(guest.loop), headers=headers) as client:
         for method, path, content, more, status in (
             ("GET", "/v1/health", b"", {"Authorization": ""}, 200),
@@ -353,7 +357,7 @@ async def _flood(guest: Guest) -> None:
     registry = guest.deployment.registry.node
     if registry is not None and registry.server.server.strangers > 128:
         guest.wrong(f"{registry.server.server.strangers} strangers are kept")
-    await guest.told(guest.client()._door.put_rank(guest.record(), 0))
+    await guest.told(guest.client()._door.put_rank(guest.node.record(), 0))
     for typed in crowd:
         await guest.is_cut(typed, Limits().handshake_s)
 

@@ -16,7 +16,7 @@ from segue.bootstrap.records import InstanceRecord
 from segue.bootstrap.server import RegistryServer, assemble
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import AwakeClock
-from segue.core.errors import ErrorCode, SegueError
+from segue.core.errors import DpRankConflict, ErrorCode, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.sim.front import FrontNode
@@ -27,7 +27,7 @@ from segue.sim.node import KVNode
 from segue.sim.world import Process, SkewedClock, Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from segue.sim.deployment import Deployment
     from segue.sim.scenario import Fault
@@ -81,11 +81,16 @@ class CheckedStore(RegistryStore):
         super().__init__(**options)
 
     def register(self, record: InstanceRecord, dp_rank: int) -> None:
-        """As production."""
+        """As production. But whoever knows the secret is believed about somebody whom a young registry has
+        not heard of yet, and no guest is to harm anybody: it is told then what it is told otherwise."""
+        self.expire()
+        process = self.deployment.by_incarnation.get(record.incarnation)
+        known = record.incarnation in self._entries
+        if process is not None and not known and record in self.deployment.registry.lies:
+            raise DpRankConflict(f"a guest speaks of {process.name}, whom nobody knows here")
         super().register(record, dp_rank)
         world = self.deployment.world
         self._heard_at[record.incarnation, dp_rank] = world.now
-        process = self.deployment.by_incarnation.get(record.incarnation)
         if isinstance(process, LeaderNode):
             true = process.record()
             if structs.replace(record, draining=False) != true:
@@ -181,19 +186,21 @@ class Member:
             except SegueError as error:
                 self._trouble(error)
                 await self._pause(self.deployment.timing.retry_s)
+        if self.left:
+            return  # it has drained before anybody heard of it
         self.joined_at = self.deployment.world.now
         if node.draining:
             self.say_draining()
-        self._spawn(self._or_drain(self.client.keep_alive(node.me), "keep-alive"))
+        self._spawn(self._or_drain("keep-alive", self.client.keep_alive, node.me))
         if isinstance(node, KVNode) and node.spec.role is Role.DECODE:
-            self._spawn(self._or_drain(self._follow(Role.PREFILL), "watch"))
+            self._spawn(self._or_drain("watch", self._follow, Role.PREFILL))
 
-    async def _or_drain(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    async def _or_drain(self, name: str, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """As `Instance._spawn`: one that has lost its registry for good drains."""
         node = self.process
         assert isinstance(node, LeaderNode)
         try:
-            await work
+            await work(*args)
         except SegueError as error:
             self._trouble(error)
             self.deployment.registry.ended(self, name, error)
@@ -204,7 +211,7 @@ class Member:
         """SIGTERM: say that nothing new is taken."""
         node = self.process
         if self.joined_at is not None and not self.left:
-            self._spawn(self._or_drain(self.client.set_draining(node.me, True), "drain"))
+            self._spawn(self._or_drain("drain", self.client.set_draining, node.me, True))
 
     async def leave(self) -> None:
         """As `Instance._leave`."""
@@ -242,6 +249,8 @@ class Registry:
         self.trouble_at = 0.0
         #: its answers were changed, or somebody else's: anything may have been said in its name
         self.spoiled = False
+        #: what guests say of others that is not true
+        self.lies: list[InstanceRecord] = []
         self._lives = 0
 
     def start(self) -> None:
