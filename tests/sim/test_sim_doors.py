@@ -158,3 +158,15 @@ def test_an_instance_that_drains_before_the_registry_has_heard_of_it_leaves() ->
     scenario.requests = []
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
+
+
+def test_who_comes_to_a_registry_that_is_closing_may_find_nobody() -> None:
+    scenario = load(1)
+    node = scenario.nodes[0].name
+    closes = Fault("f", "registry close", 1.0, "registry", seconds=0.01)
+    guests = [
+        Fault(f"v{place}", "guest", 1.05, node, amount=GUEST_KINDS.index(kind))
+        for place, kind in enumerate(("past", "drips", "queries"))
+    ]
+    outcome = run_scenario(calm(1, closes, *guests))
+    assert not outcome.failed, outcome.text

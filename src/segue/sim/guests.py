@@ -72,12 +72,17 @@ class Guest(Process):
     def undisturbed(self) -> bool:
         """Nothing has come between us and the registry, and the instance is what it was."""
         registry, node, trouble_at = self._registry, self.node, self.deployment.registry.trouble_at
-        same = (
-            registry is not None and registry is self.deployment.registry.node and trouble_at < self.began_at
-        )
+        same = registry is not None and registry is self.deployment.registry.node and not registry.closing
         member = self.deployment.registry.members[node]
         there = self._heard and member.joined_at is not None and not member.left
-        return same and there and node.alive and not node.was_paused and not node.draining
+        return (
+            same
+            and trouble_at < self.began_at
+            and there
+            and node.alive
+            and not node.was_paused
+            and not node.draining
+        )
 
     def wrong(self, text: str) -> None:
         """What must not happen has."""

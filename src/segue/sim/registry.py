@@ -128,6 +128,8 @@ class RegistryNode(Process):
             deployment, self, clock=self._awake, ttl_s=TTL_S, random_bytes=rng.randbytes
         )
         self.server: RegistryServer = self.loop.enter(self._serve, deployment)
+        #: it was told to end: nobody is let in any more
+        self.closing = False
 
     def _serve(self, deployment: Deployment) -> RegistryServer:
         listener: Any = deployment.network.listen(self.loop, PORT)
@@ -277,9 +279,10 @@ class Registry:
     def close(self, down_s: float) -> None:
         """SIGTERM."""
         node = self.node
-        if node is None:
+        if node is None or node.closing:
             return
         self.world.note("registry", "is closed")
+        node.closing = True
 
         async def closing() -> None:
             await node.server.close()
@@ -380,7 +383,7 @@ class Registry:
     def sweep(self) -> None:
         """Once nothing has stood in the way for long enough, every watcher knows what is true."""
         now, network, registry = self.world.now, self.deployment.network, self.node
-        if registry is None or not self._calm(registry, now, self.trouble_at):
+        if registry is None or registry.closing or not self._calm(registry, now, self.trouble_at):
             return
         waiting = 0
         for process, member in self.members.items():
