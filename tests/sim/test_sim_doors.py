@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from msgspec.structs import replace
@@ -86,6 +87,14 @@ def test_while_the_registry_is_in_trouble_those_who_know_each_other_go_on(kind: 
     assert outcome.struck == {f"registry {kind}": 1}
 
 
+def test_a_visitor_waits_where_no_connection_can_be_accepted() -> None:
+    node = load(1).nodes[0].name
+    full = Fault("f0", "no descriptors", 1.0, node, seconds=5.0)
+    comes_in = Fault("f1", "visitor", 1.1, node, amount=KINDS.index("hello twice"))
+    outcome = run_scenario(calm(1, full, comes_in))
+    assert not outcome.failed, outcome.text
+
+
 def test_every_trouble_of_a_seed_is_one_that_something_brings() -> None:
     for feature in AT_THE_DOORS:
         assert FAULTS[feature], feature
@@ -132,7 +141,22 @@ def test_a_second_writer_is_not_believed_by_a_registry_that_has_just_started(see
     place = GUEST_KINDS.index("second writer")
     faults = [Fault("f", "registry loss", 1.0, "registry", seconds=0.05)]
     faults += [Fault(f"v{node.name}", "guest", 1.06, node.name, amount=place) for node in load(seed).nodes]
-    outcome = run_scenario(calm(seed, *faults))
+    scenario = calm(seed, *faults)
+    scenario.nodes = [dataclasses.replace(node, model="another") for node in scenario.nodes]
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text
+
+
+def test_a_word_for_a_dead_instance_does_not_end_the_one_in_its_place() -> None:
+    """A registry that stands still hears of the next life first, and then of the last one from a guest."""
+    node = load(1).nodes[0].name
+    place = GUEST_KINDS.index("second writer")
+    faults = [
+        Fault("f0", "registry loss", 1.0, "registry", seconds=0.01),
+        Fault("v0", "guest", 1.05, node, amount=place),
+        Fault("f1", "crash", 1.051, node, seconds=0.0),
+    ]
+    outcome = run_scenario(calm(1, *faults))
     assert not outcome.failed, outcome.text
 
 

@@ -440,6 +440,15 @@ def outlived_its_deadline(stage: Stage) -> None:
     stage.checks._deadlines(stage.decode)
 
 
+def outlived_a_deadline_that_a_jump_made_pass(stage: Stage) -> None:
+    job = stage.job(stage.decode)
+    job.entered = stage.decode.clock.now()
+    stage.decode.jump(30.0)
+    stage.checks._deadlines(stage.decode)  # just now: it has had no turn yet
+    stage.deployment.world.now += 0.4
+    stage.checks._deadlines(stage.decode)
+
+
 def peer_not_told(stage: Stage) -> None:
     stage.phases(stage.prefill, B, W, T)
     stage.deployment.world.now += 1.0
@@ -566,6 +575,7 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("12", without_a_cause),
     ("25", without_an_origin),
     ("15", outlived_its_deadline),
+    ("15", outlived_a_deadline_that_a_jump_made_pass),
     ("16", peer_not_told),
     ("18", memory_not_given_back),
     ("19", after_the_first_token),

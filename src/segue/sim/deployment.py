@@ -396,8 +396,9 @@ class Deployment:
                 if not node.squeezed and not node.busy:
                     node.squeeze(fault.amount * node.pool.total // 64)
                     node.after(fault.seconds, node.unsqueeze)
-            case _ if fault.kind in DATA and isinstance(node, KVNode):
-                self._data_fault(fault, node)
+            case _ if fault.kind in DATA:
+                if isinstance(node, KVNode):  # in this life
+                    self._data_fault(fault, node)
             case "drain":
                 node.drain()
             case "visitor":

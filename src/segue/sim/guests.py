@@ -111,11 +111,11 @@ class Guest(Process):
             self.wrong(f"was given {found}")
         return found
 
-    def lie(self, **changes: Any) -> InstanceRecord:
-        """What the instance has not said of itself."""
-        lie = replace(self.node.record(), **changes)
-        self.deployment.registry.lies.append(lie)
-        return lie
+    def record(self, **changes: Any) -> InstanceRecord:
+        """What the instance has said of itself, or something else."""
+        record = replace(self.node.record(), **changes)
+        self.deployment.registry.said_by_guests.append(record)
+        return record
 
     async def raw(self) -> _Typed | None:
         """A connection of bytes."""
@@ -160,13 +160,13 @@ class _Typed(asyncio.Protocol):
 
 async def _second_writer(guest: Guest) -> None:
     """Somebody speaks in the name of a living incarnation, and says something else of it."""
-    record = guest.node.record()
+    record = guest.record()
     moved = [ReplicaRecord(dp_rank=0, host=guest.node.host, port=guest.node.port + 1)]
     twins = [ReplicaRecord(dp_rank=rank, host=guest.node.host, port=1) for rank in (0, 1)]
     code = ErrorCode
     for changes, expected in (
         ({"replicas": moved}, code.DP_RANK_CONFLICT),
-        ({"model": "another"}, code.DP_RANK_CONFLICT),
+        ({"model": record.model + "?"}, code.DP_RANK_CONFLICT),
         ({"role": Role.UNIFIED if record.role is not Role.UNIFIED else Role.DECODE}, code.DP_RANK_CONFLICT),
         ({"dp_size": 2}, code.DP_RANK_CONFLICT),
         ({"replicas": [replace(moved[0], dp_rank=5)]}, code.DP_RANK_OUT_OF_RANGE),
@@ -176,8 +176,8 @@ async def _second_writer(guest: Guest) -> None:
         ({"http_port": -1}, code.INVALID_REQUEST),
         ({"incarnation": Incarnation("i" * 65)}, code.INVALID_REQUEST),
     ):
-        await guest.told(guest.client().register(guest.lie(**changes)), expected)
-    again = guest.client()._door.put_rank(guest.lie(replicas=twins), 0)
+        await guest.told(guest.client().register(guest.record(**changes)), expected)
+    again = guest.client()._door.put_rank(guest.record(replicas=twins), 0)
     await guest.told(again, code.INVALID_REQUEST)
     await guest.told(guest.client()._door.put_rank(record, 0))
 
@@ -211,7 +211,7 @@ async def _wrong_secret(guest: Guest) -> None:
     if guest.deployment.secret is None:
         return
     client = guest.client(SECRET)
-    await guest.told(client.register(guest.node.record()), ErrorCode.UNAUTHORIZED)
+    await guest.told(client.register(guest.record()), ErrorCode.UNAUTHORIZED)
     await guest.told(anext(client.watch()), ErrorCode.UNAUTHORIZED)
     await guest.told(client.resolve_room(7, 1.0), ErrorCode.UNAUTHORIZED)
     await client.leave(guest.node.me)
@@ -222,7 +222,7 @@ async def _wrong_secret(guest: Guest) -> None:
 async def _elsewhere(guest: Guest) -> None:
     """Another machine, at a registry without a secret."""
     if guest.deployment.secret is None and not guest.deployment.network.translator:
-        await guest.told(guest.client().register(guest.node.record()), ErrorCode.UNAUTHORIZED)
+        await guest.told(guest.client().register(guest.record()), ErrorCode.UNAUTHORIZED)
 
 
 # ---- rooms --------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ async def _queries(guest: Guest) -> None:
     secret = guest.deployment.secret
     headers = {} if secret is None else {"Authorization": f"Bearer {bearer_token(secret)}"}
     me = guest.node.me
-    rank, body = f"/v1/instances/{me}/ranks/0", msgspec.json.encode(guest.node.record())
+    rank, body = f"/v1/instances/{me}/ranks/0", msgspec.json.encode(guest.record())
     async with httpx.AsyncClient(base_url=URL, transport=SimHttp(guest.loop), headers=headers) as client:
         for method, path, content, more, status in (
             ("GET", "/v1/health", b"", {"Authorization": ""}, 200),
@@ -362,7 +362,7 @@ async def _flood(guest: Guest) -> None:
     registry = guest.deployment.registry.node
     if registry is not None and registry.server.server.strangers > 128:
         guest.wrong(f"{registry.server.server.strangers} strangers are kept")
-    await guest.told(guest.client()._door.put_rank(guest.node.record(), 0))
+    await guest.told(guest.client()._door.put_rank(guest.record(), 0))
     for typed in crowd:
         await guest.is_cut(typed, Limits().handshake_s)
 

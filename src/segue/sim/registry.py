@@ -81,13 +81,15 @@ class CheckedStore(RegistryStore):
         super().__init__(**options)
 
     def register(self, record: InstanceRecord, dp_rank: int) -> None:
-        """As production. But whoever knows the secret is believed about somebody whom a young registry has
-        not heard of yet, and no guest is to harm anybody: it is told then what it is told otherwise."""
+        """As production. But whoever knows the secret is believed about somebody whom this registry does not
+        know, and no guest is to harm anybody: what is not true is refused then, as it is otherwise."""
         self.expire()
         process = self.deployment.by_incarnation.get(record.incarnation)
-        known = record.incarnation in self._entries
-        if process is not None and not known and record in self.deployment.registry.lies:
-            raise DpRankConflict(f"a guest speaks of {process.name}, whom nobody knows here")
+        by_guest = record in self.deployment.registry.said_by_guests
+        if by_guest and isinstance(process, LeaderNode) and record.incarnation not in self._entries:
+            true = process.alive and record == process.record()
+            if not true:
+                raise DpRankConflict(f"a guest speaks of {process.name}, whom nobody knows here")
         super().register(record, dp_rank)
         world = self.deployment.world
         self._heard_at[record.incarnation, dp_rank] = world.now
@@ -251,8 +253,8 @@ class Registry:
         self.trouble_at = 0.0
         #: its answers were changed, or somebody else's: anything may have been said in its name
         self.spoiled = False
-        #: what guests say of others that is not true
-        self.lies: list[InstanceRecord] = []
+        #: what guests say of instances, true or not
+        self.said_by_guests: list[InstanceRecord] = []
         self._lives = 0
 
     def start(self) -> None:

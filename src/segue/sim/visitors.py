@@ -143,7 +143,9 @@ class Visitor(Process):
         """Nothing but ourselves has come between us and the target."""
         target, network = self.target, self.deployment.network
         quiet = target.alive and not target.paused and target.resumed_at < self.began_at
-        return quiet and not target.drained and target.jumped_at < self.began_at and not network.flips
+        let_in = all(listener.starved_until < self.began_at for listener in network.listeners(target))
+        jumped = target.jumped_at >= self.began_at
+        return quiet and let_in and not target.drained and not jumped and not network.flips
 
     def wrong(self, text: str) -> None:
         """What must not happen has."""
