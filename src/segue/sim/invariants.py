@@ -326,8 +326,8 @@ class Checks(AnswerChecks, DeskChecks):
         raise Violation("3", text, rooms)
 
     def _deadlines(self, node: LeaderNode) -> None:
-        """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. After a jump
-        of its clock it has the slack to notice."""
+        """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. A jump
+        of its clock is noticed within the slack."""
         role: Any = node.role
         slack_s = 0.3
         since_s = self.world.now - max(node.resumed_at, node.jumped_at, 0.0)
