@@ -87,8 +87,8 @@ class CheckedStore(RegistryStore):
         process = self.deployment.by_incarnation.get(record.incarnation)
         by_guest = record in self.deployment.registry.said_by_guests
         if by_guest and isinstance(process, LeaderNode) and record.incarnation not in self._entries:
-            true = process.alive and record == process.record()
-            if not true:
+            honest = process.alive and record == process.record()
+            if not honest:
                 raise DpRankConflict(f"a guest speaks of {process.name}, whom nobody knows here")
         super().register(record, dp_rank)
         world = self.deployment.world
