@@ -334,6 +334,20 @@ def late_without_a_cause(stage: Stage) -> None:
     fails(stage, ErrorCode.DEADLINE_EXCEEDED)
 
 
+def late_long_after_it_waited(stage: Stage) -> None:
+    """Pages that others have explain it as long as it waits for them, whether or not its leader has turns."""
+    stage.deployment.world.now += 100.0
+    placed(stage)
+    causes, world = stage.deployment.causes, stage.deployment.world
+    causes.short(stage.decode, True)
+    world.now += 8.1
+    route = causes._routes[stage.transfer.room]
+    assert causes._waited(route)
+    causes.short(stage.decode, False)
+    world.now += 1.1
+    fails(stage, ErrorCode.DEADLINE_EXCEEDED)
+
+
 def full_before_it_was(stage: Stage) -> None:
     placed(stage)
     fails(stage, ErrorCode.OUT_OF_CAPACITY, "decode already holds 3 requests; try again later")
@@ -343,6 +357,13 @@ def stands_still(stage: Stage) -> None:
     job = stage.job(stage.decode)
     stage.decode.role.generation.retracted.append((job, None))
     stage.checks.nothing_to_do(stage.decode)
+
+
+def is_never_woken(stage: Stage) -> None:
+    stage.decode.role.generation.retracted.append((stage.job(stage.decode), None))
+    stage.checks._stands(stage.decode)  # perhaps it is about to be
+    stage.deployment.world.now += 1.0
+    stage.checks._stands(stage.decode)
 
 
 def outlived_the_nearer_deadline(stage: Stage) -> None:
@@ -562,6 +583,8 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("12", late_without_a_cause),
     ("12", full_before_it_was),
     ("17", stands_still),
+    ("17", is_never_woken),
+    ("12", late_long_after_it_waited),
     ("15", outlived_the_nearer_deadline),
     ("24", stops_at_once),
     ("24", without_prompt_logprobs),

@@ -126,7 +126,7 @@ class Causes:
         self._world = deployment.world
         self._found: list[Cause] = []
         self._routes: dict[int, Route] = {}
-        #: when requests last waited on an instance
+        #: until when requests waited on an instance
         self._short: dict[Incarnation, float] = {}
 
     # ---- what is entered -------------------------------------------------------------------------
@@ -157,9 +157,13 @@ class Causes:
         if room in self._routes:
             self._routes[room].chained = True
 
-    def short(self, node: LeaderNode) -> None:
-        """Requests wait at `node` for what others there have. That something moves there is 17."""
-        self._short[node.me] = self._world.now
+    def short(self, node: LeaderNode, waits: bool) -> None:
+        """Whether requests wait at `node`, from its last turn to its next, for what others there have. That
+        something moves there is 17."""
+        if waits:
+            self._short[node.me] = inf
+        elif self._short.get(node.me) == inf:
+            self._short[node.me] = self._world.now
 
     # ---- what is asked ---------------------------------------------------------------------------
 

@@ -13,13 +13,16 @@ from segue.sim.world import Violation
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
     from segue.sim.leader import LeaderNode
-    from segue.sim.world import Process
+    from segue.sim.world import Process, World
 
 
 class DeskChecks:
     """The part of `Checks` that looks at what one instance was asked for."""
 
     deployment: Deployment
+    world: World
+    #: who stood still when last looked at, and has had no turn since
+    _standing: set[LeaderNode]
     #: (incarnation, ticket) → the one job it has placed, and until when it may place no other
     _placed: dict[tuple[Incarnation, TransferId], tuple[int, float]]
 
@@ -71,6 +74,18 @@ class DeskChecks:
             or (prompts is not None and prompts.waiting)
             or getattr(role, "preallocation", ())
         )
+
+    def _stands(self, node: LeaderNode) -> None:
+        """17: a leader that nobody wakes stands still as well. Something may be about to wake it: it must have
+        been so at the last look too, and have had no turn since."""
+        try:
+            self.nothing_to_do(node)
+        except Violation:
+            if node in self._standing and node.resumed_at < self.world.now - 1.0:
+                raise
+            self._standing.add(node)
+        else:
+            self._standing.discard(node)
 
     def nothing_to_do(self, node: LeaderNode) -> None:
         """17: the leader has planned no step. Then every request here waits for somebody else: for its

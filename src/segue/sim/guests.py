@@ -242,9 +242,12 @@ async def _rooms(guest: Guest) -> None:
     await guest.told(two.register_room(room, me, ttl_s))
     other = Placement(guest.node.me, 3)
     await guest.told(two.register_room(room, other, ttl_s), ErrorCode.DP_RANK_OUT_OF_RANGE)
+    registry = guest.deployment.registry.node
+    heard = registry.store._entries if registry is not None else {}
     for instance, member in guest.deployment.registry.members.items():
-        known = member.joined_at is not None and not member.left and instance.alive
-        if isinstance(instance, LeaderNode) and instance is not guest.node and known:
+        if not isinstance(instance, LeaderNode) or instance is guest.node:
+            continue
+        if instance.me in heard and not member.left and instance.alive:
             await guest.told(
                 two.register_room(room, Placement(instance.me, 0), ttl_s),
                 ErrorCode.DP_RANK_CONFLICT,

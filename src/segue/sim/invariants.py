@@ -67,6 +67,7 @@ class Checks(AnswerChecks, DeskChecks):
         self._turns = 0
         self._placed: dict[tuple[Incarnation, TransferId], tuple[int, float]] = {}
         self._orphaned: dict[tuple[Incarnation, TransferId], float] = {}
+        self._standing: set[LeaderNode] = set()
         timing = deployment.timing
         #: within which one side learns of the other's end (16) or gets its memory back (18)
         self.bound_s = (
@@ -269,8 +270,8 @@ class Checks(AnswerChecks, DeskChecks):
         pool = node.pool
         if pool.free + pool.used + pool.quarantined != pool.total or pool.free < 0 or pool.quarantined < 0:
             raise Violation("3", f"{node.name}: free + used + quarantined is not total")
-        if self._waits_for_pages(node):
-            self.deployment.causes.short(node)
+        self.deployment.causes.short(node, self._waits_for_pages(node))
+        self._standing.discard(node)
         self._turns += 1
         if self._turns % self.deployment.check_every == 0:
             self.node(node)
@@ -405,6 +406,7 @@ class Checks(AnswerChecks, DeskChecks):
             # What is empty stays as it was when it was last looked at.
             if not leader.paused and not leader.busy and any(leader.role.sizes().values()):
                 self.node(leader)
+                self._stands(leader)
         lives = self.deployment.by_incarnation
         for (me, transfer), half in list(self.open.items()):
             node = half.node
