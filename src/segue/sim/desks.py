@@ -76,8 +76,8 @@ class DeskChecks:
         )
 
     def _stands(self, node: LeaderNode) -> None:
-        """17: a leader that nobody wakes stands still as well. Something may be about to wake it: it must have
-        been so at the last look too, and have had no turn since."""
+        """17: a leader that nobody wakes stands still as well. Something may be about to wake it, so it
+        must have been so at the last look too, and have had no turn since."""
         try:
             self.nothing_to_do(node)
         except Violation:
