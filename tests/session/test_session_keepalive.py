@@ -1,0 +1,81 @@
+"""When a peer is given up, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+from segue.core.limits import Limits
+from segue.session.keepalive import Keepalive
+
+LIMITS = Limits(keepalive_s=0.5, peer_silence_s=2.0)
+
+
+class Turned:
+    """A loop with one timer and a clock that somebody else turns."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.due, self.call = 0.0, lambda: None
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        self.due, self.call = when, lambda: call(*args)
+
+    def until(self, end: float) -> None:
+        """Run what is due up to `end`."""
+        while self.due <= end:
+            self.now = max(self.now, self.due)
+            self.call()
+        self.now = end
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.loop = Turned()
+        self.silences: list[float] = []
+        self.keepalive = Keepalive(
+            cast("asyncio.AbstractEventLoop", self.loop), LIMITS, self.pinged, self.silent
+        )
+        self.keepalive.start()
+
+    def pinged(self) -> None:
+        self.keepalive.sent_at = self.loop.now
+
+    def silent(self, seconds: float) -> None:
+        self.silences.append(seconds)
+        self.loop.due = float("inf")
+
+
+def test_a_peer_that_says_nothing_is_given_up_when_its_silence_is_over() -> None:
+    watched = Watched()
+    watched.loop.until(101.99)
+    assert watched.silences == []
+    watched.keepalive.start()
+    watched.loop.until(103.0)
+    assert len(watched.silences) == 1
+
+
+def test_a_clock_that_jumps_right_after_a_sign_does_not_end_the_session_before_the_next() -> None:
+    """The sign after it comes a keepalive later, on the peer's clock, and has a way to go: found by the
+    simulator (seed 2000225), whose clocks run at other rates."""
+    watched = Watched()
+    watched.loop.until(100.2)
+    watched.keepalive.heard_at = 100.2
+    watched.loop.now += 30.0
+    watched.loop.until(130.2 + 0.56)
+    assert watched.silences == []
+    watched.keepalive.heard_at = watched.loop.now
+    watched.loop.until(132.0)
+    assert watched.silences == []
+
+
+def test_whoever_is_silent_after_a_jump_too_is_given_up_then() -> None:
+    watched = Watched()
+    watched.loop.until(100.2)
+    watched.loop.now += 30.0
+    watched.loop.until(130.2 + 2.1)
+    assert len(watched.silences) == 1
