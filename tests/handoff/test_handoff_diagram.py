@@ -1,25 +1,30 @@
-"""docs/protocol.md shows the tables that the machines run on. Run this file to rewrite it."""
+"""docs/protocol.md shows the tables that the machines run on; `python tools/diagram.py` rewrites it."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from segue.core.errors import ConfigError
-from segue.handoff.diagram import BEGIN, END, mermaid, render, splice
 from segue.handoff.sender import SENDER_TABLE, SenderMachine
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
+_FILE = Path(__file__).resolve().parents[2] / "tools" / "diagram.py"
+_SPEC = importlib.util.spec_from_file_location("diagram", _FILE)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+diagram = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(diagram)
 
 
 def test_the_document_shows_the_tables_as_they_are() -> None:
-    text = DOC.read_text(encoding="utf-8")
-    assert splice(text) == text, f"{DOC} is out of date: run `python {Path(__file__).name}`"
+    text = diagram.DOC.read_text(encoding="utf-8")
+    assert diagram.splice(text) == text, f"{diagram.DOC} is out of date: run `python tools/diagram.py`"
 
 
 def test_every_transition_is_drawn_once() -> None:
-    drawing = mermaid(SENDER_TABLE, SenderMachine.ENDS)
+    drawing = diagram.mermaid(SENDER_TABLE, SenderMachine.ENDS)
     for state, steps in SENDER_TABLE.items():
         for step, after in steps.items():
             lines = [
@@ -30,10 +35,7 @@ def test_every_transition_is_drawn_once() -> None:
 
 
 def test_only_the_generated_part_is_replaced() -> None:
-    assert splice(f"before\n{BEGIN}\nold\n{END}\nafter\n") == f"before\n{render()}\nafter\n"
+    text = f"before\n{diagram.BEGIN}\nold\n{diagram.END}\nafter\n"
+    assert diagram.splice(text) == f"before\n{diagram.render()}\nafter\n"
     with pytest.raises(ConfigError):
-        splice("no markers")
-
-
-if __name__ == "__main__":
-    DOC.write_text(splice(DOC.read_text(encoding="utf-8")), encoding="utf-8")
+        diagram.splice("no markers")

@@ -1,13 +1,14 @@
 """The diagrams of docs/protocol.md, drawn from the transition tables that the machines run on.
 
-Text in, text out. `python tests/handoff/test_handoff_diagram.py` rewrites the generated part of that
-file, and as a test it fails when the file is out of date.
+Text in, text out; run as a program it rewrites the generated part of that file. A test fails when the
+file is out of date.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from segue.core.errors import ConfigError
@@ -16,7 +17,8 @@ from segue.handoff.lease import LEASE_TABLE, LeaseState
 from segue.handoff.receiver import RECEIVER_TABLE, ReceiverMachine
 from segue.handoff.sender import SENDER_TABLE, SenderMachine
 
-BEGIN = "<!-- begin generated: python tests/handoff/test_handoff_diagram.py -->"
+DOC = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
+BEGIN = "<!-- begin generated: python tools/diagram.py -->"
 END = "<!-- end generated -->"
 
 Table = Mapping[Any, Mapping[Any, Any]]
@@ -66,3 +68,7 @@ def splice(text: str) -> str:
     if not begin or not end:
         raise ConfigError(f"no generated part between '{BEGIN}' and '{END}'")
     return head + render() + tail
+
+
+if __name__ == "__main__":
+    DOC.write_text(splice(DOC.read_text(encoding="utf-8")), encoding="utf-8")
