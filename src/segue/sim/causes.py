@@ -31,6 +31,13 @@ _LOST = {
     ErrorCode.DEADLINE_EXCEEDED,
     *_UNREACHED,
 }
+#: What a half says that was told something wrong by its peer.
+_MISHEARD = {
+    ErrorCode.TRANSFER_FAILED,
+    ErrorCode.LAYOUT_MISMATCH,
+    ErrorCode.METADATA_MISMATCH,
+    ErrorCode.DP_RANK_CONFLICT,
+}
 
 #: What each kind of entry can give.
 CODES: dict[str, frozenset[ErrorCode]] = {
@@ -63,6 +70,7 @@ CODES: dict[str, frozenset[ErrorCode]] = {
 #: An exception that the simulator throws, into some part of an instance.
 _THROWN = (
     "handler exception",
+    "effect exception",
     "step exception",
     "sequence error",
     "role exception",
@@ -192,6 +200,8 @@ class Causes:
             return ""
         match code:
             case ErrorCode.METADATA_MISMATCH if room in checks.spoiled:
+                return ""
+            case _ if room in checks.misheard and code in _MISHEARD:
                 return ""
             case ErrorCode.CHECKSUM_MISMATCH if any(t.room == room for t in checks.flips.spoiled):
                 return ""

@@ -399,6 +399,10 @@ class Deployment:
             case _ if fault.kind in DATA:
                 if isinstance(node, KVNode):  # in this life
                     self._data_fault(fault, node)
+            case "wrong message" if isinstance(node, KVNode):
+                node.hearing.arm(fault.amount)
+            case "effect exception":
+                faults.effect_fails += 1
             case "drain":
                 node.drain()
             case "visitor":

@@ -64,6 +64,8 @@ class Checks(AnswerChecks, DeskChecks):
         self.flips = Flips(deployment.counts)
         #: room whose metadata was spoiled on its way → what is wrong with it
         self.spoiled: dict[int, str] = {}
+        #: rooms of which a half was told something wrong by its peer
+        self.misheard: set[int] = set()
         self._turns = 0
         self._placed: dict[tuple[Incarnation, TransferId], tuple[int, float]] = {}
         self._orphaned: dict[tuple[Incarnation, TransferId], float] = {}

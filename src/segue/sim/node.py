@@ -18,7 +18,7 @@ from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
-from segue.handoff.messages import Metadata
+from segue.handoff.messages import HandoffMessage, Metadata
 from segue.layout.content import checksum
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
@@ -26,6 +26,7 @@ from segue.roles.prefill import PrefillRole
 from segue.session.api import Session
 from segue.sim.datapath import DataPath, ShmPath, SimShm, SimTcp, SimTransport, TcpPath
 from segue.sim.faults import Injected
+from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
 from segue.sim.runtime import SimSessionNode
 from segue.sim.world import Violation
@@ -136,9 +137,14 @@ class SimManager(KVManager):
             node.checked(node.deployment.checks.joined, node, node.deployment.by_incarnation[me])
 
     def received(self, session: Session, message: object) -> None:
-        super().received(session, message)
-        if self._sim_node.faults.triggers:
-            self._sim_node.faults.reached(f"<{type(message).__name__}", message)
+        node = self._sim_node
+        if not isinstance(message, HandoffMessage):
+            super().received(session, message)
+            return
+        for heard in node.hearing.heard(message):
+            super().received(session, heard)
+        if node.faults.triggers:
+            node.faults.reached(f"<{type(message).__name__}", message)
 
 
 class SimDigester:
@@ -188,6 +194,7 @@ class KVNode(LeaderNode):
 
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
         self.paths: dict[Incarnation, DataPath] = {}
+        self.hearing = Hearing(self)
         self.exposed: dict[int, Exposed] = {}
         #: as many as there are live grants at the transport
         self.grants: Sized = ()
