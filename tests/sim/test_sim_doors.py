@@ -15,6 +15,7 @@ from segue.bootstrap.waiting import StoreWaiter
 from segue.core.errors import PeerRestarted
 from segue.core.types import Placement, Role
 from segue.sim.guests import GUEST_KINDS
+from segue.sim.misfits import MISFIT_KINDS
 from segue.sim.registry import TTL_S
 from segue.sim.run import Outcome, load, run_scenario
 from segue.sim.scenario import AT_THE_DOORS, FAULTS, Fault, Scenario
@@ -43,7 +44,7 @@ def comes(kind: str, what: str, place: int) -> Outcome:
         found.append(run_scenario(calm(seed, *faults)))
         assert not found[-1].failed, f"{kind}, seed {seed}: {found[-1].text}"
         assert found[-1].counts[f"{what}: {kind}"] == len(faults)
-        assert found[-1].counts["visits" if what == "visitor" else "guests"] == len(faults), "one did not end"
+        assert found[-1].counts["guests" if what == "guest" else "visits"] == len(faults), "one did not end"
         assert found[-1].counts["done"] == 5
     return found[-1]
 
@@ -51,6 +52,11 @@ def comes(kind: str, what: str, place: int) -> Outcome:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_visitor_is_told_why_or_cut_and_harms_nobody(kind: str) -> None:
     comes(kind, "visitor", KINDS.index(kind))
+
+
+@pytest.mark.parametrize("kind", MISFIT_KINDS)
+def test_each_leader_that_does_not_fit_is_told_why_and_harms_nobody(kind: str) -> None:
+    comes(kind, "misfit", MISFIT_KINDS.index(kind))
 
 
 @pytest.mark.parametrize("kind", GUEST_KINDS)

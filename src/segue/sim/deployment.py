@@ -15,6 +15,7 @@ from segue.sim.front import Call, FrontNode, Wanted
 from segue.sim.guests import GUEST_KINDS, Guest
 from segue.sim.invariants import Checks
 from segue.sim.leader import EOS
+from segue.sim.misfits import MISFIT_KINDS, Misfit
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.places import Places
 from segue.sim.registry import Registry, RegistryNode
@@ -268,7 +269,8 @@ class Deployment:
 
     def visit(self, node: LeaderNode, name: str, kind: str) -> None:
         """Somebody comes to an instance, or to the registry, who does not belong here or does not behave."""
-        make = Guest if kind in GUEST_KINDS else Visitor
+        make: type[Guest] | type[Visitor] = Guest if kind in GUEST_KINDS else Visitor
+        make = Misfit if kind in MISFIT_KINDS else make
         visitor = make(self, node, f"visitor {name}", kind)
         self.visitors.append(visitor)
         visitor.start()
@@ -399,8 +401,11 @@ class Deployment:
             case _ if fault.kind in DATA:
                 if isinstance(node, KVNode):  # in this life
                     self._data_fault(fault, node)
-            case "wrong message" if isinstance(node, KVNode):
-                node.hearing.arm(fault.amount)
+            case "wrong message":
+                if isinstance(node, KVNode):
+                    node.hearing.arm(fault.amount)
+            case "misfit":
+                self.visit(node, fault.name, MISFIT_KINDS[fault.amount % len(MISFIT_KINDS)])
             case "effect exception":
                 faults.effect_fails += 1
             case "drain":

@@ -133,8 +133,9 @@ class SimManager(KVManager):
     def opened(self, session: Session) -> None:
         super().opened(session)
         node, me = self._sim_node, session.peer.incarnation
-        if me in self._peers:
-            node.checked(node.deployment.checks.joined, node, node.deployment.by_incarnation[me])
+        peer = node.deployment.by_incarnation[me]
+        if me in self._peers and isinstance(peer, KVNode):
+            node.checked(node.deployment.checks.joined, node, peer)
 
     def received(self, session: Session, message: object) -> None:
         node = self._sim_node

@@ -100,6 +100,7 @@ DATA = (
 #: What was found to be rare by looking at the lines that no seed ran; with a generator of their own again.
 RARE = (
     "wrong messages",
+    "misfits",
     "more visitors",
     "effect exception",
 )
@@ -525,6 +526,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "thread death": (Draw("thread death", 1, "kv", seconds=_DOWN_S),),
     "connect raises": (Draw("connect raises", 2, "prefill"), _CUT),
     "wrong messages": (Draw("wrong message", 12, "kv", triggers=("",)),),
+    "misfits": (Draw("misfit", 6, "kv", triggers=("",)),),
     "more visitors": (Draw("visitor", 8, "any"),),
     "effect exception": (Draw("effect exception", 3, "kv"),),
     "front pause": (Draw("front pause", 1, "front", seconds=_SILENT_S),),

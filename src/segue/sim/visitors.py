@@ -128,13 +128,20 @@ class Visitor(Process):
         """Begin."""
         self.loop.enter(self.loop.create_task, self._visit())
 
+    #: how its visits are counted
+    WHAT = "visitor"
+
     async def _visit(self) -> None:
-        self.deployment.counts[f"visitor: {self.kind}"] += 1
+        self.deployment.counts[f"{self.WHAT}: {self.kind}"] += 1
         try:
-            await VISITS[self.kind](self)
+            await self.visits()
         except Exception as error:
             self.world.fail(error)
         self.deployment.counts["visits"] += 1
+
+    async def visits(self) -> None:
+        """What it comes for."""
+        await VISITS[self.kind](self)
 
     # ---- what it is told ----------------------------------------------------------------------------
 
@@ -240,13 +247,13 @@ class Visitor(Process):
             "incarnation": self.me,
             "role": Role.FRONTEND,
             "limits": Limits(keepalive_s=timing.keepalive_s, peer_silence_s=timing.silence_s),
+            "message_type": ControlMessage,
         }
         return SessionNode(
             **{**given, **options},
             dp_rank=0,
             secret=secret,
             handler=self,
-            message_type=ControlMessage,
             random_bytes=self.rng.randbytes,
         )
 
