@@ -7,8 +7,8 @@ thread would serve no session. The thread holds the interpreter's lock for micro
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -31,6 +31,50 @@ class Digests(Protocol):
     def close(self) -> None: ...
 
 
+class DigestQueue:
+    """What is hashed at once, what waits for the thread, and what either answers.
+
+    No thread or lock is in here: one thread adds, and another one takes.
+    """
+
+    def __init__(self, memory: Memory, max_waiting: int, inline_bytes: int) -> None:
+        self._memory = memory
+        self._max_waiting = max_waiting
+        self._inline_bytes = inline_bytes
+        self._waiting: deque[api.Digest] = deque()
+        self._closed = False
+
+    def submit(self, effect: api.Digest) -> api.Digested | None:
+        """The answer, where there is one at once: hashed here, or none can wait any more. None: it waits
+        until it is taken, or nobody wants to know it (closed)."""
+        if self._closed:
+            return None
+        if effect.content.nbytes <= self._inline_bytes:
+            return self.hash(effect)
+        if len(self._waiting) >= self._max_waiting:
+            return _failed(effect, OutOfCapacity(f"{self._max_waiting} chunks wait for their checksum"))
+        self._waiting.append(effect)
+        return None
+
+    def take(self) -> api.Digest | None:
+        """The one that has waited longest; None if none does, or nobody wants to know it any more."""
+        return self._waiting.popleft() if self._waiting and not self._closed else None
+
+    def hash(self, effect: api.Digest) -> api.Digested:
+        """The checksum of what `effect` names, or why there is none. Raises nothing."""
+        try:
+            with memoryview(self._memory.buffer) as memory:
+                return api.Digested(effect.transfer, effect.tag, checksum(memory, effect.content))
+        except SegueError as error:
+            return _failed(effect, error)
+        except Exception as error:  # one hand-off fails, the thread lives on (lesson 22)
+            return _failed(effect, Internal(f"hashing failed: {type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        """Nobody wants to know any more."""
+        self._closed = True
+
+
 class Digester:
     """Answers each `Digest` with one `Digested`, through `answer`, until it is closed.
 
@@ -39,11 +83,11 @@ class Digester:
     """
 
     def __init__(self, memory: Memory, answer: Callable[[api.Digested], None], max_waiting: int) -> None:
-        self._memory = memory
+        self._queue = DigestQueue(memory, max_waiting, INLINE_BYTES)
         self._answer = answer
-        self._waiting: queue.Queue[api.Digest | None] = queue.Queue(max_waiting)
+        # As often as one waits, and once more at the end.
+        self._wake = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="segue-digest", daemon=True)
-        self._closed = False
 
     def start(self) -> None:
         """Start the thread."""
@@ -51,49 +95,22 @@ class Digester:
 
     def submit(self, effect: api.Digest) -> None:
         """Hash what `effect` names, now or soon; ignored once closed."""
-        if self._closed:
-            return
-        if effect.content.nbytes <= INLINE_BYTES:
-            self._answer(self._hash(effect))
-            return
-        try:
-            self._waiting.put_nowait(effect)
-        except queue.Full:
-            error = OutOfCapacity(f"{self._waiting.maxsize} chunks wait for their checksum")
-            self._answer(_failed(effect, error))
+        answer = self._queue.submit(effect)
+        if answer is not None:
+            self._answer(answer)
+        else:
+            self._wake.release()
 
     def close(self) -> None:
         """End the thread after the range it is reading: the memory may be unmapped then. Idempotent."""
-        self._closed = True
-        if not self._thread.is_alive():
-            return
-        while True:
-            try:
-                self._waiting.put_nowait(None)
-                break
-            except queue.Full:
-                self._drop_one()
-        self._thread.join(10)
-
-    def _drop_one(self) -> None:
-        try:
-            self._waiting.get_nowait()
-        except queue.Empty:
-            return  # the thread was faster
+        self._queue.close()
+        self._wake.release()
+        if self._thread.is_alive():
+            self._thread.join(10)
 
     def _run(self) -> None:
-        while (effect := self._waiting.get()) is not None:
-            if not self._closed:
-                self._answer(self._hash(effect))
-
-    def _hash(self, effect: api.Digest) -> api.Digested:
-        try:
-            with memoryview(self._memory.buffer) as memory:
-                return api.Digested(effect.transfer, effect.tag, checksum(memory, effect.content))
-        except SegueError as error:
-            return _failed(effect, error)
-        except Exception as error:  # one hand-off fails, the thread lives on (lesson 22)
-            return _failed(effect, Internal(f"hashing failed: {type(error).__name__}: {error}"))
+        while self._wake.acquire() and (effect := self._queue.take()) is not None:
+            self._answer(self._queue.hash(effect))
 
 
 def _failed(effect: api.Digest, error: SegueError) -> api.Digested:

@@ -11,15 +11,15 @@ import numpy as np
 
 from segue.bootstrap.records import InstanceRecord
 from segue.conn.config import KVConfig, Runtime
+from segue.conn.digest import DigestQueue
 from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
-from segue.core.errors import Internal, SegueError
+from segue.core.errors import SegueError
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import HandoffMessage, Metadata
-from segue.layout.content import checksum
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
@@ -148,34 +148,18 @@ class SimManager(KVManager):
             node.faults.reached(f"<{type(message).__name__}", message)
 
 
-class SimDigester:
-    """As `conn.digest`: a thread reads the bytes a little later."""
+class SimDigests(DigestQueue):
+    """Production's queue of checksums; what is read is looked at, and reading may fail."""
 
-    def __init__(self, node: KVNode, _memory: Memory, answer: Callable[..., None], _waiting: int) -> None:
+    def __init__(self, node: KVNode, memory: Memory, max_waiting: int) -> None:
+        rng = node.world.rng(f"digests {node.name}")
+        if "full queues" in node.deployment.scenario.features:
+            max_waiting = rng.choice((1, 4, max_waiting))
+        super().__init__(memory, max_waiting, inline_bytes=rng.choice((0, 0, 256)))
         self._node = node
-        self._answer = answer
 
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    def submit(self, effect: api.Digest) -> None:
-        """Read and answer soon."""
-        node = self._node
-        if node.faults.page_flips and node.spec.role is Role.DECODE:
-            node.faults.page_flips -= 1
-            node.deployment.checks.flips.page(node, effect, node.rng)
-        took_s = node.world_timing.slice_s * 2 * node.rng.random()
-        what = node.faults.digests.pop(0) if node.faults.digests else 0.0
-        if what is None:
-            error = Internal("hashing failed: injected").info
-            node.after(took_s, self._answer, api.Digested(effect.transfer, effect.tag, 0, error=error))
-        else:
-            node.after(took_s + what, self._read, effect)
-
-    def _read(self, effect: api.Digest) -> None:
+    def hash(self, effect: api.Digest) -> api.Digested:
+        """As production, at one moment."""
         node = self._node
         size = node.engine.spec.page_tokens
         pages = {
@@ -183,9 +167,60 @@ class SimDigester:
             for slot, tokens in effect.content.runs
             for page in range(slot // size, -(-(slot + tokens) // size))
         }
-        node.deployment.checks.hashing(node, effect.transfer, pages)
-        found = checksum(memoryview(node.engine.memory), effect.content)
-        self._answer(api.Digested(effect.transfer, effect.tag, found))
+        node.checked(node.deployment.checks.hashing, node, effect.transfer, pages)
+        return super().hash(effect)
+
+
+class _Unreadable:
+    """Memory that cannot be read."""
+
+    @property
+    def buffer(self) -> Any:
+        raise Injected("injected into a checksum")
+
+
+class SimDigester:
+    """As `conn.digest.Digester`: what waits is hashed a little later, one after the other."""
+
+    def __init__(self, node: KVNode, memory: Memory, answer: Callable[..., None], max_waiting: int) -> None:
+        self._node = node
+        self._answer = answer
+        self._queue = SimDigests(node, memory, max_waiting)
+        self._memory = memory
+        self._busy = False
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def close(self) -> None:
+        """As production."""
+        self._queue.close()
+
+    def submit(self, effect: api.Digest) -> None:
+        """As production; a bit may have changed in what has landed."""
+        node = self._node
+        if node.faults.page_flips and node.spec.role is Role.DECODE:
+            node.faults.page_flips -= 1
+            node.deployment.checks.flips.page(node, effect, node.rng)
+        answer = self._queue.submit(effect)
+        if answer is not None:
+            self._answer(answer)
+        elif not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        node, effect = self._node, self._queue.take()
+        self._busy = effect is not None
+        if effect is not None:
+            took_s = node.world_timing.slice_s * 2 * node.rng.random()
+            slow_s = node.faults.digests.pop(0) if node.faults.digests else 0.0
+            node.after(took_s + (slow_s or 0.0), self._read, effect, slow_s is None)
+
+    def _read(self, effect: api.Digest, fails: bool) -> None:
+        self._queue._memory = _Unreadable() if fails else self._memory  # type: ignore[assignment]
+        self._answer(self._queue.hash(effect))
+        self._queue._memory = self._memory
+        self._next()
 
 
 class KVNode(LeaderNode):
