@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import ipaddress
 import logging
 import secrets
@@ -12,7 +11,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -36,12 +35,11 @@ from segue.session.connection import Connection, State
 from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
 from segue.session.gate import Gate
 from segue.session.handshake import Handshake, session_key
+from segue.session.listen import listening
 from segue.session.tasks import awaited
 from segue.session.tls import Tls, explain, not_tls
 
 log = logging.getLogger(__name__)
-
-_ACCEPT_BACKLOG: Final = 512
 
 
 @dataclass(slots=True)
@@ -160,35 +158,22 @@ class SessionNode:
         the port is taken, the host is not ours, or it is not loopback and there is no secret."""
         if self._listener is not None or self._closed:
             raise ConfigError(f"this node already listens at {self._listen or 'nothing: it is closed'}")
-        loop = asyncio.get_running_loop()
-        try:
-            infos = await loop.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {host}: {error.strerror or error}") from error
-        family, _, _, _, where = infos[0]
-        if self._key is None and not is_loopback(str(where[0])):
+        sock = listening(host, port, what="this process", flag="port")
+        bound_host, bound_port = sock.getsockname()[:2]
+        if self._key is None and not is_loopback(str(bound_host)):
+            sock.close()
             raise ConfigError(
                 f"listening at {host} would let other machines in and there is no shared secret: "
                 "give one with --secret-file, or listen at 127.0.0.1"
             )
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
-            sock.listen(_ACCEPT_BACKLOG)
-        except OSError as error:
-            sock.close()
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"port {port} at {host} is in use by another process: choose another port"
-                ) from error
-            raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
-        bound_host, bound_port = sock.getsockname()[:2]
-        self._listener = sock
-        self._listen = f"{bound_host}:{bound_port}"
-        self._gate.open(sock)
+        self._listen_on(sock, str(bound_host), int(bound_port))
         return str(bound_host), int(bound_port)
+
+    def _listen_on(self, listener: socket.socket, host: str, port: int) -> None:
+        """Let peers in that come to a socket which listens at `host` and `port`."""
+        self._listener = listener
+        self._listen = f"{host}:{port}"
+        self._gate.open(listener)
 
     async def connect(
         self, host: str, port: int, *, expect: Incarnation | None = None, timeout_s: float

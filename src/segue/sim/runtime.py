@@ -72,11 +72,10 @@ class SimSessionNode(SessionNode):
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Bind nothing; the network is what we accept from. Behind an address translator it listens
         everywhere, as all others there do."""
-        self._listen = f"{'0.0.0.0' if self._sim_loop.network.translator else host}:{port}"
         self._advertise = host
         listener = self._sim_loop.network.listen(self._sim_loop, port)
-        self._listener = listener  # type: ignore[assignment]
-        self._gate.open(listener)  # type: ignore[arg-type]
+        everywhere = "0.0.0.0" if self._sim_loop.network.translator else host
+        self._listen_on(listener, everywhere, port)  # type: ignore[arg-type]
         self._sim_loop.network.places[self.incarnation] = (host, port)
         return host, port
 

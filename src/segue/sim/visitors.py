@@ -502,8 +502,7 @@ async def _tls_there(visitor: Visitor) -> None:
     host = visitor.loop.host
     listener: Any = visitor.loop.network.listen(visitor.loop, port)
     node = visitor.node(tls=tls_of_nobody())
-    node._listener = listener
-    node._gate.open(listener)
+    node._listen_on(listener, host, port)
     other = Incarnation(f"{visitor.rng.getrandbits(128):032x}")
     for tls, codes in (
         (None, (ErrorCode.PEER_REFUSED,)),
