@@ -14,8 +14,8 @@ from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter
 from segue.core.errors import PeerRestarted
 from segue.core.types import Placement, Role
+from segue.sim.deployment import MISFITS
 from segue.sim.guests import GUEST_KINDS
-from segue.sim.misfits import MISFIT_KINDS
 from segue.sim.registry import TTL_S
 from segue.sim.run import Outcome, load, run_scenario
 from segue.sim.scenario import AT_THE_DOORS, FAULTS, Fault, Scenario
@@ -54,9 +54,9 @@ def test_each_visitor_is_told_why_or_cut_and_harms_nobody(kind: str) -> None:
     comes(kind, "visitor", KINDS.index(kind))
 
 
-@pytest.mark.parametrize("kind", MISFIT_KINDS)
+@pytest.mark.parametrize("kind", MISFITS)
 def test_each_leader_that_does_not_fit_is_told_why_and_harms_nobody(kind: str) -> None:
-    comes(kind, "misfit", MISFIT_KINDS.index(kind))
+    comes(kind, "misfit", MISFITS.index(kind))
 
 
 @pytest.mark.parametrize("kind", GUEST_KINDS)

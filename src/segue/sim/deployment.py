@@ -20,6 +20,7 @@ from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.places import Places
 from segue.sim.registry import Registry, RegistryNode
 from segue.sim.scenario import DATA, Fault, Scenario
+from segue.sim.secured import TLS_KINDS, Secured
 from segue.sim.streams import Streams
 from segue.sim.tcp import Network, Timing
 from segue.sim.visitors import KINDS, Visitor
@@ -27,6 +28,7 @@ from segue.sim.world import Process, Violation, World
 
 #: Turns of leaders between two looks at the tables of a node: one looks at all of them.
 CHECK_EVERY = 8
+MISFITS = (*MISFIT_KINDS, *TLS_KINDS)
 BUDGET_S = 20.0
 
 
@@ -270,7 +272,7 @@ class Deployment:
     def visit(self, node: LeaderNode, name: str, kind: str) -> None:
         """Somebody comes to an instance, or to the registry, who does not belong here or does not behave."""
         make: type[Guest] | type[Visitor] = Guest if kind in GUEST_KINDS else Visitor
-        make = Misfit if kind in MISFIT_KINDS else make
+        make = Misfit if kind in MISFIT_KINDS else Secured if kind in TLS_KINDS else make
         visitor = make(self, node, f"visitor {name}", kind)
         self.visitors.append(visitor)
         visitor.start()
@@ -405,7 +407,7 @@ class Deployment:
                 if isinstance(node, KVNode):
                     node.hearing.arm(fault.amount)
             case "misfit":
-                self.visit(node, fault.name, MISFIT_KINDS[fault.amount % len(MISFIT_KINDS)])
+                self.visit(node, fault.name, MISFITS[fault.amount % len(MISFITS)])
             case "effect exception":
                 faults.effect_fails += 1
             case "drain":
