@@ -18,7 +18,7 @@ from segue.sim.deployment import Deployment
 from segue.sim.faults import ITEMS, METADATA
 from segue.sim.leader import LeaderNode
 from segue.sim.run import Outcome, load, replay_command, run_scenario, shrink
-from segue.sim.scenario import AT_THE_DOORS, DATA, FEATURES, LATER, NEWEST, make_scenario
+from segue.sim.scenario import AT_THE_DOORS, DATA, FEATURES, LATER, NEWEST, RARE, make_scenario
 
 #: About two minutes on one core; `make test` runs the first part of it, `make test-slow` the others.
 SLICE_SEEDS = 850
@@ -112,7 +112,7 @@ def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
         scenario = make_scenario(seed)
         features.update(scenario.features)
         drawn.update(fault.kind for fault in scenario.faults)
-    assert set(features) == {*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA}
+    assert set(features) == {*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE}
     for seed in range(60):
         struck.update(outcome_of(seed).struck)
     assert set(drawn) == set(struck)
