@@ -71,6 +71,8 @@ CODES: dict[str, frozenset[ErrorCode]] = {
 _THROWN = (
     "handler exception",
     "effect exception",
+    "event exception",
+    "dial exception",
     "step exception",
     "sequence error",
     "role exception",

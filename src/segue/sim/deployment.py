@@ -410,6 +410,12 @@ class Deployment:
                 self.visit(node, fault.name, MISFITS[fault.amount % len(MISFITS)])
             case "effect exception":
                 faults.effect_fails += 1
+            case "event exception":
+                faults.event_fails += 1
+            case "dial exception":
+                faults.dial_fails += 1
+                if (other := self.nodes.get(fault.other)) is not None:
+                    self.break_session(node, other)
             case "drain":
                 node.drain()
             case "visitor":

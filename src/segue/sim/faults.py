@@ -43,6 +43,10 @@ class NodeFaults:
         self.page_flips = 0
         #: how many of the next effects that ask something of a session, a path or the digester raise
         self.effect_fails = 0
+        #: how many of the next events raise before the exchange has looked at them
+        self.event_fails = 0
+        #: how many of the next dials of a peer raise what they must not
+        self.dial_fails = 0
         #: how the metadata that is sent next is spoiled: places in `METADATA`
         self.spoil_metadata: list[int] = []
         #: a method of the role has just raised, and nobody has looked yet at what the leader made of it

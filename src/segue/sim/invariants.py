@@ -149,7 +149,10 @@ class Checks(AnswerChecks, DeskChecks):
         if effect.phase is KVPoll.BOOTSTRAPPING:
             # A tombstone lives as long as anything of the first life can be under way, no longer.
             until_s = 0.85 * self.deployment.timing.silence_s
-            if half is not None and (half.ended_at is None or self.world.now < half.ended_at + until_s):
+            if half is not None and (
+                half.ended_at is None
+                or (self.world.now < half.ended_at + until_s and node.jumped_at <= half.ended_at)
+            ):
                 raise Violation("1", f"a second half of {effect.transfer} on {node.name}", room)
             half = self.halves[key] = self.open[key] = Half(node, self.world.now)
             if node.spec.role is Role.DECODE:
@@ -296,10 +299,10 @@ class Checks(AnswerChecks, DeskChecks):
                 node.pool.check_integrity()
             else:
                 node.role.check_integrity()
-            if isinstance(node, KVNode):
-                node.exchange.check_integrity()
         except (AssertionError, Internal) as exc:
             raise Violation("3", f"{node.name}: {exc}") from exc
+        if isinstance(node, KVNode) and (problems := node.manager.problems()):
+            raise Violation("3", f"{node.name}: {problems}")
         self._page_owners(node)
         self._deadlines(node)
         self._tickets(node)
@@ -463,8 +466,8 @@ class Checks(AnswerChecks, DeskChecks):
         sizes = {f"role {k}": v for k, v in node.role.sizes().items()}
         sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
         if isinstance(node, KVNode):
-            sizes |= {k: v for k, v in node.exchange.sizes().items() if k != "peers"}
-            sizes |= {"handles": len(node.handles), "exposed": len(node.exposed), "grants": len(node.grants)}
+            sizes |= {k: v for k, v in node.manager.sizes().items() if k != "peers"}
+            sizes |= {"exposed": len(node.exposed), "grants": len(node.grants)}
         held = {k: v for k, v in sizes.items() if v}
         if held:
             rooms = tuple(t.room for t in getattr(node, "handles", {}))

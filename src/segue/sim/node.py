@@ -19,7 +19,7 @@ from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
-from segue.handoff.messages import HandoffMessage, Metadata
+from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata
 from segue.roles.base import Role as RoleLogic
 from segue.roles.decode import DecodeRole
 from segue.roles.prefill import PrefillRole
@@ -42,6 +42,8 @@ __all__ = ["VOCAB", "KVNode", "LeaderNode", "NodeSpec"]
 
 #: The effects that may raise: what the others do cannot fail.
 BREAKABLE = (api.Send, api.PostWrite, api.Grant, api.Fence, api.Digest)
+#: What a bug at the door of the exchange may cost: a proof that memory is free comes only once.
+UNDECIDED = (api.PeerUp, api.Publish, api.SendChunk, api.SendMetadata, Destination, ChunkPosted, Metadata)
 
 
 @dataclass(slots=True)
@@ -62,6 +64,11 @@ class CheckedExchange(Exchange):
     def handle(self, event: api.Event, now: float) -> list[api.Effect]:
         node = self._node
         node.world.trace.append((node.world.now, node.name, event))
+        about = event.message if isinstance(event, api.Received) else event
+        if node.faults.event_fails and isinstance(about, UNDECIDED):
+            node.faults.event_fails -= 1
+            node.deployment.counts[f"exception at {type(about).__name__}"] += 1
+            raise Injected(f"injected into {type(about).__name__}")
         try:
             effects = super().handle(event, now)
         except IllegalEvent as exc:

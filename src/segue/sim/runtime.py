@@ -10,6 +10,7 @@ from segue.core.types import Incarnation
 from segue.session.api import Session
 from segue.session.connection import Connection
 from segue.session.node import SessionNode
+from segue.sim.faults import Injected
 from segue.sim.loop import SimLoop
 from segue.sim.world import Process, Violation
 
@@ -83,6 +84,10 @@ class SimSessionNode(SessionNode):
         self, host: str, port: int, *, expect: Incarnation | None = None, timeout_s: float
     ) -> Session:
         """As production; an address is not a peer."""
+        faults = getattr(self._sim_loop.process, "faults", None)
+        if faults is not None and faults.dial_fails:
+            faults.dial_fails -= 1
+            raise Injected("injected into a dial")
         session = await super().connect(host, port, expect=expect, timeout_s=timeout_s)
         if expect is not None and session.peer.incarnation != expect:
             self._wrong(f"dialled {expect[:8]} and took {session.peer.incarnation[:8]} for it")

@@ -103,6 +103,8 @@ RARE = (
     "misfits",
     "more visitors",
     "effect exception",
+    "event exception",
+    "dial exception",
 )
 
 BAD = (
@@ -529,6 +531,9 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "misfits": (Draw("misfit", 6, "kv", triggers=("",)),),
     "more visitors": (Draw("visitor", 8, "any"),),
     "effect exception": (Draw("effect exception", 3, "kv"),),
+    "event exception": (Draw("event exception", 3, "kv"),),
+    # Only decode dials; it does when a session has ended.
+    "dial exception": (Draw("dial exception", 2, "decode", "prefill", triggers=("",)),),
     "front pause": (Draw("front pause", 1, "front", seconds=_SILENT_S),),
     "front partition": (
         Draw("front partition", 1, "any", "front", seconds=_SILENT_S),
