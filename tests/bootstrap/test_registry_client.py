@@ -147,6 +147,24 @@ def test_lesson_18_typed_refusals_reach_the_caller(door: Door) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("turns", range(1, 8))
+def test_an_instance_that_leaves_in_the_turn_of_its_keep_alive_ends_it_quietly(turns: int) -> None:
+    """It ended by a KeyError when the pause ran out in the very turn in which the instance left."""
+
+    async def main() -> None:
+        limits = Limits(registry_ttl_s=1e-6)  # a keep-alive is due in each turn
+        registry = LocalRegistry(RegistryStore(VirtualClock(), ttl_s=1.0), limits=limits)
+        await registry.register(record(A))
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await registry.leave(A)
+        await asyncio.wait_for(keeping, DEADLINE_S)
+        await registry.aclose()
+
+    asyncio.run(main())
+
+
 @both
 def test_lesson_09_the_old_incarnation_learns_that_it_was_replaced(door: Door) -> None:
     async def main() -> None:

@@ -217,6 +217,18 @@ def test_a_write_of_all_of_its_own_pages_lands(reader: Reader) -> None:
     sock.close()
 
 
+def test_a_writer_into_a_grant_without_pages_is_cut_and_ends_nobody_else(reader: Reader) -> None:
+    """The grant of a prompt that decode had whole in its cache: there is nothing to write, and a peer that
+    wrote all the same ended the thread under everybody's streams."""
+    reader.transport.grant("rogue/0", 9, whole_pages(SPEC, []))
+    refused(reader, 9, [(0, 1)])
+    reader.transport.grant("rogue/0", 10, whole_pages(SPEC, [0]))
+    sock = reader.enter()
+    sock.sendall(part(10, [(0, 1)]) + b"x")
+    assert answer(sock) == (tcp_wire.LANDED, 1)
+    sock.close()
+
+
 def test_a_grant_that_is_no_part_of_the_memory_ends_nobody_else(reader: Reader) -> None:
     reader.transport.grant("rogue/0", 9, whole(MiB + 1))  # a bug of ours: it must not become a wild write
     sock = reader.enter()

@@ -260,10 +260,12 @@ class _Registry:
 
     async def _pause(self, wait_s: float, *others: asyncio.Event) -> bool:
         """Wait; True, at once, when this client closes or one of `others` happens."""
-        waits = [awaited(event.wait()) for event in (self._closing, *others)]
+        events = (self._closing, *others)
+        waits = [awaited(event.wait()) for event in events]
         try:
-            done, _ = await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            return bool(done)
+            await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            # Not which of `waits` are done: they are so a turn after their event.
+            return any(event.is_set() for event in events)
         finally:
             for wait in waits:
                 wait.cancel()

@@ -110,6 +110,8 @@ def ranges_of(area: Content, memory_bytes: int) -> Rows:
     planes = np.array(area.planes, np.uint64).reshape(-1, 3)
     starts = (planes[:, :1] + planes[:, 1:2] * runs[:, 0]).ravel()
     ends = starts + (planes[:, 1:2] * runs[:, 1]).ravel()
+    if not len(starts):
+        return np.zeros((1, 2), np.uint64)  # a grant without pages, of a prompt that was cached whole
     apart = np.flatnonzero(starts[1:] != ends[:-1])
     found = np.empty((len(apart) + 1, 2), np.uint64)
     found[0, 0], found[1:, 0] = starts[0], starts[apart + 1]
