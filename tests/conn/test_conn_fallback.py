@@ -12,7 +12,7 @@ from test_manager import Side, assert_at_rest, assert_handed_over
 from segue.core.errors import OutOfCapacity
 from segue.core.types import Role
 from segue.session.api import PeerInfo, Session
-from segue.transport import memory
+from segue.transport.shm_host import ShmHost
 
 BOTH = ("shm", "tcp")
 
@@ -30,14 +30,14 @@ def _over_tcp(side: Side) -> threading.Event:
     return there
 
 
-def _full(_fd: int, _nbytes: int) -> None:
+def _full(_host: ShmHost, _fd: int, _nbytes: int) -> None:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory, "map_shared", _full)
+    monkeypatch.setattr(ShmHost, "map_pool", _full)
     caplog.set_level(logging.WARNING, "segue.conn")
     prefill = Side(Role.PREFILL, transports=BOTH)
     decodes = [Side(Role.DECODE, transports=BOTH) for _ in range(2)]
