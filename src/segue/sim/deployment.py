@@ -106,14 +106,12 @@ class Deployment:
 
     def _until(self, end: float, quiet: bool = False) -> None:
         world = self.world
-        while True:
-            at = world.next_at
-            if at is None or at > end:
-                world.now = max(world.now, end) if not quiet else world.now
-                return
-            world.step()
+        heap, step = world.heap, world.step
+        while heap and heap[0][0] <= end:
+            step()
             if quiet and not world.events % 64 and not any(not c.outcome for c in self.calls.values()):
                 return
+        world.now = max(world.now, end) if not quiet else world.now
 
     def _sweep(self) -> None:
         self.checks.sweep()

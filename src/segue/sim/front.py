@@ -195,21 +195,26 @@ class FrontNode(Process):
             self.after(wanted.abort_after_s, self._client_left, call)
         self._place(call)
 
-    def _candidates(self, role: Role) -> list[Candidate]:
-        return [
-            Candidate(Placement(i), load=self.loads.get(i), in_flight=self.in_flight.get(i, 0))
-            for i, r in sorted(self.view.items())
-            if r.role is role and not r.draining and r.ready and i in self.ends
-        ]
+    def _candidates(self) -> dict[Role, list[Candidate]]:
+        found: dict[Role, list[Candidate]] = {Role.PREFILL: [], Role.DECODE: [], Role.UNIFIED: []}
+        for i, r in sorted(self.view.items()):
+            if i in self.ends and not r.draining and r.ready:
+                found[r.role].append(
+                    Candidate(Placement(i), load=self.loads.get(i), in_flight=self.in_flight.get(i, 0))
+                )
+        return found
 
     def _place(self, call: Call) -> None:
         if call.outcome:
+            return
+        if not self.ends:
+            self.after(0.05, self._place, call)  # as below
             return
         wanted, attempts = call.wanted, call.attempts
         room = self.rng.getrandbits(63) | 1
         ask = Ask(room, wanted.prompt)
         patient = self.world.now < call.patient_until
-        there = {role: self._candidates(role) for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED)}
+        there = self._candidates()
         may = {role: attempts.candidates(found, patient=patient) for role, found in there.items()}
         if wanted.unified and may[Role.UNIFIED]:
             prefill = decode = attempts.choose(self.policies[0], may[Role.UNIFIED], ask).placement

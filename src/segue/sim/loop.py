@@ -94,8 +94,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         """It stays in the world's heap and does nothing when its time comes."""
 
     def _run(self, handle: asyncio.Handle) -> None:
-        if not handle.cancelled():
-            self.enter(handle._context.run, handle._callback, *handle._args)  # type: ignore[attr-defined]
+        if handle._cancelled:
+            return
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self)
+        try:
+            handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+        finally:
+            asyncio._set_running_loop(before)
 
     def enter(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call something as from inside the running loop."""

@@ -31,7 +31,8 @@ class World:
         self.events = 0
         #: (time, who, what): `what` is an event, effect or short text; rendered only when asked
         self.trace: list[tuple[float, str, Any]] = []
-        self._heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        #: what is due: (when, order, in which process, what, with what)
+        self.heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
         self._failure: Exception | None = None
 
@@ -43,11 +44,12 @@ class World:
     def at(self, time: float, process: Process | None, call: Callable[..., None], *args: Any) -> None:
         """Run `call` at `time` in `process` (None: outside all of them)."""
         self._sequence += 1
-        heapq.heappush(self._heap, (time, self._sequence, process, call, args))
+        heapq.heappush(self.heap, (time, self._sequence, process, call, args))
 
     def after(self, delay: float, process: Process | None, call: Callable[..., None], *args: Any) -> None:
         """Run `call` after `delay` seconds."""
-        self.at(self.now + delay, process, call, *args)
+        self._sequence += 1
+        heapq.heappush(self.heap, (self.now + delay, self._sequence, process, call, args))
 
     def note(self, who: str, what: Any) -> None:
         """Remember something for the timeline."""
@@ -61,9 +63,9 @@ class World:
 
     def step(self) -> bool:
         """Run the next event; False if there is none."""
-        if not self._heap:
+        if not self.heap:
             return False
-        time, _, process, call, args = heapq.heappop(self._heap)
+        time, _, process, call, args = heapq.heappop(self.heap)
         if time > self.now:
             self.now = time
         self.events += 1
@@ -80,15 +82,15 @@ class World:
 
     def hasten(self, process: Process, call: Callable[..., None], when: Callable[..., float | None]) -> None:
         """What `call` is to do in `process` is due when `when` of its arguments says, if that is earlier."""
-        for place, (time, number, whose, what, args) in enumerate(self._heap):
+        for place, (time, number, whose, what, args) in enumerate(self.heap):
             if whose is process and what == call and (due := when(*args)) is not None and due < time:
-                self._heap[place] = (due, number, whose, what, args)
-        heapq.heapify(self._heap)
+                self.heap[place] = (due, number, whose, what, args)
+        heapq.heapify(self.heap)
 
     @property
     def next_at(self) -> float | None:
         """When the next event is due."""
-        return self._heap[0][0] if self._heap else None
+        return self.heap[0][0] if self.heap else None
 
     def digest(self) -> str:
         """A hash over everything that happened, in order."""
@@ -120,7 +122,8 @@ class Process:
     def after(self, delay: float, call: Callable[..., None], *args: Any) -> None:
         """Run `call` in this process after `delay` seconds."""
         world = self.world
-        world.at(world.now + delay, self, call, *args)
+        world._sequence += 1
+        heapq.heappush(world.heap, (world.now + delay, world._sequence, self, call, args))
 
     def pause(self) -> None:
         """SIGSTOP."""
