@@ -200,3 +200,8 @@ def test_who_comes_to_a_registry_that_is_closing_may_find_nobody() -> None:
     ]
     outcome = run_scenario(calm(1, closes, *guests))
     assert not outcome.failed, outcome.text
+
+
+def test_whoever_comes_is_told_from_all_others_by_name() -> None:
+    kinds = [*KINDS, *GUEST_KINDS, *MISFITS]
+    assert len(set(kinds)) == len(kinds)

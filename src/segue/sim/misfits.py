@@ -49,7 +49,7 @@ _OPAQUE = msgspec.msgpack.encode({"transport": "tcp", "nbytes": 64, "data": b"\x
 #: What is wrong with what they say of themselves, and how they are refused.
 REFUSED: dict[str, tuple[Say, tuple[ErrorCode, ...]]] = {
     "unreadable": (lambda _info: b"\x93abc", (ErrorCode.PEER_REFUSED,)),
-    "another protocol": (_with(protocol=99), (ErrorCode.PEER_REFUSED,)),
+    "another hand-off protocol": (_with(protocol=99), (ErrorCode.PEER_REFUSED,)),
     "another model": (_with(model="of somebody"), (ErrorCode.PEER_REFUSED,)),
     "another transport": (_with(endpoints={}), (ErrorCode.PEER_REFUSED,)),
     "other layers": (_layers, (ErrorCode.LAYOUT_MISMATCH,)),
