@@ -52,6 +52,12 @@ def test_the_first_attempt_is_the_request_itself() -> None:
     assert (made.number, made.delivered, made.continuing) == (0, False, False)
 
 
+def test_each_attempt_has_an_id_of_its_own() -> None:
+    """A worker may still be ending the one before under its id."""
+    made = Attempts(REQUEST, limit=4)
+    assert len({made.begin(P1, D1).request_id for _ in range(4)}) == 4
+
+
 @pytest.mark.parametrize("given", range(4))
 def test_the_next_attempt_is_given_every_token_and_the_same_sampling(given: int) -> None:
     made = attempts()

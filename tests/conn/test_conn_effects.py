@@ -260,3 +260,24 @@ def test_a_last_word_that_was_not_sent_ends_the_session_so_that_the_peer_asks_ag
     rig.line.breaks = over
     rig.handle(api.Send(PREFILL, Abort(over)))
     assert [type(said) for said in rig.line.sent[-1:]] == [Internal]
+
+
+def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Rig) -> None:
+    """The other two hand-offs have a minute."""
+    transfer = TransferId(9, 0, PREFILL, rig.manager.config.incarnation)
+    handle, over = rig.manager.receiver(transfer), asyncio.Event()
+    rig.manager._on_change = lambda change: over.set() if handle.poll().terminal else None
+    handle.init(4, 0.01)
+    rig.turn()
+    rig.manager.io.loop.run_until_complete(asyncio.wait_for(over.wait(), 10))
+    assert handle.error is not None
+    assert handle.error.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+def test_the_late_end_of_a_session_is_not_the_end_of_the_one_after_it(rig: Rig) -> None:
+    old, new = rig.line, Line()
+    old.peer = type("P", (), {"role": Role.PREFILL, "incarnation": PREFILL})()  # type: ignore[attr-defined]
+    rig.manager._peers[PREFILL] = Peer(new, rig.manager.info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
+    rig.manager.closed(old, OutOfCapacity("x"))  # type: ignore[arg-type]
+    assert rig.manager._peers[PREFILL].session is new  # type: ignore[comparison-overlap]
+    assert not rig.changes

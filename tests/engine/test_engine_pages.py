@@ -159,6 +159,17 @@ def test_lesson_06_a_page_with_a_late_writer_is_not_free_though_its_last_owner_r
     assert (pool.free, pool.quarantined) == (0, 1)
 
 
+def test_a_page_that_two_late_writers_may_reach_is_one_page():
+    pool = PagePool(2, 16)
+    page = pool.allocate(1)
+    pool.share(page)
+    pool.quarantine(page * 2)
+    assert (pool.free, pool.quarantined) == (1, 1)
+    pool.unquarantine(page * 2)
+    assert (pool.free, pool.quarantined) == (2, 0)
+    pool.check_integrity()
+
+
 def test_releasing_twice_changes_nothing():
     pool = PagePool(4, 16)
     a, b = pool.allocate(2)

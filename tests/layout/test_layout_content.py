@@ -20,6 +20,7 @@ from segue.layout.content import (
     Sample,
     canonical_content,
     checksum,
+    whole_pages,
 )
 from segue.layout.planner import plan_pair
 from segue.layout.spec import KVShape, PoolSpec
@@ -238,6 +239,16 @@ def test_a_part_that_a_pool_does_not_hold_is_refused(part: Part) -> None:
     [spec] = ranks(kv(), 1, 1, 4)
     with pytest.raises(LayoutMismatch):
         canonical_content(spec, part, Span(0, 3), [0], 0, Sample(), "test")
+
+
+def test_whole_pages_are_all_their_bytes_in_the_order_of_the_memory() -> None:
+    spec = PoolSpec(shape=kv(), pages=9, page_tokens=4, layer_count=3, head_count=4)
+    area = whole_pages(spec, [7, 2, 3])
+    held = [at for row in area.rows() for at in range(row.offset, row.offset + row.row_bytes)]
+    assert held == sorted(set(held))
+    assert len(held) == area.nbytes == 3 * spec.page_bytes
+    assert area == whole_pages(spec, [3, 7, 2])
+    assert whole_pages(spec, []).nbytes == 0
 
 
 def test_pages_that_do_not_hold_the_tokens_are_refused_and_no_tokens_are_no_content() -> None:

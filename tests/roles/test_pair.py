@@ -306,6 +306,27 @@ def test_a_broken_session_fails_exactly_its_transfers() -> None:
     pair.assert_at_rest()
 
 
+def test_admission_leaves_each_ready_sequence_a_page_to_grow_too() -> None:
+    """B waits for its place in the batch. C would fit, and B would be retracted when it grows."""
+    pair = Pair(decode_pages=7, max_batch=1)
+    a, b = pair.submit("A", [1, 2, 3, 4], 8), pair.submit("B", [5, 6, 7, 8], 8)
+    for _ in range(3):
+        pair.pump()
+        pair.prefill.turn()
+        pair.pump()
+        pair.decode.turn()
+    generation = pair.decode.role.generation
+    assert (len(generation.running), len(generation.waiting)) == (1, 1)
+    c = pair.submit("C", [9, 10, 11, 12], 2)
+    pair.pump()
+    pair.decode.turn()
+    assert len(pair.decode.role.preallocation) == 1
+    pair.run()
+    assert generation.retractions == 0
+    for name, prompt, seed, count in (("A", 1, a, 8), ("B", 5, b, 8), ("C", 9, c, 2)):
+        assert pair.tokens(name) == reference([*range(prompt, prompt + 4)], seed, VOCAB, count)
+
+
 def test_admission_leaves_each_running_sequence_a_page_to_grow() -> None:
     """B would fit beside A now, and A would be retracted for its next page."""
     pair = Pair(decode_pages=4)

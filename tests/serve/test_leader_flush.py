@@ -45,6 +45,9 @@ class OneStep:
 
     def drain(self) -> None: ...
 
+    def sizes(self) -> dict[str, int]:
+        return {}
+
     def next_deadline(self) -> None:
         return None
 
@@ -201,3 +204,42 @@ def test_what_ends_while_a_step_is_planned_makes_room_for_others_at_once() -> No
     )
     assert leader.decide() == planned
     assert [output.request_id for output in sent] == ["r", "ended"]
+
+
+def test_the_load_is_told_in_time_also_while_a_request_has_a_far_deadline() -> None:
+    class Waiting(Busy):
+        def next_deadline(self) -> float:  # type: ignore[override]
+            return 600.0
+
+    clock, told = VirtualClock(), list[tuple[float, int]]()
+    leader = leader_of(Waiting(1), clock, 0.01, told)
+    leader.step(leader.decide())
+    assert told == [(0.0, 1)]
+    patience_s = leader.patience_s()
+    assert patience_s is not None
+    assert patience_s <= LOAD_INTERVAL_S
+    clock.advance(patience_s)
+    leader.decide()
+    assert [running for _, running in told] == [1, 0]
+
+
+def test_a_load_that_is_as_it_was_is_not_told_again() -> None:
+    clock, told = VirtualClock(), list[tuple[float, int]]()
+    leader = leader_of(Busy(0), clock, 0.01, told)
+    for _ in range(3):
+        leader.decide()
+        clock.advance(2 * LOAD_INTERVAL_S)
+    assert len(told) == 1
+
+
+def test_a_drain_that_is_asked_for_again_does_not_take_longer() -> None:
+    clock = VirtualClock()
+    leader = leader_of(Busy(0), clock, 0.01, [])
+    leader.inbox.put(Drain())
+    leader.decide()
+    clock.advance(leader.limits.drain_s / 2)
+    leader.inbox.put(Drain())
+    leader.decide()
+    assert not leader.drained()
+    clock.advance(leader.limits.drain_s / 2)
+    assert leader.drained()
