@@ -130,6 +130,12 @@ def test_stop_strings_are_found_wherever_pieces_end(text: str, stops: list[str],
         assert out + watcher.flush() == text
 
 
+def test_of_two_stop_strings_in_one_piece_the_one_that_was_complete_first_ends_the_text() -> None:
+    watcher = StopStrings(["bcde", "cd"])
+    assert watcher.feed("abcdef") == "ab"
+    assert watcher.matched == "cd"
+
+
 def parse(parser: ToolParser | None, text: str, step: int) -> list[Part]:
     assert parser is not None
     parts: list[Part] = []

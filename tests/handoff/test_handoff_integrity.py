@@ -74,6 +74,18 @@ def test_a_verified_hand_off_effect_by_effect() -> None:
     w.come_to_rest()
 
 
+def test_a_checksum_of_zero_is_a_checksum() -> None:
+    w = full().waiting()
+    assert w.s is not None
+    w.send_chunk(w.s, PROMPT)
+    w.land()
+    w.finish()
+    w.tell(w.prefill, api.Digested(w.transfer, w.prefill.digests.pop().tag, 0))
+    posted = w.queues[Role.DECODE][0][1]
+    assert isinstance(posted, ChunkPosted)
+    assert posted.checksum == 0
+
+
 def test_a_checksum_that_comes_first_waits_for_the_write() -> None:
     w = full().waiting()
     assert w.s is not None

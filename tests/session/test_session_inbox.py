@@ -6,10 +6,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.session.frames import HANDSHAKE_FRAME_BYTES, HEADER, KIND_MESSAGE, encode_preamble, pack_frame
+from segue.session.frames import (
+    HANDSHAKE_FRAME_BYTES,
+    HEADER,
+    KIND_MESSAGE,
+    KIND_SESSION,
+    encode_preamble,
+    lead_check,
+    pack_frame,
+)
 from segue.session.inbox import ChangedFrame, Inbox, LongFrame
 
 LIMIT = 2**20
+
+
+@pytest.mark.parametrize("kind", [KIND_SESSION, KIND_MESSAGE])
+def test_no_kind_of_frame_is_longer_than_a_stranger_may_send(kind: int) -> None:
+    length = HANDSHAKE_FRAME_BYTES + 1
+    inbox = Inbox()
+    with pytest.raises(LongFrame):
+        put(inbox, HEADER.pack(length, kind, lead_check(length, kind), 0))
 
 
 def opened() -> Inbox:

@@ -381,3 +381,16 @@ def test_a_host_that_does_not_let_threads_choose_cpus_costs_speed_only(
     held.begun()
     held.copier.stop(30)
     assert not held.crashes
+
+
+def test_the_first_error_of_a_write_is_the_one_that_is_told() -> None:
+    queue = CopyQueue(slice_bytes=SLICE, max_jobs=4)
+    write = job("a", 1, 1, 3)
+    assert queue.submit(write)
+    queue.take()
+    queue.take()
+    assert not queue.finish(write, Internal("a bug"))
+    assert queue.finish(write, TransferFailed("not granted"), refused=True)
+    event = write.event()
+    assert isinstance(event, WriteFailed)
+    assert (str(event.error), event.refused) == (str(Internal("a bug")), False)

@@ -277,9 +277,7 @@ class RegistryStore:
         for room in list(entry.rooms):
             self._forget_room(room)
         for rank in entry.ranks.values():
-            address = (rank.record.host, rank.record.port)
-            if self._addresses.get(address) == incarnation:
-                del self._addresses[address]
+            del self._addresses[rank.record.host, rank.record.port]
         if past is not None:
             self._past[incarnation] = past
             while len(self._past) > self._max_instances:

@@ -206,20 +206,15 @@ class PrefixTree:
         Only pages that nobody else leases go. Returns how many went.
         """
         victims: list[tuple[_Node, int]] = []
-        removed_children: dict[_Node, int] = {}
         count = 0
-        for node in self._recent:
+        for node in self._recent:  # descendants first, and a parent has nothing loose before all of them are
             if count >= pages_wanted:
                 break
-            if len(node.children) != removed_children.get(node, 0):
-                continue
             loose = min(node.loose, pages_wanted - count)
             if not loose:
                 continue
             victims.append((node, loose))
             count += loose
-            if loose == len(node.pages) and node.parent is not None:
-                removed_children[node.parent] = removed_children.get(node.parent, 0) + 1
         for node, loose in victims:
             self._cut(node, loose)
         return count
