@@ -52,6 +52,13 @@ def test_the_first_attempt_is_the_request_itself() -> None:
     assert (made.number, made.delivered, made.continuing) == (0, False, False)
 
 
+def test_a_prefill_replica_that_failed_is_not_kept_whoever_names_it() -> None:
+    made = attempts()
+    assert made.keep == P1
+    made.failed(said(OutOfCapacity("full")), Placement(P1.incarnation, P1.dp_rank))
+    assert made.keep is None
+
+
 def test_each_attempt_has_an_id_of_its_own() -> None:
     """A worker may still be ending the one before under its id."""
     made = Attempts(REQUEST, limit=4)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from segue.balance.attempts import Next
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import (
@@ -323,6 +324,14 @@ def test_the_retry_budget_is_for_the_whole_fleet() -> None:
             with pytest.raises(TransferFailed):
                 await fleet.run()
         assert sum(len(b.submits) for b in bad) == 3 + 2
+
+    run(test, retry_budget=2.0)
+
+
+def test_a_continuation_takes_from_the_budget_as_any_retry_does() -> None:
+    async def test(fleet: Fleet) -> None:
+        left = [fleet.backend.may_retry(ErrorCode.INTERNAL, Next.CONTINUE) for _ in range(3)]
+        assert left == [True, True, False]
 
     run(test, retry_budget=2.0)
 

@@ -211,6 +211,15 @@ def test_fake_without_a_net_completes_and_moves_nothing() -> None:
 # ---- ranges, books, loop ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_last_byte_of_a_block_may_be_the_last_of_either_memory_and_no_later_one(rows: int) -> None:
+    start = 100 - 8 - 10 * (rows - 1)
+    assert ranges.check([CopyBlock(start, start, rows, 8, 10, 10)], 100, 100) == 8 * rows
+    for source, target in ((start + 1, start), (start, start + 1)):
+        with pytest.raises(TransferFailed, match="outside"):
+            ranges.check([CopyBlock(source, target, rows, 8, 10, 10)], 100, 100)
+
+
 def test_more_rows_than_the_limit_are_refused() -> None:
     with pytest.raises(TransferFailed, match="rows"):
         ranges.check([CopyBlock(0, 0, ranges.MAX_ROWS + 1, 1, 0, 1)], 10, 2**40)
