@@ -481,6 +481,14 @@ def test_whom_a_restarted_registry_has_not_heard_of_yet_stands_for_a_ttl_and_no_
     assert names(view.merge(again)) == [C], "two processes do not listen at one address"
 
 
+def test_who_was_not_heard_of_yet_stands_also_when_the_registry_restarts_again() -> None:
+    view = _View(10.0, VirtualClock())
+    lives = (("first", 100.0, [record(A), record(B)]), ("second", 1.0, [record(B)]), ("third", 1.0, []))
+    for epoch, age_s, there in lives:
+        shown = view.merge(InstanceList(version=1, epoch=epoch, age_s=age_s, instances=there))
+        assert sorted(names(shown)) == [A, B]
+
+
 def test_an_answer_that_was_changed_on_its_way_is_not_believed() -> None:
     async def main() -> None:
         body = msgspec.json.encode(InstanceList(version=1, epoch="e", age_s=1.0, instances=[record(A)]))

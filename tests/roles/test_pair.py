@@ -7,8 +7,9 @@ import random
 import pytest
 from pair import FRONT, VOCAB, Pair
 
-from segue.core.errors import AbortedByClient, Internal
-from segue.core.types import KVPoll
+from segue.core.errors import AbortedByClient, Internal, PeerLost
+from segue.core.request import Output
+from segue.core.types import Incarnation, KVPoll
 from segue.engine.api import SequenceResult
 from segue.handoff import api
 from segue.handoff.messages import Metadata
@@ -304,6 +305,15 @@ def test_a_broken_session_fails_exactly_its_transfers() -> None:
     assert len(pair.tokens("done")) == 8
     assert set(pair.errors("open")) == {"PEER_LOST"}
     pair.assert_at_rest()
+
+
+def test_a_frontend_that_leaves_takes_only_its_own_answers_along() -> None:
+    role = Pair().decode.role
+    here, gone = Incarnation("1" * 32), Incarnation("2" * 32)
+    answer = Output(request_id="r", token_ids=[1])
+    role.outbox += [(gone, answer), (here, answer)]
+    role.frontend_gone(gone, PeerLost("left").info, 0.0)
+    assert role.outbox == [(here, answer)]
 
 
 def test_admission_leaves_each_ready_sequence_a_page_to_grow_too() -> None:
