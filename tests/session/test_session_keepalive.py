@@ -79,3 +79,11 @@ def test_whoever_is_silent_after_a_jump_too_is_given_up_then() -> None:
     watched.loop.now += 30.0
     watched.loop.until(130.2 + 2.1)
     assert len(watched.silences) == 1
+
+
+def test_a_peer_is_given_up_in_time_also_when_our_next_word_is_due_later() -> None:
+    watched = Watched()
+    began = watched.keepalive.heard_at
+    watched.loop.now = watched.keepalive.sent_at = began + LIMITS.peer_silence_s - 0.25
+    watched.keepalive.start()
+    assert watched.loop.due == began + LIMITS.peer_silence_s
