@@ -107,6 +107,8 @@ RARE = (
     "dial exception",
 )
 
+ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE})
+
 BAD = (
     "room 0",
     "negative room",

@@ -85,7 +85,8 @@ def test_lesson_10_a_paused_instance_costs_no_stream_and_serves_again(
     with Cluster(tiny, TWO_AND_TWO, limits=QUICK) as cluster:
         paused = psutil.Process(cluster.parts[name].process.pid)
         act = pausing(paused, pause_s, others_serve=True)
-        report = asyncio.run(under_load(cluster.url, asks(), act, clients=clients, rest=cluster.rest))
+        # So long that most of a stream's time is its generation: the pause meets some that have a token.
+        report = asyncio.run(under_load(cluster.url, asks(800), act, clients=clients, rest=cluster.rest))
         check(report, clients)
         moved = soak_kills.CONTINUED if name == "decode-0" else soak_kills.RETRIED
         assert soak_kills.count(report, moved) > 0, report.healed
