@@ -135,6 +135,12 @@ class SimLoop(asyncio.AbstractEventLoop):
             coroutine = task.get_coro()
             # The one that runs right now (a fault struck in its midst) finds its process dead.
             if inspect.iscoroutine(coroutine) and not coroutine.cr_running:
+                frame = coroutine.cr_frame
+                if frame is not None and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                    # It never ran, so it cannot close what it was to await.
+                    for inner in frame.f_locals.values():
+                        if inspect.iscoroutine(inner):
+                            self.enter(inner.close)
                 self.enter(coroutine.close)
 
     def run_in_executor(
