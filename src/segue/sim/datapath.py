@@ -282,6 +282,7 @@ class SimTransport:
         """As production."""
         if self.connect_raises:
             self.connect_raises -= 1
+            self._node.struck_at = self._node.world.now
             raise Injected("injected into connect")
         self.inner.connect(peer, endpoint, timeout_s)
 

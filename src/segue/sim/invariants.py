@@ -436,7 +436,7 @@ class Checks(AnswerChecks, DeskChecks):
                             "16", f"{node.name} did not hear of the end of {transfer}", (transfer.room,)
                         )
                 continue
-            since = max(awake, half.ended_at, 0.0 if other.alive else other.died_at)
+            since = max(awake, half.ended_at, node.reads_until, 0.0 if other.alive else other.died_at)
             connected = peer in node.peers and (other.alive and me in getattr(other, "peers", {}))
             if now - since > self.bound_s + (0.0 if connected or not other.alive else 5.0) and (
                 connected or not other.alive

@@ -35,6 +35,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.host = host
         self._clock = clock
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._secured: list[SSLProtocol] = []
         self._rng = process.world.rng(f"loop {process.name}")
 
     # ---- time and callbacks ----------------------------------------------------------------------
@@ -142,6 +143,9 @@ class SimLoop(asyncio.AbstractEventLoop):
                         if inspect.iscoroutine(inner):
                             self.enter(inner.close)
                 self.enter(coroutine.close)
+        for hidden in self._secured:  # its transport knows of no end but this one
+            self.enter(hidden.connection_lost, None)
+        self._secured.clear()
 
     def run_in_executor(
         self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -187,7 +191,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self, protocol: Any, context: Any, secured: Any, server_side: bool, options: dict[str, Any]
     ) -> Any:
         """asyncio's TLS, in memory: the real OpenSSL over simulated bytes."""
-        return SSLProtocol(
+        hidden = SSLProtocol(
             self,
             protocol,
             context,
@@ -196,6 +200,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             options.get("server_hostname"),
             ssl_handshake_timeout=options["ssl_handshake_timeout"],
         )
+        self._secured.append(hidden)
+        return hidden
 
     async def sock_accept(self, listener: Listener) -> tuple[Socket, tuple[str, int]]:  # type: ignore[override]
         return await listener.accept()

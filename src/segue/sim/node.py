@@ -68,6 +68,7 @@ class CheckedExchange(Exchange):
         if node.faults.event_fails and isinstance(about, UNDECIDED):
             node.faults.event_fails -= 1
             node.deployment.counts[f"exception at {type(about).__name__}"] += 1
+            node.struck_at = node.world.now
             raise Injected(f"injected into {type(about).__name__}")
         try:
             effects = super().handle(event, now)
@@ -114,6 +115,7 @@ class SimManager(KVManager):
         if node.faults.effect_fails and isinstance(effect, BREAKABLE):
             node.faults.effect_fails -= 1
             node.deployment.counts[f"exception in {type(effect).__name__}"] += 1
+            node.struck_at = node.world.now
             # Before or after it was done; but a checksum that was taken on is answered, and not refused too.
             if not isinstance(effect, api.Digest) and node.rng.random() < 0.5:
                 super()._carry_out(effect)
@@ -221,6 +223,8 @@ class SimDigester:
         if effect is not None:
             took_s = node.world_timing.slice_s * 2 * node.rng.random()
             slow_s = node.faults.digests.pop(0) if node.faults.digests else 0.0
+            if slow_s:
+                node.reads_until = node.world.now + took_s + slow_s
             node.after(took_s + (slow_s or 0.0), self._read, effect, slow_s is None)
 
     def _read(self, effect: api.Digest, fails: bool) -> None:
@@ -238,6 +242,8 @@ class KVNode(LeaderNode):
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
         self.paths: dict[Incarnation, DataPath] = {}
         self.hearing = Hearing(self)
+        #: when the last checksum that a fault made slow has been computed: they wait for one another
+        self.reads_until = 0.0
         self.exposed: dict[int, Exposed] = {}
         #: as many as there are live grants at the transport
         self.grants: Sized = ()

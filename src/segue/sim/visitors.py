@@ -151,8 +151,8 @@ class Visitor(Process):
         target, network = self.target, self.deployment.network
         quiet = target.alive and not target.paused and target.resumed_at < self.began_at
         let_in = all(listener.starved_until < self.began_at for listener in network.listeners(target))
-        jumped = target.jumped_at >= self.began_at
-        return quiet and let_in and not target.drained and not jumped and not network.flips
+        struck = max(target.jumped_at, target.struck_at) >= self.began_at
+        return quiet and let_in and not target.drained and not struck and not network.flips
 
     def wrong(self, text: str) -> None:
         """What must not happen has."""

@@ -115,6 +115,8 @@ class Process:
         self.resumed_at = -1.0
         #: when its clock last jumped
         self.jumped_at = -1.0
+        #: when a fault last raised inside it
+        self.struck_at = -1.0
         self.frozen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         #: its threads that may be inside a call that waits: see `threads`
         self.threads: list[Any] = []
