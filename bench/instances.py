@@ -15,7 +15,7 @@ from segue.core.control import ControlMessage, Load, Outputs, Submit
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import Placement, Role, new_incarnation, new_room
+from segue.core.types import LeaderId, Role, new_incarnation, new_room
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 
@@ -75,8 +75,8 @@ class Front:
         ticket = Ticket(
             room=new_room(),
             attempt=0,
-            prefill=Placement(pair[0].peer.incarnation),
-            decode=Placement(pair[1].peer.incarnation),
+            prefill=LeaderId(pair[0].peer.incarnation),
+            decode=LeaderId(pair[1].peer.incarnation),
             budget_s=ANSWER_S,
         )
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)

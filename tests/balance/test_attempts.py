@@ -20,9 +20,9 @@ from segue.core.errors import (
 )
 from segue.core.limits import MAX_ATTEMPTS
 from segue.core.request import Output, Request, SamplingParams, Usage
-from segue.core.types import Incarnation, Placement
+from segue.core.types import Incarnation, LeaderId
 
-P1, P2, D1, D2, U = (Placement(Incarnation(c * 32)) for c in "abdef")
+P1, P2, D1, D2, U = (LeaderId(Incarnation(c * 32)) for c in "abdef")
 REQUEST = Request(
     request_id="r", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=9, seed=7, prompt_logprobs=2)
 )
@@ -38,8 +38,8 @@ def said(error: SegueError, origin: str = "", peer: str = "") -> ErrorInfo:
     return error.at(origin=origin, peer=peer).info
 
 
-def name(role: str, placement: Placement) -> str:
-    return f"{role} {placement.incarnation[:8]} dp{placement.dp_rank}"
+def name(role: str, leader: LeaderId) -> str:
+    return f"{role} {leader.incarnation[:8]} dp{leader.dp_rank}"
 
 
 def token(position: int, **more: object) -> Output:
@@ -55,7 +55,7 @@ def test_the_first_attempt_is_the_request_itself() -> None:
 def test_a_prefill_replica_that_failed_is_not_kept_whoever_names_it() -> None:
     made = attempts()
     assert made.keep == P1
-    made.failed(said(OutOfCapacity("full")), Placement(P1.incarnation, P1.dp_rank))
+    made.failed(said(OutOfCapacity("full")), LeaderId(P1.incarnation, P1.dp_rank))
     assert made.keep is None
 
 
@@ -139,7 +139,7 @@ def test_the_bound_holds_whatever_happens() -> None:
         (said(Draining("x"), "frontend"), P1, P1),
     ],
 )
-def test_who_is_avoided(info: ErrorInfo, reporter: Placement, culprit: Placement) -> None:
+def test_who_is_avoided(info: ErrorInfo, reporter: LeaderId, culprit: LeaderId) -> None:
     made = attempts()
     made.failed(info, reporter)
     assert made.avoid == {culprit}
@@ -166,12 +166,12 @@ def test_a_prefill_that_cannot_be_reached_is_changed_first_and_then_the_decode_t
     assert made.lost == set(), "neither is known to be gone"
 
 
-def pick(made: Attempts, *there: Placement, prefill: bool = False, patient: bool = False) -> Placement | None:
+def pick(made: Attempts, *there: LeaderId, prefill: bool = False, patient: bool = False) -> LeaderId | None:
     found = made.candidates([Candidate(p) for p in there], patient=patient)
     if not found:
         return None
     policy = make_policy("round_robin", lambda n: 0)
-    return made.choose(policy, found, Ask(1), prefill=prefill).placement
+    return made.choose(policy, found, Ask(1), prefill=prefill).leader
 
 
 def test_the_prefill_that_has_the_prompt_is_asked_first() -> None:

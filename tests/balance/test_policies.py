@@ -10,7 +10,7 @@ from segue.balance.base import Ask, Candidate
 from segue.balance.policies import POLICY_NAMES, FollowBootstrapRoom, PowerOfTwo, PrefixAware, make_policy
 from segue.core.control import Load
 from segue.core.errors import ConfigError
-from segue.core.types import Incarnation, Placement
+from segue.core.types import Incarnation, LeaderId
 
 
 def load(running: int, tokens: int = 0, waiting: int = 0) -> Load:
@@ -18,7 +18,7 @@ def load(running: int, tokens: int = 0, waiting: int = 0) -> Load:
 
 
 def candidate(name: str, rank: int = 0, **kw: object) -> Candidate:
-    return Candidate(Placement(Incarnation(name * 32), rank), **kw)  # type: ignore[arg-type]
+    return Candidate(LeaderId(Incarnation(name * 32), rank), **kw)  # type: ignore[arg-type]
 
 
 @given(
@@ -43,26 +43,26 @@ def test_an_unknown_policy_is_refused_with_the_names() -> None:
 def test_round_robin_is_even_and_survives_a_change_of_membership() -> None:
     policy = make_policy("round_robin", lambda n: 0)
     three = [candidate(n) for n in "abc"]
-    counts = Counter(policy.choose(three, Ask(1)).placement.incarnation[0] for _ in range(30))
+    counts = Counter(policy.choose(three, Ask(1)).leader.incarnation[0] for _ in range(30))
     assert counts == {"a": 10, "b": 10, "c": 10}
-    assert policy.choose(three, Ask(1)).placement.incarnation[0] == "a"
-    assert policy.choose([three[0], three[2]], Ask(1)).placement.incarnation[0] == "c"
-    assert policy.choose([three[0], three[1]], Ask(1)).placement.incarnation[0] == "a"
+    assert policy.choose(three, Ask(1)).leader.incarnation[0] == "a"
+    assert policy.choose([three[0], three[2]], Ask(1)).leader.incarnation[0] == "c"
+    assert policy.choose([three[0], three[1]], Ask(1)).leader.incarnation[0] == "a"
 
 
 def test_follow_bootstrap_room_is_room_modulo_dp_size() -> None:
     ranks = [candidate("a", rank, dp_size=4) for rank in range(4)]
     policy = FollowBootstrapRoom()
     for room in range(1, 50):
-        assert policy.choose(ranks, Ask(room)).placement.dp_rank == room % 4
+        assert policy.choose(ranks, Ask(room)).leader.dp_rank == room % 4
     # A rank that is gone is not chosen, and the others still serve.
-    assert policy.choose(ranks[:3], Ask(3)).placement.dp_rank in (0, 1, 2)
+    assert policy.choose(ranks[:3], Ask(3)).leader.dp_rank in (0, 1, 2)
 
 
 def test_follow_bootstrap_room_uses_every_instance() -> None:
     ranks = [candidate(n, rank, dp_size=2) for n in "ab" for rank in range(2)]
     policy = FollowBootstrapRoom()
-    chosen = {policy.choose(ranks, Ask(room)).placement for room in range(1, 40)}
+    chosen = {policy.choose(ranks, Ask(room)).leader for room in range(1, 40)}
     assert len(chosen) == 4
 
 
@@ -79,22 +79,20 @@ def test_power_of_two_compares_two_different_ones() -> None:
     candidates = [candidate("a", load=load(5)), candidate("b", load=load(1)), candidate("c", load=load(0))]
     draws = iter([0, 0])  # a, then the first of the rest: b
     chosen = PowerOfTwo(lambda n: next(draws)).choose(candidates, Ask(1))
-    assert chosen.placement.incarnation[0] == "b"
+    assert chosen.leader.incarnation[0] == "b"
 
 
 def test_prefix_aware_returns_to_the_prefix_until_it_is_overloaded() -> None:
     policy = PrefixAware(block_tokens=4)
     prompt = list(range(12))
     idle = [candidate(n) for n in "abc"]
-    first = policy.choose(idle, Ask(1, prompt)).placement
+    first = policy.choose(idle, Ask(1, prompt)).leader
     for room in range(2, 6):
-        assert policy.choose(idle, Ask(room, [*prompt, room])).placement == first
-    others = {policy.choose(idle, Ask(9, [100 + i] * 8)).placement for i in range(6)}
+        assert policy.choose(idle, Ask(room, [*prompt, room])).leader == first
+    others = {policy.choose(idle, Ask(9, [100 + i] * 8)).leader for i in range(6)}
     assert len(others) == 3, "prompts without a known prefix are spread"
-    busy = [
-        candidate(n, in_flight=50 if c.placement == first else 0) for n, c in zip("abc", idle, strict=True)
-    ]
-    assert policy.choose(busy, Ask(7, prompt)).placement != first
+    busy = [candidate(n, in_flight=50 if c.leader == first else 0) for n, c in zip("abc", idle, strict=True)]
+    assert policy.choose(busy, Ask(7, prompt)).leader != first
 
 
 def test_prefix_aware_forgets_within_its_bound() -> None:

@@ -34,7 +34,7 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.limits import Limits
-from segue.core.types import Placement, Role
+from segue.core.types import LeaderId, Role
 from segue.session.guarded_http import ErrorBody
 
 LIMITS = Limits(registry_ttl_s=0.6)
@@ -118,14 +118,14 @@ def test_a_room_query_waits_for_its_registration_and_times_out_typed(door: Door)
             with pytest.raises(BootstrapTimeout, match="room 6"):
                 await registry.resolve_room(6, 0.05)
             assert not waiting.done()
-            await registry.register_room(2**64 - 1, Placement(A, 1), ttl_s=5)
-            assert await waiting == Placement(A, 1)
+            await registry.register_room(2**64 - 1, LeaderId(A, 1), ttl_s=5)
+            assert await waiting == LeaderId(A, 1)
             with pytest.raises(DpRankConflict):
-                await registry.register_room(2**64 - 1, Placement(A, 0), ttl_s=5)
+                await registry.register_room(2**64 - 1, LeaderId(A, 0), ttl_s=5)
             with pytest.raises(DpRankOutOfRange):
-                await registry.register_room(5, Placement(A, 2), ttl_s=5)
+                await registry.register_room(5, LeaderId(A, 2), ttl_s=5)
             with pytest.raises(NotFound):
-                await registry.register_room(5, Placement(C, 0), ttl_s=5)
+                await registry.register_room(5, LeaderId(C, 0), ttl_s=5)
 
     asyncio.run(main())
 
@@ -247,8 +247,8 @@ def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
             if names(seen) == [A, B]:
                 break
         assert not following.done()
-        await instance.register_room(5, Placement(A, 0), ttl_s=5)
-        assert await other.resolve_room(5, DEADLINE_S) == Placement(A, 0)
+        await instance.register_room(5, LeaderId(A, 0), ttl_s=5)
+        assert await other.resolve_room(5, DEADLINE_S) == LeaderId(A, 0)
         await instance.leave(B)
         assert names(await soon(following)) == [A]
         assert frontend.last_error is None
@@ -287,8 +287,8 @@ def test_a_room_can_be_registered_right_after_a_registry_restart() -> None:
         await instance.set_draining(A, True)
         await restarts.stop()
         await restarts.start()
-        await instance.register_room(5, Placement(A, 0), ttl_s=5)
-        assert await instance.resolve_room(5, DEADLINE_S) == Placement(A, 0)
+        await instance.register_room(5, LeaderId(A, 0), ttl_s=5)
+        assert await instance.resolve_room(5, DEADLINE_S) == LeaderId(A, 0)
         watch = instance.watch()
         assert [i.draining for i in await soon(anext(watch))] == [True]
         await instance.aclose()

@@ -23,7 +23,7 @@ from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.errors import ConfigError, Draining, ErrorCode, OutOfCapacity
 from segue.core.limits import Limits
-from segue.core.types import Placement
+from segue.core.types import LeaderId
 
 
 @asynccontextmanager
@@ -246,7 +246,7 @@ def test_a_room_query_is_released_by_its_registration() -> None:
             assert (await door.put("/v1/rooms/7", content=body)).status_code == 200
             assert not waiting.done()
             assert (await door.put(last, content=body)).status_code == 200
-            assert msgspec.json.decode((await waiting).content, type=Placement) == Placement(A, 3)
+            assert msgspec.json.decode((await waiting).content, type=LeaderId) == LeaderId(A, 3)
             other = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=1, ttl_s=5))
             assert (await door.put("/v1/rooms/7", content=other)).status_code == 409
 

@@ -23,7 +23,7 @@ from segue.core.errors import (
     PeerRestarted,
     SegueError,
 )
-from segue.core.types import Incarnation, Placement, Role
+from segue.core.types import Incarnation, LeaderId, Role
 
 
 def room(incarnation: Incarnation = A, dp_rank: int = 0, ttl_s: float = 5.0) -> RoomRecord:
@@ -231,12 +231,12 @@ def test_a_room_has_one_owner_until_its_deadline() -> None:
     registry.register_room(7, room(dp_rank=3))  # again: nothing changes, not even the deadline
     with pytest.raises(DpRankConflict, match="dp3"):
         registry.register_room(7, room(dp_rank=2))
-    assert registry.room(7) == Placement(A, 3)
+    assert registry.room(7) == LeaderId(A, 3)
     clock.advance(1)
     assert registry.room(7) is None
     assert registry.rooms_held == 0
     registry.register_room(7, room(dp_rank=2))
-    assert registry.room(7) == Placement(A, 2)
+    assert registry.room(7) == LeaderId(A, 2)
 
 
 def test_rooms_of_nobody_out_of_range_or_beyond_the_bound_are_typed_errors() -> None:
@@ -356,7 +356,7 @@ class StoreModel(RuleBasedStateMachine):
         assert set(names(self.registry.instances().instances)) == self.alive()
         for number in range(1, 5):
             owner = self.owners.get(number)
-            assert self.registry.room(number) == (Placement(A, owner[0]) if owner else None)
+            assert self.registry.room(number) == (LeaderId(A, owner[0]) if owner else None)
         assert self.registry.rooms_held == len(self.owners)
         due = self.registry.next_expiry()
         times = [t for i, t in self.alive_until.items() if i in self.alive()]

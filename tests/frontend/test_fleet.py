@@ -158,7 +158,7 @@ class Fleet:
         self.registry.put(await leader.start())
         await self.until(
             lambda: any(
-                r.placement.incarnation == leader.node.incarnation for r in self.backend.replicas.usable(role)
+                r.leader.incarnation == leader.node.incarnation for r in self.backend.replicas.usable(role)
             )
         )
         return leader

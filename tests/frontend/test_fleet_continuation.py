@@ -83,7 +83,7 @@ async def add(fleet: Fleet, role: Role, cut: int | None = None, error: SegueErro
 
 def usable(fleet: Fleet, worker: Leader) -> bool:
     me = worker.node.incarnation
-    return any(r.placement.incarnation == me for r in fleet.backend.replicas.usable(worker.role))
+    return any(r.leader.incarnation == me for r in fleet.backend.replicas.usable(worker.role))
 
 
 def request(name: str = "r", count: int = COUNT, **sampling: Any) -> Request:

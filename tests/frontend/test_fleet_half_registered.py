@@ -16,7 +16,7 @@ from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
 from segue.core.errors import DeadlineExceeded, Starting
-from segue.core.types import Placement, Role
+from segue.core.types import LeaderId, Role
 
 
 class Halves:
@@ -105,7 +105,7 @@ def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(
         with pytest.raises(Starting, match="1 prefill, 0 decode"):
             await fleet.run()
         assert halves.first.session is None, "nobody even connected"
-        assert Placement(halves.records[0].incarnation) not in {r.placement for r in fleet.backend.replicas}
+        assert LeaderId(halves.records[0].incarnation) not in {r.leader for r in fleet.backend.replicas}
         await registry.register(halves.records[1])
         await fleet.until(lambda: fleet.backend.can_serve)
         assert await fleet.run() == [5, 6, 7]

@@ -32,7 +32,7 @@ async def add(fleet: Fleet, leader: Leader, **record: Any) -> None:
     fleet.registry.put(msgspec.structs.replace(await leader.start(), **record))
     await fleet.until(
         lambda: any(
-            r.placement.incarnation == leader.node.incarnation and r.usable for r in fleet.backend.replicas
+            r.leader.incarnation == leader.node.incarnation and r.usable for r in fleet.backend.replicas
         )
     )
 

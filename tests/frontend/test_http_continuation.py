@@ -14,10 +14,10 @@ from conftest import FakeBackend, Running, serve
 from segue.balance.attempts import Attempts, Next
 from segue.core.errors import PeerLost
 from segue.core.request import Output, Request
-from segue.core.types import Incarnation, Placement
+from segue.core.types import Incarnation, LeaderId
 from segue.frontend.tokenizer import ModelTokenizer
 
-PREFILL, FIRST, SECOND = (Placement(Incarnation(c * 32)) for c in "abc")
+PREFILL, FIRST, SECOND = (LeaderId(Incarnation(c * 32)) for c in "abc")
 
 
 class CutBackend(FakeBackend):

@@ -15,7 +15,7 @@ from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
 from segue.core.limits import Limits
 from segue.core.request import Grammar, Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
-from segue.core.types import FinishReason, Incarnation, Placement, Role, Span, TransferId
+from segue.core.types import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
 from segue.engine.pages import PagePool
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
@@ -164,7 +164,7 @@ _control = msgspec.msgpack.Decoder(ControlMessage)
 
 
 def _ticket(room: int = 7) -> Ticket:
-    here = Placement(P)
+    here = LeaderId(P)
     return sign(Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=30.0), b"", F)
 
 

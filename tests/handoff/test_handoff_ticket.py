@@ -15,7 +15,7 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.request import Ticket
-from segue.core.types import Incarnation, Placement
+from segue.core.types import Incarnation, LeaderId
 from segue.handoff.ticket import (
     FOLLOW_BOOTSTRAP_ROOM,
     Ask,
@@ -33,8 +33,8 @@ def ticket(**changes: object) -> Ticket:
     values: dict[str, object] = {
         "room": 7,
         "attempt": 0,
-        "prefill": Placement(P, 1),
-        "decode": Placement(D, 0),
+        "prefill": LeaderId(P, 1),
+        "decode": LeaderId(D, 0),
         "budget_s": 30.0,
     }
     return Ticket(**(values | changes))  # type: ignore[arg-type]
@@ -53,10 +53,10 @@ def test_a_signed_ticket_survives_the_wire_and_gives_its_deadline() -> None:
     [
         {"room": 8},
         {"attempt": 1},
-        {"prefill": Placement(D, 1)},
-        {"prefill": Placement(P, 0)},
-        {"decode": Placement(P, 0)},
-        {"decode": Placement(D, 1)},
+        {"prefill": LeaderId(D, 1)},
+        {"prefill": LeaderId(P, 0)},
+        {"decode": LeaderId(P, 0)},
+        {"decode": LeaderId(D, 1)},
         {"budget_s": 31.0},
         {"signature": b""},
         {"signature": b"\0" * 32},

@@ -15,7 +15,7 @@ from segue.core.control import Submit
 from segue.core.errors import PeerLost
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, Placement, Role, TransferId
+from segue.core.types import Incarnation, LeaderId, Role, TransferId
 from segue.engine.pages import PagePool
 from segue.handoff import api
 from segue.handoff.exchange import Exchange
@@ -151,8 +151,8 @@ class Pair:
         ticket = Ticket(
             room=self.rooms,
             attempt=0,
-            prefill=Placement(self.prefill.me),
-            decode=Placement(self.decode.me),
+            prefill=LeaderId(self.prefill.me),
+            decode=LeaderId(self.decode.me),
             budget_s=budget_s,
         )
         message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)

@@ -19,7 +19,7 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, Placement, TransferId
+from segue.core.types import Incarnation, LeaderId, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Committed, Metadata
 from segue.roles.job import Job
@@ -46,8 +46,8 @@ def ask(
     ticket = Ticket(
         room=pair.rooms,
         attempt=attempt,
-        prefill=Placement(pair.prefill.me),
-        decode=Placement(pair.decode.me),
+        prefill=LeaderId(pair.prefill.me),
+        decode=LeaderId(pair.decode.me),
         budget_s=budget_s,
     )
     request = Request(request_id=name, prompt=prompt, sampling=sampling, output=output or [])
@@ -239,7 +239,7 @@ def job(prompt: list[int], seed: int = 1, deadline: float = 10.0) -> Job:
     return Job(
         origin=FRONT,
         request=Request(request_id="r", prompt=prompt, sampling=SamplingParams(seed=seed)),
-        ticket=Ticket(room=1, attempt=0, prefill=Placement(p), decode=Placement(d), budget_s=1.0),
+        ticket=Ticket(room=1, attempt=0, prefill=LeaderId(p), decode=LeaderId(d), budget_s=1.0),
         seq_id=1,
         entered=0.0,
         deadline=deadline,

@@ -11,7 +11,7 @@ from segue.core.control import Submit
 from segue.core.errors import ErrorCode
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import FinishReason, Incarnation, Placement
+from segue.core.types import FinishReason, Incarnation, LeaderId
 from segue.engine.pages import PagePool
 from segue.roles.unified import UnifiedRole
 from segue.sim.engine import LineageEngine, lineage_spec, reference
@@ -56,7 +56,7 @@ class Alone:
 
     def run(self, output: list[int], count: int = COUNT, prompt_tokens: int = 13) -> list[Output]:
         self.rooms += 1
-        here = Placement(self.me)
+        here = LeaderId(self.me)
         ticket = Ticket(room=self.rooms, attempt=0, prefill=here, decode=here, budget_s=10.0)
         request = Request(
             request_id=f"r{self.rooms}",

@@ -13,7 +13,7 @@ from pair import Pair
 from segue.core.control import Submit
 from segue.core.limits import Limits
 from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, Placement
+from segue.core.types import Incarnation, LeaderId
 from segue.engine.api import OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.roles.unified import UnifiedRole
@@ -42,7 +42,7 @@ def unified(pages: int, page_tokens: int, chunk_tokens: int, max_batch: int = 8)
 
 
 def submit(role: UnifiedRole, name: str, prompt: list[int], max_tokens: int, room: int) -> None:
-    here = Placement(ME)
+    here = LeaderId(ME)
     ticket = Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=NEVER_S)
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     role.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), 0.0)

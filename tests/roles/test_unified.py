@@ -12,7 +12,7 @@ from segue.core.control import Submit
 from segue.core.errors import AbortedByClient, ErrorCode
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import FinishReason, Incarnation, Placement
+from segue.core.types import FinishReason, Incarnation, LeaderId
 from segue.engine.pages import PagePool
 from segue.roles.unified import UnifiedRole
 from segue.sim.engine import LineageEngine, lineage_spec, reference
@@ -35,7 +35,7 @@ def submit(
     role: UnifiedRole, name: str, prompt: list[int], max_tokens: int, budget_s: float = 100, now: float = 0
 ) -> SamplingParams:
     sampling = SamplingParams(max_tokens=max_tokens, seed=len(prompt))
-    here = Placement(ME)
+    here = LeaderId(ME)
     ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=budget_s)
     role.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), now)
     return sampling
@@ -222,7 +222,7 @@ def test_an_answer_ends_with_the_first_stop_after_min_tokens_others(
         lineage_spec(8), vocab_size=VOCAB, eos_token_ids=frozenset(() if by_request else stops)
     )
     role = UnifiedRole(engine, PagePool(8, 4), me=ME, name="unified", limits=Limits())
-    here = Placement(ME)
+    here = LeaderId(ME)
     if by_request:
         sampling = structs.replace(sampling, stop_token_ids=stops)
     ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=9.0)

@@ -15,7 +15,7 @@ from segue.core.config import InstanceConfig, LimitsConfig, ModelConfig
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import AbortedByClient, SegueError
 from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, Placement, Role, new_incarnation, new_room
+from segue.core.types import Incarnation, LeaderId, Role, new_incarnation, new_room
 from segue.engine.api import Engine
 from segue.roles.base import Role as RoleLogic
 from segue.serve.instance import Instance
@@ -74,8 +74,8 @@ class Front:
         ticket = Ticket(
             room=new_room(),
             attempt=0,
-            prefill=Placement(prefill.me),
-            decode=Placement(decode.me),
+            prefill=LeaderId(prefill.me),
+            decode=LeaderId(decode.me),
             budget_s=budget_s,
         )
         self.done[name] = threading.Event()

@@ -13,7 +13,7 @@ from segue.bootstrap.records import InstanceList, InstanceRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter
 from segue.core.errors import PeerRestarted
-from segue.core.types import Placement, Role
+from segue.core.types import LeaderId, Role
 from segue.sim.deployment import MISFITS
 from segue.sim.guests import GUEST_KINDS
 from segue.sim.registry import TTL_S
@@ -113,7 +113,7 @@ def test_a_registry_that_forgets_too_early_is_found_out(monkeypatch: pytest.Monk
         normal(self, record, dp_rank)
         rank = self._entries[record.incarnation].ranks[dp_rank]
         rank.expires_at -= 0.8 * TTL_S
-        self._expect_expiry(rank.expires_at, Placement(record.incarnation, dp_rank))
+        self._expect_expiry(rank.expires_at, LeaderId(record.incarnation, dp_rank))
 
     monkeypatch.setattr(RegistryStore, "register", hasty)
     outcome = run_scenario(calm(1))

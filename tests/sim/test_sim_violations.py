@@ -20,7 +20,7 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.request import Request, SamplingParams, Ticket, Usage
-from segue.core.types import KVPoll, Placement, Role, TransferId
+from segue.core.types import KVPoll, LeaderId, Role, TransferId
 from segue.handoff import api
 from segue.handoff.messages import Destination, Drained, Metadata
 from segue.roles.decode import DecodeRole
@@ -80,7 +80,7 @@ class Stage:
 
     def job(self, node: KVNode) -> Job:
         """A request of the first frontend, in the tables of `node` as if it were served."""
-        prefill, decode = Placement(self.prefill.me), Placement(self.decode.me)
+        prefill, decode = LeaderId(self.prefill.me), LeaderId(self.decode.me)
         job = Job(
             origin=self.front.me,
             request=Request(request_id="left", prompt=[1, 2], sampling=SamplingParams()),

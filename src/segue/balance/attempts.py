@@ -18,7 +18,7 @@ from segue.balance.base import Ask, Candidate, Policy
 from segue.core.errors import ErrorCode, ErrorInfo, Internal
 from segue.core.limits import MAX_ATTEMPTS
 from segue.core.request import Output, Request, Usage
-from segue.core.types import Placement
+from segue.core.types import LeaderId
 
 #: The other side of the pair is gone, as the one that says so sees it.
 LOSSES = frozenset({ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED})
@@ -55,15 +55,15 @@ class Attempts:
         #: Every token that came, of all attempts: the client has them, or will have them.
         self.output: list[int] = list(request.output)
         #: Replicas this request failed on: asked again only if nobody else is there.
-        self.avoid: set[Placement] = set()
+        self.avoid: set[LeaderId] = set()
         #: Those of them that are said to be gone.
-        self.lost: set[Placement] = set()
+        self.lost: set[LeaderId] = set()
         #: The last of these was said to be gone by its peer: what we see of it ourselves may be old.
         self.hearsay = False
         #: The prefill replica that has the prompt's KV, as far as we know.
-        self.keep: Placement | None = None
-        self._route: tuple[Placement, Placement] | None = None
-        self._pair_failures: set[Placement] = set()
+        self.keep: LeaderId | None = None
+        self._route: tuple[LeaderId, LeaderId] | None = None
+        self._pair_failures: set[LeaderId] = set()
         self._given = len(self.output)
         self._usage: Usage | None = None
         self._failures: list[ErrorInfo] = []
@@ -92,7 +92,7 @@ class Attempts:
         One that its peer says is gone is waited for: its successor, or word of its end, is on the way.
         """
         for tier in (self.avoid, self.lost):
-            fresh = [c for c in candidates if c.placement not in tier]
+            fresh = [c for c in candidates if c.leader not in tier]
             if fresh:
                 return fresh
         return [] if patient else candidates
@@ -104,13 +104,13 @@ class Attempts:
         there, else by `policy`."""
         if prefill and self.keep is not None:
             for candidate in candidates:
-                if candidate.placement == self.keep:
+                if candidate.leader == self.keep:
                     return candidate
         return policy.choose(candidates, ask)
 
     # ---- an attempt -----------------------------------------------------------------------------
 
-    def begin(self, prefill: Placement, decode: Placement) -> Request:
+    def begin(self, prefill: LeaderId, decode: LeaderId) -> Request:
         """Start the next attempt on this pair (twice the same replica where it is a unified one).
 
         Returns what to submit: an id of its own, for a worker may still be ending the attempt
@@ -164,25 +164,25 @@ class Attempts:
 
     # ---- its failure ----------------------------------------------------------------------------
 
-    def culprit(self, error: ErrorInfo, reporter: Placement) -> Placement:
+    def culprit(self, error: ErrorInfo, reporter: LeaderId) -> LeaderId:
         """Which replica of the running attempt `error` speaks of; `reporter` is whose leg it ended."""
         if self._route is None:
             return reporter
         prefill, decode = self._route
         if error.code in LOSSES or (error.code in UNREACHED and prefill not in self._pair_failures):
             # Who says that its peer is gone is there.
-            for placement in self._route:
-                if _names(error.peer, placement):
-                    return placement
+            for leader in self._route:
+                if _names(error.peer, leader):
+                    return leader
         if error.code in _OF_THE_PAIR and prefill not in self._pair_failures:
             # The cheaper one to change: prefill has the KV.
             return decode
-        for placement in self._route:
-            if _names(error.origin, placement):
-                return placement
+        for leader in self._route:
+            if _names(error.origin, leader):
+                return leader
         return reporter
 
-    def failed(self, error: ErrorInfo, reporter: Placement) -> Next:
+    def failed(self, error: ErrorInfo, reporter: LeaderId) -> Next:
         """The running attempt ended with `error`; says what follows, and remembers whom to avoid."""
         self._failures.append(error)
         culprit = self.culprit(error, reporter)
@@ -209,10 +209,8 @@ class Attempts:
         return replace(error, text=f"{error.text} ({where}; before it: {told})")
 
 
-def _names(text: str, placement: Placement) -> bool:
+def _names(text: str, leader: LeaderId) -> bool:
     """Whether an error's `origin` or `peer` (`decode 3fa94c01 dp0`) means this replica."""
     words = text.split()
-    rank = f"dp{placement.dp_rank}"
-    return placement.incarnation[:8] in words and (
-        rank in words or not any(w.startswith("dp") for w in words)
-    )
+    rank = f"dp{leader.dp_rank}"
+    return leader.incarnation[:8] in words and (rank in words or not any(w.startswith("dp") for w in words))

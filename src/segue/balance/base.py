@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from segue.core.control import Load
-from segue.core.types import Placement
+from segue.core.types import LeaderId
 
 #: Draws an integer uniformly from `0 … n - 1`; injected, so that tests and the simulator decide.
 RandBelow = Callable[[int], int]
@@ -26,7 +26,7 @@ class Candidate:
     are current when the report is not. `dp_size` is the number of replicas of its instance.
     """
 
-    placement: Placement
+    leader: LeaderId
     dp_size: int = 1
     load: Load | None = None
     in_flight: int = 0

@@ -20,14 +20,14 @@ import xxhash
 
 from segue.balance.base import Ask, Candidate, Policy, RandBelow
 from segue.core.errors import ConfigError
-from segue.core.types import Placement
+from segue.core.types import LeaderId
 
 
 class RoundRobin:
     """Each replica in turn, whatever came and went between."""
 
     def __init__(self) -> None:
-        self._last: Placement | None = None
+        self._last: LeaderId | None = None
 
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
         # Continue after the last choice in the order of placements: a counter modulo the length would
@@ -37,7 +37,7 @@ class RoundRobin:
         if self._last is not None:
             after = (self._last.incarnation, self._last.dp_rank)
             chosen = next((c for c in ordered if _order(c) > after), ordered[0])
-        self._last = chosen.placement
+        self._last = chosen.leader
         return chosen
 
 
@@ -45,11 +45,11 @@ class FollowBootstrapRoom:
     """`room % n`. Over one instance's replicas this is its DP rank `room % dp_size`."""
 
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
-        instances = sorted({c.placement.incarnation for c in candidates})
+        instances = sorted({c.leader.incarnation for c in candidates})
         instance = instances[(ask.room // _dp_size(candidates)) % len(instances)]
-        ranks = [c for c in candidates if c.placement.incarnation == instance]
+        ranks = [c for c in candidates if c.leader.incarnation == instance]
         for candidate in ranks:
-            if candidate.placement.dp_rank == ask.room % candidate.dp_size:
+            if candidate.leader.dp_rank == ask.room % candidate.dp_size:
                 return candidate
         # The rank the room names is not among the candidates (it is leaving or lost).
         return ranks[ask.room % len(ranks)]
@@ -105,23 +105,23 @@ class PrefixAware:
         self._block_tokens = block_tokens
         self._max_blocks = max_blocks
         self._slack = slack
-        self._seen: OrderedDict[int, Placement] = OrderedDict()
+        self._seen: OrderedDict[int, LeaderId] = OrderedDict()
         self._fallback = TotalTokens()
 
     def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
         hashes = self._hashes(ask.prompt)
         least = min(c.requests for c in candidates)
-        calm = {c.placement: c for c in candidates if c.requests <= 2 * least + self._slack}
+        calm = {c.leader: c for c in candidates if c.requests <= 2 * least + self._slack}
         chosen = None
         for key in reversed(hashes):
-            placement = self._seen.get(key)
-            if placement is not None and placement in calm:
-                chosen = calm[placement]
+            leader = self._seen.get(key)
+            if leader is not None and leader in calm:
+                chosen = calm[leader]
                 break
         if chosen is None:
             chosen = self._fallback.choose(candidates, ask)
         for key in hashes:
-            self._seen[key] = chosen.placement
+            self._seen[key] = chosen.leader
             self._seen.move_to_end(key)
         while len(self._seen) > self._max_blocks:
             self._seen.popitem(last=False)
@@ -138,7 +138,7 @@ class PrefixAware:
 
 
 def _order(candidate: Candidate) -> tuple[str, int]:
-    return (candidate.placement.incarnation, candidate.placement.dp_rank)
+    return (candidate.leader.incarnation, candidate.leader.dp_rank)
 
 
 def _dp_size(candidates: Sequence[Candidate]) -> int:

@@ -30,7 +30,7 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Placement, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.tasks import awaited
 from segue.session.tls import Tls
 
@@ -74,12 +74,12 @@ class Registry(Protocol):
         (Unauthorized, …)."""
         ...
 
-    async def register_room(self, room: int, placement: Placement, ttl_s: float) -> None:
-        """Say that `room` belongs to `placement` for `ttl_s` seconds. DpRankConflict if it belongs
+    async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
+        """Say that `room` belongs to `leader` for `ttl_s` seconds. DpRankConflict if it belongs
         to another."""
         ...
 
-    async def resolve_room(self, room: int, timeout_s: float) -> Placement:
+    async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
         """Who owns `room`; waits until somebody says so. BootstrapTimeout after `timeout_s`."""
         ...
 
@@ -192,28 +192,26 @@ class _Registry:
                 shown = ready
                 yield list(ready)
 
-    async def register_room(self, room: int, placement: Placement, ttl_s: float) -> None:
-        body = RoomRecord(incarnation=placement.incarnation, dp_rank=placement.dp_rank, ttl_s=ttl_s)
+    async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
+        body = RoomRecord(incarnation=leader.incarnation, dp_rank=leader.dp_rank, ttl_s=ttl_s)
         try:
             await self._door.put_room(room, body)
         except NotFound:
-            record = self._mine.get(placement.incarnation)
+            record = self._mine.get(leader.incarnation)
             if record is None:
                 raise
             # The registry restarted and has not heard of us yet.
             await self._put(record)
             await self._door.put_room(room, body)
 
-    async def resolve_room(self, room: int, timeout_s: float) -> Placement:
+    async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
         backoff = _Backoff()
         trouble: SegueError | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 while not self._closing.is_set():
                     try:
-                        placement = await self._unless_closing(
-                            self._door.room(room, min(timeout_s, MAX_WAIT_S))
-                        )
+                        leader = await self._unless_closing(self._door.room(room, min(timeout_s, MAX_WAIT_S)))
                     except SegueError as error:
                         if not error.info.retryable:
                             raise
@@ -221,8 +219,8 @@ class _Registry:
                         await self._pause(backoff.next_s())
                         continue
                     backoff.reset()
-                    if placement is not None:
-                        return placement
+                    if leader is not None:
+                        return leader
         except TimeoutError:
             because = f"; last: {trouble}" if trouble is not None else ""
             text = f"nobody registered room {room} within {timeout_s} s{because}"

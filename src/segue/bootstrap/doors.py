@@ -27,7 +27,7 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Placement, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.guarded_http import ErrorBody
 from segue.session.tls import Tls, explain, not_tls
 
@@ -56,7 +56,7 @@ class Door(ABC):
     async def put_room(self, room: int, record: RoomRecord) -> None: ...
 
     @abstractmethod
-    async def room(self, room: int, wait_s: float) -> Placement | None: ...
+    async def room(self, room: int, wait_s: float) -> LeaderId | None: ...
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -118,12 +118,12 @@ class HttpDoor(Door):
     async def put_room(self, room: int, record: RoomRecord) -> None:
         await self._ask("PUT", f"/v1/rooms/{room}", body=record)
 
-    async def room(self, room: int, wait_s: float) -> Placement | None:
+    async def room(self, room: int, wait_s: float) -> LeaderId | None:
         try:
             data = await self._ask("GET", f"/v1/rooms/{room}", query={"wait_s": wait_s}, wait_s=wait_s)
         except _NotYet:
             return None
-        return self._decode(data, Placement)
+        return self._decode(data, LeaderId)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -226,7 +226,7 @@ class LocalDoor(Door):
     async def put_room(self, room: int, record: RoomRecord) -> None:
         self._store.register_room(room, record)
 
-    async def room(self, room: int, wait_s: float) -> Placement | None:
+    async def room(self, room: int, wait_s: float) -> LeaderId | None:
         return await self._waiter.room(room, wait_s)
 
     async def close(self) -> None:

@@ -177,10 +177,10 @@ class _Api:
         room = _number(request, "room", int, path=True)
         assert room is not None
         wait_s = _wait_s(request)
-        placement = await _while_connected(request, self.waiter.room(room, wait_s))
-        if placement is None:
+        leader = await _while_connected(request, self.waiter.room(room, wait_s))
+        if leader is None:
             raise BootstrapTimeout(f"nobody registered room {room} within {wait_s} s", room=max(room, 0))
-        return _json(placement)
+        return _json(leader)
 
 
 def registry_app(

@@ -28,7 +28,7 @@ from segue.core.errors import (
     PeerRestarted,
     SegueError,
 )
-from segue.core.types import MAX_ROOM, Incarnation, Placement, Role
+from segue.core.types import MAX_ROOM, Incarnation, LeaderId, Role
 
 MAX_DP_SIZE = 2**16
 
@@ -55,7 +55,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    placement: Placement
+    leader: LeaderId
     expires_at: float
 
 
@@ -92,7 +92,7 @@ class RegistryStore:
         self._past: OrderedDict[Incarnation, type[SegueError]] = OrderedDict()
         self._addresses: dict[tuple[str, int], Incarnation] = {}
         self._watchers: dict[int, list[Callable[[], None]]] = {}
-        self._due: list[tuple[float, int, int | Placement]] = []
+        self._due: list[tuple[float, int, int | LeaderId]] = []
         self._pushes = 0
 
     # ---- instances ------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class RegistryStore:
         expires_at = self._clock.now() + self._ttl_s
         entry.ranks[dp_rank] = _Rank(replica, expires_at)
         self._addresses[replica.host, replica.port] = record.incarnation
-        self._expect_expiry(expires_at, Placement(record.incarnation, dp_rank))
+        self._expect_expiry(expires_at, LeaderId(record.incarnation, dp_rank))
         if known is None or not known.alive:
             self._changed()
 
@@ -189,13 +189,13 @@ class RegistryStore:
                 f"{_name(entry.record)} has ranks 0 … {entry.record.dp_size - 1}, not {record.dp_rank}",
                 room=room,
             )
-        placement = Placement(record.incarnation, record.dp_rank)
+        leader = LeaderId(record.incarnation, record.dp_rank)
         known = self._rooms.get(room)
         if known is not None:
-            if known.placement != placement:
+            if known.leader != leader:
                 raise DpRankConflict(
-                    f"room {room} belongs to {known.placement.incarnation[:8]} dp{known.placement.dp_rank}, "
-                    f"not to {placement.incarnation[:8]} dp{placement.dp_rank}",
+                    f"room {room} belongs to {known.leader.incarnation[:8]} dp{known.leader.dp_rank}, "
+                    f"not to {leader.incarnation[:8]} dp{leader.dp_rank}",
                     room=room,
                 )
             return
@@ -203,16 +203,16 @@ class RegistryStore:
             raise OutOfCapacity(f"the registry already holds {self._max_rooms} rooms", room=room)
         ttl_s = min(record.ttl_s, self._max_room_ttl_s)
         expires_at = self._clock.now() + ttl_s
-        self._rooms[room] = _Room(placement, expires_at)
+        self._rooms[room] = _Room(leader, expires_at)
         entry.rooms.add(room)
         self._expect_expiry(expires_at, room)
         self._notify(room)
 
-    def room(self, room: int) -> Placement | None:
+    def room(self, room: int) -> LeaderId | None:
         """Who owns `room`, or None as long as nobody said so."""
         self.expire()
         known = self._rooms.get(room)
-        return known.placement if known is not None else None
+        return known.leader if known is not None else None
 
     # ---- time and watchers ----------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class RegistryStore:
 
     def _forget_room(self, room: int) -> None:
         known = self._rooms.pop(room)
-        entry = self._entries.get(known.placement.incarnation)
+        entry = self._entries.get(known.leader.incarnation)
         if entry is not None:
             entry.rooms.discard(room)
 
@@ -293,7 +293,7 @@ class RegistryStore:
         self._version += 1
         self._notify(TOPOLOGY)
 
-    def _expect_expiry(self, expires_at: float, what: int | Placement) -> None:
+    def _expect_expiry(self, expires_at: float, what: int | LeaderId) -> None:
         self._pushes += 1
         heapq.heappush(self._due, (expires_at, self._pushes, what))
         if self._due[0][1] == self._pushes:

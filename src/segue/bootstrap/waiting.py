@@ -11,7 +11,7 @@ from segue.bootstrap.records import InstanceList
 from segue.bootstrap.store import TIMERS, TOPOLOGY, RegistryStore
 from segue.core.clock import Clock
 from segue.core.errors import Draining, OutOfCapacity
-from segue.core.types import Placement, Role
+from segue.core.types import LeaderId, Role
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class StoreWaiter:
 
         return await self._wait(TOPOLOGY, look, wait_s) or self.store.instances(role)
 
-    async def room(self, room: int, wait_s: float) -> Placement | None:
+    async def room(self, room: int, wait_s: float) -> LeaderId | None:
         """Who owns `room`, as soon as that is known; None if it is not within `wait_s`."""
         return await self._wait(room, lambda: self.store.room(room), wait_s)
 

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from segue.core.errors import ErrorInfo
-from segue.core.types import FinishReason, Placement
+from segue.core.types import FinishReason, LeaderId
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -79,8 +79,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     room: int
     attempt: int
-    prefill: Placement
-    decode: Placement
+    prefill: LeaderId
+    decode: LeaderId
     budget_s: float
     signature: bytes = b""
 

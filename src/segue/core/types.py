@@ -91,11 +91,25 @@ class RankCoord(msgspec.Struct, frozen=True, order=True):
     tp: int = 0
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """One replica of one instance: an incarnation and a data-parallel rank."""
+class LeaderId(msgspec.Struct, frozen=True, order=True):
+    """The leader of one replica: an incarnation and a data-parallel rank. Sessions, hand-offs, candidates and
+    error records know a replica by this, and by nothing else."""
 
     incarnation: Incarnation
     dp_rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.incarnation[:8]} dp{self.dp_rank}"
+
+
+class RankId(msgspec.Struct, frozen=True, order=True):
+    """One rank (worker) of one replica: `rank` counts from 0 in the order of `LeaderInfo.ranks`."""
+
+    leader: LeaderId
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.leader} rank {self.rank}"
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

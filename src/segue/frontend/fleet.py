@@ -30,7 +30,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.core.request import Output, Request
-from segue.core.types import Placement, Role, new_room
+from segue.core.types import LeaderId, Role, new_room
 from segue.frontend.replicas import InstanceWatch, Replica, Replicas, Signal
 from segue.frontend.stream import FleetStream, Route
 from segue.handoff.ticket import FOLLOW_BOOTSTRAP_ROOM
@@ -89,9 +89,9 @@ class FleetBackend:
         self._context: int | None = None
         #: Somebody could serve at some time: who is missing now was lost, and not awaited since the start.
         self._started = False
-        self._proven: set[tuple[Placement, Placement]] = set()
+        self._proven: set[tuple[LeaderId, LeaderId]] = set()
         #: Pairs that refused one another: incarnations that are alive, so never more than there are pairs.
-        self._refused: set[tuple[Placement, Placement]] = set()
+        self._refused: set[tuple[LeaderId, LeaderId]] = set()
         self._streams: dict[str, FleetStream] = {}
         self._draining = False
         self._retries_left = settings.retry_budget
@@ -140,7 +140,7 @@ class FleetBackend:
 
     @property
     def proven(self) -> bool:
-        usable = {r.placement for r in self.replicas if r.usable}
+        usable = {r.leader for r in self.replicas if r.usable}
         return any(p in usable and d in usable for p, d in self._proven)
 
     @property
@@ -249,13 +249,13 @@ class FleetBackend:
 
     def _partners(self, decode: Replica, prefill: list[Replica]) -> list[Replica]:
         """Those of `prefill` that can hand KV to `decode`, as far as we know."""
-        d, model = decode.placement, decode.record.model
-        return [p for p in prefill if p.record.model == model and (p.placement, d) not in self._refused]
+        d, model = decode.leader, decode.record.model
+        return [p for p in prefill if p.record.model == model and (p.leader, d) not in self._refused]
 
     def refused(self, route: Route) -> bool:
         """The two halves of `route` cannot be joined (no common transport, say): they are not paired again
         while there is a choice. Returns whether there is one."""
-        self._refused.add((route.prefill.placement, route.decode.placement))
+        self._refused.add((route.prefill.leader, route.decode.leader))
         serving = self._serving()
         prefill = [r for r in serving if r.role is Role.PREFILL]
         return any(r.role is Role.UNIFIED or self._partners(r, prefill) for r in serving if r not in prefill)
@@ -271,12 +271,12 @@ class FleetBackend:
         half: Role = Role.DECODE,
     ) -> Replica | None:
         """By policy among the good ones; if there are none, among the least bad."""
-        by_placement = {r.placement: r for r in replicas}
+        by_leader = {r.leader: r for r in replicas}
         others = attempts.candidates([r.candidate() for r in replicas], patient=patient)
-        calm = [c for c in others if by_placement[c.placement].cool_until <= now] or others
+        calm = [c for c in others if by_leader[c.leader].cool_until <= now] or others
         if not calm:
             return None
-        return by_placement[attempts.choose(policy, calm, ask, prefill=half is Role.PREFILL).placement]
+        return by_leader[attempts.choose(policy, calm, ask, prefill=half is Role.PREFILL).leader]
 
     def may_retry(self, code: ErrorCode, follows: Next) -> bool:
         """Take one retry out of the fleet's budget, which keeps a failing fleet from doubling its load.
@@ -307,7 +307,7 @@ class FleetBackend:
         self._retries_left = min(s.retry_budget, self._retries_left + s.retry_refill)
         self.replicas.praise(route.prefill)
         self.replicas.praise(route.decode)
-        pair = (route.prefill.placement, route.decode.placement)
+        pair = (route.prefill.leader, route.decode.leader)
         if pair not in self._proven:
             self._proven.add(pair)
             self._signal.notify()
@@ -318,11 +318,11 @@ class FleetBackend:
             return
         self.replicas.blame(replica, asyncio.get_running_loop().time())
         # Not proven any more: `/ready` waits for the next success (lesson 09).
-        self._proven = {pair for pair in self._proven if replica.placement not in pair}
+        self._proven = {pair for pair in self._proven if replica.leader not in pair}
         self._signal.notify()
 
     def _membership_changed(self) -> None:
-        known = {r.placement for r in self.replicas}
+        known = {r.leader for r in self.replicas}
         self._proven = {(p, d) for p, d in self._proven if p in known and d in known}
         self._refused = {(p, d) for p, d in self._refused if p in known and d in known}
         sizes = [r.record.context_tokens for r in self._serving()]

@@ -19,7 +19,7 @@ from segue.core.control import ControlMessage, Load, Outputs
 from segue.core.errors import PeerRefused, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation, Placement, Role, new_incarnation
+from segue.core.types import Incarnation, LeaderId, Role, new_incarnation
 from segue.observe.metrics import Metrics
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
@@ -74,8 +74,8 @@ class Replica:
         return self.record.role
 
     @property
-    def placement(self) -> Placement:
-        return Placement(self.record.incarnation, self.where.dp_rank)
+    def leader(self) -> LeaderId:
+        return LeaderId(self.record.incarnation, self.where.dp_rank)
 
     @property
     def name(self) -> str:
@@ -90,7 +90,7 @@ class Replica:
 
     def candidate(self) -> Candidate:
         """As placement policies see it."""
-        return Candidate(self.placement, self.record.dp_size, self.load, len(self.legs), self.tokens)
+        return Candidate(self.leader, self.record.dp_size, self.load, len(self.legs), self.tokens)
 
 
 class Signal:
@@ -133,7 +133,7 @@ class Replicas:
         self._metrics = metrics
         self._served_model = served_model
         self._changed = changed
-        self._known: dict[Placement, Replica] = {}
+        self._known: dict[LeaderId, Replica] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.node = SessionNode(
             incarnation=new_incarnation(),
@@ -192,7 +192,7 @@ class Replicas:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _apply(self, role: Role, records: list[InstanceRecord]) -> None:
-        listed: dict[Placement, tuple[InstanceRecord, ReplicaRecord]] = {}
+        listed: dict[LeaderId, tuple[InstanceRecord, ReplicaRecord]] = {}
         for record in records:
             if record.served_model != self._served_model:
                 log.warning(
@@ -204,17 +204,17 @@ class Replicas:
                 )
             elif record.ready and record.role is role:
                 for where in record.replicas:
-                    listed[Placement(record.incarnation, where.dp_rank)] = (record, where)
-        for placement, (record, where) in listed.items():
-            known = self._known.get(placement)
+                    listed[LeaderId(record.incarnation, where.dp_rank)] = (record, where)
+        for leader, (record, where) in listed.items():
+            known = self._known.get(leader)
             if known is None:
-                self._known[placement] = known = Replica(record, where)
+                self._known[leader] = known = Replica(record, where)
                 known.task = keep_running(partial(self._keep, known), name=f"the session to {known.name}")
             else:
                 # The same incarnation: nothing but `draining` can have changed.
                 known.record, known.where, known.listed = record, where, True
-        for placement, replica in list(self._known.items()):
-            if replica.role is role and placement not in listed:
+        for leader, replica in list(self._known.items()):
+            if replica.role is role and leader not in listed:
                 replica.listed = False
                 self._retire(replica)
         self._changed()
@@ -223,9 +223,9 @@ class Replicas:
         """Forget a replica that has left, when nothing runs on it any more."""
         if replica.listed or replica.legs:
             return
-        if self._known.get(replica.placement) is not replica:
+        if self._known.get(replica.leader) is not replica:
             return
-        del self._known[replica.placement]
+        del self._known[replica.leader]
         if replica.task is not None:
             replica.task.cancel()
         session, replica.session = replica.session, None
@@ -263,12 +263,12 @@ class Replicas:
         return b""
 
     def accept(self, peer: PeerInfo) -> None:
-        if Placement(peer.incarnation, peer.dp_rank) not in self._known:
+        if LeaderId(peer.incarnation, peer.dp_rank) not in self._known:
             raise PeerRefused(f"{peer.role} {peer.incarnation[:8]} is not in the registry's list")
 
     def opened(self, session: Session) -> None:
         peer = session.peer
-        replica = self._known.get(Placement(peer.incarnation, peer.dp_rank))
+        replica = self._known.get(LeaderId(peer.incarnation, peer.dp_rank))
         if replica is None:
             session.close(PeerRefused("it has left the registry's list"))
             return
@@ -280,7 +280,7 @@ class Replicas:
 
     def received(self, session: Session, message: object) -> None:
         peer = session.peer
-        replica = self._known.get(Placement(peer.incarnation, peer.dp_rank))
+        replica = self._known.get(LeaderId(peer.incarnation, peer.dp_rank))
         if replica is None:
             return
         if isinstance(message, Outputs):
@@ -297,7 +297,7 @@ class Replicas:
                 self._changed()
 
     def closed(self, session: Session, error: SegueError) -> None:
-        replica = self._known.get(Placement(session.peer.incarnation, session.peer.dp_rank))
+        replica = self._known.get(LeaderId(session.peer.incarnation, session.peer.dp_rank))
         if replica is None or replica.session is not session:
             return
         replica.session = None

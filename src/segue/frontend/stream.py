@@ -64,8 +64,8 @@ class Attempt:
             Ticket(
                 room=route.room,
                 attempt=self.number,
-                prefill=route.prefill.placement,
-                decode=route.decode.placement,
+                prefill=route.prefill.leader,
+                decode=route.decode.leader,
                 budget_s=deadline - asyncio.get_running_loop().time(),
             ),
             self._backend.secret,
@@ -170,7 +170,7 @@ class FleetStream:
         if self._ended:
             # Cancelled while it waited for somebody to come.
             return
-        request = self.attempts.begin(route.prefill.placement, route.decode.placement)
+        request = self.attempts.begin(route.prefill.leader, route.decode.leader)
         self._attempt = Attempt(self._backend, self, route, request, self.attempts.number)
         self._attempt.start(self._deadline)
 
@@ -208,10 +208,10 @@ class FleetStream:
         if self._ended or attempt is not self._attempt:
             return
         info, backend = error.info, self._backend
-        at = self.attempts.culprit(info, reporter.placement)
-        culprit = next((r for r in attempt.route.replicas if r.placement == at), reporter)
+        at = self.attempts.culprit(info, reporter.leader)
+        culprit = next((r for r in attempt.route.replicas if r.leader == at), reporter)
         backend.blamed(culprit, info)
-        follows = self.attempts.failed(info, reporter.placement)
+        follows = self.attempts.failed(info, reporter.leader)
         # A full worker is not asked again at once; a lost one may have a successor soon.
         hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and backend.alone(culprit)
         if info.code in MISFITS:

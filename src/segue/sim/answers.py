@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from segue.balance.base import Candidate
 from segue.core.errors import ErrorCode, ErrorInfo
 from segue.core.request import Usage
-from segue.core.types import Placement, Role
+from segue.core.types import LeaderId, Role
 from segue.sim.engine import answer, logprob_of, reference
 from segue.sim.node import VOCAB
 from segue.sim.world import Violation
@@ -65,7 +65,7 @@ class AnswerChecks:
             raise Violation("23", f"{wanted.name}: {usage}", tuple(call.rooms))
 
     def placed(
-        self, call: Call, route: tuple[Placement, Placement], there: dict[Role, list[Candidate]]
+        self, call: Call, route: tuple[LeaderId, LeaderId], there: dict[Role, list[Candidate]]
     ) -> None:
         """24 for what is asked of an attempt; and that it is asked of somebody who may be there."""
         wanted, asked, rooms = call.wanted, call.request, tuple(call.rooms)
@@ -73,12 +73,12 @@ class AnswerChecks:
             raise Violation("24", f"{wanted.name} is placed for the {len(rooms) + 1}th time", rooms)
         if (asked.prompt, asked.output) != (wanted.prompt, call.tokens):
             raise Violation("24", f"{wanted.name} goes on after {asked.output}, not {call.tokens}", rooms)
-        for placement in set(route) & call.dead:
-            role = next(r for r, found in there.items() if any(c.placement == placement for c in found))
+        for leader in set(route) & call.dead:
+            role = next(r for r, found in there.items() if any(c.leader == leader for c in found))
             # Others that are said to be gone are no better choice.
             worse = call.dead | call.attempts.lost
-            if any(c.placement not in worse for c in there[role]):
-                raise Violation("24", f"{wanted.name} is asked of {placement} again, which it lost", rooms)
+            if any(c.leader not in worse for c in there[role]):
+                raise Violation("24", f"{wanted.name} is asked of {leader} again, which it lost", rooms)
 
     def error(self, call: Call, error: ErrorInfo, role: Role) -> None:
         """An error that came from a leader; 19: nothing between the leaders fails what decode has."""

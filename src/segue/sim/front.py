@@ -26,7 +26,7 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.request import Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
-from segue.core.types import Incarnation, Placement, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.handoff.ticket import sign
 from segue.session.api import PeerInfo, Session
 from segue.sim.loop import SimLoop
@@ -72,7 +72,7 @@ class Call:
     begun: bool = False
     patient_until: float = 0.0
     #: replicas whose session ended while this request ran there
-    dead: set[Placement] = field(default_factory=set)
+    dead: set[LeaderId] = field(default_factory=set)
     room: int = 0
     ticket: Ticket | None = None
     legs: dict[Incarnation, Role] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class FrontNode(Process):
         lost = PeerLost(f"the session to {me[:8]} ended", origin=self.name, phase="session").info
         for call in [c for c in self.calls.values() if me in c.legs]:
             if not (call.begun and call.legs[me] is Role.PREFILL):
-                call.dead.add(Placement(me))
+                call.dead.add(LeaderId(me))
             self._checked(self.deployment.checks.left, call, lost)
             self._leg_failed(call, me, lost)
         self.after(self.deployment.timing.retry_s, self.dial, me)
@@ -200,7 +200,7 @@ class FrontNode(Process):
         for i, r in sorted(self.view.items()):
             if i in self.ends and not r.draining and r.ready:
                 found[r.role].append(
-                    Candidate(Placement(i), load=self.loads.get(i), in_flight=self.in_flight.get(i, 0))
+                    Candidate(LeaderId(i), load=self.loads.get(i), in_flight=self.in_flight.get(i, 0))
                 )
         return found
 
@@ -217,10 +217,10 @@ class FrontNode(Process):
         there = self._candidates()
         may = {role: attempts.candidates(found, patient=patient) for role, found in there.items()}
         if wanted.unified and may[Role.UNIFIED]:
-            prefill = decode = attempts.choose(self.policies[0], may[Role.UNIFIED], ask).placement
+            prefill = decode = attempts.choose(self.policies[0], may[Role.UNIFIED], ask).leader
         elif may[Role.PREFILL] and may[Role.DECODE]:
-            prefill = attempts.choose(self.policies[0], may[Role.PREFILL], ask, prefill=True).placement
-            decode = attempts.choose(self.policies[1], may[Role.DECODE], ask).placement
+            prefill = attempts.choose(self.policies[0], may[Role.PREFILL], ask, prefill=True).leader
+            decode = attempts.choose(self.policies[1], may[Role.DECODE], ask).leader
         else:
             self.after(0.05, self._place, call)  # nobody to serve yet: within the deadline
             return
@@ -246,7 +246,7 @@ class FrontNode(Process):
             else:
                 self._submit(call, attempts.number, incarnation, ticket)
 
-    def _ticket(self, call: Call, room: int, prefill: Placement, decode: Placement) -> Ticket:
+    def _ticket(self, call: Call, room: int, prefill: LeaderId, decode: LeaderId) -> Ticket:
         bad, budget_s, attempt = call.wanted.bad, call.deadline - self.world.now, call.attempts.number
         if bad == "room 0":
             room = 0
@@ -259,7 +259,7 @@ class FrontNode(Process):
         elif bad == "infinite budget":
             budget_s = float("inf")
         elif bad == "wrong replica":
-            prefill, decode = Placement(prefill.incarnation, 7), Placement(decode.incarnation, 7)
+            prefill, decode = LeaderId(prefill.incarnation, 7), LeaderId(decode.incarnation, 7)
         elif bad == "repeated ticket" and self.placed:
             return self.placed[self.rng.randrange(len(self.placed))]
         ticket = Ticket(room=room, attempt=attempt, prefill=prefill, decode=decode, budget_s=budget_s)
@@ -332,7 +332,7 @@ class FrontNode(Process):
             return  # decode has everything: prefill's end no longer matters
         self._cancel(call, error)
         left_s = call.deadline - self.world.now
-        follows = call.attempts.failed(error, Placement(leader))
+        follows = call.attempts.failed(error, LeaderId(leader))
         if follows is Next.END or left_s < 0.05:
             self._end(call, "failed", call.attempts.root_cause(error))
             return

@@ -20,7 +20,7 @@ from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import MAX_BODY_BYTES
 from segue.core.errors import ErrorCode, SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Placement, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.guarded_http import MAX_HEAD_BYTES, ErrorBody
 from segue.sim.http import SimHttp
 from segue.sim.leader import LeaderNode
@@ -230,7 +230,7 @@ async def _elsewhere(guest: Guest) -> None:
 
 async def _rooms(guest: Guest) -> None:
     """Who asks for a room before, while and after it has an owner."""
-    one, two, me = guest.client(), guest.client(), Placement(guest.node.me, 0)
+    one, two, me = guest.client(), guest.client(), LeaderId(guest.node.me, 0)
     room, ttl_s = guest.rng.getrandbits(63) | 1, guest.rng.choice((1.0, 2.0))
     waiting = asyncio.ensure_future(one.resolve_room(room, 4.0))
     await asyncio.sleep(guest.rng.random())
@@ -240,7 +240,7 @@ async def _rooms(guest: Guest) -> None:
     if found != me:
         guest.wrong(f"room {room} belongs to {found}, not to {me}")
     await guest.told(two.register_room(room, me, ttl_s))
-    other = Placement(guest.node.me, 3)
+    other = LeaderId(guest.node.me, 3)
     await guest.told(two.register_room(room, other, ttl_s), ErrorCode.DP_RANK_OUT_OF_RANGE)
     registry = guest.deployment.registry.node
     heard = registry.store._entries if registry is not None else {}
@@ -249,12 +249,12 @@ async def _rooms(guest: Guest) -> None:
             continue
         if instance.me in heard and not member.left and instance.alive:
             await guest.told(
-                two.register_room(room, Placement(instance.me, 0), ttl_s),
+                two.register_room(room, LeaderId(instance.me, 0), ttl_s),
                 ErrorCode.DP_RANK_CONFLICT,
                 *((ErrorCode.NOT_FOUND,) if instance.was_paused or instance.died_at else ()),
             )
             break
-    nobody = Placement(Incarnation("nobody"), 0)
+    nobody = LeaderId(Incarnation("nobody"), 0)
     await guest.told(two.register_room(room + 2, nobody, ttl_s), ErrorCode.NOT_FOUND)
     await guest.told(two.register_room(room + 2, me, -1.0), ErrorCode.INVALID_REQUEST)
     await guest.told(two.register_room(0, me, 1.0), ErrorCode.INVALID_REQUEST)
