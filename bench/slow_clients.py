@@ -42,7 +42,7 @@ def server(pipe: Any, folder: str) -> None:
     from segue.core.limits import Limits
     from segue.core.request import Output
     from segue.core.types import FinishReason
-    from segue.frontend.app import Door, DoorSettings, build_app
+    from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
     from segue.frontend.http_server import HttpServer, bind
     from segue.frontend.tokenizer import ModelTokenizer
     from segue.observe.integrity import process_facts
@@ -82,8 +82,8 @@ def server(pipe: Any, folder: str) -> None:
                 )
 
     async def main() -> None:
-        settings = DoorSettings(model="tiny", context_tokens=4096, vocab_size=400, limits=Limits())
-        door = Door(Backend(), tokenizer, settings, Metrics())
+        settings = OpenAIServerSettings(model="tiny", context_tokens=4096, vocab_size=400, limits=Limits())
+        door = OpenAIServer(Backend(), tokenizer, settings, Metrics())
         http = HttpServer(build_app(door), bind("127.0.0.1", 0), drain_s=1)
         http.start()
         pipe.send(http.address[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from segue.balance.attempts import Attempts, Next
-from segue.balance.base import Ask, Candidate
+from segue.balance.base import Candidate, PlacementRequest
 from segue.balance.policies import make_policy
 from segue.core.errors import (
     BootstrapUnreachable,
@@ -54,9 +54,9 @@ def test_the_first_attempt_is_the_request_itself() -> None:
 
 def test_a_prefill_replica_that_failed_is_not_kept_whoever_names_it() -> None:
     made = attempts()
-    assert made.keep == P1
+    assert made.kv_holder == P1
     made.failed(said(OutOfCapacity("full")), LeaderId(P1.incarnation, P1.dp_rank))
-    assert made.keep is None
+    assert made.kv_holder is None
 
 
 def test_each_attempt_has_an_id_of_its_own() -> None:
@@ -128,7 +128,7 @@ def test_the_bound_holds_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("info", "reporter", "culprit"),
+    ("info", "reporter", "failed_replica"),
     [
         (said(PeerLost("x")), D1, D1),
         (said(PeerLost("x"), name("prefill", P1), name("decode", D1)), P1, D1),
@@ -139,11 +139,11 @@ def test_the_bound_holds_whatever_happens() -> None:
         (said(Draining("x"), "frontend"), P1, P1),
     ],
 )
-def test_who_is_avoided(info: ErrorInfo, reporter: LeaderId, culprit: LeaderId) -> None:
+def test_who_is_avoided(info: ErrorInfo, reporter: LeaderId, failed_replica: LeaderId) -> None:
     made = attempts()
     made.failed(info, reporter)
-    assert made.avoid == {culprit}
-    assert made.keep == (None if culprit == P1 else P1)
+    assert made.avoid == {failed_replica}
+    assert made.kv_holder == (None if failed_replica == P1 else P1)
 
 
 def test_a_pair_that_fails_twice_loses_its_prefill_too() -> None:
@@ -159,7 +159,7 @@ def test_a_prefill_that_cannot_be_reached_is_changed_first_and_then_the_decode_t
     made = attempts()
     unreached = said(BootstrapUnreachable("x"), name("decode", D1), f"prefill {P1.incarnation[:8]}")
     assert made.failed(unreached, D1) is Next.PLACE_AGAIN
-    assert (made.avoid, made.keep) == ({P1}, None)
+    assert (made.avoid, made.kv_holder) == ({P1}, None)
     made.begin(P1, D1)  # there is no other prefill, and decode was not known to be at fault
     made.failed(unreached, D1)
     assert made.avoid == {P1, D1}
@@ -171,7 +171,7 @@ def pick(made: Attempts, *there: LeaderId, prefill: bool = False, patient: bool 
     if not found:
         return None
     policy = make_policy("round_robin", lambda n: 0)
-    return made.choose(policy, found, Ask(1), prefill=prefill).leader
+    return made.choose(policy, found, PlacementRequest(1), prefill=prefill).leader
 
 
 def test_the_prefill_that_has_the_prompt_is_asked_first() -> None:
@@ -187,18 +187,18 @@ def test_a_unified_replica_has_no_prompt_to_go_back_to() -> None:
     made = Attempts(REQUEST)
     made.begin(U, U)
     made.failed(PeerLost("gone").info, U)
-    assert made.keep is None
+    assert made.kv_holder is None
 
 
-def test_the_least_bad_one_and_patience_with_hearsay() -> None:
+def test_the_least_bad_one_and_patience_with_a_reported_loss() -> None:
     made = attempts()
     made.failed(said(PeerLost("x"), name("prefill", P1), name("decode", D1)), P1)
-    assert made.hearsay
+    assert made.reported_by_peer
     assert pick(made, D1, patient=True) is None
     assert pick(made, D1) == D1
     made.begin(P1, D2)
     made.failed(OutOfCapacity("full").info, D2)
-    assert not made.hearsay
+    assert not made.reported_by_peer
     assert pick(made, D1, D2) == D2, "a full one is better than one that is gone"
 
 

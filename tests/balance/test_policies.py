@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.balance.base import Ask, Candidate
+from segue.balance.base import Candidate, PlacementRequest
 from segue.balance.policies import POLICY_NAMES, FollowBootstrapRoom, PowerOfTwo, PrefixAware, make_policy
 from segue.core.control import Load
 from segue.core.errors import ConfigError
@@ -32,7 +32,7 @@ def test_every_policy_chooses_one_of_the_candidates(
 ) -> None:
     candidates = [candidate("abcdef"[i], load=load(r, t)) for i, (r, t) in enumerate(loads)]
     policy = make_policy(name, lambda n: room % n)
-    assert policy.choose(candidates, Ask(room, prompt)) in candidates
+    assert policy.choose(candidates, PlacementRequest(room, prompt)) in candidates
 
 
 def test_an_unknown_policy_is_refused_with_the_names() -> None:
@@ -43,42 +43,42 @@ def test_an_unknown_policy_is_refused_with_the_names() -> None:
 def test_round_robin_is_even_and_survives_a_change_of_membership() -> None:
     policy = make_policy("round_robin", lambda n: 0)
     three = [candidate(n) for n in "abc"]
-    counts = Counter(policy.choose(three, Ask(1)).leader.incarnation[0] for _ in range(30))
+    counts = Counter(policy.choose(three, PlacementRequest(1)).leader.incarnation[0] for _ in range(30))
     assert counts == {"a": 10, "b": 10, "c": 10}
-    assert policy.choose(three, Ask(1)).leader.incarnation[0] == "a"
-    assert policy.choose([three[0], three[2]], Ask(1)).leader.incarnation[0] == "c"
-    assert policy.choose([three[0], three[1]], Ask(1)).leader.incarnation[0] == "a"
+    assert policy.choose(three, PlacementRequest(1)).leader.incarnation[0] == "a"
+    assert policy.choose([three[0], three[2]], PlacementRequest(1)).leader.incarnation[0] == "c"
+    assert policy.choose([three[0], three[1]], PlacementRequest(1)).leader.incarnation[0] == "a"
 
 
 def test_follow_bootstrap_room_is_room_modulo_dp_size() -> None:
     ranks = [candidate("a", rank, dp_size=4) for rank in range(4)]
     policy = FollowBootstrapRoom()
     for room in range(1, 50):
-        assert policy.choose(ranks, Ask(room)).leader.dp_rank == room % 4
+        assert policy.choose(ranks, PlacementRequest(room)).leader.dp_rank == room % 4
     # A rank that is gone is not chosen, and the others still serve.
-    assert policy.choose(ranks[:3], Ask(3)).leader.dp_rank in (0, 1, 2)
+    assert policy.choose(ranks[:3], PlacementRequest(3)).leader.dp_rank in (0, 1, 2)
 
 
 def test_follow_bootstrap_room_uses_every_instance() -> None:
     ranks = [candidate(n, rank, dp_size=2) for n in "ab" for rank in range(2)]
     policy = FollowBootstrapRoom()
-    chosen = {policy.choose(ranks, Ask(room)).leader for room in range(1, 40)}
+    chosen = {policy.choose(ranks, PlacementRequest(room)).leader for room in range(1, 40)}
     assert len(chosen) == 4
 
 
 def test_the_least_loaded_is_chosen_by_report_and_by_own_counts() -> None:
     a, b = candidate("a", load=load(3, 10)), candidate("b", load=load(1, 900))
-    assert make_policy("total_requests", lambda n: 0).choose([a, b], Ask(1)) is b
-    assert make_policy("total_tokens", lambda n: 0).choose([a, b], Ask(1)) is a
+    assert make_policy("total_requests", lambda n: 0).choose([a, b], PlacementRequest(1)) is b
+    assert make_policy("total_tokens", lambda n: 0).choose([a, b], PlacementRequest(1)) is a
     # The report is old; five requests were sent since.
     b_busy = candidate("b", load=load(1, 0), in_flight=5, in_flight_tokens=500)
-    assert make_policy("total_requests", lambda n: 0).choose([a, b_busy], Ask(1)) is a
+    assert make_policy("total_requests", lambda n: 0).choose([a, b_busy], PlacementRequest(1)) is a
 
 
 def test_power_of_two_compares_two_different_ones() -> None:
     candidates = [candidate("a", load=load(5)), candidate("b", load=load(1)), candidate("c", load=load(0))]
     draws = iter([0, 0])  # a, then the first of the rest: b
-    chosen = PowerOfTwo(lambda n: next(draws)).choose(candidates, Ask(1))
+    chosen = PowerOfTwo(lambda n: next(draws)).choose(candidates, PlacementRequest(1))
     assert chosen.leader.incarnation[0] == "b"
 
 
@@ -86,19 +86,19 @@ def test_prefix_aware_returns_to_the_prefix_until_it_is_overloaded() -> None:
     policy = PrefixAware(block_tokens=4)
     prompt = list(range(12))
     idle = [candidate(n) for n in "abc"]
-    first = policy.choose(idle, Ask(1, prompt)).leader
+    first = policy.choose(idle, PlacementRequest(1, prompt)).leader
     for room in range(2, 6):
-        assert policy.choose(idle, Ask(room, [*prompt, room])).leader == first
-    others = {policy.choose(idle, Ask(9, [100 + i] * 8)).leader for i in range(6)}
+        assert policy.choose(idle, PlacementRequest(room, [*prompt, room])).leader == first
+    others = {policy.choose(idle, PlacementRequest(9, [100 + i] * 8)).leader for i in range(6)}
     assert len(others) == 3, "prompts without a known prefix are spread"
     busy = [candidate(n, in_flight=50 if c.leader == first else 0) for n, c in zip("abc", idle, strict=True)]
-    assert policy.choose(busy, Ask(7, prompt)).leader != first
+    assert policy.choose(busy, PlacementRequest(7, prompt)).leader != first
 
 
 def test_prefix_aware_forgets_within_its_bound() -> None:
     policy = PrefixAware(block_tokens=1, max_blocks=10)
     for i in range(50):
-        policy.choose([candidate("a")], Ask(1, [i, i + 1]))
+        policy.choose([candidate("a")], PlacementRequest(1, [i, i + 1]))
     assert len(policy._seen) == 10
 
 

@@ -18,7 +18,7 @@ from segue.core.errors import Draining, ErrorInfo, SegueError, Starting
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, TokenLogprob, Usage
 from segue.core.types import FinishReason
-from segue.frontend.app import Door, DoorSettings, build_app
+from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.keys import ApiKeys
 from segue.frontend.tokenizer import ModelTokenizer
@@ -163,7 +163,9 @@ class FakeBackend:
 class Running:
     """A door on a loopback port, its event loop in a thread, so that ordinary clients can be used."""
 
-    def __init__(self, door: Door, server: HttpServer, url: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, door: OpenAIServer, server: HttpServer, url: str, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.door = door
         self.server = server
         self.url = url
@@ -197,10 +199,12 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
     async def main() -> None:
         limits = settings.pop("limits", Limits(max_body_bytes=2**20, drain_s=2))
         guard, keys = settings.pop("guard", None), ApiKeys(settings.pop("keys", ()))
-        door = Door(
+        door = OpenAIServer(
             backend,
             tokenizer,
-            DoorSettings(model="tiny", context_tokens=CONTEXT, vocab_size=330, limits=limits, **settings),
+            OpenAIServerSettings(
+                model="tiny", context_tokens=CONTEXT, vocab_size=330, limits=limits, **settings
+            ),
             Metrics(),
         )
         sock = bind("127.0.0.1", 0)

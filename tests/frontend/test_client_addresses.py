@@ -14,7 +14,7 @@ import pytest
 import segue
 from segue.core.limits import Limits
 from segue.core.request import Request, SamplingParams, Ticket
-from segue.frontend.app import Door, DoorSettings, build_app
+from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
@@ -89,8 +89,8 @@ def test_lesson_19_no_field_and_no_header_of_a_client_makes_the_frontend_contact
     backend: Any, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contacted: list[object] = []
-    settings = DoorSettings(model="tiny", context_tokens=512, vocab_size=330, limits=Limits())
-    app = build_app(Door(backend, tokenizer, settings, Metrics()))
+    settings = OpenAIServerSettings(model="tiny", context_tokens=512, vocab_size=330, limits=Limits())
+    app = build_app(OpenAIServer(backend, tokenizer, settings, Metrics()))
 
     def watch() -> None:
         for name in ("connect", "connect_ex", "sendto"):

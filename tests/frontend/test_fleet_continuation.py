@@ -417,7 +417,7 @@ def test_prefill_hears_why_so_that_it_keeps_what_it_computed() -> None:
     run(test, policy="round_robin")
 
 
-def test_hearsay_of_the_only_pair_costs_a_moment_and_not_the_request() -> None:
+def test_a_reported_loss_of_the_only_pair_costs_a_moment_and_not_the_request() -> None:
     async def test(fleet: Fleet) -> None:
         p = await add(fleet, Role.PREFILL)
         d = await add(fleet, Role.DECODE, 2)
@@ -433,4 +433,4 @@ def test_hearsay_of_the_only_pair_costs_a_moment_and_not_the_request() -> None:
         assert tokens(found) == WANTED
         assert [s.ticket.prefill.incarnation for s in d.submits] == [p.node.incarnation] * 2
 
-    run(test, hearsay_wait_s=0.05, replacement_wait_s=0.05)
+    run(test, reported_loss_wait_s=0.05, replacement_wait_s=0.05)

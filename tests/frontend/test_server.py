@@ -35,7 +35,7 @@ def test_a_port_in_use_and_a_broken_folder_are_configuration_errors(
     with pytest.raises(ConfigError, match=f"port {port} .* in use"):
         bind("127.0.0.1", port)
     sock.close()
-    with pytest.raises(ConfigError, match="the HTTP door cannot listen"):
+    with pytest.raises(ConfigError, match="the HTTP server cannot listen"):
         bind("192.0.2.1", 0)
 
     async def start(folder: Path, **kw: Any) -> None:

@@ -25,7 +25,7 @@ from segue.conn.io import IoThread
 from segue.core.errors import PeerLost
 from segue.core.types import Incarnation, Role
 from segue.engine.api import OnStored, SequenceResult, SequenceStep
-from segue.frontend.app import Door, DoorSettings, build_app
+from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.fleet import FleetBackend, FleetSettings
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.tokenizer import ModelTokenizer
@@ -110,10 +110,10 @@ class Cluster:
             limits=self.limits,
             metrics=self.metrics,
         )
-        self.door = Door(
+        self.door = OpenAIServer(
             self.backend,
             ModelTokenizer.load(tokenizer),
-            DoorSettings(model=NAME, context_tokens=512, vocab_size=97, limits=self.limits),
+            OpenAIServerSettings(model=NAME, context_tokens=512, vocab_size=97, limits=self.limits),
             self.metrics,
         )
         sock = bind("127.0.0.1", 0)

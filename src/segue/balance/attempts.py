@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from segue.balance.base import Ask, Candidate, Policy
+from segue.balance.base import Candidate, PlacementRequest, Policy
 from segue.core.errors import ErrorCode, ErrorInfo, Internal
 from segue.core.limits import MAX_ATTEMPTS
 from segue.core.request import Output, Request, Usage
@@ -59,9 +59,9 @@ class Attempts:
         #: Those of them that are said to be gone.
         self.lost: set[LeaderId] = set()
         #: The last of these was said to be gone by its peer: what we see of it ourselves may be old.
-        self.hearsay = False
+        self.reported_by_peer = False
         #: The prefill replica that has the prompt's KV, as far as we know.
-        self.keep: LeaderId | None = None
+        self.kv_holder: LeaderId | None = None
         self._route: tuple[LeaderId, LeaderId] | None = None
         self._pair_failures: set[LeaderId] = set()
         self._given = len(self.output)
@@ -98,15 +98,20 @@ class Attempts:
         return [] if patient else candidates
 
     def choose(
-        self, policy: Policy, candidates: Sequence[Candidate], ask: Ask, *, prefill: bool = False
+        self,
+        policy: Policy,
+        candidates: Sequence[Candidate],
+        request: PlacementRequest,
+        *,
+        prefill: bool = False,
     ) -> Candidate:
         """One of `candidates`: for the prefill half the one that has the prompt's KV already, if it is
         there, else by `policy`."""
-        if prefill and self.keep is not None:
+        if prefill and self.kv_holder is not None:
             for candidate in candidates:
-                if candidate.leader == self.keep:
+                if candidate.leader == self.kv_holder:
                     return candidate
-        return policy.choose(candidates, ask)
+        return policy.choose(candidates, request)
 
     # ---- an attempt -----------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ class Attempts:
         self._route = (prefill, decode)
         self._given = len(self.output)
         if prefill != decode:
-            self.keep = prefill
+            self.kv_holder = prefill
         request = self.request
         if self.begun == 1:
             return request
@@ -164,7 +169,7 @@ class Attempts:
 
     # ---- its failure ----------------------------------------------------------------------------
 
-    def culprit(self, error: ErrorInfo, reporter: LeaderId) -> LeaderId:
+    def failed_replica(self, error: ErrorInfo, reporter: LeaderId) -> LeaderId:
         """Which replica of the running attempt `error` speaks of; `reporter` is whose leg it ended."""
         if self._route is None:
             return reporter
@@ -185,15 +190,15 @@ class Attempts:
     def failed(self, error: ErrorInfo, reporter: LeaderId) -> Next:
         """The running attempt ended with `error`; says what follows, and remembers whom to avoid."""
         self._failures.append(error)
-        culprit = self.culprit(error, reporter)
-        self.avoid.add(culprit)
-        self.hearsay = error.code in LOSSES and culprit != reporter
+        failed = self.failed_replica(error, reporter)
+        self.avoid.add(failed)
+        self.reported_by_peer = error.code in LOSSES and failed != reporter
         if error.code in LOSSES:
-            self.lost.add(culprit)
+            self.lost.add(failed)
         if self._route is not None and error.code in _OF_THE_PAIR | UNREACHED:
             self._pair_failures.add(self._route[0])
-        if culprit == self.keep:
-            self.keep = None
+        if failed == self.kv_holder:
+            self.kv_holder = None
         elsewhere = error.retryable or error.code in MISFITS
         if not elsewhere or self.begun >= self.limit:
             return Next.END

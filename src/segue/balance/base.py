@@ -45,7 +45,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlacementRequest:
     """What a policy may look at in a request: its room and its prompt's token ids."""
 
     room: int
@@ -55,6 +55,6 @@ class Ask:
 class Policy(Protocol):
     """A placement policy; it may keep state (a counter, a table), bounded by itself."""
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
         """One of `candidates`, which is not empty and in a stable order."""
         ...

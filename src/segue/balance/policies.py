@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from segue.balance.base import Ask, Candidate, Policy, RandBelow
+from segue.balance.base import Candidate, PlacementRequest, Policy, RandBelow
 from segue.core.errors import ConfigError
 from segue.core.types import LeaderId
 
@@ -29,7 +29,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last: LeaderId | None = None
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
         # Continue after the last choice in the order of placements: a counter modulo the length would
         # favour some replicas whenever the length changes.
         ordered = sorted(candidates, key=_order)
@@ -44,15 +44,15 @@ class RoundRobin:
 class FollowBootstrapRoom:
     """`room % n`. Over one instance's replicas this is its DP rank `room % dp_size`."""
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
         instances = sorted({c.leader.incarnation for c in candidates})
-        instance = instances[(ask.room // _dp_size(candidates)) % len(instances)]
+        instance = instances[(request.room // _dp_size(candidates)) % len(instances)]
         ranks = [c for c in candidates if c.leader.incarnation == instance]
         for candidate in ranks:
-            if candidate.leader.dp_rank == ask.room % candidate.dp_size:
+            if candidate.leader.dp_rank == request.room % candidate.dp_size:
                 return candidate
         # The rank the room names is not among the candidates (it is leaving or lost).
-        return ranks[ask.room % len(ranks)]
+        return ranks[request.room % len(ranks)]
 
 
 class TotalRequests:
@@ -61,9 +61,9 @@ class TotalRequests:
     def __init__(self) -> None:
         self._ties = RoundRobin()
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
         best = min((c.requests, c.tokens) for c in candidates)
-        return self._ties.choose([c for c in candidates if (c.requests, c.tokens) == best], ask)
+        return self._ties.choose([c for c in candidates if (c.requests, c.tokens) == best], request)
 
 
 class TotalTokens:
@@ -72,9 +72,9 @@ class TotalTokens:
     def __init__(self) -> None:
         self._ties = RoundRobin()
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
         best = min((c.tokens, c.requests) for c in candidates)
-        return self._ties.choose([c for c in candidates if (c.tokens, c.requests) == best], ask)
+        return self._ties.choose([c for c in candidates if (c.tokens, c.requests) == best], request)
 
 
 class PowerOfTwo:
@@ -83,7 +83,7 @@ class PowerOfTwo:
     def __init__(self, randbelow: RandBelow) -> None:
         self._randbelow = randbelow
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
+    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
         if len(candidates) == 1:
             return candidates[0]
         first = self._randbelow(len(candidates))
@@ -108,8 +108,8 @@ class PrefixAware:
         self._seen: OrderedDict[int, LeaderId] = OrderedDict()
         self._fallback = TotalTokens()
 
-    def choose(self, candidates: Sequence[Candidate], ask: Ask) -> Candidate:
-        hashes = self._hashes(ask.prompt)
+    def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
+        hashes = self._hashes(request.prompt)
         least = min(c.requests for c in candidates)
         calm = {c.leader: c for c in candidates if c.requests <= 2 * least + self._slack}
         chosen = None
@@ -119,7 +119,7 @@ class PrefixAware:
                 chosen = calm[leader]
                 break
         if chosen is None:
-            chosen = self._fallback.choose(candidates, ask)
+            chosen = self._fallback.choose(candidates, request)
         for key in hashes:
             self._seen[key] = chosen.leader
             self._seen.move_to_end(key)

@@ -62,7 +62,7 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     flags.add_settings(
         command("unified", "run one instance that does both, without a hand-off", _instance), InstanceConfig
     )
-    flags.add_settings(command("frontend", "run the HTTP door of a deployment", _frontend), FrontendConfig)
+    flags.add_settings(command("frontend", "run the HTTP server of a deployment", _frontend), FrontendConfig)
     for name in ("prefill", "decode", "unified", "frontend"):
         for pipe in ("--lifeline-fd", "--report-fd"):
             made[name].add_argument(pipe, type=int, help=argparse.SUPPRESS)

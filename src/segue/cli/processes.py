@@ -157,7 +157,7 @@ def _serve_instance(config: InstanceConfig, threads: int, lifeline: Lifeline) ->
 
 
 def frontend(args: argparse.Namespace) -> int:
-    """Run the HTTP door until a signal; the exit status."""
+    """Run the HTTP server until a signal; the exit status."""
     lifeline = Lifeline(args.lifeline_fd, args.report_fd)
 
     def run() -> int:
@@ -171,7 +171,7 @@ def frontend(args: argparse.Namespace) -> int:
         with for_good():
             import uvloop
 
-            from segue.cli.door import run as serve_http
+            from segue.cli.frontend import run as serve_http
 
         try:
             uvloop.run(serve_http(config, lambda url: _ready(lifeline, config.label, url)))

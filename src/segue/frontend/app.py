@@ -1,4 +1,4 @@
-"""The routes. `Door` is one error boundary per request: whatever happens inside, the client gets an
+"""The routes. `OpenAIServer` is one error boundary per request: whatever happens inside, the client gets an
 honest status and the server lives."""
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorSettings:
-    """What the door needs besides a backend and a tokenizer.
+class OpenAIServerSettings:
+    """What the server needs besides a backend and a tokenizer.
 
     `defaults` are the sampling settings that a client does not name.
     `context_tokens` bounds prompts while no worker has said what it can take. Bodies above `inline_bytes` are
@@ -74,15 +74,15 @@ class DoorSettings:
     tokenizer_threads: int = 2
     body_timeout_s: float = 60.0
     stall_s: float = 30.0
-    #: How much later than the workers' own deadline the door itself gives up.
+    #: How much later than the workers' own deadline the server itself gives up.
     grace_s: float = 1.0
 
 
-class Door:
+class OpenAIServer:
     """All requests of one frontend."""
 
     def __init__(
-        self, backend: Backend, tokenizer: ModelTokenizer, settings: DoorSettings, metrics: Metrics
+        self, backend: Backend, tokenizer: ModelTokenizer, settings: OpenAIServerSettings, metrics: Metrics
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
@@ -365,7 +365,7 @@ class Door:
 
 
 class _Asgi:
-    """A method of `Door` as an ASGI application, which Starlette routes to without a wrapper."""
+    """A method of `OpenAIServer` as an ASGI application, which Starlette routes to without a wrapper."""
 
     def __init__(self, handler: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._handler = handler
@@ -374,26 +374,28 @@ class _Asgi:
         await self._handler(scope, receive, send)
 
 
-def build_app(door: Door, keys: ApiKeys | None = None) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+def build_app(
+    api: OpenAIServer, keys: ApiKeys | None = None
+) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """The application; its routes are those of contract.md. With `keys` clients must show one of them."""
     routes: list[BaseRoute] = [
-        Route("/v1/chat/completions", _Asgi(door.chat), methods=["POST"]),
-        Route("/v1/completions", _Asgi(door.completions), methods=["POST"]),
-        Route("/v1/models", door.models, methods=["GET"]),
-        Route("/v1/models/{name:path}", door.model, methods=["GET"]),
-        Route("/tokenize", _Asgi(door.tokenize), methods=["POST"]),
-        Route("/detokenize", _Asgi(door.detokenize), methods=["POST"]),
-        Route("/health", door.health, methods=["GET"]),
-        Route("/ready", door.ready, methods=["GET"]),
-        Route("/version", door.version, methods=["GET"]),
-        Route("/integrity", door.integrity, methods=["GET"]),
-        Route("/metrics", door.scrape, methods=["GET"]),
+        Route("/v1/chat/completions", _Asgi(api.chat), methods=["POST"]),
+        Route("/v1/completions", _Asgi(api.completions), methods=["POST"]),
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+        Route("/tokenize", _Asgi(api.tokenize), methods=["POST"]),
+        Route("/detokenize", _Asgi(api.detokenize), methods=["POST"]),
+        Route("/health", api.health, methods=["GET"]),
+        Route("/ready", api.ready, methods=["GET"]),
+        Route("/version", api.version, methods=["GET"]),
+        Route("/integrity", api.integrity, methods=["GET"]),
+        Route("/metrics", api.scrape, methods=["GET"]),
     ]
     app = Starlette(
         routes=routes,
-        exception_handlers={404: door.http_error, 405: door.http_error, HTTPException: door.http_error},
+        exception_handlers={404: api.http_error, 405: api.http_error, HTTPException: api.http_error},
     )
-    return KeyCheck(app, keys, door.metrics) if keys else app
+    return KeyCheck(app, keys, api.metrics) if keys else app
 
 
-__all__ = ["Door", "DoorSettings", "build_app"]
+__all__ = ["OpenAIServer", "OpenAIServerSettings", "build_app"]

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from segue.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
-from segue.balance.base import Ask, Policy
+from segue.balance.base import PlacementRequest, Policy
 from segue.balance.policies import make_policy
 from segue.core.errors import (
     BootstrapUnreachable,
@@ -52,7 +52,7 @@ class FleetSettings:
     `backlog_wait_s` (after a pause of our own all that was sent meanwhile comes at once, before any
     client has a turn; what can wait is bounded by the request's `max_tokens`); `no_replica_wait_s` how
     long a request waits for somebody to serve it, `replacement_wait_s` how long one waits whose
-    client has tokens already, `hearsay_wait_s` how long one passes over a worker that its peer says
+    client has tokens already, `reported_loss_wait_s` how long one passes over a worker that its peer says
     is gone; `max_attempts` how often one request is placed in all; `retry_budget` how many
     retries the fleet may make in a row, of which each success gives `retry_refill` back."""
 
@@ -62,7 +62,7 @@ class FleetSettings:
     backlog_wait_s: float = 5.0
     no_replica_wait_s: float = 2.0
     replacement_wait_s: float = 10.0
-    hearsay_wait_s: float = 1.0
+    reported_loss_wait_s: float = 1.0
     max_attempts: int = MAX_ATTEMPTS
     retry_budget: float = 10.0
     retry_refill: float = 0.1
@@ -202,7 +202,9 @@ class FleetBackend:
         wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if attempts.delivered else s.no_replica_wait_s
         until = min(deadline, loop.time() + wait_s)
         # A worker that its peer says is gone is waited for: for its end to be seen, or its successor.
-        patient_until = min(until, loop.time() + (s.hearsay_wait_s if attempts.hearsay else 0.0))
+        patient_until = min(
+            until, loop.time() + (s.reported_loss_wait_s if attempts.reported_by_peer else 0.0)
+        )
         while True:
             now = loop.time()
             patient = now < patient_until
@@ -218,7 +220,7 @@ class FleetBackend:
                     await self._signal.wait()
 
     def _choose(self, attempts: Attempts, now: float, patient: bool) -> Route | None:
-        ask = Ask(new_room(), attempts.request.prompt)
+        ask = PlacementRequest(new_room(), attempts.request.prompt)
         serving = self._serving()
         # A unified replica stands beside the decode replicas: whoever decodes is chosen first.
         halves = [r for r in serving if r.role is Role.PREFILL]
@@ -265,7 +267,7 @@ class FleetBackend:
         policy: Policy,
         replicas: list[Replica],
         attempts: Attempts,
-        ask: Ask,
+        ask: PlacementRequest,
         now: float,
         patient: bool,
         half: Role = Role.DECODE,
@@ -301,22 +303,22 @@ class FleetBackend:
             replica.role is Role.DECODE and any(r.role is Role.UNIFIED for r in serving)
         )
 
-    def succeeded(self, route: Route) -> None:
+    def record_success(self, route: Route) -> None:
         """A request ended well on `route`."""
         s = self.settings
         self._retries_left = min(s.retry_budget, self._retries_left + s.retry_refill)
-        self.replicas.praise(route.prefill)
-        self.replicas.praise(route.decode)
+        self.replicas.record_success(route.prefill)
+        self.replicas.record_success(route.decode)
         pair = (route.prefill.leader, route.decode.leader)
         if pair not in self._proven:
             self._proven.add(pair)
             self._signal.notify()
 
-    def blamed(self, replica: Replica, info: ErrorInfo) -> None:
+    def record_failure(self, replica: Replica, info: ErrorInfo) -> None:
         """A request failed on `replica`. Only what is a worker's fault counts against it."""
         if status_of(info.code) < 500 or info.code in _BLAMELESS:
             return
-        self.replicas.blame(replica, asyncio.get_running_loop().time())
+        self.replicas.record_failure(replica, asyncio.get_running_loop().time())
         # Not proven any more: `/ready` waits for the next success (lesson 09).
         self._proven = {pair for pair in self._proven if replica.leader not in pair}
         self._signal.notify()

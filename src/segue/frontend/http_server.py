@@ -15,22 +15,22 @@ from segue.session.listen import listening
 
 #: Of a request's head, in seconds.
 HEAD_S = 10.0
-#: Of its body's last byte. The door gives up on a body before, and counts it.
+#: Of its body's last byte. The application gives up on a body before, and counts it.
 REQUEST_S = 75.0
 #: Of a connection between two requests: longer than proxies keep theirs (60), so that they close first.
 IDLE_S = 75.0
-_TLS_HINT = "this door speaks plain HTTP: use http://, or put a proxy with a certificate in front of it"
+_TLS_HINT = "this server speaks plain HTTP: use http://, or put a proxy with a certificate in front of it"
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. ConfigError if the port is taken or the host is not ours."""
-    return listening(host, port, what="the HTTP door", flag="--port")
+    return listening(host, port, what="the HTTP server", flag="--port")
 
 
 def public_guard(
     *, head_s: float = HEAD_S, request_s: float = REQUEST_S, idle_s: float = IDLE_S, descriptors: int = 0
 ) -> Guard:
-    """What the public door allows with `descriptors` (0: as many as the system gives, which are asked for).
+    """What the public server allows with `descriptors` (0: as many as the system gives, which are asked for).
 
     One address in front of many clients is normal, so only connections without a whole head count by address.
     """

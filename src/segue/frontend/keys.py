@@ -1,4 +1,4 @@
-"""API keys at the public door: who has none of them gets nothing but `/health` and `/ready`."""
+"""API keys of the public server: who has none of them gets nothing but `/health` and `/ready`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From what a client sent to what the engine runs: ranges checked, limits applied, defaults filled in.
 
-Everything is checked at the door (lesson 20: one bad parameter ended a whole server elsewhere).
+Everything is checked before anything runs (lesson 20: one bad parameter ended a whole server elsewhere).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEED_MASK = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What the door must know of the model: its public name, its bounds, and how it is sampled from
+    """What the frontend must know of the model: its public name, its bounds, and how it is sampled from
     where a client does not say."""
 
     name: str

@@ -325,13 +325,13 @@ class Replicas:
             replica.tokens -= tokens
             self._retire(replica)
 
-    def blame(self, replica: Replica, now: float) -> None:
+    def record_failure(self, replica: Replica, now: float) -> None:
         """A request failed because of this replica: prefer others for a while."""
         replica.failures += 1
         cool_s = min(_FIRST_COOL_S * 2 ** (replica.failures - 1), _LONGEST_COOL_S)
         replica.cool_until = now + cool_s
 
-    def praise(self, replica: Replica) -> None:
+    def record_success(self, replica: Replica) -> None:
         """A request succeeded there."""
         replica.failures = 0
         replica.cool_until = 0.0

@@ -14,7 +14,7 @@ from typing import Any
 from segue.core.config import is_loopback
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
-from segue.frontend.app import Door, DoorSettings, build_app
+from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.fleet import FleetBackend, FleetSettings
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.keys import ApiKeys
@@ -81,14 +81,14 @@ async def run_frontend(
             metrics=metrics,
             tls=config.tls,
         )
-        settings = DoorSettings(
+        settings = OpenAIServerSettings(
             model=config.served_model,
             context_tokens=context_tokens,
             vocab_size=vocab_size,
             limits=config.limits,
             defaults=defaults,
         )
-        door = Door(backend, tokenizer, settings, metrics)
+        api = OpenAIServer(backend, tokenizer, settings, metrics)
     except BaseException:
         sock.close()
         raise
@@ -99,7 +99,7 @@ async def run_frontend(
             config.host,
             sock.getsockname()[1],
         )
-    server = HttpServer(build_app(door, config.keys), sock, drain_s=config.limits.drain_s)
+    server = HttpServer(build_app(api, config.keys), sock, drain_s=config.limits.drain_s)
     url = url_of("http", *server.address)
     http = server.start()
     backend.start()
@@ -118,14 +118,14 @@ async def run_frontend(
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
             task.result()
-        await _drain(backend, door, config.limits.drain_s)
+        await _drain(backend, api, config.limits.drain_s)
     finally:
         for task in (proving, announcing, stopping):
             task.cancel()
         await asyncio.gather(proving, announcing, stopping, return_exceptions=True)
         await backend.close()
         await server.stop()
-        door.close()
+        api.close()
 
 
 async def _announce(backend: FleetBackend, url: str, on_ready: Callable[[str], None] | None) -> None:
@@ -136,14 +136,14 @@ async def _announce(backend: FleetBackend, url: str, on_ready: Callable[[str], N
         on_ready(url)
 
 
-async def _drain(backend: FleetBackend, door: Door, drain_s: float) -> None:
+async def _drain(backend: FleetBackend, api: OpenAIServer, drain_s: float) -> None:
     backend.drain()
-    log.info("draining: %d requests are being answered", door.calls)
+    log.info("draining: %d requests are being answered", api.calls)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
-            await door.idle()
-    if door.calls:
-        log.warning("%d requests did not end within %.0f s and are ended now", door.calls, drain_s)
+            await api.idle()
+    if api.calls:
+        log.warning("%d requests did not end within %.0f s and are ended now", api.calls, drain_s)
 
 
 def _model_bounds(config: FrontendConfig, tokenizer: ModelTokenizer) -> tuple[int, int]:

@@ -186,7 +186,7 @@ class FleetStream:
         self._queue.append(shown)
         if output.finish is not None:
             assert self._attempt is not None
-            self._backend.succeeded(self._attempt.route)
+            self._backend.record_success(self._attempt.route)
             self._end()
         elif self._behind() and self._patience is None:
             wait_s = self._backend.settings.backlog_wait_s
@@ -208,12 +208,12 @@ class FleetStream:
         if self._ended or attempt is not self._attempt:
             return
         info, backend = error.info, self._backend
-        at = self.attempts.culprit(info, reporter.leader)
-        culprit = next((r for r in attempt.route.replicas if r.leader == at), reporter)
-        backend.blamed(culprit, info)
+        at = self.attempts.failed_replica(info, reporter.leader)
+        failed = next((r for r in attempt.route.replicas if r.leader == at), reporter)
+        backend.record_failure(failed, info)
         follows = self.attempts.failed(info, reporter.leader)
         # A full worker is not asked again at once; a lost one may have a successor soon.
-        hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and backend.alone(culprit)
+        hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and backend.alone(failed)
         if info.code in MISFITS:
             hopeless = not backend.refused(attempt.route)
         if follows is Next.END or hopeless or not backend.may_retry(info.code, follows):

@@ -142,7 +142,7 @@ class ModelTokenizer:
 
 
 def _no_token_id(token: int) -> Internal:
-    # Only a worker can have sent it: what a client sends is compared with the vocabulary at the door.
+    # Only a worker can have sent it: what a client sends is compared with the vocabulary before.
     return Internal(f"{token} came as a token id, which it cannot be", phase="stream")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from segue.balance.attempts import Attempts, Next
-from segue.balance.base import Ask, Candidate
+from segue.balance.base import Candidate, PlacementRequest
 from segue.balance.policies import make_policy
 from segue.bootstrap.records import InstanceRecord
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
@@ -212,7 +212,7 @@ class FrontNode(Process):
             return
         wanted, attempts = call.wanted, call.attempts
         room = self.rng.getrandbits(63) | 1
-        ask = Ask(room, wanted.prompt)
+        ask = PlacementRequest(room, wanted.prompt)
         patient = self.world.now < call.patient_until
         there = self._candidates()
         may = {role: attempts.candidates(found, patient=patient) for role, found in there.items()}
@@ -337,7 +337,7 @@ class FrontNode(Process):
             self._end(call, "failed", call.attempts.root_cause(error))
             return
         self.deployment.counts["continued" if follows is Next.CONTINUE else "retries"] += 1
-        call.patient_until = self.world.now + PATIENCE_S * call.attempts.hearsay
+        call.patient_until = self.world.now + PATIENCE_S * call.attempts.reported_by_peer
         self.after(0.01, self._place, call)
 
     def _left(self, leader: Incarnation) -> None:

@@ -49,7 +49,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 raise ConfigError(
                     f"the instances serve {model}, whose tokenizer is not known here; give --model PATH"
                 ) from exc
-            door = server.FrontendConfig(
+            settings = server.FrontendConfig(
                 registry=registry,
                 model_folder=Path(folder),
                 served_model=name,
@@ -63,7 +63,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 tls=tls,
                 keys=ApiKeys(read_keys(config.access)),
             )
-            await server.run_frontend(door, stop, on_ready=on_ready)
+            await server.run_frontend(settings, stop, on_ready=on_ready)
     finally:
         await registry.aclose()
 
