@@ -41,8 +41,8 @@ from segue.layout.content import whole_pages
 from segue.layout.spec import KVShape, PoolSpec
 from segue.session.tls import Tls, load
 from segue.transport.base import Endpoint, TransportEvent, Written
+from segue.transport.kinds import create
 from segue.transport.memory import Memory, allocate
-from segue.transport.registry import create
 
 SHAPE = KVShape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="bfloat16", item_bytes=2)
 TOKENS = 512

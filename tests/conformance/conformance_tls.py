@@ -8,7 +8,7 @@ from pathlib import Path
 
 from segue.session.tls import load
 from segue.transport.base import EventSink, Transport
-from segue.transport.registry import create
+from segue.transport.kinds import create
 
 TCP_TLS = "tcp+tls"
 _VARIABLE = "CONFORMANCE_TLS_FOLDER"

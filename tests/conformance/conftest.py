@@ -9,7 +9,7 @@ import pytest
 from conformance_harness import Pair, PeerProcess, until
 from conformance_tls import TCP_TLS, make_files, remove_files
 
-from segue.transport.registry import NAMES, OK, available
+from segue.transport.kinds import NAMES, OK, available
 
 
 def marks(name: str, reason: str, test: str) -> list[pytest.MarkDecorator]:

@@ -22,16 +22,16 @@ from segue.core.errors import Internal, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent, WriteFailed, Written
 from segue.transport.copier import Copier
-from segue.transport.copy_queue import CopyQueue, Job
+from segue.transport.copy_queue import CopyJob, CopyQueue
 
 SLICE = 10
 MEMORY = mmap.mmap(-1, 4096)
 
 
-def job(peer: str, epoch: int, tag: int, count: int) -> Job:
+def job(peer: str, epoch: int, tag: int, count: int) -> CopyJob:
     """A write of `count` slices."""
     blocks = [CopyBlock(0, 0, 1, SLICE) for _ in range(count)]
-    return Job(peer, epoch, tag, blocks, count * SLICE, MEMORY, MEMORY, lambda: True)
+    return CopyJob(peer, epoch, tag, blocks, count * SLICE, MEMORY, MEMORY, lambda: True)
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Fence:
 
     peer: str
     epoch: int | None
-    about: list[Job]
+    about: list[CopyJob]
     answered: bool = False
 
 
@@ -48,8 +48,8 @@ class Fence:
 class Worker:
     """A copying thread: what it is inside of, and the job whose end it is about to tell."""
 
-    inside: Job | None = None
-    tells: Job | None = None
+    inside: CopyJob | None = None
+    tells: CopyJob | None = None
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -58,14 +58,14 @@ class Interleavings(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = CopyQueue(slice_bytes=SLICE, max_jobs=5)
-        self.jobs: list[Job] = []
-        self.events: dict[Job, list[TransportEvent]] = {}
-        self.slices: dict[Job, int] = {}
+        self.jobs: list[CopyJob] = []
+        self.events: dict[CopyJob, list[TransportEvent]] = {}
+        self.slices: dict[CopyJob, int] = {}
         self.fences: list[Fence] = []
         self.workers = [Worker() for _ in range(3)]
         self.tag = 0
         self.failed = False
-        self.to_tell: list[Job] = []  # what callers of `cancel` and `fail` have still to tell
+        self.to_tell: list[CopyJob] = []  # what callers of `cancel` and `fail` have still to tell
 
     @initialize()
     def some_work(self) -> None:
@@ -138,7 +138,7 @@ class Interleavings(RuleBasedStateMachine):
         self.to_tell += self.queue.fail(Internal("a thread has died"))
         assert not len(self.queue)
 
-    def emit(self, ended: Job) -> None:
+    def emit(self, ended: CopyJob) -> None:
         assert not any(w.inside is ended for w in self.workers), "an end is told inside a slice"
         self.events[ended].append(ended.event())
         for report in self.queue.told(ended):
@@ -214,7 +214,7 @@ class Held:
         with self.changed:
             assert self.changed.wait_for(lambda: what in self.log, 30), (what, self.log)
 
-    def copy(self, job: Job, _blocks: Sequence[CopyBlock]) -> None:
+    def copy(self, job: CopyJob, _blocks: Sequence[CopyBlock]) -> None:
         self.inside.add(job.tag)
         self.entered.release()
         assert self.go[job.tag].wait(30)
@@ -278,7 +278,7 @@ def test_a_thread_that_dies_inside_a_job_leaves_it_to_the_one_that_still_copies_
     """Both are inside slices of one write: its end is told once, after the second has left."""
     turn = threading.Semaphore(0)
 
-    def copy(_job: Job, _blocks: Sequence[CopyBlock]) -> None:
+    def copy(_job: CopyJob, _blocks: Sequence[CopyBlock]) -> None:
         held.entered.release()
         assert turn.acquire(timeout=30)
         if not held.bad:

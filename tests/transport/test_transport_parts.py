@@ -1,4 +1,4 @@
-"""The small rooms under the transports: registry, handshake, fake, ranges, loop, books."""
+"""The small rooms under the transports: kinds, handshake, fake, ranges, loop, books."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferF
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, WriteFailed, Written
-from segue.transport.epochs import Ended, Grants
+from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.fake import FakeNet, FakeTransport
 from segue.transport.ioloop import IoLoop
+from segue.transport.kinds import NAMES, OK, available, choose, create
 from segue.transport.memory import allocate
-from segue.transport.registry import NAMES, OK, available, choose, create
 
-# ---- registry ------------------------------------------------------------------------------------
+# ---- kinds ---------------------------------------------------------------------------------------
 
 
 def test_an_unknown_transport_lists_the_known_ones() -> None:
@@ -246,7 +246,7 @@ def test_grants_are_bounded() -> None:
 
 
 def test_ended_forgets_only_the_oldest() -> None:
-    ended = Ended(limit=2)
+    ended = FencedEpochs(limit=2)
     for epoch in (1, 2, 3):
         ended.add("a", epoch)
     assert [("a", e) in ended for e in (1, 2, 3)] == [False, True, True]

@@ -23,7 +23,7 @@ import pytest
 from areas import whole
 from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, host, memory, registry, shm_in, shm_out
+from segue.transport import handshake, host, kinds, memory, shm_in, shm_out
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.memory import allocate, map_shared
 from segue.transport.shm import ShmTransport, unusable
@@ -66,9 +66,9 @@ class Side:
         return free
 
     def writers(self) -> set[str]:
-        door = self.transport._door
-        assert door is not None
-        return set(self.on_loop(lambda: set(door.writers)))
+        incoming = self.transport._incoming
+        assert incoming is not None
+        return set(self.on_loop(lambda: set(incoming.writers)))
 
     def close(self) -> None:
         self.transport.close()
@@ -179,10 +179,10 @@ def test_a_living_process_is_not_dead_whatever_the_loop_says(sides: tuple[Side, 
     """At either end the kernel is asked: an event alone is no proof."""
     writer, reader = sides
     works(writer, reader)
-    door, path = reader.transport._door, writer.transport._paths[reader.me]
-    assert door is not None
-    (peer,) = door.writers[writer.me]
-    reader.on_loop(lambda: door._died(peer, select.EPOLLIN))
+    incoming, path = reader.transport._incoming, writer.transport._peers[reader.me]
+    assert incoming is not None
+    (peer,) = incoming.writers[writer.me]
+    reader.on_loop(lambda: incoming._died(peer, select.EPOLLIN))
     writer.on_loop(lambda: path._died(select.EPOLLIN))
     assert reader.writers() == {writer.me}
     reader.transport.fence(writer.me, 1)
@@ -237,7 +237,7 @@ def test_a_kernel_that_cannot_populate_by_madvise_has_another_way(
     writer, reader = sides
     with madvise_fails(errno.EINVAL, monkeypatch):
         works(writer, reader)
-    assert writer.transport._paths[reader.me].mapped.pool is not reader.memory.buffer
+    assert writer.transport._peers[reader.me].mapped.pool is not reader.memory.buffer
 
 
 def test_the_other_way_leaves_every_page_resident_and_writable_without_a_fault(
@@ -425,7 +425,7 @@ def test_no_system_call_of_the_accept_path_ends_the_loop(code: int, monkeypatch:
                 spoiled += 1
             names = calls.end()
             works(other, reader)
-        assert reader.transport._teller.failure == ""
+        assert reader.transport._emitter.failure == ""
         victim.close()
         other.close()
         reader.close()
@@ -455,8 +455,8 @@ def test_who_cannot_accept_rests_instead_of_being_called_again_at_once(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, reader = sides
-    door, loop = reader.transport._door, reader.transport._loop
-    assert door is not None
+    incoming, loop = reader.transport._incoming, reader.transport._loop
+    assert incoming is not None
     tried = threading.Event()
 
     def refused(_self: socket.socket) -> None:
@@ -469,8 +469,8 @@ def test_who_cannot_accept_rests_instead_of_being_called_again_at_once(
         patch.setattr(socket.socket, "accept", refused)
         knocks.connect(reader.address.name)
         assert tried.wait(30)
-        assert not reader.on_loop(lambda: door._listener.fileno() in loop._watches)
-    reader.on_loop(door.open)  # as the timer does
+        assert not reader.on_loop(lambda: incoming._listener.fileno() in loop._watches)
+    reader.on_loop(incoming.open)  # as the timer does
     works(writer, reader)
 
 
@@ -686,7 +686,7 @@ def test_a_host_whose_system_calls_are_forbidden_says_so_and_uses_tcp(
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
     held = descriptors()
-    assert "not permitted" in registry.available()["shm"]
+    assert "not permitted" in kinds.available()["shm"]
     assert descriptors() == held
     assert transports("auto") == ("tcp",)
     assert transports("shm") == ("shm",)
@@ -721,7 +721,7 @@ def test_what_was_not_granted_is_refused_and_the_grants_of_who_has_gone_are_over
     table = reader.transport._table
     reader.transport.grant("other/0", 9, whole(MiB))
     assert len(table) == 2
-    path = writer.transport._paths[reader.me]
+    path = writer.transport._peers[reader.me]
     writer.on_loop(lambda: path._gone("the test says so"))
     assert reader.next() == reader_lost(writer.me, proven=True)
     assert mappings() == unmapped, "a goodbye while the pool is still mapped"
@@ -733,10 +733,10 @@ def test_nothing_is_written_to_a_reader_whose_socket_has_ended(sides: tuple[Side
     """Its process lives and grants the epoch still: nobody would hear of an end of these writes."""
     writer, reader = sides
     works(writer, reader)
-    door = reader.transport._door
-    assert door is not None
-    (peer,) = door.writers[writer.me]
-    reader.on_loop(lambda: door._left(peer))
+    incoming = reader.transport._incoming
+    assert incoming is not None
+    (peer,) = incoming.writers[writer.me]
+    reader.on_loop(lambda: incoming._left(peer))
     writer.on_loop(lambda: None)
     writer.transport.write(reader.me, 7, 2, [CopyBlock(0, 200, 1, 3)])
     failed = writer.next()

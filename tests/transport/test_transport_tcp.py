@@ -31,7 +31,7 @@ from segue.transport.ioloop import Timer
 from segue.transport.memory import allocate
 from segue.transport.tcp import TcpAddress, TcpTransport
 from segue.transport.tcp_in import InStream, Pool
-from segue.transport.tcp_out import Path
+from segue.transport.tcp_out import PeerWriter
 
 MiB = 2**20
 
@@ -481,7 +481,7 @@ class Watched:
 def test_a_reader_that_keeps_up_does_not_keep_the_writer_from_its_other_work() -> None:
     """Each turn of the loop sends one slice; what comes between two turns (a fence, answers) is heard."""
     channel, loop, told = Greedy(), Watched(), queue.SimpleQueue[TransportEvent]()
-    path = Path(
+    path = PeerWriter(
         loop,  # type: ignore[arg-type]
         "bbbb/0",
         [channel],  # type: ignore[list-item]

@@ -113,7 +113,7 @@ def _files() -> Finding:
 
 
 def _transports() -> list[Finding]:
-    from segue.transport.registry import OK, available
+    from segue.transport.kinds import OK, available
 
     found = available()
     # `shm` belongs to every version: where it does not work, the host is the reason, and KV goes over tcp.

@@ -69,7 +69,7 @@ def serve(config: ServeConfig) -> int:
 
 def check_transport(name: str) -> None:
     """Raise a ConfigError for a transport that does not exist or cannot work on this host."""
-    from segue.transport.registry import OK, available
+    from segue.transport.kinds import OK, available
 
     if name == "auto":
         return

@@ -16,7 +16,7 @@ from segue.layout.spec import PoolSpec
 from segue.session.node import SessionNode
 from segue.session.tls import Tls
 from segue.transport.base import Transport
-from segue.transport.registry import create
+from segue.transport.kinds import create
 
 
 @dataclass(frozen=True, kw_only=True)

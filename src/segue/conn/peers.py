@@ -17,7 +17,7 @@ from segue.layout.planner import plan_pair
 from segue.session.api import PeerInfo, Session
 from segue.session.tasks import keep_running
 from segue.transport.base import Endpoint
-from segue.transport.registry import choose
+from segue.transport.kinds import choose
 
 log = logging.getLogger("segue.conn")
 

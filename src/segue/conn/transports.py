@@ -53,7 +53,7 @@ class OwnThreads(Executor):
 class Transports:
     """One transport of each configured name, with the pool registered at each.
 
-    `make` is `transport.registry.create` or another with its arguments. `on_event` is called with
+    `make` is `transport.kinds.create` or another with its arguments. `on_event` is called with
     a transport's name and event, on any thread. Raises ConfigError for a transport that cannot be used here.
     """
 

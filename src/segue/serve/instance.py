@@ -43,8 +43,8 @@ from segue.serve.registry import look as look_for_registry
 from segue.session import tls
 from segue.session.guarded_http import GuardedServer
 from segue.session.tasks import background
+from segue.transport.kinds import OK, available
 from segue.transport.memory import Memory
-from segue.transport.registry import OK, available
 
 log = logging.getLogger("segue.instance")
 

@@ -17,7 +17,7 @@ from segue.sim.threads import SimThread
 from segue.sim.unix import Memfd, SimHost, UnixSocket
 from segue.sim.world import Process, Violation
 from segue.transport.base import Endpoint, EventSink, Transport, TransportEvent, WriteFailed, Written
-from segue.transport.copy_queue import Job
+from segue.transport.copy_queue import CopyJob
 from segue.transport.memory import Memory
 from segue.transport.shm import ShmTransport
 from segue.transport.tcp import TcpTransport
@@ -204,7 +204,7 @@ class ShmPath(DataPath):
         """Whether a thread is inside a slice of `epoch`. A later one reads what was given up."""
         return self._copying[epoch] > 0
 
-    def copy(self, job: Job, blocks: Sequence[CopyBlock]) -> None:
+    def copy(self, job: CopyJob, blocks: Sequence[CopyBlock]) -> None:
         """One slice, on a thread of the writer; now and then with a moment in its middle."""
         thread, timing = SimThread.current, self.timing
         assert thread is not None
@@ -227,7 +227,7 @@ class ShmPath(DataPath):
                     self.in_mid_write()
         self._copying[job.epoch] -= 1
 
-    def _copied(self, job: Job, rows: list[tuple[int, int, int]]) -> None:
+    def _copied(self, job: CopyJob, rows: list[tuple[int, int, int]]) -> None:
         writer, mapping = self.writer, job.target
         if mapping.closed:
             raise Violation("4", f"{writer.name} copies into memory that it has unmapped")
@@ -385,7 +385,7 @@ class SimShm(SimTransport):
         fd = self.net.open(Memfd(self._node.engine.memory, self._node))
         return self.inner.register(Memory(memory.buffer, fd))
 
-    def _copy(self, job: Job, blocks: Sequence[CopyBlock]) -> None:
+    def _copy(self, job: CopyJob, blocks: Sequence[CopyBlock]) -> None:
         if self.host.breaks is not None:
             raise self.host.breaks
         path = self._path(job.peer)

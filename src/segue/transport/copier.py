@@ -17,10 +17,10 @@ import numpy as np
 from segue.core.errors import Internal, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent
-from segue.transport.copy_queue import CopyQueue, Job, Then
+from segue.transport.copy_queue import CopyJob, CopyQueue, Then
 from segue.transport.shm_host import HOST, ShmHost
 
-Copy = Callable[[Job, Sequence[CopyBlock]], None]
+Copy = Callable[[CopyJob, Sequence[CopyBlock]], None]
 
 
 def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
@@ -32,7 +32,7 @@ def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
     )
 
 
-def copy_slice(job: Job, blocks: Sequence[CopyBlock]) -> None:
+def copy_slice(job: CopyJob, blocks: Sequence[CopyBlock]) -> None:
     """Copy some blocks of a job."""
     for block in blocks:
         copy_block(job.source, job.target, block)
@@ -73,7 +73,7 @@ class Copier:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job) -> bool:
+    def submit(self, job: CopyJob) -> bool:
         """Queue `job`; False when the queue is full or the threads are ending."""
         with self._wake:
             if self._stopping or not self._jobs.submit(job):
@@ -149,17 +149,17 @@ class Copier:
             self._finish(job, error, refused)
         return True
 
-    def _finish(self, job: Job, error: SegueError | None, refused: bool) -> None:
+    def _finish(self, job: CopyJob, error: SegueError | None, refused: bool) -> None:
         with self._wake:
             ended = self._jobs.finish(job, error, refused=refused)
         if ended:
             self._tell(job)
 
-    def _tell_all(self, jobs: Sequence[Job]) -> None:
+    def _tell_all(self, jobs: Sequence[CopyJob]) -> None:
         for job in jobs:
             self._tell(job)
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, job: CopyJob) -> None:
         try:
             self._emit(job.event())  # before anybody can be told that nothing is in flight
         finally:

@@ -23,7 +23,7 @@ Then = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class CopyJob:
     """One write. `allowed` says whether the receiver still grants its epoch."""
 
     peer: str
@@ -51,7 +51,7 @@ class Job:
 class _Queued:
     """A job with slices that nobody has taken yet; `ahead` is the next one, None at the end."""
 
-    job: Job
+    job: CopyJob
     slices: Iterator[list[CopyBlock]]
     ahead: list[CopyBlock] | None
 
@@ -60,7 +60,7 @@ class _Queued:
 class _Waiting:
     """What is to be said once none of `jobs` is held any more."""
 
-    jobs: set[Job]
+    jobs: set[CopyJob]
     report: Then
 
 
@@ -85,13 +85,13 @@ class CopyQueue:
         self._slice_bytes = slice_bytes
         self._max_jobs = max_jobs
         self._queue: deque[_Queued] = deque()
-        self._held: set[Job] = set()
+        self._held: set[CopyJob] = set()
         self._waiting: list[_Waiting] = []
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(self, job: Job) -> bool:
+    def submit(self, job: CopyJob) -> bool:
         """Queue `job`; False when the queue is full."""
         if len(self._queue) >= self._max_jobs:
             return False
@@ -99,7 +99,7 @@ class CopyQueue:
         self._queue.append(_Queued(job, parts, next(parts, [])))
         return True
 
-    def take(self) -> tuple[Job, list[CopyBlock]]:
+    def take(self) -> tuple[CopyJob, list[CopyBlock]]:
         """The next slice: the caller copies it and calls `finish`. Only while some wait."""
         queued = self._queue[0]
         job, blocks = queued.job, queued.ahead or []
@@ -110,7 +110,7 @@ class CopyQueue:
         self._held.add(job)
         return job, blocks
 
-    def finish(self, job: Job, error: SegueError | None, *, refused: bool = False) -> bool:
+    def finish(self, job: CopyJob, error: SegueError | None, *, refused: bool = False) -> bool:
         """A slice of `job` is not being copied any more, because of `error` if there is one. True when
         `job` ends with it: the caller then tells `job.event()`, and after that calls `told`."""
         job.active -= 1
@@ -125,7 +125,7 @@ class CopyQueue:
             return False
         return True
 
-    def told(self, job: Job) -> list[Then]:
+    def told(self, job: CopyJob) -> list[Then]:
         """The end of `job` was told: what is to be said now that it is not held any more."""
         self._held.discard(job)
         for entry in self._waiting:
@@ -134,7 +134,9 @@ class CopyQueue:
         self._waiting = [entry for entry in self._waiting if entry.jobs]
         return ready
 
-    def cancel(self, peer: str, epoch: int | None, error: SegueError, then: Then) -> tuple[list[Job], bool]:
+    def cancel(
+        self, peer: str, epoch: int | None, error: SegueError, then: Then
+    ) -> tuple[list[CopyJob], bool]:
         """End the jobs of `peer` (of `epoch`, or of all if None) with `error`.
 
         Returns those that nobody copies, which the caller holds until it has told their events and called
@@ -142,7 +144,7 @@ class CopyQueue:
         peer and epoch that anybody holds. Else there is none, and the caller runs it.
         """
 
-        def hit(job: Job) -> bool:
+        def hit(job: CopyJob) -> bool:
             return job.peer == peer and (epoch is None or job.epoch == epoch)
 
         idle = self._end(hit, error)
@@ -151,7 +153,7 @@ class CopyQueue:
             self._waiting.append(_Waiting(waits_for, then))
         return idle, bool(waits_for)
 
-    def fail(self, error: SegueError) -> list[Job]:
+    def fail(self, error: SegueError) -> list[CopyJob]:
         """End every job with `error`: nothing starts any more. Returns those that nobody copies, to be
         told by the caller as `cancel` says; whoever copies another ends it with `finish`."""
         return self._end(lambda _job: True, error)
@@ -160,14 +162,14 @@ class CopyQueue:
         """Forget what waits, without a word."""
         self._queue.clear()
 
-    def _drop(self, hit: Callable[[Job], bool]) -> list[Job]:
+    def _drop(self, hit: Callable[[CopyJob], bool]) -> list[CopyJob]:
         """Take what `hit` says from the queue."""
         dropped = [queued.job for queued in self._queue if hit(queued.job)]
         if dropped:
             self._queue = deque(queued for queued in self._queue if not hit(queued.job))
         return dropped
 
-    def _end(self, hit: Callable[[Job], bool], error: SegueError) -> list[Job]:
+    def _end(self, hit: Callable[[CopyJob], bool], error: SegueError) -> list[CopyJob]:
         idle = [job for job in self._drop(hit) if job not in self._held]
         self._held.update(idle)
         for job in self._held:

@@ -9,7 +9,7 @@ from segue.layout.content import Content
 
 MAX_GRANTS = 16384
 #: A post and a fence of one epoch are calls of one thread, so the race is over long before this many others.
-MAX_ENDED = 4096
+MAX_FENCED = 4096
 
 
 class Grants:
@@ -60,11 +60,11 @@ class Grants:
         return set(epochs)
 
 
-class Ended:
+class FencedEpochs:
     """The epochs this writing side has fenced: a write of one is refused. Epochs are never used
     again, so only a caller that races with its own fence can ask; the last `limit` are kept."""
 
-    def __init__(self, limit: int = MAX_ENDED) -> None:
+    def __init__(self, limit: int = MAX_FENCED) -> None:
         self._limit = limit
         self._keys: OrderedDict[tuple[str, int], None] = OrderedDict()
 

@@ -24,7 +24,7 @@ from segue.layout.content import Content
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.copier import copy_block
-from segue.transport.epochs import Ended, Grants
+from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.memory import Memory
 
 
@@ -89,7 +89,7 @@ class FakeTransport:
         self._address = FakeAddress(version=1, port=secrets.token_bytes(16), key=handshake.new_key())
         self._memory: Memory | None = None
         self._grants = Grants()
-        self._ended = Ended()
+        self._fenced = FencedEpochs()
         self._paths: dict[str, _Path] = {}
         self._writers: set[str] = set()
         self._events: deque[TransportEvent] = deque()
@@ -150,7 +150,7 @@ class FakeTransport:
                     raise self._inject.popleft()
                 if path is None or self._memory is None:
                     raise TransferFailed(f"no fake path to {peer}")
-                if (peer, epoch) in self._ended:
+                if (peer, epoch) in self._fenced:
                     raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
                 nbytes = ranges.check(blocks, self._memory.nbytes, path.nbytes)
             except SegueError as exc:
@@ -167,7 +167,7 @@ class FakeTransport:
         """See `Transport.fence`; always proven."""
         with self._lock:
             self._grants.remove(peer, epoch)
-            self._ended.add(peer, epoch)
+            self._fenced.add(peer, epoch)
             error = TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
             self._drop(lambda w: w.peer == peer and w.epoch == epoch, error)
             self._events.append(Fenced(peer, epoch, True))

@@ -38,15 +38,15 @@ from segue.layout.content import Content
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, WriteFailed
 from segue.transport.copier import Copier, Copy, copy_slice
-from segue.transport.copy_queue import Job
-from segue.transport.epochs import Ended
+from segue.transport.copy_queue import CopyJob
+from segue.transport.emitter import EventEmitter
+from segue.transport.epochs import FencedEpochs
 from segue.transport.memory import Memory, allocate, map_shared
 from segue.transport.shm_host import HOST, ShmHost
-from segue.transport.shm_in import Door
-from segue.transport.shm_out import Path, map_peer
+from segue.transport.shm_in import ShmListener
+from segue.transport.shm_out import MappedPeer, map_peer
 from segue.transport.shm_table import GrantTable
 from segue.transport.shm_wire import ShmAddress
-from segue.transport.teller import Teller
 
 SLICE_BYTES = 1 * 2**20
 COPY_THREADS = 2  # measured: bench/transport.py
@@ -89,17 +89,17 @@ class ShmTransport:
         self._max_strangers = max_strangers
         self._handshake_s = handshake_s
         self._lock = threading.RLock()
-        self._teller = Teller(self.name, on_event)
+        self._emitter = EventEmitter(self.name, on_event)
         self._memory: Memory | None = None
-        self._door: Door | None = None
+        self._incoming: ShmListener | None = None
         self._host = host
         self._table = GrantTable(host)
-        self._ended = Ended()
-        self._paths: dict[str, Path] = {}
+        self._fenced = FencedEpochs()
+        self._peers: dict[str, MappedPeer] = {}
         self._loop = host.loop("segue-shm-io", self._crashed)
         self._copier = Copier(
             "segue-shm-copy",
-            self._teller.emit,
+            self._emitter.emit,
             self._crashed,
             slice_bytes=slice_bytes,
             max_jobs=max_writes,
@@ -115,7 +115,7 @@ class ShmTransport:
     def register(self, memory: Memory) -> Endpoint:
         """See `Transport.register`. Raises ConfigError on a second memory or one that can shrink."""
         with self._lock:
-            if self._memory is not None or self._teller.closed:
+            if self._memory is not None or self._emitter.closed:
                 raise ConfigError("a transport registers one memory, once, before it is closed")
             if not self._host.sealed(memory.fd):
                 raise ConfigError(
@@ -126,123 +126,123 @@ class ShmTransport:
             key = handshake.new_key(self._host.random_bytes)
             address = ShmAddress(version=1, name=name, key=key, host=self._host.id())
             self._memory = memory
-            self._door = Door(
+            self._incoming = ShmListener(
                 self._loop,
                 self._lock,
                 listener,
                 address.key,
                 memory.fd,
                 self._table,
-                self._teller.emit,
+                self._emitter.emit,
                 max_strangers=self._max_strangers,
                 handshake_s=self._handshake_s,
                 host=self._host,
             )
-        self._loop.post(self._door.open)
+        self._loop.post(self._incoming.open)
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
 
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         with self._lock:
-            if self._teller.closed:
+            if self._emitter.closed:
                 raise TransferFailed("the transport is closed")
             if self._memory is None:
                 raise ConfigError("register the memory before connecting")
-            if peer in self._paths:
+            if peer in self._peers:
                 return
         mapped = map_peer(self._me, peer, endpoint, timeout_s, self._host)
-        path = Path(
-            self._loop, self._copier, self._me, peer, mapped, self._teller.emit, self._forget, self._host
+        path = MappedPeer(
+            self._loop, self._copier, self._me, peer, mapped, self._emitter.emit, self._forget, self._host
         )
         with self._lock:
-            if self._teller.closed or peer in self._paths:
+            if self._emitter.closed or peer in self._peers:
                 mapped.unmap()
                 mapped.leave(self._host, goodbye=True)
                 return
-            self._paths[peer] = path
+            self._peers[peer] = path
         self._loop.post(path.open)
 
     def grant(self, peer: str, epoch: int, area: Content) -> None:
         """See `Transport.grant`; `area` binds nobody: the peer, of our own user, writes by itself. Raises
         OutOfCapacity when too many grants live."""
         with self._lock:
-            if not self._teller.closed:
+            if not self._emitter.closed:
                 self._table.add(peer, epoch)
 
     def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
         error: SegueError
         with self._lock:
-            path = self._paths.get(peer)
+            path = self._peers.get(peer)
             try:
                 if path is None or path.broken or self._memory is None:
                     raise TransferFailed(f"no shm path to {peer}")
-                if self._teller.failure:
-                    raise Internal(self._teller.failure)
-                if (peer, epoch) in self._ended:
+                if self._emitter.failure:
+                    raise Internal(self._emitter.failure)
+                if (peer, epoch) in self._fenced:
                     raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
                 pool = path.mapped.pool
                 nbytes = ranges.check(blocks, self._memory.nbytes, len(pool))
                 allowed = path.allowing(epoch)
-                job = Job(peer, epoch, tag, blocks, nbytes, self._memory.buffer, pool, allowed)
+                job = CopyJob(peer, epoch, tag, blocks, nbytes, self._memory.buffer, pool, allowed)
                 if self._copier.submit(job):
                     return
                 raise OutOfCapacity("too many writes are waiting in the shm transport")
             except SegueError as exc:
                 error = exc
-        self._teller.soon(self._loop, WriteFailed(peer, epoch, tag, error))
+        self._emitter.soon(self._loop, WriteFailed(peer, epoch, tag, error))
 
     def fence(self, peer: str, epoch: int) -> None:
         """See `Transport.fence` and this module's docstring for what is proven."""
         with self._lock:
-            if self._teller.closed:
+            if self._emitter.closed:
                 return
             self._table.remove(peer, epoch)
-            self._ended.add(peer, epoch)
-            written = self._door is not None and self._door.may_write(peer)
+            self._fenced.add(peer, epoch)
+            written = self._incoming is not None and self._incoming.may_write(peer)
             answer = Fenced(peer, epoch, proven=not written)
             now = self._copier.cancel(
                 peer,
                 epoch,
                 TransferFailed(f"epoch {epoch:x} was fenced", retryable=False),
-                partial(self._teller.emit, answer),
+                partial(self._emitter.emit, answer),
             )
         if now is not None:
-            self._teller.run_soon(self._loop, now)
+            self._emitter.run_soon(self._loop, now)
 
     def close(self) -> None:
         """See `Transport.close`. Peers hear a goodbye once nothing can be written any more."""
         with self._lock:
-            if self._teller.closed:
+            if self._emitter.closed:
                 return
-            self._teller.closed = True
+            self._emitter.closed = True
         quiet = self._copier.stop(_CLOSE_S)
         if quiet:  # else the process' death will be the proof
-            for path in list(self._paths.values()):
+            for path in list(self._peers.values()):
                 path.mapped.unmap()
         self._loop.stop(partial(self._release, quiet), _CLOSE_S)
 
     # ---- inside ----------------------------------------------------------------------------------
 
     def _crashed(self, exc: BaseException) -> None:
-        self._teller.fail(exc)
+        self._emitter.fail(exc)
         with self._lock:
-            names = {*self._paths, *(self._door.writers if self._door is not None else ())}
-        self._teller.all_gone(names)
+            names = {*self._peers, *(self._incoming.writers if self._incoming is not None else ())}
+        self._emitter.all_gone(names)
 
-    def _forget(self, path: Path) -> bool:
+    def _forget(self, path: MappedPeer) -> bool:
         with self._lock:
-            if self._paths.get(path.name) is not path:
+            if self._peers.get(path.name) is not path:
                 return False
-            del self._paths[path.name]
+            del self._peers[path.name]
             return True
 
     def _release(self, quiet: bool) -> None:
         """The loop's last call: close every descriptor, after saying goodbye where it is true."""
-        for path in self._paths.values():
+        for path in self._peers.values():
             path.mapped.leave(self._host, goodbye=quiet)
-        if self._door is not None:
-            self._door.close()
-        self._paths.clear()
+        if self._incoming is not None:
+            self._incoming.close()
+        self._peers.clear()
         self._table.close()
         self._memory = None

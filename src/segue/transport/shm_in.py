@@ -44,7 +44,7 @@ class Incoming:
     timer: Timer | None = None
 
 
-class Door:
+class ShmListener:
     """The listening socket and every process that came in through it.
 
     `memory_fd` is the pool that is passed to those who know `key`, with `table`; `lock` covers the
@@ -82,7 +82,7 @@ class Door:
     def open(self) -> None:
         """Start to accept; also after a rest."""
         try:
-            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._knock)
+            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
         except OSError as exc:
             self._rest(exc)
 
@@ -113,7 +113,7 @@ class Door:
 
     # ---- strangers -------------------------------------------------------------------------------
 
-    def _knock(self, _events: int) -> None:
+    def _accept(self, _events: int) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError as exc:

@@ -1,6 +1,6 @@
 """The writing end of `shm`: one path per peer, which is that peer's pool, mapped here.
 
-`map_peer` runs on the caller's thread; a `Path` lives on the loop's, but for `allowing`.
+`map_peer` runs on the caller's thread; a `MappedPeer` lives on the loop's, but for `allowing`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Mapped:
             host.close(self.pidfd)
 
 
-class Path:
+class MappedPeer:
     """The path to the receiver `name`. `forget` takes it out of the transport's table: False if it is
     not there any more."""
 
@@ -72,7 +72,7 @@ class Path:
         name: str,
         mapped: Mapped,
         emit: Callable[[TransportEvent], None],
-        forget: Callable[[Path], bool],
+        forget: Callable[[MappedPeer], bool],
         host: ShmHost = HOST,
     ) -> None:
         self._host = host

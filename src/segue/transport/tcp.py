@@ -27,13 +27,13 @@ from segue.layout.content import Content
 from segue.session.tls import GIVE_BOTH, Tls
 from segue.transport import handshake, ranges, tcp_wire
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, WriteFailed
-from segue.transport.epochs import Ended, Grants
+from segue.transport.emitter import EventEmitter
+from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.memory import Memory
 from segue.transport.tcp_channel import Channel
-from segue.transport.tcp_in import Door, InStream, Pool
+from segue.transport.tcp_in import InStream, Pool, TcpListener
 from segue.transport.tcp_net import NET, Net
-from segue.transport.tcp_out import Path, open_streams
-from segue.transport.teller import Teller
+from segue.transport.tcp_out import PeerWriter, open_streams
 
 DEFAULT_STREAMS = (
     1  # on loopback more only cost header and wake-ups (bench/transport.py); a fast NIC wants more
@@ -104,14 +104,14 @@ class TcpTransport:
         self._max_streams = max_streams
         self._max_parts = max_parts
         self._lock = threading.Lock()
-        self._teller = Teller(self.name, on_event)
+        self._emitter = EventEmitter(self.name, on_event)
         self._memory: Memory | None = None
         self._view: object = None  # an export of the mapping: it cannot be unmapped under our feet
         self._pool = Pool(0, 0)
-        self._door: Door | None = None
+        self._incoming: TcpListener | None = None
         self._grants = Grants()
-        self._ended = Ended()
-        self._paths: dict[str, Path] = {}
+        self._fenced = FencedEpochs()
+        self._peers: dict[str, PeerWriter] = {}
         self._net = net
         self._loop = net.loop("segue-tcp", self._crashed)
         self._loop.start()
@@ -121,14 +121,14 @@ class TcpTransport:
     def register(self, memory: Memory) -> Endpoint:
         """See `Transport.register`. Raises ConfigError when the port cannot be listened on."""
         with self._lock:
-            if self._memory is not None or self._teller.closed:
+            if self._memory is not None or self._emitter.closed:
                 raise ConfigError("a transport registers one memory, once, before it is closed")
             listener = self._listen()
             view = np.frombuffer(memory.buffer, np.uint8)
             self._memory, self._view = memory, view
             self._pool = Pool(view.ctypes.data, memory.nbytes)
             key = handshake.new_key(self._net.random_bytes)
-            self._door = Door(
+            self._incoming = TcpListener(
                 self._loop,
                 listener,
                 key,
@@ -141,7 +141,7 @@ class TcpTransport:
                 max_streams=self._max_streams,
                 handshake_s=self._handshake_s,
             )
-            self._loop.post(self._door.open)
+            self._loop.post(self._incoming.open)
         told_port = self._advertise_port or listener.getsockname()[1]
         address = TcpAddress(
             version=1, host=self._advertise, port=told_port, key=key, encrypted=self._tls is not None
@@ -151,11 +151,11 @@ class TcpTransport:
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         with self._lock:
-            if self._teller.closed:
+            if self._emitter.closed:
                 raise TransferFailed("the transport is closed")
             if self._memory is None:
                 raise ConfigError("register the memory before connecting")
-            if peer in self._paths:
+            if peer in self._peers:
                 return
         try:
             address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
@@ -172,13 +172,13 @@ class TcpTransport:
         channels = open_streams(
             self._net, self._me, peer, where, address.key, self._streams, timeout_s, self._prepare, client
         )
-        path = Path(
+        path = PeerWriter(
             self._loop,
             peer,
             channels,
             self._pool.address,
             endpoint.nbytes,
-            self._teller.emit,
+            self._emitter.emit,
             self._path_gone,
             part_bytes=self._part_bytes,
             slice_bytes=self._slice_bytes,
@@ -186,30 +186,30 @@ class TcpTransport:
             max_parts=self._max_parts,
         )
         with self._lock:
-            if self._teller.closed or peer in self._paths:
+            if self._emitter.closed or peer in self._peers:
                 for channel in channels:
                     channel.close()
                 return
-            self._paths[peer] = path
+            self._peers[peer] = path
             self._loop.post(path.open)
 
     def grant(self, peer: str, epoch: int, area: Content) -> None:
         """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
         with self._lock:
-            if not self._teller.closed:
+            if not self._emitter.closed:
                 self._grants.add(peer, epoch, area)
 
     def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
         posted = self._loop.time()
         with self._lock:
-            path = self._paths.get(peer)
+            path = self._peers.get(peer)
             try:
                 if path is None or self._memory is None:
                     raise TransferFailed(f"no tcp path to {peer}")
-                if self._teller.failure:
-                    raise Internal(self._teller.failure)
-                if (peer, epoch) in self._ended:
+                if self._emitter.failure:
+                    raise Internal(self._emitter.failure)
+                if (peer, epoch) in self._fenced:
                     raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
                 nbytes = ranges.check(blocks, self._pool.nbytes, path.target_bytes)
             except SegueError as exc:
@@ -217,41 +217,41 @@ class TcpTransport:
             else:
                 self._loop.post(partial(path.write, epoch, tag, blocks, nbytes, posted))
                 return
-        self._teller.soon(self._loop, failed)
+        self._emitter.soon(self._loop, failed)
 
     def fence(self, peer: str, epoch: int) -> None:
         """See `Transport.fence`; proven, except when the path broke under a write of this side."""
         with self._lock:
-            if self._teller.closed:
+            if self._emitter.closed:
                 return
             self._grants.remove(peer, epoch)  # seen before the next slice lands
-            self._ended.add(peer, epoch)
-            path = self._paths.get(peer)
-            if path is not None and not self._teller.failure:
+            self._fenced.add(peer, epoch)
+            path = self._peers.get(peer)
+            if path is not None and not self._emitter.failure:
                 self._loop.post(partial(path.fence, epoch))
                 return
-        self._teller.soon(self._loop, Fenced(peer, epoch, path is None))
+        self._emitter.soon(self._loop, Fenced(peer, epoch, path is None))
 
     def close(self) -> None:
         """See `Transport.close`."""
         with self._lock:
-            if self._teller.closed:
+            if self._emitter.closed:
                 return
-            self._teller.closed = True
+            self._emitter.closed = True
         self._loop.stop(self._release, _CLOSE_S)
 
     # ---- inside (loop thread) ---------------------------------------------------------------------
 
     def _crashed(self, exc: BaseException) -> None:
-        self._teller.fail(exc)
-        self._teller.all_gone({*self._paths, *(self._door.groups if self._door is not None else ())})
+        self._emitter.fail(exc)
+        self._emitter.all_gone({*self._peers, *(self._incoming.groups if self._incoming is not None else ())})
 
     def _release(self) -> None:
-        for path in self._paths.values():
+        for path in self._peers.values():
             path.close()
-        self._paths.clear()
-        if self._door is not None:
-            self._door.close()
+        self._peers.clear()
+        if self._incoming is not None:
+            self._incoming.close()
         self._view = self._memory = None
 
     def _in_stream(self, channel: Channel, peer: str, broken: Callable[[SegueError], None]) -> InStream:
@@ -270,13 +270,13 @@ class TcpTransport:
     def _writer_gone(self, peer: str, error: SegueError) -> None:
         with self._lock:
             self._grants.remove_peer(peer)
-        self._teller.emit(PeerGone(peer, True, error))
+        self._emitter.emit(PeerGone(peer, True, error))
 
-    def _path_gone(self, path: Path, error: SegueError) -> None:
+    def _path_gone(self, path: PeerWriter, error: SegueError) -> None:
         with self._lock:
-            if self._paths.get(path.name) is path:
-                del self._paths[path.name]
-        self._teller.emit(PeerGone(path.name, False, error))
+            if self._peers.get(path.name) is path:
+                del self._peers[path.name]
+        self._emitter.emit(PeerGone(path.name, False, error))
 
     def _listen(self) -> socket.socket:
         try:

@@ -231,7 +231,7 @@ class Stranger:
         channel: Callable[[socket.socket], PlainChannel],
     ) -> None:
         self._loop = loop
-        self._door = handshake.Listener(key)
+        self._proof = handshake.Listener(key)
         self._frame = b""
         self._left = left
         self._admitted = admitted
@@ -246,7 +246,7 @@ class Stranger:
         self._timer = loop.later(deadline_s, self.close)
         loop.watch(self._fd, select.EPOLLIN, self._ready)
         if tls is None:
-            self._say(self._door.challenge())
+            self._say(self._proof.challenge())
 
     def close(self) -> None:
         """Drop it."""
@@ -282,7 +282,7 @@ class Stranger:
         if wants:
             return False
         self._opening = None
-        self.channel.send(self._door.challenge())
+        self.channel.send(self._proof.challenge())
         return True
 
     def _read(self) -> None:
@@ -294,10 +294,10 @@ class Stranger:
             self.close()
         elif len(self._frame) == handshake.RESPONSE_BYTES:
             try:
-                hello, verdict = self._door.accept(self._frame)
+                hello, verdict = self._proof.accept(self._frame)
             except PeerRefused as exc:
                 log.warning("a tcp stream was refused: %s", exc)
-                self._say(self._door.refuse(exc.info.text))
+                self._say(self._proof.refuse(exc.info.text))
                 self.close()
                 return
             self.channel.send(verdict)
@@ -305,7 +305,7 @@ class Stranger:
             self._admitted(self, hello)
 
 
-class Door:
+class TcpListener:
     """The listening socket and everything that came in through it."""
 
     def __init__(
@@ -340,7 +340,7 @@ class Door:
 
     def open(self) -> None:
         """Start to accept."""
-        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._knock)
+        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
 
     def close(self) -> None:
         """Close every socket; no event."""
@@ -354,7 +354,7 @@ class Door:
             self._shut(group)
         self.groups.clear()
 
-    def _knock(self, _events: int) -> None:
+    def _accept(self, _events: int) -> None:
         try:
             sock, where = self._listener.accept()
         except OSError as exc:

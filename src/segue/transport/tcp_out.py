@@ -93,7 +93,7 @@ class OutStream:
         return min(since, default=None)
 
 
-class Path:
+class PeerWriter:
     """All streams to one peer. `gone` is called once, when the path ends by itself."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Path:
         source_address: int,
         target_bytes: int,
         emit: Emit,
-        gone: Callable[[Path, SegueError], None],
+        gone: Callable[[PeerWriter, SegueError], None],
         *,
         part_bytes: int,
         slice_bytes: int,

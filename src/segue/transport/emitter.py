@@ -1,4 +1,4 @@
-"""Telling the events of a transport that has a thread: where, and until when."""
+"""Events of a transport that has a thread: from which thread they are told, and until when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from segue.transport.base import EventSink, PeerGone, TransportEvent
 from segue.transport.ioloop import IoLoop
 
 
-class Teller:
+class EventEmitter:
     """Tells the events of the transport called `name` to its owner; nothing more once `closed` is set.
 
     `failure` says why, once a thread of the transport has ended by a bug. What was to be told by then is
