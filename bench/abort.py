@@ -32,7 +32,7 @@ from segue.conn.manager import KVManager
 from segue.core.errors import AbortedByClient
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import allocate
@@ -88,13 +88,13 @@ class Half:
         if handle is None:
             return
         match change:
-            case api.Phase(phase=KVPoll.WAITING_FOR_INPUT) if isinstance(handle, KVReceiver):
+            case events.Phase(phase=KVPoll.WAITING_FOR_INPUT) if isinstance(handle, KVReceiver):
                 handle.send_metadata(range(PROMPT_TOKENS // PAGE_TOKENS))
-            case api.Phase(phase=KVPoll.WAITING_FOR_INPUT) if isinstance(handle, KVSender):
+            case events.Phase(phase=KVPoll.WAITING_FOR_INPUT) if isinstance(handle, KVSender):
                 self._send(handle, 0)
-            case api.Phase(phase=KVPoll.FAILED | KVPoll.SUCCESS as phase):
+            case events.Phase(phase=KVPoll.FAILED | KVPoll.SUCCESS as phase):
                 self.tell(Say(phase.name, change.transfer.room, time.monotonic()))
-            case api.Release():
+            case events.Release():
                 handle.clear()
                 self.handles.pop(change.transfer, None)
                 self.tell(Say("released", change.transfer.room, time.monotonic()))

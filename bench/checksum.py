@@ -1,6 +1,6 @@
 """What checksums cost: `python bench/checksum.py [--rounds 20] [--tokens 2000] [--transport shm]`.
 
-Three prefill processes that differ in `--integrity` only, and one decode process, serve the default model.
+Three prefill processes that differ in `--kv-checksum` only, and one decode process, serve the default model.
 One request is in flight at a time; each round sends one to each prefill process, in an order drawn
 anew. The registry runs in this process, so that the three differ in nothing else. The time to first
 token is from sending the request to both sides to the first output of decode.
@@ -25,7 +25,7 @@ from instances import connected, end, start
 from recorded import commit, quantile
 from segue.bootstrap.server import serve as serve_registry
 from segue.core.limits import Limits
-from segue.core.types import Integrity, Role, Span
+from segue.core.types import ChecksumMode, Role, Span
 from segue.layout.content import Part, Sample, canonical_content, checksum
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import allocate
@@ -82,14 +82,14 @@ async def measure(args: argparse.Namespace, words: list[list[str]]) -> dict[str,
 async def rounds(args: argparse.Namespace) -> dict[str, list[float]]:
     """One request to each prefill process per round; milliseconds to the first token, by mode."""
     rng = random.Random(1)
-    times: dict[str, list[float]] = {mode: [] for mode in Integrity}
-    wanted = {Role.PREFILL: len(Integrity), Role.DECODE: 1}
+    times: dict[str, list[float]] = {mode: [] for mode in ChecksumMode}
+    wanted = {Role.PREFILL: len(ChecksumMode), Role.DECODE: 1}
     # Served under the name of its mode: that is how this program tells them apart.
     async with connected(
         PORT, wanted, lambda role, r: r.served_model if role is Role.PREFILL else "decode"
     ) as front:
         for index in range(args.warmup + args.rounds):
-            for mode in rng.sample(list(Integrity), len(Integrity)):
+            for mode in rng.sample(list(ChecksumMode), len(ChecksumMode)):
                 prompt = [rng.randrange(1000, 40000) for _ in range(args.tokens)]
                 heard_at: list[float] = []
                 began = time.perf_counter()
@@ -132,7 +132,9 @@ def main() -> None:
     shared = ["--model", args.model, "--transport", args.transport]
     shared += ["--threads-per-worker", "1", "--kv-gib", "0.25", "--log-level", "error"]
     shared += ["--registry", f"http://127.0.0.1:{PORT}"]
-    words = [["prefill", "--integrity", mode, "--served-model-name", mode, *shared] for mode in Integrity]
+    words = [
+        ["prefill", "--kv-checksum", mode, "--served-model-name", mode, *shared] for mode in ChecksumMode
+    ]
     words.append(["decode", *shared])
     times = asyncio.run(measure(args, words))
     measured_at = commit()

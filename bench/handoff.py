@@ -76,12 +76,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--integrity", default="full")
+    parser.add_argument("--kv-checksum", default="full")
     parser.add_argument("--late-half", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     shared = ["--model", args.model, "--transport", args.transport, "--dtype", args.dtype]
-    shared += ["--integrity", args.integrity]
+    shared += ["--kv-checksum", args.kv_checksum]
     shared += ["--threads-per-worker", "1", "--kv-gib", "0.5", "--log-level", "warning"]
     processes = []
     try:

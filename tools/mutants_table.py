@@ -26,7 +26,7 @@ DECODE, PREFILL, BASE = "roles/decode.py", "roles/prefill.py", "roles/base.py"
 ATTEMPTS, KEPT, JOB = "balance/attempts.py", "roles/kept.py", "roles/job.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
-ABSENT = "handoff/absent.py"
+TOMBSTONES = "handoff/tombstones.py"
 INBOX, KEEPALIVE = "session/inbox.py", "session/keepalive.py"
 NODE = "session/node.py"
 MANAGER, CONNECTION, LEADER = "conn/manager.py", "session/connection.py", "serve/leader.py"
@@ -114,20 +114,20 @@ MUTANTS = (
     Mutant(
         "Drained is no proof",
         RECEIVER,
-        "            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)\n            self._prove(out)\n",
-        "            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)\n",
+        "            self.fail(self.problem(TransferFailed, text, now), now, out, peer_notified=True)\n            self._prove(out)\n",
+        "            self.fail(self.problem(TransferFailed, text, now), now, out, peer_notified=True)\n",
         "the peer's word is heard and nothing is released",
     ),
     Mutant(
         "no Drained",
         SENDER,
-        "        out.append(Send(self.peer, Drained(self.transfer)))\n        self._let_go(out)\n        return True",
-        "        self._let_go(out)\n        return True",
+        "        out.append(Send(self.peer, Drained(self.transfer)))\n        self._release_when_fenced(out)\n        return True",
+        "        self._release_when_fenced(out)\n        return True",
         "prefill forgets to give its word",
     ),
     Mutant(
         "no Gone",
-        ABSENT,
+        TOMBSTONES,
         '        self._counters["gone_answers"] += 1\n        out.append(Send(event.peer, Gone(transfer)))',
         '        self._counters["gone_answers"] += 1',
         "a question about a finished hand-off is not answered",
@@ -256,7 +256,7 @@ MUTANTS = (
     Mutant(
         "the last read lets nothing go",
         RECEIVER,
-        "        if self.state is ReceiverState.QUARANTINED:\n            self._let_go(out)\n",
+        "        if self.state is ReceiverState.QUARANTINED:\n            self._release_when_fenced(out)\n",
         "        if self.state is ReceiverState.QUARANTINED:\n            pass\n",
         "proven while a verification ran: nobody asks again",
     ),
@@ -264,7 +264,7 @@ MUTANTS = (
     Mutant(
         "decode's failure is not told",
         RECEIVER,
-        "        if not told and not lost:\n            out.append(Send(self.peer, Failed(self.transfer, error)))\n        if not published:",
+        "        if not peer_notified and not lost:\n            out.append(Send(self.peer, Failed(self.transfer, error)))\n        if not published:",
         "        if not published:",
         "a receiver that had published nothing dies in silence",
     ),
@@ -306,7 +306,7 @@ MUTANTS = (
     Mutant(
         "a handle's abort does nothing",
         "conn/handles.py",
-        "        self._owner.post(api.AbortTransfer(self.transfer, info))",
+        "        self._owner.post(events.AbortTransfer(self.transfer, info))",
         "        self.error = info",
         "the engine's abort does not reach the protocol",
     ),
@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         "no tombstone",
         EXCHANGE,
-        "        self._absent.bury(machine, now)",
+        "        self._tombstones.add_tombstone(machine, now)",
         "        self._deadlines.cancel(machine.timer)",
         "what is over is forgotten at once",
     ),
@@ -341,16 +341,16 @@ MUTANTS = (
     ),
     Mutant(
         "early destination stays",
-        ABSENT,
-        "early = self.early.pop(transfer, None)",
-        "early = self.early.get(transfer)",
+        TOMBSTONES,
+        "parked = self.parked.pop(transfer, None)",
+        "parked = self.parked.get(transfer)",
         "a parked destination is used and kept",
     ),
     Mutant(
         "early destination outlives its session",
-        ABSENT,
-        "            self._end_early(transfer, self._record(error, transfer, name), now)",
-        "            self.early[transfer] = self.early[transfer]",
+        TOMBSTONES,
+        "            self._end_parked(transfer, self._record(error, transfer, name), now)",
+        "            self.parked[transfer] = self.parked[transfer]",
         "a destination of a lost peer is obeyed later",
     ),
     Mutant(
@@ -362,7 +362,7 @@ MUTANTS = (
     ),
     Mutant(
         "opened after its end",
-        ABSENT,
+        TOMBSTONES,
         "        if ended is None:\n            return False\n        ended.opened = True",
         "        if ended is None or not ended.opened:\n            return False\n        ended.opened = True",
         "a half whose peer has given up waits for it",
@@ -677,7 +677,7 @@ MUTANTS = (
     Mutant(
         "a lost session is no event",
         MANAGER,
-        "            dialer.lost()\n        self._handle(api.PeerDown(incarnation, error.info))",
+        "            dialer.lost()\n        self._handle(events.PeerDown(incarnation, error.info))",
         "            dialer.lost()",
         "hand-offs of an ended session go on waiting",
     ),
@@ -691,15 +691,15 @@ MUTANTS = (
     Mutant(
         "no timer for deadlines",
         MANAGER,
-        "        self._timer = None\n        self._handle(api.Tick())",
+        "        self._timer = None\n        self._handle(events.Tick())",
         "        self._timer = None",
         "the exchange never hears of the time",
     ),
     Mutant(
         "a dead process is not reported",
         MANAGER,
-        "            self._handle(api.PeerDown(incarnation, event.error.info, dead=event.proven))",
-        "            self._handle(api.PeerDown(incarnation, event.error.info, dead=False))",
+        "            self._handle(events.PeerDown(incarnation, event.error.info, dead=event.proven))",
+        "            self._handle(events.PeerDown(incarnation, event.error.info, dead=False))",
         "the kernel's word that nothing can land any more is thrown away",
     ),
     Mutant(

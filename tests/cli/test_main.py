@@ -35,6 +35,11 @@ def test_the_stable_flags_exist(command: str) -> None:
     assert [f for f in CONTRACT[command].split() if f"--{f}" not in words] == []
 
 
+@pytest.mark.parametrize("command", ["serve", "prefill", "decode"])
+def test_a_flag_is_also_known_under_its_old_name(command: str) -> None:
+    assert parser()[1][command].parse_args(["--integrity", "off"]).kv_checksum == "off"
+
+
 @pytest.mark.parametrize("command", sorted(parser()[1]))
 def test_help_has_an_example_and_status_0(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -15,7 +15,7 @@ from segue.conn.manager import FENCE_AGAIN_S, KVManager
 from segue.conn.peers import PathSpeed, Peer
 from segue.core.errors import ErrorCode, Internal, OutOfCapacity
 from segue.core.types import Incarnation, KVPoll, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Abort
 from segue.layout.content import Content
 from segue.transport.memory import allocate
@@ -73,7 +73,7 @@ class Rig:
         info = self.manager.info
         self.manager._peers[PREFILL] = Peer(self.line, info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
         self.manager._transports.choose(PREFILL, "fake", ())
-        self.manager._handle(api.PeerUp(PREFILL, info, "fake"))
+        self.manager._handle(events.PeerUp(PREFILL, info, "fake"))
         self.one, self.other = self.opened(5), self.opened(6)
         self.changes.clear()
 
@@ -96,23 +96,23 @@ class Rig:
             raise RuntimeError("a bug")
         self.changes.append(change)
 
-    def handle(self, *effects: api.Effect) -> None:
+    def handle(self, *effects: events.Effect) -> None:
         """Something happens that has these effects."""
         exchange: Any = self.manager.exchange
         normal = exchange.handle
 
-        def once(event: api.Event, now: float) -> list[api.Effect]:
+        def once(event: events.Event, now: float) -> list[events.Effect]:
             exchange.handle = normal
             return list(effects)
 
         exchange.handle = once
-        self.manager._handle(api.Tick())
+        self.manager._handle(events.Tick())
 
     def of(self, transfer: TransferId, kind: type[Any]) -> list[Any]:
         return [change for change in self.changes if change.transfer == transfer and type(change) is kind]
 
 
-def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> api.Effect:
+def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events.Effect:
     """An effect of the first hand-off whose carrying out raises once."""
 
     def bug(*_: object) -> None:
@@ -123,28 +123,28 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> api.Ef
     match kind.__name__:
         case "Send":
             rig.line.breaks = one
-            return api.Send(PREFILL, Abort(one))
+            return events.Send(PREFILL, Abort(one))
         case "PostWrite":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
-            return api.PostWrite(one, 1, 1, 0, 0, ())
+            return events.PostWrite(one, 1, 1, 0, 0, ())
         case "Grant":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
-            return api.Grant(one, 1, (0,))
+            return events.Grant(one, 1, (0,))
         case "Fence":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
-            return api.Fence(one, 1)
-        case "Digest":
+            return events.Fence(one, 1)
+        case "ComputeChecksum":
             monkeypatch.setattr(rig.manager._digester, "submit", bug)
-            return api.Digest(one, 1, 0, Content((), ()))
+            return events.ComputeChecksum(one, 1, 0, Content((), ()))
         case "Phase":
             rig.breaks_change = kind
-            return api.Phase(one, KVPoll.TRANSFERRING)
+            return events.Phase(one, KVPoll.TRANSFERRING)
         case "Release":
             rig.breaks_change = kind
-            return api.Release(one)
+            return events.Release(one)
         case "Quarantined":
             rig.breaks_change = kind
-            return api.Quarantined(one, 1)
+            return events.Quarantined(one, 1)
         case _:
             raise AssertionError(f"no way to break {kind.__name__} yet")
 
@@ -157,7 +157,7 @@ def rig() -> Iterator[Rig]:
     made.memory.close()
 
 
-@pytest.mark.parametrize("kind", get_args(api.Effect), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", get_args(events.Effect), ids=lambda kind: kind.__name__)
 def test_a_bug_in_one_effect_costs_no_other_hand_off_an_effect_or_its_deadline(
     rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,20 +166,20 @@ def test_a_bug_in_one_effect_costs_no_other_hand_off_an_effect_or_its_deadline(
     before.cancel()
     rig.manager._timer = None
     effect = broken(rig, kind, monkeypatch)
-    rig.handle(effect, api.Send(PREFILL, Abort(rig.other)), api.Release(rig.other))
+    rig.handle(effect, events.Send(PREFILL, Abort(rig.other)), events.Release(rig.other))
     assert [message.transfer for message in rig.line.sent][-1:] == [rig.other]
-    assert rig.of(rig.other, api.Release), "a later effect was dropped"
+    assert rig.of(rig.other, events.Release), "a later effect was dropped"
     assert rig.manager._timer is not None, "time stands still"
     rig.line.breaks = None
     for _ in range(4):
         rig.turn()
-    assert not rig.of(rig.other, api.Phase), "another hand-off felt it"
-    ends = [phase for phase in rig.of(rig.one, api.Phase) if phase.phase is KVPoll.FAILED]
-    if kind is api.Fence or kind is api.Digest:
+    assert not rig.of(rig.other, events.Phase), "another hand-off felt it"
+    ends = [phase for phase in rig.of(rig.one, events.Phase) if phase.phase is KVPoll.FAILED]
+    if kind is events.Fence or kind is events.ComputeChecksum:
         return  # what these are answered is the next tests'
     assert [end.error.code for end in ends] == [ErrorCode.INTERNAL]
     # A peer may still write into its pages: they are kept until the fence says otherwise.
-    assert rig.of(rig.one, api.Quarantined)
+    assert rig.of(rig.one, events.Quarantined)
 
 
 def test_a_documented_refusal_of_the_transport_keeps_its_code(
@@ -190,22 +190,22 @@ def test_a_documented_refusal_of_the_transport_keeps_its_code(
         raise OutOfCapacity("too many grants")
 
     monkeypatch.setattr(rig.manager._transports, "move", full)
-    rig.handle(api.Grant(rig.one, 1, (0,)))
+    rig.handle(events.Grant(rig.one, 1, (0,)))
     for _ in range(4):
         rig.turn()
-    ends = [phase for phase in rig.of(rig.one, api.Phase) if phase.phase is KVPoll.FAILED]
+    ends = [phase for phase in rig.of(rig.one, events.Phase) if phase.phase is KVPoll.FAILED]
     assert [end.error.code for end in ends] == [ErrorCode.OUT_OF_CAPACITY]
 
 
 def test_a_checksum_that_cannot_be_asked_for_is_answered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[api.Event] = []
-    effect = broken(rig, api.Digest, monkeypatch)
+    heard: list[events.Event] = []
+    effect = broken(rig, events.ComputeChecksum, monkeypatch)
     rig.handle(effect)
     normal = rig.manager.exchange.handle
     rig.manager.exchange.handle = lambda event, now: heard.append(event) or normal(event, now)  # type: ignore[method-assign, func-returns-value]
     for _ in range(3):
         rig.turn()
-    [answer] = [event for event in heard if isinstance(event, api.Digested)]
+    [answer] = [event for event in heard if isinstance(event, events.ChecksumReady)]
     assert (answer.transfer, answer.tag) == (rig.one, 1)
     assert answer.error is not None
     assert answer.error.code is ErrorCode.INTERNAL
@@ -215,7 +215,7 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later: list[tuple[float, Any, tuple[Any, ...]]] = []
-    effect = broken(rig, api.Fence, monkeypatch)
+    effect = broken(rig, events.Fence, monkeypatch)
     loop: Any = rig.manager.io.loop
     normal = loop.call_later
     loop.call_later = lambda delay, call, *args: (
@@ -224,7 +224,7 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     rig.handle(effect)
     [(delay, call, args)] = [item for item in later if item[2][:1] == (effect,)]
     assert delay == FENCE_AGAIN_S
-    moved: list[api.Effect] = []
+    moved: list[events.Effect] = []
     rig.manager._transports.move = moved.append  # type: ignore[method-assign, assignment]
     call(*args)
     assert moved == [effect]
@@ -251,14 +251,14 @@ def test_a_bug_while_a_session_s_end_is_handled_leaves_nobody_undialled(rig: Rig
 
 def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined(rig: Rig) -> None:
     twice = msgspec.structs.replace(rig.manager.info, dp_rank=3)
-    rig.manager._handle(api.PeerUp(PREFILL, twice, "fake"))
+    rig.manager._handle(events.PeerUp(PREFILL, twice, "fake"))
     assert "DP ranks" in str(rig.line.sent[-1])
 
 
 def test_a_last_word_that_was_not_sent_ends_the_session_so_that_the_peer_asks_again(rig: Rig) -> None:
     over = TransferId(99, 0, PREFILL, rig.manager.config.incarnation)
     rig.line.breaks = over
-    rig.handle(api.Send(PREFILL, Abort(over)))
+    rig.handle(events.Send(PREFILL, Abort(over)))
     assert [type(said) for said in rig.line.sent[-1:]] == [Internal]
 
 

@@ -9,7 +9,7 @@ from segue.conn.manager import KVManager
 from segue.core.errors import ErrorCode, Internal
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, KVPoll, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import allocate
 
@@ -30,10 +30,10 @@ def test_a_refused_hand_off_is_reported_and_forgotten(role: Role, reason: str) -
         ids = (config.incarnation, other) if role is Role.PREFILL else (other, config.incarnation)
         first = TransferId(5, 0, *ids)
         second = TransferId(6, 0, *ids) if reason == "too many" else first
-        open_half = api.OpenSender if role is Role.PREFILL else api.OpenReceiver
+        open_half = events.OpenSender if role is Role.PREFILL else events.OpenReceiver
         manager._handle(open_half(first, 4, manager.clock.now() + 60))
         if reason == "used before":
-            manager._handle(api.AbortTransfer(first, Internal("ended").info))
+            manager._handle(events.AbortTransfer(first, Internal("ended").info))
         changes.clear()
         handle = manager.sender(second) if role is Role.PREFILL else manager.receiver(second)
         manager._handle(open_half(second, 4, manager.clock.now() + 60))
@@ -41,7 +41,7 @@ def test_a_refused_hand_off_is_reported_and_forgotten(role: Role, reason: str) -
         assert handle.error is not None
         assert handle.error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.OUT_OF_CAPACITY)
         assert handle.released
-        assert [type(c) for c in changes] == [api.Phase, api.Release]
+        assert [type(c) for c in changes] == [events.Phase, events.Release]
         handle.clear()
         assert manager.sizes()["handles"] == 0
     finally:
@@ -52,4 +52,4 @@ def test_a_refused_hand_off_is_reported_and_forgotten(role: Role, reason: str) -
 def test_only_opening_can_be_refused() -> None:
     transfer = TransferId(5, 0, Incarnation("a" * 32), Incarnation("d" * 32))
     with pytest.raises(Internal, match="a bug"):
-        api.refusal(api.AbortTransfer(transfer, Internal("x").info), Internal("a bug").info)
+        events.refusal(events.AbortTransfer(transfer, Internal("x").info), Internal("a bug").info)

@@ -13,7 +13,7 @@ from segue.conn.transports import Transports, incarnation_of
 from segue.core.errors import TransferFailed
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role, TransferId, new_incarnation
-from segue.handoff import api
+from segue.handoff import events
 from segue.transport.base import Endpoint
 from segue.transport.memory import allocate
 
@@ -73,8 +73,8 @@ def test_an_effect_goes_to_the_transport_of_its_peer_by_the_name_of_its_rank() -
     near, far = new_incarnation(), new_incarnation()
     made.transports.choose(near, "shm", {near})
     made.transports.choose(far, "tcp", {near, far})
-    made.transports.move(api.PostWrite(made.transfer(near), 7, 1, 0, 2, ()))
-    made.transports.move(api.Fence(made.transfer(far), 8))
+    made.transports.move(events.PostWrite(made.transfer(near), 7, 1, 0, 2, ()))
+    made.transports.move(events.Fence(made.transfer(far), 8))
     assert made.made["shm"].asked == [("write", f"{near}/2", 7, 1)]
     assert made.made["tcp"].asked == [("fence", f"{far}/0", 8)]
     assert made.made["shm"].options["me"] == f"{made.config.incarnation}/0"
@@ -87,7 +87,7 @@ def test_an_effect_goes_to_the_transport_of_its_peer_by_the_name_of_its_rank() -
 def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
     made, peer = Made(Role.DECODE), new_incarnation()
     made.transports.choose(peer, "tcp", {peer})
-    made.transports.move(api.Grant(made.transfer(peer), 7, (3, 1)))
+    made.transports.move(events.Grant(made.transfer(peer), 7, (3, 1)))
     ((what, name, epoch, area),) = made.made["tcp"].asked
     assert (what, name, epoch) == ("grant", f"{peer}/0", 7)
     pool = made.config.spec
@@ -115,11 +115,11 @@ def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role)
         made.transports.choose(other, "shm", {stays, other})
     # A fence may come after its session, so the last ones that left are still known.
     for known in (stays, *others[-(PEERS - 1) :]):
-        made.transports.move(api.Fence(made.transfer(known), 1))
+        made.transports.move(events.Fence(made.transfer(known), 1))
     assert [ask[1] for ask in made.made["tcp"].asked] == [f"{stays}/0"]
     assert len(made.made["shm"].asked) == PEERS - 1
     with pytest.raises(KeyError):
-        made.transports.move(api.Fence(made.transfer(others[0]), 1))
+        made.transports.move(events.Fence(made.transfer(others[0]), 1))
     made.memory.close()
 
 

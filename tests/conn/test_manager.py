@@ -20,7 +20,7 @@ from segue.conn.manager import KVManager
 from segue.core.errors import AbortedByClient, ErrorCode
 from segue.core.limits import Limits
 from segue.core.types import KVPoll, Role, Span, TransferId, new_room
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import Memory, allocate
@@ -57,7 +57,7 @@ class Side:
     def wait_release(self, transfer: TransferId) -> None:
         while True:
             change = self.changes.get(timeout=10)
-            if isinstance(change, api.Release) and change.transfer == transfer:
+            if isinstance(change, events.Release) and change.transfer == transfer:
                 return
 
     def close(self) -> None:
@@ -181,9 +181,9 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
         refused = threading.Event()
         exchange, handle = prefill.manager.exchange, prefill.manager.exchange.handle
 
-        def watched(event: api.Event, now: float) -> list[api.Effect]:
+        def watched(event: events.Event, now: float) -> list[events.Effect]:
             effects = handle(event, now)
-            if isinstance(event, api.WriteBroken) and event.refused:
+            if isinstance(event, events.WriteBroken) and event.refused:
                 refused.set()
             return effects
 
@@ -191,7 +191,7 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
 
         def refuse() -> None:
             epoch = decode.manager.exchange._machines[transfer].epoch
-            decode.manager._move(api.Fence(transfer, epoch))
+            decode.manager._move(events.Fence(transfer, epoch))
 
         # What the abort does last comes first here, as it does when its words are slow.
         ended = threading.Event()
@@ -456,7 +456,7 @@ def test_a_deadline_that_is_due_already_disturbs_no_event_that_comes_before_its_
     behind it were lost, and their hand-off ended by its deadline only."""
     with sides() as (prefill, _):
         manager = prefill.manager
-        ticks: list[api.Event] = []
+        ticks: list[events.Event] = []
         handle, next_deadline = manager._handle, manager.exchange.next_deadline
 
         def twice() -> None:
@@ -469,7 +469,7 @@ def test_a_deadline_that_is_due_already_disturbs_no_event_that_comes_before_its_
         on_io(prefill, twice)
         on_io(prefill, lambda: None)
         manager._handle, manager.exchange.next_deadline = handle, next_deadline  # type: ignore[method-assign]
-        assert [event for event in ticks if isinstance(event, api.Tick)] == [api.Tick()]
+        assert [event for event in ticks if isinstance(event, events.Tick)] == [events.Tick()]
 
 
 def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand_off() -> None:
@@ -480,9 +480,9 @@ def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand
         seen: list[type] = []
         handle = prefill.manager.exchange.handle
 
-        def broken(event: api.Event, now: float) -> list[api.Effect]:
+        def broken(event: events.Event, now: float) -> list[events.Effect]:
             seen.append(type(event))
-            if isinstance(event, api.SendChunk):
+            if isinstance(event, events.SendChunk):
                 raise KeyError("a bug")
             return handle(event, now)
 
@@ -490,7 +490,7 @@ def test_a_bug_on_one_event_loses_none_of_those_posted_with_it_and_ends_its_hand
         sender.send(Span(0, 8), range(PAGES), Metadata(transfer=transfer, prompt_tokens=8, first_token=1))
         prefill.wait_release(transfer)
         decode.wait_release(transfer)
-        assert seen[:2] == [api.SendChunk, api.SendMetadata]
+        assert seen[:2] == [events.SendChunk, events.SendMetadata]
         for side in (sender, receiver):
             assert side.error is not None
             assert side.error.code is ErrorCode.INTERNAL

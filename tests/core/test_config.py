@@ -51,6 +51,13 @@ def test_flag_beats_variable_beats_own_table_beats_shared_entry() -> None:
     assert config.engine.page_tokens == 32
 
 
+def test_a_setting_is_also_read_under_its_old_name() -> None:
+    assert serve("integrity = 'off'").kv_checksum == "off"
+    assert serve("[serve]\nintegrity = 'off'").kv_checksum == "off"
+    assert serve(environ={"SEGUE_INTEGRITY": "off"}).kv_checksum == "off"
+    assert serve(environ={"SEGUE_INTEGRITY": "off", "SEGUE_KV_CHECKSUM": "sampled"}).kv_checksum == "sampled"
+
+
 def test_values_have_their_types_from_every_source() -> None:
     config = serve("kv-gib = 2\nunified = true", {"SEGUE_THREADS_PER_WORKER": "3"}, drain_s="1.5")
     assert (config.engine.kv_gib, config.unified) == (2.0, True)

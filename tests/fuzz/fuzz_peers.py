@@ -17,7 +17,7 @@ from segue.core.limits import Limits
 from segue.core.request import Grammar, Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
 from segue.core.types import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
 from segue.engine.pages import PagePool
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import (
     PROTOCOL_VERSION,
@@ -112,16 +112,20 @@ def _message_seeds() -> list[bytes]:
 @cache
 def _destination() -> HandoffMessage:
     """The real one: what a decode exchange sends."""
-    effects = _exchange(Role.DECODE, P).handle(api.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
-    return next(e.message for e in effects if isinstance(e, api.Send) and isinstance(e.message, Destination))
+    effects = _exchange(Role.DECODE, P).handle(events.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    return next(
+        e.message for e in effects if isinstance(e, events.Send) and isinstance(e.message, Destination)
+    )
 
 
 def _exchange(role: Role, peer: Incarnation) -> Exchange:
     me = P if role is Role.PREFILL else D
     exchange = Exchange(role, me, f"{role.value} x", Limits(), info(), "fake")
-    exchange.handle(api.PeerUp(peer, info(), "fake"), 0.0)
-    opened: api.Event = (
-        api.OpenSender(TRANSFER, 10, 50.0) if role is Role.PREFILL else api.OpenReceiver(TRANSFER, 10, 50.0)
+    exchange.handle(events.PeerUp(peer, info(), "fake"), 0.0)
+    opened: events.Event = (
+        events.OpenSender(TRANSFER, 10, 50.0)
+        if role is Role.PREFILL
+        else events.OpenReceiver(TRANSFER, 10, 50.0)
     )
     exchange.handle(opened, 0.0)
     return exchange
@@ -129,13 +133,13 @@ def _exchange(role: Role, peer: Incarnation) -> Exchange:
 
 def _prefill(data: bytes) -> str:
     exchange = _exchange(Role.PREFILL, D)
-    exchange.handle(api.Received(D, _destination()), 0.1)
+    exchange.handle(events.Received(D, _destination()), 0.1)
     return _deliver(exchange, D, data)
 
 
 def _decode(data: bytes) -> str:
     exchange = _exchange(Role.DECODE, P)
-    exchange.handle(api.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    exchange.handle(events.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
     return _deliver(exchange, P, data)
 
 
@@ -148,11 +152,11 @@ def _deliver(exchange: Exchange, peer: Incarnation, data: bytes) -> str:
         except DECODE_ERRORS as error:
             told.append(f"undecodable {str(error)[:30]}")
             continue
-        effects = exchange.handle(api.Received(peer, message), 0.2)
+        effects = exchange.handle(events.Received(peer, message), 0.2)
         exchange.check_integrity()
         told.append(" ".join([type(message).__name__, *(type(e).__name__ for e in effects)]))
     assert exchange.counters["internal_errors"] == 0, "a peer's message hit a bug"
-    for effects_of in (api.PeerDown(peer, BROKEN), api.Tick()):
+    for effects_of in (events.PeerDown(peer, BROKEN), events.Tick()):
         exchange.handle(effects_of, 60.0)
     exchange.check_integrity()
     return " | ".join(told)

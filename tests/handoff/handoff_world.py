@@ -16,8 +16,8 @@ import numpy as np
 
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Integrity, KVPoll, Role, Span, TransferId
-from segue.handoff import api
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, Role, Span, TransferId
+from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
 from segue.layout.content import checksum
@@ -68,7 +68,7 @@ class Job:
 class Write:
     """One write in flight. `landed` before `finished`: the bytes are there, nobody knows yet."""
 
-    effect: api.PostWrite
+    effect: events.PostWrite
     by: Incarnation
     landed: bool = False
     cut: bool = False
@@ -84,15 +84,15 @@ class Node:
         self.spec = pool_spec(pages, page_tokens)
         self.info = leader(self.spec)
         name = f"{role} {me[:8]} dp0"
-        self.exchange = Exchange(role, self.me, name, limits, self.info, "fake", world.integrity)
+        self.exchange = Exchange(role, self.me, name, limits, self.info, "fake", world.kv_checksum)
         self.jobs: dict[TransferId, Job] = {}
         self.free = set(range(pages))
         self.owner: dict[int, TransferId] = {}
         self.memory = np.full(self.spec.nbytes // 8, POISON, np.int64)
-        self.local: list[api.Event] = []
+        self.local: list[events.Event] = []
         self.epochs: dict[int, bool] = {}
-        self.fences: list[api.Fence] = []
-        self.digests: list[api.Digest] = []
+        self.fences: list[events.Fence] = []
+        self.checksums: list[events.ComputeChecksum] = []
 
     def take(self, job: Job, count: int, rng: random.Random) -> bool:
         if len(self.free) < count:
@@ -139,9 +139,9 @@ class World:
         one_sided: bool = False,
         page_tokens: tuple[int, int] = (4, 4),
         limits: Limits | None = None,
-        integrity: Integrity = Integrity.OFF,
+        kv_checksum: ChecksumMode = ChecksumMode.OFF,
     ) -> None:
-        self.integrity = integrity
+        self.kv_checksum = kv_checksum
         self.flipped: set[TransferId] = set()
         self.rng = random.Random(seed)
         self.one_sided = one_sided
@@ -151,11 +151,11 @@ class World:
         self.rooms = 0
         self.births = 0
         self.up = False
-        self.notices: list[tuple[Node, api.PeerDown]] = []
+        self.notices: list[tuple[Node, events.PeerDown]] = []
         self.queues: dict[Role, deque[tuple[Incarnation, HandoffMessage]]] = {}
         self.writes: list[Write] = []
         self.log: list[tuple[str, object]] = []
-        self.fault: Callable[[Node, api.Event], None] | None = None
+        self.fault: Callable[[Node, events.Event], None] | None = None
         self.prefill = self.born(Role.PREFILL)
         self.decode = self.born(Role.DECODE)
         self.dead: list[Node] = []
@@ -179,20 +179,20 @@ class World:
 
     # ---- events and effects --------------------------------------------------------------------
 
-    def tell(self, node: Node, event: api.Event) -> list[api.Effect]:
+    def tell(self, node: Node, event: events.Event) -> list[events.Effect]:
         before = {t: node.exchange.phase(t) for t in node.jobs}
         effects = node.exchange.handle(event, self.now)
         self.log.append((node.role.value, event))
         for effect in effects:
             self.log.append((f"  {node.role.value}", effect))
             self._carry_out(node, effect)
-        if isinstance(event, api.PeerDown):
+        if isinstance(event, events.PeerDown):
             self._check_peer_down(node, event, before)
         self.check()
         return effects
 
     def _check_peer_down(
-        self, node: Node, event: api.PeerDown, before: dict[TransferId, KVPoll | None]
+        self, node: Node, event: events.PeerDown, before: dict[TransferId, KVPoll | None]
     ) -> None:
         for transfer, phase in before.items():
             bound = (transfer.decode if node.role is Role.PREFILL else transfer.prefill) == event.peer
@@ -202,40 +202,40 @@ class World:
             elif phase is not None:
                 assert after is phase, "a peer's end changed another transfer"
 
-    def _carry_out(self, node: Node, effect: api.Effect) -> None:
+    def _carry_out(self, node: Node, effect: events.Effect) -> None:
         match effect:
-            case api.Send():
+            case events.Send():
                 other = self.other(node)
                 if self.up and effect.peer == other.me:
                     self.queues[other.role].append((node.me, effect.message))
-            case api.PostWrite():
+            case events.PostWrite():
                 assert node.jobs[effect.transfer].phases[-1] is KVPoll.TRANSFERRING
                 self.writes.append(Write(effect, node.me))
-            case api.Digest():
-                node.digests.append(effect)
-            case api.Grant():
+            case events.ComputeChecksum():
+                node.checksums.append(effect)
+            case events.Grant():
                 assert effect.epoch not in node.epochs, "an epoch was used twice"
                 assert effect.epoch != 0
                 node.epochs[effect.epoch] = True
-            case api.Fence():
+            case events.Fence():
                 node.epochs[effect.epoch] = False
                 node.fences.append(effect)
-            case api.Phase():
+            case events.Phase():
                 self._phase(node, effect)
-            case api.Release():
+            case events.Release():
                 job = node.jobs[effect.transfer]
                 job.releases += 1
                 assert job.releases == 1, "released twice"
                 assert job.phases[-1].terminal, "released before its end"
                 node.give_back(job)
-            case api.Quarantined():
+            case events.Quarantined():
                 job = node.jobs[effect.transfer]
                 job.quarantined += 1
                 assert effect.pages == len(job.pages)
                 assert job.quarantined == 1
                 assert job.releases == 0
 
-    def _phase(self, node: Node, effect: api.Phase) -> None:
+    def _phase(self, node: Node, effect: events.Phase) -> None:
         job = node.jobs[effect.transfer]
         if job.phases:
             assert not job.phases[-1].terminal, "a phase after the last one"
@@ -278,7 +278,7 @@ class World:
         if node.me != transfer.prefill or not node.take(job, -(-prompt // node.spec.page_tokens), self.rng):
             return None
         node.jobs[transfer] = job
-        self.tell(node, api.OpenSender(transfer, prompt, self.now + budget_s))
+        self.tell(node, events.OpenSender(transfer, prompt, self.now + budget_s))
         return job
 
     def open_receiver(
@@ -289,7 +289,7 @@ class World:
             return None
         job = Job(transfer, prompt, prefix)
         node.jobs[transfer] = job
-        self.tell(node, api.OpenReceiver(transfer, prompt, self.now + budget_s))
+        self.tell(node, events.OpenReceiver(transfer, prompt, self.now + budget_s))
         return job
 
     def publish(self, job: Job) -> bool:
@@ -301,7 +301,7 @@ class World:
         if not node.take(job, -(-job.prompt // size) - job.prefix // size, self.rng):
             return False
         job.published = True
-        self.tell(node, api.Publish(job.transfer, tuple(job.pages), job.prefix))
+        self.tell(node, events.Publish(job.transfer, tuple(job.pages), job.prefix))
         return True
 
     def send_chunk(self, job: Job, tokens: int) -> bool:
@@ -314,7 +314,7 @@ class World:
             for index, value in node.at(job, token, 0):
                 node.memory[index] = value
         job.sent = span.end
-        self.tell(node, api.SendChunk(job.transfer, span, tuple(job.pages)))
+        self.tell(node, events.SendChunk(job.transfer, span, tuple(job.pages)))
         return True
 
     def send_metadata(self, job: Job) -> bool:
@@ -322,11 +322,11 @@ class World:
             return False
         job.metadata_sent = True
         metadata = Metadata(transfer=job.transfer, prompt_tokens=job.prompt, first_token=job.transfer.room)
-        self.tell(self.prefill, api.SendMetadata(job.transfer, metadata))
+        self.tell(self.prefill, events.SendMetadata(job.transfer, metadata))
         return True
 
     def abort(self, node: Node, job: Job) -> None:
-        self.tell(node, api.AbortTransfer(job.transfer, AbortedByClient("client left").info))
+        self.tell(node, events.AbortTransfer(job.transfer, AbortedByClient("client left").info))
 
     # ---- network -------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class World:
         peer, message = queue.popleft()
         if times > 1:
             queue.insert(self.rng.randint(0, len(queue)), (peer, message))
-        self.tell(node, api.Received(peer, message))
+        self.tell(node, events.Received(peer, message))
         return True
 
     def connect(self) -> bool:
@@ -349,7 +349,7 @@ class World:
         self.up = True
         for node in self.nodes():
             other = self.other(node)
-            self.tell(node, api.PeerUp(other.me, other.info))
+            self.tell(node, events.PeerUp(other.me, other.info))
         return True
 
     def cut(self) -> bool:
@@ -359,7 +359,7 @@ class World:
         self.up = False
         self._clear_queues()
         for node in self.nodes():
-            self.notices.append((node, api.PeerDown(self.other(node).me, PeerLost("cut").info)))
+            self.notices.append((node, events.PeerDown(self.other(node).me, PeerLost("cut").info)))
         return True
 
     def notice(self, index: int = 0) -> bool:
@@ -381,7 +381,7 @@ class World:
             self.decode = self.born(role)
         survivor = self.other(self.prefill if role is Role.PREFILL else self.decode)
         self.notices = [n for n in self.notices if n[0] is not old]
-        self.notices.append((survivor, api.PeerDown(old.me, PeerLost("dead").info, dead=True)))
+        self.notices.append((survivor, events.PeerDown(old.me, PeerLost("dead").info, dead=True)))
         for write in list(self.writes):
             if write.by == old.me:
                 self.writes.remove(write)
@@ -429,9 +429,9 @@ class World:
         transfer, tag = write.effect.transfer, write.effect.tag
         if write.cut:
             error = TransferFailed("cut by the fence").info
-            self.tell(self.prefill, api.WriteBroken(transfer, tag, error, refused=True))
+            self.tell(self.prefill, events.WriteBroken(transfer, tag, error, refused=True))
         else:
-            self.tell(self.prefill, api.WriteLanded(transfer, tag, 0.1))
+            self.tell(self.prefill, events.WriteLanded(transfer, tag, 0.1))
         return True
 
     def answer_fence(self, node: Node, index: int = 0) -> bool:
@@ -447,33 +447,33 @@ class World:
         fence = ready[index % len(ready)]
         node.fences.remove(fence)
         proven = node.role is Role.PREFILL or not self.one_sided
-        self.tell(node, api.FenceDone(fence.transfer, proven))
+        self.tell(node, events.FenceDone(fence.transfer, proven))
         return True
 
-    def answer_digest(self, node: Node, index: int = 0) -> bool:
-        """The bytes of a digest are read now, and its answer is told."""
-        if not node.digests:
+    def answer_checksum(self, node: Node, index: int = 0) -> bool:
+        """The bytes of a chunk are read now, and its answer is told."""
+        if not node.checksums:
             return False
-        digest = node.digests.pop(index % len(node.digests))
-        for slot, tokens in digest.content.runs:
+        asked = node.checksums.pop(index % len(node.checksums))
+        for slot, tokens in asked.content.runs:
             for at in range(slot, slot + tokens):
                 owner = node.owner.get(at // node.spec.page_tokens)
-                assert owner == digest.transfer, "read for a checksum after the lease had ended"
-        found = checksum(memoryview(node.memory).cast("B"), digest.content)
-        self.tell(node, api.Digested(digest.transfer, digest.tag, found))
+                assert owner == asked.transfer, "read for a checksum after the lease had ended"
+        found = checksum(memoryview(node.memory).cast("B"), asked.content)
+        self.tell(node, events.ChecksumReady(asked.transfer, asked.tag, found))
         return True
 
     def flip(self, index: int = 0) -> bool:
         """One bit changes in bytes that have landed and are about to be verified."""
-        digests = self.decode.digests
-        if not digests:
+        checksums = self.decode.checksums
+        if not checksums:
             return False
-        digest = digests[index % len(digests)]
-        rows = list(digest.content.rows())
+        asked = checksums[index % len(checksums)]
+        rows = list(asked.content.rows())
         row = self.rng.choice(rows)
         at = row.offset + self.rng.randrange(row.row_bytes)
         self.decode.memory.view(np.uint8)[at] ^= 1 << self.rng.randrange(8)
-        self.flipped.add(digest.transfer)
+        self.flipped.add(asked.transfer)
         return True
 
     # ---- time and rest -------------------------------------------------------------------------
@@ -483,7 +483,7 @@ class World:
         for node in self.nodes():
             due = node.exchange.next_deadline()
             if due is not None and due <= self.now:
-                self.tell(node, api.Tick())
+                self.tell(node, events.Tick())
             due = node.exchange.next_deadline()
             assert due is None or due > self.now
 
@@ -496,8 +496,8 @@ class World:
             lambda: self.finish(self.rng.randrange(8)),
             lambda: self.answer_fence(self.prefill),
             lambda: self.answer_fence(self.decode),
-            lambda: self.answer_digest(self.prefill, self.rng.randrange(8)),
-            lambda: self.answer_digest(self.decode, self.rng.randrange(8)),
+            lambda: self.answer_checksum(self.prefill, self.rng.randrange(8)),
+            lambda: self.answer_checksum(self.decode, self.rng.randrange(8)),
             self.notice,
         ]
         moved = True

@@ -10,7 +10,7 @@ import pytest
 from segue.core.errors import Internal, PeerLost
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, Drained, LeaderInfo
 from segue.layout.spec import KVShape, PoolSpec
@@ -47,11 +47,11 @@ def break_once(exchange: Exchange) -> None:
 
 def quarantined_receiver() -> Exchange:
     exchange = Exchange(Role.DECODE, D, "decode", Limits(), INFO)
-    exchange.handle(api.PeerUp(P, INFO, "fake"), 0.0)
-    exchange.handle(api.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
-    exchange.handle(api.Publish(TRANSFER, (0,), 0), 0.0)
-    exchange.handle(api.AbortTransfer(TRANSFER, Internal("x").info), 0.0)
-    exchange.handle(api.FenceDone(TRANSFER, False), 0.0)
+    exchange.handle(events.PeerUp(P, INFO, "fake"), 0.0)
+    exchange.handle(events.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
+    exchange.handle(events.Publish(TRANSFER, (0,), 0), 0.0)
+    exchange.handle(events.AbortTransfer(TRANSFER, Internal("x").info), 0.0)
+    exchange.handle(events.FenceDone(TRANSFER, False), 0.0)
     assert exchange.quarantined_pages() == 1
     return exchange
 
@@ -59,29 +59,29 @@ def quarantined_receiver() -> Exchange:
 @pytest.mark.parametrize(
     "proof",
     [
-        api.FenceDone(TRANSFER, True),
-        api.Received(P, Drained(TRANSFER)),
-        api.PeerDown(P, PeerLost("dead").info, dead=True),
+        events.FenceDone(TRANSFER, True),
+        events.Received(P, Drained(TRANSFER)),
+        events.PeerDown(P, PeerLost("dead").info, dead=True),
     ],
     ids=["fence", "drained", "death"],
 )
-def test_a_proof_whose_handler_broke_still_ends_the_quarantine(proof: api.Event) -> None:
+def test_a_proof_whose_handler_broke_still_ends_the_quarantine(proof: events.Event) -> None:
     exchange = quarantined_receiver()
     break_once(exchange)
     effects = exchange.handle(proof, 1.0)
-    assert [e for e in effects if isinstance(e, api.Release)] == [api.Release(TRANSFER)]
+    assert [e for e in effects if isinstance(e, events.Release)] == [events.Release(TRANSFER)]
     assert exchange.sizes()["transfers"] == 0
     assert exchange.counters["internal_errors"] == 1
 
 
 def test_the_death_of_a_peer_also_counts_when_its_handler_broke_on_a_live_hand_off() -> None:
     exchange = Exchange(Role.DECODE, D, "decode", Limits(), INFO)
-    exchange.handle(api.PeerUp(P, INFO, "fake"), 0.0)
-    exchange.handle(api.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
-    exchange.handle(api.Publish(TRANSFER, (0,), 0), 0.0)
+    exchange.handle(events.PeerUp(P, INFO, "fake"), 0.0)
+    exchange.handle(events.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
+    exchange.handle(events.Publish(TRANSFER, (0,), 0), 0.0)
     break_once(exchange)
-    effects = exchange.handle(api.PeerDown(P, PeerLost("dead").info, dead=True), 1.0)
-    assert api.Fence(TRANSFER, exchange._machines[TRANSFER].epoch) in effects
-    assert api.Release(TRANSFER) in exchange.handle(api.FenceDone(TRANSFER, False), 1.0)
+    effects = exchange.handle(events.PeerDown(P, PeerLost("dead").info, dead=True), 1.0)
+    assert events.Fence(TRANSFER, exchange._machines[TRANSFER].epoch) in effects
+    assert events.Release(TRANSFER) in exchange.handle(events.FenceDone(TRANSFER, False), 1.0)
     assert exchange.sizes()["transfers"] == 0
     exchange.check_integrity()

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.core.types import TransferId, new_incarnation
-from segue.handoff.machine import Timer
-from segue.handoff.memory import Deadlines
+from segue.handoff.timers import Deadlines, Timer
 
 ONE = TransferId(1, 0, new_incarnation(), new_incarnation())
 STEP = st.one_of(

@@ -8,7 +8,7 @@ from handoff_world import Job, World
 
 from segue.core.errors import AbortedByClient, ErrorCode, InvalidRequest, PeerLost, TransferFailed
 from segue.core.types import KVPoll, Role, Span, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import ChunkPosted, Drained, Failed, HandoffMessage, Metadata
 
 PROMPT = 12
@@ -58,10 +58,10 @@ def test_lesson_04_a_failed_bootstrap_is_not_overwritten_by_a_later_peer() -> No
     w.notice()
     w.notice()
     job = w.open_receiver(w.new_transfer(), PROMPT)
-    w.tell(w.decode, api.PeerDown(w.prefill.me, PeerLost("connection refused").info))
+    w.tell(w.decode, events.PeerDown(w.prefill.me, PeerLost("connection refused").info))
     assert job.phases[-1] is KVPoll.FAILED
     w.connect()
-    w.tell(w.decode, api.Publish(job.transfer, (1, 2, 3), 0))
+    w.tell(w.decode, events.Publish(job.transfer, (1, 2, 3), 0))
     assert job.phases == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
     assert not w.decode.epochs, "nothing may be granted after a failure"
     assert w.decode.exchange.phase(job.transfer) is KVPoll.FAILED
@@ -159,7 +159,7 @@ def test_lesson_10_the_peer_learns_of_a_failure_with_the_next_message(failing: R
     w.send_chunk(s, 5)
     node, job, other = (w.prefill, s, r) if failing is Role.PREFILL else (w.decode, r, s)
     error = TransferFailed("the model crashed").info
-    w.tell(node, api.AbortTransfer(job.transfer, error))
+    w.tell(node, events.AbortTransfer(job.transfer, error))
     w.deliver(w.other(node).role)
     assert other.phases[-1] is KVPoll.FAILED
     assert other.errors == job.errors, "one root cause, carried unchanged"
@@ -175,7 +175,7 @@ def test_lesson_10_even_if_the_other_half_is_opened_later(failing: Role) -> None
         first, node = w.open_sender(transfer, PROMPT), w.prefill
     else:
         first, node = w.open_receiver(transfer, PROMPT), w.decode
-    w.tell(node, api.AbortTransfer(transfer, AbortedByClient("closed").info))
+    w.tell(node, events.AbortTransfer(transfer, AbortedByClient("closed").info))
     w.settle()
     second = (w.open_receiver if failing is Role.PREFILL else w.open_sender)(transfer, PROMPT)
     assert second.phases == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
@@ -213,7 +213,7 @@ def test_lesson_14_metadata_is_one_message_that_names_its_transfer() -> None:
     for s, _ in pairs:
         w.send_chunk(s, PROMPT)
     w.settle()
-    ends = [e for _, e in w.log if isinstance(e, api.Phase) and e.metadata is not None]
+    ends = [e for _, e in w.log if isinstance(e, events.Phase) and e.metadata is not None]
     assert len(ends) == 6
     for end in ends:
         assert end.metadata is not None
@@ -250,7 +250,7 @@ def test_invariant_19_every_single_lost_message_fails_nobody_who_had_finished() 
 def test_lesson_21_samples_that_share_a_room_are_refused_and_an_attempt_is_another_transfer() -> None:
     w = World()
     s, r = pair(w)
-    for node, kind in ((w.prefill, api.OpenSender), (w.decode, api.OpenReceiver)):
+    for node, kind in ((w.prefill, events.OpenSender), (w.decode, events.OpenReceiver)):
         with pytest.raises(InvalidRequest, match="a room of its own"):
             node.exchange.handle(kind(s.transfer, PROMPT, 60.0), w.now)
     retry = TransferId(s.transfer.room, 1, s.transfer.prefill, s.transfer.decode)

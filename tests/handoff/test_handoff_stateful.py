@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from segue.core.errors import ErrorCode
 from segue.core.limits import Limits
-from segue.core.types import Integrity, KVPoll, Role, TransferId
+from segue.core.types import ChecksumMode, KVPoll, Role, TransferId
 
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
 INDEX = st.integers(0, 7)
@@ -30,13 +30,15 @@ class Handoffs(RuleBasedStateMachine):
         sizes=st.sampled_from([(4, 4), (4, 3), (2, 8), (8, 2)]),
         seed=st.integers(0, 1000),
         small=st.booleans(),
-        integrity=st.sampled_from(Integrity),
+        kv_checksum=st.sampled_from(ChecksumMode),
     )
     def start(
-        self, one_sided: bool, sizes: tuple[int, int], seed: int, small: bool, integrity: Integrity
+        self, one_sided: bool, sizes: tuple[int, int], seed: int, small: bool, kv_checksum: ChecksumMode
     ) -> None:
         limits = Limits(max_transfers=4, max_early_destinations=1) if small else Limits()
-        self.world = World(seed, one_sided=one_sided, page_tokens=sizes, limits=limits, integrity=integrity)
+        self.world = World(
+            seed, one_sided=one_sided, page_tokens=sizes, limits=limits, kv_checksum=kv_checksum
+        )
         self.unopened: list[tuple[Role, TransferId, int, int, float]] = []
 
     @rule(prompt=st.integers(1, 20), cached=st.integers(0, 20), budget=st.sampled_from([5.0, 60.0]))
@@ -118,13 +120,13 @@ class Handoffs(RuleBasedStateMachine):
         self.world.answer_fence(self.world.prefill if role is Role.PREFILL else self.world.decode, index)
 
     @rule(role=ROLES, index=INDEX)
-    def digest(self, role: Role, index: int) -> None:
-        self.world.answer_digest(self.world.prefill if role is Role.PREFILL else self.world.decode, index)
+    def checksum(self, role: Role, index: int) -> None:
+        self.world.answer_checksum(self.world.prefill if role is Role.PREFILL else self.world.decode, index)
 
     @rule(index=INDEX)
     def flip(self, index: int) -> None:
         """Where all is covered, nothing is decoded from it: the world compares each success byte by byte."""
-        if self.world.integrity is Integrity.FULL:
+        if self.world.kv_checksum is ChecksumMode.FULL:
             self.world.flip(index)
 
     @rule()
@@ -181,7 +183,7 @@ WEIGHTS = {
     "land": 4,
     "finish": 5,
     "fence": 5,
-    "digest": 8,
+    "checksum": 8,
     "flip": 0.5,
     "abort": 0.5,
     "abort_in_flight": 1,
@@ -197,8 +199,14 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
     """A weighted random walk over the same rules; `seed` replays it exactly."""
     machine = Handoffs()
     rng_sizes = [(4, 4), (4, 3), (2, 8), (8, 2)]
-    integrity = (Integrity.FULL, Integrity.SAMPLED, Integrity.OFF, Integrity.FULL, Integrity.FULL)[seed % 5]
-    machine.start(bool(seed % 2), rng_sizes[seed // 2 % 4], seed, seed % 3 == 0, integrity)
+    kv_checksum = (
+        ChecksumMode.FULL,
+        ChecksumMode.SAMPLED,
+        ChecksumMode.OFF,
+        ChecksumMode.FULL,
+        ChecksumMode.FULL,
+    )[seed % 5]
+    machine.start(bool(seed % 2), rng_sizes[seed // 2 % 4], seed, seed % 3 == 0, kv_checksum)
     rng = machine.world.rng
     names = [
         n
@@ -216,7 +224,7 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
                 machine.deliver(rng.choice([Role.PREFILL, Role.DECODE]), rng.randint(1, 4))
             case ("duplicate" | "crash") as name:
                 getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]))
-            case ("abort" | "abort_in_flight" | "fence" | "digest") as name:
+            case ("abort" | "abort_in_flight" | "fence" | "checksum") as name:
                 getattr(machine, name)(rng.choice([Role.PREFILL, Role.DECODE]), rng.randrange(8))
             case "advance":
                 machine.advance(rng.choice([0.5, 3.0, 20.0]))

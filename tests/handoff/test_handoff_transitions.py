@@ -21,10 +21,10 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.lease import LEASE_TABLE, Lease, LeaseState, LeaseStep
-from segue.handoff.machine import Birth, IllegalEvent, Machine
+from segue.handoff.machine import IllegalEvent, Machine, MachineArgs
 from segue.handoff.messages import (
     Abort,
     Accepted,
@@ -48,14 +48,14 @@ STATES = {
 }
 
 
-def kinds(effects: list[api.Effect]) -> list[str]:
+def kinds(effects: list[events.Effect]) -> list[str]:
     """Effects as short words: the type, with the message or phase it carries."""
     words = []
     for effect in effects:
         word = type(effect).__name__
-        if isinstance(effect, api.Send):
+        if isinstance(effect, events.Send):
             word = type(effect.message).__name__
-        elif isinstance(effect, api.Phase):
+        elif isinstance(effect, events.Phase):
             word = effect.phase.name
         words.append(word)
     return words
@@ -109,11 +109,11 @@ class Case(World):
         self.send_chunk(self.s, PROMPT)
         return self
 
-    def from_decode(self, message: Any) -> list[api.Effect]:
-        return self.tell(self.prefill, api.Received(self.decode.me, message))
+    def from_decode(self, message: Any) -> list[events.Effect]:
+        return self.tell(self.prefill, events.Received(self.decode.me, message))
 
-    def from_prefill(self, message: Any) -> list[api.Effect]:
-        return self.tell(self.decode, api.Received(self.prefill.me, message))
+    def from_prefill(self, message: Any) -> list[events.Effect]:
+        return self.tell(self.decode, events.Received(self.prefill.me, message))
 
     def chunk(self, **changes: Any) -> ChunkPosted:
         good = ChunkPosted(
@@ -160,7 +160,7 @@ def test_every_pair_of_state_and_step_moves_as_the_table_says_or_raises_unchange
     for state in table:
         for step in steps:
             local = world.prefill.exchange._local
-            machine = kind(Birth(local, world.new_transfer(), world.decode.me, "peer", 1, 1.0, now=0.0))
+            machine = kind(MachineArgs(local, world.new_transfer(), world.decode.me, "peer", 1, 1.0, now=0.0))
             machine.state = state
             if step in table[state]:
                 machine.go(step)
@@ -264,7 +264,7 @@ def test_wire_time_is_from_the_first_post_to_the_last_landing() -> None:
     w.now = 20.0
     w.settle()
     (end,) = [
-        e for _, e in w.log if isinstance(e, api.Phase) and e.phase is KVPoll.SUCCESS and not e.metadata
+        e for _, e in w.log if isinstance(e, events.Phase) and e.phase is KVPoll.SUCCESS and not e.metadata
     ]
     assert end.wire_s == 2.5
 
@@ -279,7 +279,7 @@ def test_chunks_are_announced_in_order_whatever_order_they_land_in() -> None:
         w.land(index)
     sent = []
     for tag in (2, 0, 1):
-        effects = w.tell(w.prefill, api.WriteLanded(w.transfer, tag, 0.1))
+        effects = w.tell(w.prefill, events.WriteLanded(w.transfer, tag, 0.1))
         sent.append([e.message.sequence for e in effects])
     assert sent == [[], [0], [1, 2]]
 
@@ -291,7 +291,7 @@ def test_what_decode_has_already_is_not_sent_again(prefix: int) -> None:
     assert w.r is not None
     while w.send_chunk(w.s, 3):
         pass
-    spans = [e.blocks for _, e in w.log if isinstance(e, api.PostWrite)]
+    spans = [e.blocks for _, e in w.log if isinstance(e, events.PostWrite)]
     assert sum(b.nbytes for blocks in spans for b in blocks) == (PROMPT - prefix) * 32
     w.send_metadata(w.s)
     w.settle()
@@ -315,98 +315,108 @@ def test_a_fully_cached_prompt_posts_no_write_and_still_ends_by_the_book() -> No
 
 def test_publish_leaves_out_pages_after_the_prompt() -> None:
     w = Case().open()
-    effects = w.tell(w.decode, api.Publish(w.transfer, (1, 2, 3, 4, 5), 0))
-    assert [e.message.pages for e in effects if isinstance(e, api.Send)] == [[1, 2, 3]]
+    effects = w.tell(w.decode, events.Publish(w.transfer, (1, 2, 3, 4, 5), 0))
+    assert [e.message.pages for e in effects if isinstance(e, events.Send)] == [[1, 2, 3]]
 
 
 # ---- the engine's illegal events ---------------------------------------------------------------
 
-Act = Callable[[Case], api.Event]
+Act = Callable[[Case], events.Event]
 ILLEGAL: list[tuple[str, Callable[[], Case], Role, Act]] = [
     (
         "chunk before destination",
         lambda: Case().open(),
         Role.PREFILL,
-        lambda w: api.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
     ),
     (
         "metadata before destination",
         lambda: Case().open(),
         Role.PREFILL,
-        lambda w: api.SendMetadata(w.transfer, w.metadata()),
+        lambda w: events.SendMetadata(w.transfer, w.metadata()),
     ),
     (
         "chunk with a gap",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: api.SendChunk(w.transfer, Span(1, 4), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer, Span(1, 4), (0, 1, 2)),
     ),
     (
         "chunk again",
         lambda: Case().transferring(),
         Role.PREFILL,
-        lambda w: api.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
     ),
     (
         "chunk past the end",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: api.SendChunk(w.transfer, Span(0, 11), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer, Span(0, 11), (0, 1, 2)),
     ),
     (
         "empty chunk",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: api.SendChunk(w.transfer, Span(0, 0), (0, 1, 2)),
+        lambda w: events.SendChunk(w.transfer, Span(0, 0), (0, 1, 2)),
     ),
     (
         "too few pages",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: api.SendChunk(w.transfer, Span(0, 9), (0, 1)),
+        lambda w: events.SendChunk(w.transfer, Span(0, 9), (0, 1)),
     ),
     (
         "another's metadata",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: api.SendMetadata(w.transfer, w.metadata(transfer=w.new_transfer())),
+        lambda w: events.SendMetadata(w.transfer, w.metadata(transfer=w.new_transfer())),
     ),
     (
         "another prompt's metadata",
         lambda: Case().waiting(),
         Role.PREFILL,
-        lambda w: api.SendMetadata(w.transfer, w.metadata(prompt_tokens=9)),
+        lambda w: events.SendMetadata(w.transfer, w.metadata(prompt_tokens=9)),
     ),
     (
         "publish at a sender",
         lambda: Case().open(),
         Role.PREFILL,
-        lambda w: api.Publish(w.transfer, (0, 1, 2), 0),
+        lambda w: events.Publish(w.transfer, (0, 1, 2), 0),
     ),
-    ("publish again", lambda: Case().waiting(), Role.DECODE, lambda w: api.Publish(w.transfer, (0, 1, 2), 0)),
-    ("publish too few", lambda: Case().open(), Role.DECODE, lambda w: api.Publish(w.transfer, (0, 1), 0)),
+    (
+        "publish again",
+        lambda: Case().waiting(),
+        Role.DECODE,
+        lambda w: events.Publish(w.transfer, (0, 1, 2), 0),
+    ),
+    ("publish too few", lambda: Case().open(), Role.DECODE, lambda w: events.Publish(w.transfer, (0, 1), 0)),
     (
         "publish a page twice",
         lambda: Case().open(),
         Role.DECODE,
-        lambda w: api.Publish(w.transfer, (0, 1, 1), 0),
+        lambda w: events.Publish(w.transfer, (0, 1, 1), 0),
     ),
     (
         "publish outside the pool",
         lambda: Case().open(),
         Role.DECODE,
-        lambda w: api.Publish(w.transfer, (0, 1, 24), 0),
+        lambda w: events.Publish(w.transfer, (0, 1, 24), 0),
     ),
-    ("publish a long prefix", lambda: Case().open(), Role.DECODE, lambda w: api.Publish(w.transfer, (), 11)),
-    ("open at the wrong side", Case, Role.DECODE, lambda w: api.OpenSender(w.transfer, 1, 9.0)),
+    (
+        "publish a long prefix",
+        lambda: Case().open(),
+        Role.DECODE,
+        lambda w: events.Publish(w.transfer, (), 11),
+    ),
+    ("open at the wrong side", Case, Role.DECODE, lambda w: events.OpenSender(w.transfer, 1, 9.0)),
     (
         "open for another incarnation",
         Case,
         Role.PREFILL,
-        lambda w: api.OpenSender(TransferId(5, 0, w.decode.me, w.decode.me), 1, 9.0),
+        lambda w: events.OpenSender(TransferId(5, 0, w.decode.me, w.decode.me), 1, 9.0),
     ),
-    ("open without a prompt", Case, Role.PREFILL, lambda w: api.OpenSender(w.transfer, 0, 9.0)),
-    ("chunk of nothing known", Case, Role.PREFILL, lambda w: api.SendChunk(w.transfer, Span(0, 4), (0,))),
+    ("open without a prompt", Case, Role.PREFILL, lambda w: events.OpenSender(w.transfer, 0, 9.0)),
+    ("chunk of nothing known", Case, Role.PREFILL, lambda w: events.SendChunk(w.transfer, Span(0, 4), (0,))),
 ]
 
 
@@ -426,7 +436,7 @@ def test_metadata_is_sent_once() -> None:
     assert w.s is not None
     w.send_metadata(w.s)
     with pytest.raises(IllegalEvent):
-        w.prefill.exchange.handle(api.SendMetadata(w.transfer, w.metadata()), w.now)
+        w.prefill.exchange.handle(events.SendMetadata(w.transfer, w.metadata()), w.now)
 
 
 def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
@@ -435,22 +445,22 @@ def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
     w.abort(w.prefill, w.s)
     w.abort(w.decode, w.r)  # type: ignore[arg-type]
     for node, event in (
-        (w.prefill, api.SendChunk(w.transfer, Span(4, 10), (0, 1, 2))),
-        (w.prefill, api.SendMetadata(w.transfer, w.metadata())),
-        (w.prefill, api.AbortTransfer(w.transfer, CLIENT)),
-        (w.decode, api.Publish(w.transfer, (0, 1, 2), 0)),
-        (w.decode, api.AbortTransfer(w.transfer, CLIENT)),
-        (w.prefill, api.WriteLanded(w.transfer, 0, 0.1)),
-        (w.prefill, api.WriteBroken(w.transfer, 5, CLIENT)),
+        (w.prefill, events.SendChunk(w.transfer, Span(4, 10), (0, 1, 2))),
+        (w.prefill, events.SendMetadata(w.transfer, w.metadata())),
+        (w.prefill, events.AbortTransfer(w.transfer, CLIENT)),
+        (w.decode, events.Publish(w.transfer, (0, 1, 2), 0)),
+        (w.decode, events.AbortTransfer(w.transfer, CLIENT)),
+        (w.prefill, events.WriteLanded(w.transfer, 0, 0.1)),
+        (w.prefill, events.WriteBroken(w.transfer, 5, CLIENT)),
     ):
         assert node.exchange.handle(event, w.now) == []
     assert w.prefill.exchange.counters["late_events"] == 4
     assert w.decode.exchange.counters["late_events"] == 1
     w.settle()
     w.come_to_rest()
-    for event in (api.WriteLanded(w.transfer, 0, 0.1), api.FenceDone(w.transfer, True)):
+    for event in (events.WriteLanded(w.transfer, 0, 0.1), events.FenceDone(w.transfer, True)):
         assert w.prefill.exchange.handle(event, w.now) == []
-    assert w.prefill.exchange.handle(api.AbortTransfer(w.transfer, CLIENT), w.now) == []
+    assert w.prefill.exchange.handle(events.AbortTransfer(w.transfer, CLIENT), w.now) == []
 
 
 # ---- what a destination may not say ------------------------------------------------------------
@@ -640,25 +650,27 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
     posted = place == "TRANSFERRING"
     if cause == "broken" and not posted:
         return
-    events: dict[str, api.Event] = {
-        "abort": api.AbortTransfer(w.transfer, CLIENT),
-        "failed": api.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
-        "abort message": api.Received(w.decode.me, Abort(w.transfer)),
-        "gone": api.Received(w.decode.me, Gone(w.transfer)),
-        "down": api.PeerDown(w.decode.me, PeerLost("cut").info),
-        "deadline": api.Tick(),
-        "broken": api.WriteBroken(w.transfer, 0, TransferFailed("no route").info),
+    cases: dict[str, events.Event] = {
+        "abort": events.AbortTransfer(w.transfer, CLIENT),
+        "failed": events.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
+        "abort message": events.Received(w.decode.me, Abort(w.transfer)),
+        "gone": events.Received(w.decode.me, Gone(w.transfer)),
+        "down": events.PeerDown(w.decode.me, PeerLost("cut").info),
+        "deadline": events.Tick(),
+        "broken": events.WriteBroken(w.transfer, 0, TransferFailed("no route").info),
     }
     if cause == "deadline":
         w.now = 61.0
-    effects = w.tell(w.prefill, events[cause])
-    told = cause in ("failed", "abort message", "gone", "down")
+    effects = w.tell(w.prefill, cases[cause])
+    peer_notified = cause in ("failed", "abort message", "gone", "down")
     if posted:
-        assert kinds(effects) == ["Fence", "FAILED"] + ([] if told else ["Failed"])
+        assert kinds(effects) == ["Fence", "FAILED"] + ([] if peer_notified else ["Failed"])
         assert w.sender_state == "DRAINING"
-        assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+        assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained", "Release"]
     else:
-        expected = ["FAILED"] + ([] if told else ["Failed"]) + ([] if cause == "down" else ["Drained"])
+        expected = (
+            ["FAILED"] + ([] if peer_notified else ["Failed"]) + ([] if cause == "down" else ["Drained"])
+        )
         assert kinds(effects) == [*expected, "Release"]
     assert w.sender_state == "-"
     assert w.s is not None
@@ -677,9 +689,9 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
         assert error.elapsed_s == 61.0
 
 
-def refused(w: Case) -> list[api.Effect]:
+def refused(w: Case) -> list[events.Effect]:
     error = TransferFailed("this epoch is not granted").info
-    return w.tell(w.prefill, api.WriteBroken(w.transfer, 0, error, refused=True))
+    return w.tell(w.prefill, events.WriteBroken(w.transfer, 0, error, refused=True))
 
 
 @pytest.mark.parametrize("cause", ["failed", "abort message", "down", "abort"])
@@ -691,18 +703,18 @@ def test_lesson_10_a_refused_write_waits_for_the_reason_of_the_refusal(cause: st
     assert refused(w) == []
     assert w.sender_state == "TRANSFERRING"
     w.send_chunk(w.s, 4)
-    again = api.WriteBroken(w.transfer, 1, TransferFailed("nor is this").info, refused=True)
+    again = events.WriteBroken(w.transfer, 1, TransferFailed("nor is this").info, refused=True)
     assert w.tell(w.prefill, again) == []
     w.now += 0.9
-    events: dict[str, api.Event] = {
-        "failed": api.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
-        "abort message": api.Received(w.decode.me, Abort(w.transfer)),
-        "down": api.PeerDown(w.decode.me, PeerLost("cut").info),
-        "abort": api.AbortTransfer(w.transfer, CLIENT),
+    cases: dict[str, events.Event] = {
+        "failed": events.Received(w.decode.me, Failed(w.transfer, PEER_SAYS)),
+        "abort message": events.Received(w.decode.me, Abort(w.transfer)),
+        "down": events.PeerDown(w.decode.me, PeerLost("cut").info),
+        "abort": events.AbortTransfer(w.transfer, CLIENT),
     }
-    effects = kinds(w.tell(w.prefill, events[cause]))
+    effects = kinds(w.tell(w.prefill, cases[cause]))
     assert effects == ["Fence", "FAILED"] + (["Failed"] if cause == "abort" else [])
-    assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained", "Release"]
     (error,) = w.s.errors
     assert error.text != "this epoch is not granted"
     if cause == "failed":
@@ -715,9 +727,9 @@ def test_a_refused_write_whose_reason_never_comes_fails_the_sender_after_a_secon
     at = w.prefill.exchange.next_deadline()
     assert at == w.now + REASON_WAIT_S
     w.now = at
-    effects = w.tell(w.prefill, api.Tick())
+    effects = w.tell(w.prefill, events.Tick())
     assert kinds(effects) == ["Fence", "FAILED", "Failed"]
-    assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained", "Release"]
     assert w.s is not None
     (error,) = w.s.errors
     assert (error.text, error.phase) == ("this epoch is not granted", "TRANSFERRING")
@@ -730,7 +742,7 @@ def test_a_refused_write_does_not_outlive_the_deadline() -> None:
     w.now = 59.5
     refused(w)
     w.now = 60.0
-    assert kinds(w.tell(w.prefill, api.Tick())) == ["Fence", "FAILED", "Failed"]
+    assert kinds(w.tell(w.prefill, events.Tick())) == ["Fence", "FAILED", "Failed"]
     assert w.s is not None
     assert w.s.errors[0].code is ErrorCode.DEADLINE_EXCEEDED
 
@@ -740,18 +752,18 @@ def test_a_refused_write_does_not_outlive_the_deadline() -> None:
 def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> None:
     w = RECEIVER_PLACES[place](Case(one_sided=True))
     assert w.receiver_state == place
-    events: dict[str, api.Event] = {
-        "abort": api.AbortTransfer(w.transfer, CLIENT),
-        "failed": api.Received(w.prefill.me, Failed(w.transfer, PEER_SAYS)),
-        "drained": api.Received(w.prefill.me, Drained(w.transfer)),
-        "gone": api.Received(w.prefill.me, Gone(w.transfer)),
-        "down": api.PeerDown(w.prefill.me, PeerLost("cut").info),
-        "dead": api.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True),
-        "deadline": api.Tick(),
+    cases: dict[str, events.Event] = {
+        "abort": events.AbortTransfer(w.transfer, CLIENT),
+        "failed": events.Received(w.prefill.me, Failed(w.transfer, PEER_SAYS)),
+        "drained": events.Received(w.prefill.me, Drained(w.transfer)),
+        "gone": events.Received(w.prefill.me, Gone(w.transfer)),
+        "down": events.PeerDown(w.prefill.me, PeerLost("cut").info),
+        "dead": events.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True),
+        "deadline": events.Tick(),
     }
     if cause == "deadline":
         w.now = 61.0
-    effects = kinds(w.tell(w.decode, events[cause]))
+    effects = kinds(w.tell(w.decode, cases[cause]))
     failed = ["Failed"] if cause in ("abort", "deadline") else []
     if place == "WAITING_FOR_INPUT":
         assert effects == ["FAILED", *failed, "Release"]
@@ -761,7 +773,7 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
         assert effects == ["FAILED", *failed, *abort, "Fence", "Quarantined"]
         assert w.receiver_state == "QUARANTINED"
         # The peer's word is one half; our own transport may still be inside a slice of what had been sent.
-        assert kinds(w.tell(w.decode, api.FenceDone(w.transfer, False))) == proven
+        assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, False))) == proven
         assert w.receiver_state == ("-" if proven else "QUARANTINED")
         assert w.decode.exchange.quarantined_pages() == (0 if proven else 3)
     assert w.r is not None
@@ -778,26 +790,26 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
 @pytest.mark.parametrize(
     ("event", "proven"),
     [
-        (lambda w: api.FenceDone(w.transfer, True), True),
-        (lambda w: api.FenceDone(w.transfer, False), False),
-        (lambda w: api.Received(w.prefill.me, Drained(w.transfer)), True),
-        (lambda w: api.Received(w.prefill.me, Gone(w.transfer)), True),
-        (lambda w: api.Received(w.prefill.me, Failed(w.transfer, CLIENT)), False),
-        (lambda w: api.Received(w.prefill.me, Accepted(w.transfer)), False),
-        (lambda w: api.Received(w.prefill.me, w.chunk()), False),
-        (lambda w: api.Received(w.prefill.me, w.metadata()), False),
-        (lambda w: api.PeerDown(w.prefill.me, PeerLost("cut").info), False),
-        (lambda w: api.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True), True),
-        (lambda w: api.PeerDown(Incarnation("e" * 32), PeerLost("dead").info, dead=True), False),
-        (lambda w: api.AbortTransfer(w.transfer, CLIENT), False),
-        (lambda w: api.Tick(), False),
+        (lambda w: events.FenceDone(w.transfer, True), True),
+        (lambda w: events.FenceDone(w.transfer, False), False),
+        (lambda w: events.Received(w.prefill.me, Drained(w.transfer)), True),
+        (lambda w: events.Received(w.prefill.me, Gone(w.transfer)), True),
+        (lambda w: events.Received(w.prefill.me, Failed(w.transfer, CLIENT)), False),
+        (lambda w: events.Received(w.prefill.me, Accepted(w.transfer)), False),
+        (lambda w: events.Received(w.prefill.me, w.chunk()), False),
+        (lambda w: events.Received(w.prefill.me, w.metadata()), False),
+        (lambda w: events.PeerDown(w.prefill.me, PeerLost("cut").info), False),
+        (lambda w: events.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True), True),
+        (lambda w: events.PeerDown(Incarnation("e" * 32), PeerLost("dead").info, dead=True), False),
+        (lambda w: events.AbortTransfer(w.transfer, CLIENT), False),
+        (lambda w: events.Tick(), False),
     ],
 )
 def test_only_a_proof_ends_quarantine(event: Act, proven: bool) -> None:
     w = Case(one_sided=True).waiting()
     assert w.r is not None
     w.abort(w.decode, w.r)
-    assert kinds(w.tell(w.decode, api.FenceDone(w.transfer, False))) == []
+    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, False))) == []
     w.now = 1e6
     effects = w.tell(w.decode, event(w))
     assert kinds(effects) == (["Release"] if proven else [])
@@ -829,10 +841,10 @@ def test_another_incarnation_is_no_proof() -> None:
     w.notice()
     w.notice()
     stranger = Incarnation("9" * 32)
-    effects = w.tell(w.decode, api.PeerUp(stranger, w.prefill.info))
+    effects = w.tell(w.decode, events.PeerUp(stranger, w.prefill.info))
     assert effects == []
     for message in (Drained(w.transfer), Gone(w.transfer)):
-        assert w.tell(w.decode, api.Received(stranger, message)) == []
+        assert w.tell(w.decode, events.Received(stranger, message)) == []
     assert w.receiver_state == "QUARANTINED"
     assert w.decode.exchange.counters["stray_messages"] == 2
 
@@ -864,7 +876,7 @@ def test_messages_for_what_is_unknown_are_answered_gone_or_not_at_all() -> None:
 def test_messages_of_a_wrong_side_peer_or_incarnation_are_dropped_and_counted() -> None:
     w = Case().waiting()
     stranger = Incarnation("9" * 32)
-    w.tell(w.prefill, api.PeerUp(stranger, w.decode.info))
+    w.tell(w.prefill, events.PeerUp(stranger, w.decode.info))
     other = TransferId(w.transfer.room, 0, stranger, w.decode.me)
     for peer, message in (
         (stranger, Abort(w.transfer)),
@@ -873,7 +885,7 @@ def test_messages_of_a_wrong_side_peer_or_incarnation_are_dropped_and_counted() 
         (w.decode.me, w.chunk()),
         (Incarnation("8" * 32), Abort(w.transfer)),
     ):
-        assert w.tell(w.prefill, api.Received(peer, message)) == []
+        assert w.tell(w.prefill, events.Received(peer, message)) == []
     assert w.sender_state == "WAITING_FOR_INPUT"
     assert w.prefill.exchange.counters["stray_messages"] == 5
 
@@ -899,7 +911,7 @@ def test_early_destinations_are_bounded_and_expire() -> None:
     effects = w.from_decode(w.destination(transfer=second))
     assert kinds(effects) == ["Failed"]
     (sent,) = effects
-    assert isinstance(sent, api.Send)
+    assert isinstance(sent, events.Send)
     assert isinstance(sent.message, Failed)
     assert sent.message.error.code is ErrorCode.OUT_OF_CAPACITY
     assert sent.message.error.room == second.room
@@ -935,14 +947,14 @@ def test_an_abort_of_an_early_destination_ends_a_later_request_at_once(message: 
     assert w.s.phases == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
     assert w.s.releases == 1
     with pytest.raises(InvalidRequest):
-        w.prefill.exchange.handle(api.OpenSender(w.transfer, PROMPT, 99.0), w.now)
+        w.prefill.exchange.handle(events.OpenSender(w.transfer, PROMPT, 99.0), w.now)
     w.come_to_rest()
 
 
 def test_a_broken_session_takes_its_early_destinations_along() -> None:
     w = Case()
     w.from_decode(w.destination())
-    w.tell(w.prefill, api.PeerDown(w.decode.me, PeerLost("cut").info))
+    w.tell(w.prefill, events.PeerDown(w.decode.me, PeerLost("cut").info))
     assert w.prefill.exchange.sizes()["early"] == 0
     w.s = w.open_sender(w.transfer, PROMPT)
     assert w.s is not None
@@ -952,16 +964,16 @@ def test_a_broken_session_takes_its_early_destinations_along() -> None:
 def test_a_second_creation_is_refused_and_leaves_the_first_alone() -> None:
     w = Case().transferring()
     for node, event in (
-        (w.prefill, api.OpenSender(w.transfer, 3, 1.0)),
-        (w.decode, api.OpenReceiver(w.transfer, 3, 1.0)),
+        (w.prefill, events.OpenSender(w.transfer, 3, 1.0)),
+        (w.decode, events.OpenReceiver(w.transfer, 3, 1.0)),
     ):
         with pytest.raises(InvalidRequest):
             node.exchange.handle(event, w.now)
     assert (w.sender_state, w.receiver_state) == ("TRANSFERRING", "TRANSFERRING")
     w.work()
     for node, event in (
-        (w.prefill, api.OpenSender(w.transfer, 3, 1.0)),
-        (w.decode, api.OpenReceiver(w.transfer, 3, 1.0)),
+        (w.prefill, events.OpenSender(w.transfer, 3, 1.0)),
+        (w.decode, events.OpenReceiver(w.transfer, 3, 1.0)),
     ):
         with pytest.raises(InvalidRequest, match="a room of its own"):
             node.exchange.handle(event, w.now)
@@ -976,7 +988,7 @@ def test_a_destination_for_a_finished_transfer_is_answered_with_its_error_and_go
     effects = w.from_decode(w.destination())
     assert kinds(effects) == ["Failed", "Gone"]
     (failed, _) = effects
-    assert isinstance(failed, api.Send)
+    assert isinstance(failed, events.Send)
     assert isinstance(failed.message, Failed)
     assert failed.message.error == w.s.errors[0]
 
@@ -989,7 +1001,7 @@ def test_tombstones_and_transfers_are_bounded() -> None:
         assert job is not None
         jobs.append(job)
     with pytest.raises(OutOfCapacity):
-        w.decode.exchange.handle(api.OpenReceiver(w.new_transfer(), PROMPT, 60.0), w.now)
+        w.decode.exchange.handle(events.OpenReceiver(w.new_transfer(), PROMPT, 60.0), w.now)
     for job in jobs:
         w.abort(w.decode, job)
     for _ in range(5):
@@ -1036,13 +1048,13 @@ def test_the_sender_keeps_the_earlier_of_both_deadlines() -> None:
 def test_a_peer_that_does_not_fit_fails_its_hand_offs_at_once(
     info: Any, code: ErrorCode, before: bool
 ) -> None:
-    for role, event in ((Role.DECODE, api.OpenReceiver), (Role.PREFILL, api.OpenSender)):
+    for role, event in ((Role.DECODE, events.OpenReceiver), (Role.PREFILL, events.OpenSender)):
         me, peer = Incarnation("a" * 32), Incarnation("b" * 32)
         exchange = Exchange(role, me, "here", Limits(), leader(pool_spec(24, 4)), "fake")
         ids = (peer, me) if role is Role.DECODE else (me, peer)
-        events = [event(TransferId(1, 0, *ids), 4, 9.0), api.PeerUp(peer, info)]
-        effects = [e for ev in (reversed(events) if before else events) for e in exchange.handle(ev, 0.0)]
-        phases = [e for e in effects if isinstance(e, api.Phase)]
+        cases = [event(TransferId(1, 0, *ids), 4, 9.0), events.PeerUp(peer, info)]
+        effects = [e for ev in (reversed(cases) if before else cases) for e in exchange.handle(ev, 0.0)]
+        phases = [e for e in effects if isinstance(e, events.Phase)]
         if role is Role.PREFILL and before:
             continue  # a sender learns it with its destination, which such a peer cannot send
         assert [p.phase for p in phases] == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
@@ -1055,7 +1067,7 @@ def test_two_leaders_cannot_share_an_incarnation() -> None:
     w = World()
     with pytest.raises(IllegalEvent, match="incarnation of its own"):
         w.prefill.exchange.handle(
-            api.PeerUp(w.decode.me, msgspec.structs.replace(w.decode.info, dp_rank=1)), w.now
+            events.PeerUp(w.decode.me, msgspec.structs.replace(w.decode.info, dp_rank=1)), w.now
         )
 
 

@@ -66,7 +66,7 @@ def test_pure_room_imports_alone(room: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "text"),
     [
-        (rules.floor_faults, "segue.core.x", "from segue.handoff import api"),
+        (rules.floor_faults, "segue.core.x", "from segue.handoff import events"),
         (rules.floor_faults, "segue.handoff.x", "def f():\n    import segue.conn.manager"),
         (rules.floor_faults, "segue.handoff.x", "from ..conn import manager"),
         (rules.floor_faults, "segue.roles.x", "from segue import serve"),

@@ -17,7 +17,7 @@ from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, LeaderId, Role, TransferId
 from segue.engine.pages import PagePool
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
 from segue.roles.decode import DecodeRole
@@ -69,7 +69,7 @@ class Node:
             handoffs=self,
         )
         self.handles: dict[TransferId, KVSender | KVReceiver] = {}
-        self.effects: deque[api.Effect] = deque()
+        self.effects: deque[events.Effect] = deque()
 
     def sender(self, transfer: TransferId) -> KVSender:
         handle = KVSender(self, transfer)
@@ -81,8 +81,8 @@ class Node:
         self.handles[transfer] = handle
         return handle
 
-    def post(self, *events: api.Event) -> None:
-        for event in events:
+    def post(self, *batch: events.Event) -> None:
+        for event in batch:
             self.effects.extend(self.exchange.handle(event, self.clock.now()))
 
     def forget(self, transfer: TransferId) -> None:
@@ -97,7 +97,7 @@ class Node:
         """One iteration of the leader's loop; True if the engine ran."""
         now = self.clock.now()
         if (deadline := self.exchange.next_deadline()) is not None and deadline <= now:
-            self.post(api.Tick())
+            self.post(events.Tick())
         self.role.advance(now)
         steps = self.role.plan(now)
         if steps:
@@ -125,18 +125,18 @@ class Pair:
         self.rooms = 0
         self.outputs: dict[str, list[Output]] = {}
         #: tells what to lose; by default nothing
-        self.lose: Callable[[api.Effect], bool] = lambda _effect: False
+        self.lose: Callable[[events.Effect], bool] = lambda _effect: False
         self.fences_proven = True
         self.join()
 
     def join(self) -> None:
-        self.prefill.post(api.PeerUp(self.decode.me, self.decode.info, "fake"))
-        self.decode.post(api.PeerUp(self.prefill.me, self.prefill.info, "fake"))
+        self.prefill.post(events.PeerUp(self.decode.me, self.decode.info, "fake"))
+        self.decode.post(events.PeerUp(self.prefill.me, self.prefill.info, "fake"))
 
     def part(self) -> None:
         """The session breaks."""
         for node, other in ((self.prefill, self.decode), (self.decode, self.prefill)):
-            node.post(api.PeerDown(other.me, PeerLost("cut").info))
+            node.post(events.PeerDown(other.me, PeerLost("cut").info))
 
     def submit(
         self,
@@ -172,25 +172,25 @@ class Pair:
                 self.outputs.setdefault(output.request_id, []).append(output)
             node.role.outbox.clear()
 
-    def _carry_out(self, node: Node, other: Node, effect: api.Effect) -> None:
+    def _carry_out(self, node: Node, other: Node, effect: events.Effect) -> None:
         if self.lose(effect):
             return
         match effect:
-            case api.Send():
-                other.post(api.Received(node.me, effect.message))
-            case api.PostWrite():
+            case events.Send():
+                other.post(events.Received(node.me, effect.message))
+            case events.PostWrite():
                 for b in effect.blocks:
                     for row in range(b.rows):
                         at, to = b.src_offset + row * b.src_stride, b.dst_offset + row * b.dst_stride
                         source = node.engine.memory[at : at + b.row_bytes]
                         other.engine.memory[to : to + b.row_bytes] = source
-                node.post(api.WriteLanded(effect.transfer, effect.tag, 0.0))
-            case api.Fence():
+                node.post(events.WriteLanded(effect.transfer, effect.tag, 0.0))
+            case events.Fence():
                 proven = self.fences_proven or node is self.prefill
-                node.post(api.FenceDone(effect.transfer, proven))
-            case api.Grant():
+                node.post(events.FenceDone(effect.transfer, proven))
+            case events.Grant():
                 pass
-            case api.Phase() | api.Release() | api.Quarantined():
+            case events.Phase() | events.Release() | events.Quarantined():
                 node.changed(effect)
 
     def run(self, turns: int = 10_000) -> None:

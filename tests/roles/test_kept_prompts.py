@@ -20,7 +20,7 @@ from segue.core.errors import (
 )
 from segue.core.request import Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, LeaderId, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Committed, Metadata
 from segue.roles.job import Job
 from segue.roles.kept import KeptPrompts
@@ -76,8 +76,8 @@ def decode_dies(pair: Pair) -> None:
     pair.run()
 
 
-def hold(kind: type) -> Callable[[api.Effect], bool]:
-    return lambda effect: isinstance(effect, api.Send) and isinstance(effect.message, kind)
+def hold(kind: type) -> Callable[[events.Effect], bool]:
+    return lambda effect: isinstance(effect, events.Send) and isinstance(effect.message, kind)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16, 39, 40, 41])
@@ -137,7 +137,7 @@ def test_twice_in_a_row() -> None:
     kept = pair.prefill.role.by_seq[next(iter(pair.prefill.role.by_seq))].metadata
     assert kept is not None
     assert kept.transfer == transfer
-    pair.decode.post(api.Received(pair.prefill.me, kept))
+    pair.decode.post(events.Received(pair.prefill.me, kept))
     pair.run()
     assert pair.tokens("r2") == wanted
     assert pair.prefill.engine.computed_tokens == 22

@@ -11,7 +11,7 @@ from segue.core.errors import AbortedByClient, Internal, PeerLost
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll
 from segue.engine.api import SequenceResult
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.sim.engine import reference
 
@@ -38,7 +38,7 @@ def test_a_prefix_on_decode_is_not_sent_again() -> None:
     pair.submit("first", prompt, 6)
     pair.run()
     sent = []
-    pair.lose = lambda e: isinstance(e, api.PostWrite) and bool(sent.append(e))
+    pair.lose = lambda e: isinstance(e, events.PostWrite) and bool(sent.append(e))
     follow_up = prompt + pair.tokens("first") + [5, 6]
     wanted = reference(follow_up, pair.submit("second", follow_up, 4), VOCAB, 4)
     pair.run()
@@ -95,8 +95,8 @@ def test_lesson_03_no_step_before_the_metadata() -> None:
     pair = Pair()
     held = []
 
-    def hold(effect: api.Effect) -> bool:
-        if isinstance(effect, api.Send) and isinstance(effect.message, Metadata):
+    def hold(effect: events.Effect) -> bool:
+        if isinstance(effect, events.Send) and isinstance(effect.message, Metadata):
             held.append(effect.message)
             return True
         return False
@@ -105,7 +105,7 @@ def test_lesson_03_no_step_before_the_metadata() -> None:
     sampling = pair.submit("r", list(range(9)), 3)
     pair.run()
     assert "r" not in pair.outputs, "decode answered without the metadata"
-    pair.decode.post(api.Received(pair.prefill.me, held[0]))
+    pair.decode.post(events.Received(pair.prefill.me, held[0]))
     pair.run()
     assert pair.tokens("r") == reference(list(range(9)), sampling, VOCAB, 3)
     pair.assert_at_rest()
@@ -114,18 +114,18 @@ def test_lesson_03_no_step_before_the_metadata() -> None:
 def test_a_chunk_is_on_its_way_while_the_next_one_is_computed() -> None:
     """The write of chunk i is posted before step i + 1 runs, and that step does not wait for it to land."""
     pair, told = Pair(), list[str]()
-    held: list[api.Effect] = []
+    held: list[events.Effect] = []
     step = pair.prefill.engine.step
 
     def watched(batch, on_stored):  # type: ignore[no-untyped-def]
         told.append("step")
         return step(batch, on_stored)
 
-    def hold(effect: api.Effect) -> bool:
-        if isinstance(effect, api.PostWrite):
+    def hold(effect: events.Effect) -> bool:
+        if isinstance(effect, events.PostWrite):
             told.append("write")
             held.append(effect)
-        return isinstance(effect, api.PostWrite)
+        return isinstance(effect, events.PostWrite)
 
     pair.prefill.engine.step = watched  # type: ignore[method-assign]
     pair.lose = hold
@@ -152,7 +152,7 @@ class Watched:
         self.node.engine.step = self.step  # type: ignore[method-assign]
 
     def _writes(self) -> int:
-        return sum(isinstance(effect, api.PostWrite) for effect in self.node.effects)
+        return sum(isinstance(effect, events.PostWrite) for effect in self.node.effects)
 
     def step(self, steps, on_stored):  # type: ignore[no-untyped-def]
         computed = [step for step in steps if step.seq_id != self.left_out]
@@ -268,9 +268,9 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     pair.fences_proven = False
     drained = []
 
-    def hold(effect: api.Effect) -> bool:
-        return isinstance(effect, api.PostWrite) or (
-            isinstance(effect, api.Fence) and effect.transfer.prefill == pair.prefill.me and not drained
+    def hold(effect: events.Effect) -> bool:
+        return isinstance(effect, events.PostWrite) or (
+            isinstance(effect, events.Fence) and effect.transfer.prefill == pair.prefill.me and not drained
         )
 
     pair.lose = hold
@@ -282,8 +282,8 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     free = pair.decode.pool.free
     drained.append(True)
     transfer = next(iter(pair.prefill.role.table._entries))
-    pair.decode.post(api.FenceDone(transfer, False))
-    pair.prefill.post(api.FenceDone(transfer, True))
+    pair.decode.post(events.FenceDone(transfer, False))
+    pair.prefill.post(events.FenceDone(transfer, True))
     pair.run()
     assert pair.decode.pool.free == free + 11
     pair.assert_at_rest()

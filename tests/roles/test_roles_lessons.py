@@ -7,7 +7,7 @@ from pair import FRONT, VOCAB, Pair
 
 from segue.core.errors import AbortedByClient
 from segue.core.types import KVPoll
-from segue.handoff import api
+from segue.handoff import events
 from segue.sim.engine import reference
 
 YEAR_S = 365 * 24 * 3600.0
@@ -91,10 +91,10 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     pair.fences_proven = False
     proven = []
 
-    def hold(effect: api.Effect) -> bool:
-        if isinstance(effect, api.PostWrite):
+    def hold(effect: events.Effect) -> bool:
+        if isinstance(effect, events.PostWrite):
             return True  # the write is on its way, for ever
-        return isinstance(effect, api.Fence) and effect.transfer.prefill == pair.prefill.me and not proven
+        return isinstance(effect, events.Fence) and effect.transfer.prefill == pair.prefill.me and not proven
 
     pair.lose = hold
     pair.submit("r", list(range(40)), 4, budget_s=50)
@@ -111,8 +111,8 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     held = node.pool.quarantined if side == "decode" else node.pool.used
     assert held > 0, "time alone freed pages that somebody may still touch"
     proven.append(True)
-    pair.decode.post(api.FenceDone(transfer, False))
-    pair.prefill.post(api.FenceDone(transfer, True))
+    pair.decode.post(events.FenceDone(transfer, False))
+    pair.prefill.post(events.FenceDone(transfer, True))
     pair.run()
     assert node.exchange.phase(transfer) in (None, KVPoll.FAILED)
     pair.assert_at_rest()

@@ -12,7 +12,7 @@ from deployment import VOCAB, Front, deployment
 
 from segue.core.errors import ErrorCode
 from segue.core.types import KVPoll, Role
-from segue.handoff import api
+from segue.handoff import events
 from segue.sim.engine import reference
 
 
@@ -52,7 +52,7 @@ def told(owner: object, name: str, when: Callable[..., bool] = lambda *_: True) 
 
 
 def phase_is(phase: KVPoll) -> Callable[..., bool]:
-    return lambda change, _now: isinstance(change, api.Phase) and change.phase is phase
+    return lambda change, _now: isinstance(change, events.Phase) and change.phase is phase
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_bug_ends_its_own_request_at_once_and_typed(
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("side", "word"),
-    [(Role.PREFILL, api.Release), (Role.DECODE, api.Release), (Role.DECODE, api.Quarantined)],
+    [(Role.PREFILL, events.Release), (Role.DECODE, events.Release), (Role.DECODE, events.Quarantined)],
     ids=["prefill-Release", "decode-Release", "decode-Quarantined"],
 )
 def test_a_last_word_on_which_the_role_breaks_gives_the_pages_back_all_the_same(

@@ -15,7 +15,7 @@ from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll, TransferId
 from segue.engine.api import OnStored, SequenceResult, SequenceStep
-from segue.handoff import api
+from segue.handoff import events
 from segue.serve.leader import LOAD_INTERVAL_S, QUIET_S, Drain, Leader
 
 FRONT = Incarnation("f" * 32)
@@ -170,12 +170,12 @@ def test_the_load_after_the_last_forward_is_told_once_its_results_have_left() ->
 def test_that_bytes_move_does_not_wake_a_leader_but_every_other_change_does() -> None:
     leader = leader_of(Busy(0), VirtualClock(), 0.1, [])
     transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("b" * 32))
-    leader.changed(api.Phase(transfer, KVPoll.TRANSFERRING))
+    leader.changed(events.Phase(transfer, KVPoll.TRANSFERRING))
     assert leader.inbox.empty()
     changes = [
-        *(api.Phase(transfer, phase) for phase in KVPoll if phase is not KVPoll.TRANSFERRING),
-        api.Quarantined(transfer, (1,)),
-        api.Release(transfer),
+        *(events.Phase(transfer, phase) for phase in KVPoll if phase is not KVPoll.TRANSFERRING),
+        events.Quarantined(transfer, (1,)),
+        events.Release(transfer),
     ]
     for change in changes:
         leader.changed(change)

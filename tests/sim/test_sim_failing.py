@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from segue.cli import sim
-from segue.handoff.api import Effect
+from segue.handoff.events import Effect
 from segue.handoff.receiver import ReceiverMachine
 from segue.sim.run import load
 

@@ -21,7 +21,7 @@ from segue.core.errors import (
 )
 from segue.core.request import Request, SamplingParams, Ticket, Usage
 from segue.core.types import KVPoll, LeaderId, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Destination, Drained, Metadata
 from segue.roles.decode import DecodeRole
 from segue.roles.handoffs import Entry
@@ -59,9 +59,9 @@ class Stage:
             metadata = None
             if phase is KVPoll.SUCCESS and node is self.decode:
                 metadata = Metadata(transfer=self.transfer, prompt_tokens=4, first_token=1)
-            self.checks.effect(node, api.Phase(self.transfer, phase, error=error, metadata=metadata))
+            self.checks.effect(node, events.Phase(self.transfer, phase, error=error, metadata=metadata))
 
-    def destination(self, pages: list[int], epoch: int = 5) -> api.Send:
+    def destination(self, pages: list[int], epoch: int = 5) -> events.Send:
         message = Destination(
             transfer=self.transfer,
             epoch=epoch,
@@ -72,7 +72,7 @@ class Stage:
             transport="tcp",
             plan_hash=0,
         )
-        return api.Send(self.prefill.me, message)
+        return events.Send(self.prefill.me, message)
 
     @property
     def front(self) -> FrontNode:
@@ -140,17 +140,17 @@ def skipped_phase(stage: Stage) -> None:
 def released_twice(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T, S)
     for _ in range(2):
-        stage.checks.effect(stage.decode, api.Release(stage.transfer))
+        stage.checks.effect(stage.decode, events.Release(stage.transfer))
 
 
 def released_alive(stage: Stage) -> None:
     stage.phases(stage.decode, B, W)
-    stage.checks.effect(stage.decode, api.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.Release(stage.transfer))
 
 
 def quarantined_alive(stage: Stage) -> None:
     stage.phases(stage.decode, B, W)
-    stage.checks.effect(stage.decode, api.Quarantined(stage.transfer, 1))
+    stage.checks.effect(stage.decode, events.Quarantined(stage.transfer, 1))
 
 
 def leaked_page(stage: Stage) -> None:
@@ -216,7 +216,7 @@ def unfenced_quarantine(stage: Stage) -> None:
     stage.phases(stage.decode, B, W)
     half = stage.checks.halves[stage.decode.me, stage.transfer]
     half.phase, half.quarantined = F, True
-    stage.checks.effect(stage.decode, api.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.Release(stage.transfer))
 
 
 def false_drained(stage: Stage) -> None:
@@ -224,7 +224,7 @@ def false_drained(stage: Stage) -> None:
     stage.checks.halves[stage.prefill.me, stage.transfer].epoch = 5
     path: Any = stage.prefill.paths[stage.decode.me]
     path.busy_with = lambda epoch: epoch == 5
-    stage.checks.effect(stage.prefill, api.Send(stage.decode.me, Drained(stage.transfer)))
+    stage.checks.effect(stage.prefill, events.Send(stage.decode.me, Drained(stage.transfer)))
 
 
 def reads_what_it_gave_up(stage: Stage) -> None:
@@ -238,7 +238,7 @@ def reads_pages_of_others(stage: Stage) -> None:
 
 def hashes_what_it_gave_up(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T, S)
-    stage.checks.effect(stage.decode, api.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.Release(stage.transfer))
     stage.checks.hashing(stage.decode, stage.transfer, {0})
 
 
@@ -258,20 +258,20 @@ def mismatch_without_a_flip(stage: Stage) -> None:
     stage.deployment.causes.unexplained = lambda *_: ""  # type: ignore[method-assign]
     stage.phases(stage.decode, B, W, T)
     wrong = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
-    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=wrong))
+    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=wrong))
 
 
 def mismatch_that_forbids_a_retry(stage: Stage) -> None:
     stage.checks.flips.spoiled.add(stage.transfer)
     stage.phases(stage.decode, B, W, T)
     final = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room, retryable=False).info
-    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=final))
+    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=final))
 
 
 def foreign_metadata(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T)
     other = Metadata(transfer=TransferId(1, 0, "a", "b"), prompt_tokens=4, first_token=1)  # type: ignore[arg-type]
-    stage.checks.effect(stage.decode, api.Phase(stage.transfer, S, metadata=other))
+    stage.checks.effect(stage.decode, events.Phase(stage.transfer, S, metadata=other))
 
 
 def commits_metadata_of_another_prompt(stage: Stage) -> None:
@@ -296,7 +296,7 @@ def placed(stage: Stage) -> None:
 def fails(stage: Stage, code: ErrorCode, text: str = "?") -> None:
     stage.phases(stage.decode, B)
     error = ErrorInfo(code=code, text=text, origin="x", phase="y", room=stage.transfer.room)
-    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=error))
+    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=error))
 
 
 def lost_where_nothing_struck(stage: Stage) -> None:
@@ -393,7 +393,7 @@ def unspoiled_metadata_refused(stage: Stage) -> None:
     stage.checks.spoiled[stage.transfer.room + 1] = "prompt hash"
     stage.phases(stage.decode, B, W, T)
     wrong = MetadataMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
-    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=wrong))
+    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=wrong))
 
 
 def left_behind(item: Callable[[Stage], Item]) -> Callable[[Stage], None]:
@@ -431,17 +431,17 @@ def serves_the_unheard(stage: Stage) -> None:
 
 def writes_without_being_told(stage: Stage) -> None:
     stage.phases(stage.prefill, B, W, T)
-    stage.checks.effect(stage.prefill, api.PostWrite(stage.transfer, 5, 0, 0, 0, ()))
+    stage.checks.effect(stage.prefill, events.PostWrite(stage.transfer, 5, 0, 0, 0, ()))
 
 
 def another_transfer_touched(stage: Stage) -> None:
-    event = api.AbortTransfer(TransferId(78, 0, stage.prefill.me, stage.decode.me), Internal("x").info)
-    stage.checks.scope(stage.decode, event, [api.Release(stage.transfer)])
+    event = events.AbortTransfer(TransferId(78, 0, stage.prefill.me, stage.decode.me), Internal("x").info)
+    stage.checks.scope(stage.decode, event, [events.Release(stage.transfer)])
 
 
 def another_peer_touched(stage: Stage) -> None:
-    event = api.PeerDown("other", Internal("x").info)  # type: ignore[arg-type]
-    stage.checks.scope(stage.decode, event, [api.Release(stage.transfer)])
+    event = events.PeerDown("other", Internal("x").info)  # type: ignore[arg-type]
+    stage.checks.scope(stage.decode, event, [events.Release(stage.transfer)])
 
 
 def without_a_cause(stage: Stage) -> None:
@@ -451,12 +451,12 @@ def without_a_cause(stage: Stage) -> None:
 def without_an_origin(stage: Stage) -> None:
     stage.phases(stage.decode, B)
     nameless = ErrorInfo(code=ErrorCode.PEER_LOST, text="?")
-    stage.checks.effect(stage.decode, api.Phase(stage.transfer, F, error=nameless))
+    stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=nameless))
 
 
 def outlived_its_deadline(stage: Stage) -> None:
     deadline = stage.decode.clock.now() + 5.0
-    stage.decode.exchange.handle(api.OpenReceiver(stage.transfer, 4, deadline), stage.decode.clock.now())
+    stage.decode.exchange.handle(events.OpenReceiver(stage.transfer, 4, deadline), stage.decode.clock.now())
     stage.deployment.world.now += 10.0
     stage.checks._deadlines(stage.decode)
 
@@ -474,7 +474,7 @@ def peer_not_told(stage: Stage) -> None:
     stage.phases(stage.prefill, B, W, T)
     stage.deployment.world.now += 1.0
     stage.phases(stage.decode, B, W, T, S)
-    stage.checks.effect(stage.decode, api.Release(stage.transfer))
+    stage.checks.effect(stage.decode, events.Release(stage.transfer))
     stage.deployment.world.now += 100.0
     stage.checks.sweep()
 
@@ -539,9 +539,9 @@ def quarantined_at_rest(stage: Stage) -> None:
 LEFT: dict[str, Callable[[Stage], Item]] = {
     "cancel": lambda s: FromFrontend(s.front.me, Cancel("left", Internal("x").info)),
     "gone": lambda s: FrontendGone(s.front.me, Internal("x").info),
-    "phase": lambda s: api.Phase(s.transfer, F),
-    "release": lambda s: api.Release(s.transfer),
-    "quarantined": lambda s: api.Quarantined(s.transfer, 1),
+    "phase": lambda s: events.Phase(s.transfer, F),
+    "release": lambda s: events.Release(s.transfer),
+    "quarantined": lambda s: events.Quarantined(s.transfer, 1),
 }
 
 CASES: list[tuple[str, Callable[[Stage], None]]] = [
@@ -666,4 +666,4 @@ def test_the_story_of_a_room_is_readable() -> None:
         assert word in story
     others = [r for r in stage.deployment.rooms if r not in call.rooms]
     assert not any(f"{room:x}." in story for room in others)
-    assert describe(api.Release(call and stage.transfer)).strip().startswith("Release")
+    assert describe(events.Release(call and stage.transfer)).strip().startswith("Release")

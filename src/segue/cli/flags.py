@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig
 from segue.core.errors import ConfigError
 from segue.core.settings import Layers, Setting, branches, build, hint, leaves, parse_toml, settings
+from segue.core.words import OLD_NAMES
 
 Config = TypeVar("Config")
 
@@ -77,8 +78,11 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
         text += f" (default: {default})"
     if setting.required:
         text += " (required)"
+    old = [f"--{name.replace('_', '-')}" for name, key in OLD_NAMES.items() if key == setting.key]
+    if old:
+        text += f" ({', '.join(old)}: the old name)"
     shown = argparse.SUPPRESS if setting.hidden else text.replace("%", "%%")
-    group.add_argument(setting.flag, dest=setting.key, metavar=setting.metavar or "TEXT", help=shown)
+    group.add_argument(setting.flag, *old, dest=setting.key, metavar=setting.metavar or "TEXT", help=shown)
 
 
 def load(cls: type[Config], command: str, args: argparse.Namespace, **fixed: object) -> Config:

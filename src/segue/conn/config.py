@@ -10,7 +10,7 @@ from typing import Any
 from segue.conn.digest import Digester, Digests
 from segue.conn.io import Io, IoThread
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Integrity, Role, new_incarnation
+from segue.core.types import ChecksumMode, Incarnation, Role, new_incarnation
 from segue.handoff.exchange import Exchange
 from segue.layout.spec import PoolSpec
 from segue.session.node import SessionNode
@@ -27,7 +27,7 @@ class KVConfig:
     order of preference. `host:port` is where sessions listen (port 0: any); transports listen
     on `host` at `transport_port` (0: any); `advertise`, `advertise_port` (of sessions) and
     `advertise_transport_port` are what peers are told if it is something else: two leaders must not
-    advertise the same. `secret` is mandatory beyond loopback. `integrity` is what the checksums
+    advertise the same. `secret` is mandatory beyond loopback. `kv_checksum` is what the checksums
     of chunks that this side sends cover.
     """
 
@@ -44,7 +44,7 @@ class KVConfig:
     secret: bytes | None = None
     dp_rank: int = 0
     dp_size: int = 1
-    integrity: Integrity = Integrity.FULL
+    kv_checksum: ChecksumMode = ChecksumMode.FULL
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
     incarnation: Incarnation = field(default_factory=new_incarnation)

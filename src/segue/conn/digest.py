@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from segue.core.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
-from segue.handoff import api
+from segue.handoff import events
 from segue.layout.content import checksum
 from segue.transport.memory import Memory
 
@@ -27,7 +27,7 @@ class Digests(Protocol):
     """What a manager asks of a `Digester`."""
 
     def start(self) -> None: ...
-    def submit(self, effect: api.Digest) -> None: ...
+    def submit(self, effect: events.ComputeChecksum) -> None: ...
     def close(self) -> None: ...
 
 
@@ -41,10 +41,10 @@ class DigestQueue:
         self._memory = memory
         self._max_waiting = max_waiting
         self._inline_bytes = inline_bytes
-        self._waiting: deque[api.Digest] = deque()
+        self._waiting: deque[events.ComputeChecksum] = deque()
         self._closed = False
 
-    def submit(self, effect: api.Digest) -> api.Digested | None:
+    def submit(self, effect: events.ComputeChecksum) -> events.ChecksumReady | None:
         """The answer, where there is one at once: hashed here, or none can wait any more. None: it waits
         until it is taken, or nobody wants to know it (closed)."""
         if self._closed:
@@ -56,15 +56,15 @@ class DigestQueue:
         self._waiting.append(effect)
         return None
 
-    def take(self) -> api.Digest | None:
+    def take(self) -> events.ComputeChecksum | None:
         """The one that has waited longest; None if none does, or nobody wants to know it any more."""
         return self._waiting.popleft() if self._waiting and not self._closed else None
 
-    def hash(self, effect: api.Digest) -> api.Digested:
+    def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
         """The checksum of what `effect` names, or why there is none. Raises nothing."""
         try:
             with memoryview(self._memory.buffer) as memory:
-                return api.Digested(effect.transfer, effect.tag, checksum(memory, effect.content))
+                return events.ChecksumReady(effect.transfer, effect.tag, checksum(memory, effect.content))
         except SegueError as error:
             return _failed(effect, error)
         except Exception as error:  # one hand-off fails, the thread lives on (lesson 22)
@@ -76,13 +76,15 @@ class DigestQueue:
 
 
 class Digester:
-    """Answers each `Digest` with one `Digested`, through `answer`, until it is closed.
+    """Answers each `ComputeChecksum` with one `ChecksumReady`, through `answer`, until it is closed.
 
     `submit` never blocks; at most `max_waiting` wait, more fail with OUT_OF_CAPACITY. `answer` is called on
     the submitting thread or on this object's own.
     """
 
-    def __init__(self, memory: Memory, answer: Callable[[api.Digested], None], max_waiting: int) -> None:
+    def __init__(
+        self, memory: Memory, answer: Callable[[events.ChecksumReady], None], max_waiting: int
+    ) -> None:
         self._queue = DigestQueue(memory, max_waiting, INLINE_BYTES)
         self._answer = answer
         # As often as one waits, and once more at the end.
@@ -93,7 +95,7 @@ class Digester:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, effect: api.Digest) -> None:
+    def submit(self, effect: events.ComputeChecksum) -> None:
         """Hash what `effect` names, now or soon; ignored once closed."""
         answer = self._queue.submit(effect)
         if answer is not None:
@@ -113,6 +115,6 @@ class Digester:
             self._answer(self._queue.hash(effect))
 
 
-def _failed(effect: api.Digest, error: SegueError) -> api.Digested:
+def _failed(effect: events.ComputeChecksum, error: SegueError) -> events.ChecksumReady:
     info: ErrorInfo = error.info
-    return api.Digested(effect.transfer, effect.tag, 0, error=info)
+    return events.ChecksumReady(effect.transfer, effect.tag, 0, error=info)

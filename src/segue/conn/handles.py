@@ -13,10 +13,10 @@ from typing import Protocol
 from segue.core.clock import Clock
 from segue.core.errors import AbortedByClient, ErrorInfo
 from segue.core.types import KVPoll, Span, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Metadata
 
-Change = api.Phase | api.Release | api.Quarantined
+Change = events.Phase | events.Release | events.Quarantined
 
 
 class Owner(Protocol):
@@ -24,7 +24,7 @@ class Owner(Protocol):
 
     clock: Clock
 
-    def post(self, *events: api.Event) -> None:
+    def post(self, *batch: events.Event) -> None:
         """Deliver `events` in this order; does not block."""
         ...
 
@@ -54,7 +54,7 @@ class _Handle:
     def abort(self, error: ErrorInfo | None = None) -> None:
         """End the hand-off on both sides with `error` (default ABORTED_BY_CLIENT). A no-op once it ended."""
         info = error or AbortedByClient("the request was aborted", room=self.transfer.room).info
-        self._owner.post(api.AbortTransfer(self.transfer, info))
+        self._owner.post(events.AbortTransfer(self.transfer, info))
 
     def clear(self) -> None:
         """Drop this handle; aborts first if the hand-off has not ended. Idempotent.
@@ -68,15 +68,15 @@ class _Handle:
     def apply(self, change: Change) -> None:
         """Mirror what the protocol reported. Called by the owner only."""
         match change:
-            case api.Phase():
+            case events.Phase():
                 self._phase = change.phase
                 self.changed_at = self._owner.clock.now()
                 self.error = change.error or self.error
                 self.metadata = change.metadata or self.metadata
                 self.wire_s = change.wire_s or self.wire_s
-            case api.Release():
+            case events.Release():
                 self.released = True
-            case api.Quarantined():
+            case events.Quarantined():
                 pass
 
 
@@ -86,7 +86,7 @@ class KVSender(_Handle):
     def init(self, prompt_tokens: int, budget_s: float) -> None:
         """Begin: wait for the destination that decode publishes, at most `budget_s` seconds."""
         deadline = self._owner.clock.now() + budget_s
-        self._owner.post(api.OpenSender(self.transfer, prompt_tokens, deadline))
+        self._owner.post(events.OpenSender(self.transfer, prompt_tokens, deadline))
 
     def send(self, span: Span, pages: Sequence[int], metadata: Metadata | None = None) -> None:
         """Send the KV of `span`, which lies complete in `pages` (all of the prompt's from token 0).
@@ -95,16 +95,16 @@ class KVSender(_Handle):
         last one ends at `prompt_tokens`; `metadata` comes with it, or later by `finish`. The pages must
         not change until `Release`.
         """
-        chunk = api.SendChunk(self.transfer, span, tuple(pages))
+        chunk = events.SendChunk(self.transfer, span, tuple(pages))
         if metadata is None:
             self._owner.post(chunk)
         else:
-            self._owner.post(chunk, api.SendMetadata(self.transfer, metadata))
+            self._owner.post(chunk, events.SendMetadata(self.transfer, metadata))
 
     def finish(self, metadata: Metadata) -> None:
         """Send the first token and what goes with it, once. A prompt's KV is complete before its first token
         is known, so it may be on its way already."""
-        self._owner.post(api.SendMetadata(self.transfer, metadata))
+        self._owner.post(events.SendMetadata(self.transfer, metadata))
 
 
 class KVReceiver(_Handle):
@@ -113,7 +113,7 @@ class KVReceiver(_Handle):
     def init(self, prompt_tokens: int, budget_s: float) -> None:
         """Begin. The phase is WAITING_FOR_INPUT once the session to the transfer's prefill is up."""
         deadline = self._owner.clock.now() + budget_s
-        self._owner.post(api.OpenReceiver(self.transfer, prompt_tokens, deadline))
+        self._owner.post(events.OpenReceiver(self.transfer, prompt_tokens, deadline))
 
     def send_metadata(self, pages: Sequence[int], prefix_tokens: int = 0) -> None:
         """Publish where prefill shall write: `pages` hold the prompt from the page of token
@@ -121,7 +121,7 @@ class KVReceiver(_Handle):
 
         Legal in WAITING_FOR_INPUT. From now until SUCCESS or `Release` the pages belong to the peer.
         """
-        self._owner.post(api.Publish(self.transfer, tuple(pages), prefix_tokens))
+        self._owner.post(events.Publish(self.transfer, tuple(pages), prefix_tokens))
 
 
 OnChange = Callable[[Change], None]

@@ -24,7 +24,7 @@ from segue.core.clock import Clock
 from segue.core.control import ControlMessage
 from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
 from segue.core.types import Incarnation, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.session.api import PeerInfo, Session, SessionHandler
 from segue.session.tasks import background, typed
@@ -94,7 +94,7 @@ class KVManager:
             origin=f"{config.role.value} {config.incarnation[:8]} dp{config.dp_rank}",
             limits=config.limits,
             info=self.info,
-            integrity=config.integrity,
+            kv_checksum=config.kv_checksum,
         )
         self._digester = runtime.digester(
             memory, partial(self.io.post, self._handle), config.limits.max_transfers
@@ -169,9 +169,9 @@ class KVManager:
             raise Internal(f"transfer {transfer} exists already", room=transfer.room)
         return handle
 
-    def post(self, *events: api.Event) -> None:
+    def post(self, *batch: events.Event) -> None:
         """Deliver events to the protocol in order (see `handles.Owner`)."""
-        self.io.post(self._handle_all, events)
+        self.io.post(self._handle_all, batch)
 
     def forget(self, transfer: TransferId) -> None:
         """The engine has dropped its handle of `transfer`."""
@@ -205,15 +205,15 @@ class KVManager:
 
     # ---- the protocol, on the I/O thread -----------------------------------------------------
 
-    def _handle_all(self, events: Sequence[api.Event]) -> None:
-        for event in events:
+    def _handle_all(self, batch: Sequence[events.Event]) -> None:
+        for event in batch:
             self._handle(event)
 
-    def _handle(self, event: api.Event) -> None:
+    def _handle(self, event: events.Event) -> None:
         """One event and all that follows from it. A bug on the way ends the hand-off that it is about, and
         costs no other one an effect or its deadline: nothing is raised."""
         now = self.clock.now()
-        effects: list[api.Effect] = []
+        effects: list[events.Effect] = []
         try:
             effects = self._decide(event, now)
         except Exception as exc:
@@ -225,37 +225,37 @@ class KVManager:
                 self._not_done(effect, typed(exc, f"carrying out {type(effect).__name__}"))
         self._arm(now)
 
-    def _decide(self, event: api.Event, now: float) -> list[api.Effect]:
+    def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
         try:
             return self.exchange.handle(event, now)
         except SegueError as error:
             return self._refused(event, error, now)
 
-    def _undecided(self, event: api.Event, error: SegueError) -> None:
+    def _undecided(self, event: events.Event, error: SegueError) -> None:
         """A hand-off met a bug: it ends now on both sides, not by its deadline. So does the session of a peer
         that hand-offs cannot be opened with."""
         match event:
-            case api.PeerUp():
+            case events.PeerUp():
                 self._part(event.peer, error)
-            case api.PeerDown() | api.Tick() | api.AbortTransfer():
+            case events.PeerDown() | events.Tick() | events.AbortTransfer():
                 pass  # nothing of one hand-off, or its end already
-            case api.Received():
+            case events.Received():
                 self._end_later(event.message.transfer, error)
             case _:
                 self._end_later(event.transfer, error)
 
-    def _not_done(self, effect: api.Effect, error: SegueError) -> None:
+    def _not_done(self, effect: events.Effect, error: SegueError) -> None:
         """An effect was not carried out, or only in part: its hand-off ends, unless it has already."""
         log.warning("%s was not carried out: %s", type(effect).__name__, error)
         match effect:
-            case api.Digest():
+            case events.ComputeChecksum():
                 # Its answer is what the pages wait for, whatever becomes of the hand-off.
-                answer = api.Digested(effect.transfer, effect.tag, 0, error=error.info)
+                answer = events.ChecksumReady(effect.transfer, effect.tag, 0, error=error.info)
                 self.io.loop.call_soon(self._handle, answer)
-            case api.Fence():
+            case events.Fence():
                 # So it is here, and to fence twice does no harm.
                 self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect)
-            case api.Send():
+            case events.Send():
                 transfer = effect.message.transfer
                 phase = self.exchange.phase(transfer)
                 if phase is None or phase.terminal:
@@ -271,9 +271,9 @@ class KVManager:
             peer.session.close(error)
 
     def _end_later(self, transfer: TransferId, error: SegueError) -> None:
-        self.io.loop.call_soon(self._handle, api.AbortTransfer(transfer, error.info))
+        self.io.loop.call_soon(self._handle, events.AbortTransfer(transfer, error.info))
 
-    def _fence_again(self, effect: api.Fence) -> None:
+    def _fence_again(self, effect: events.Fence) -> None:
         if self._closed:
             return
         try:
@@ -281,32 +281,32 @@ class KVManager:
         except Exception as exc:
             self._not_done(effect, typed(exc, "carrying out Fence"))
 
-    def _refused(self, event: api.Event, error: SegueError, now: float) -> list[api.Effect]:
+    def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
-        if not isinstance(event, api.Publish | api.SendChunk | api.SendMetadata):
-            return api.refusal(event, error.info)
+        if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
+            return events.refusal(event, error.info)
         handle = self._handles.get(event.transfer)
         if handle is None or handle.poll().terminal:
             # After a long pause not even the tombstone is left, and the engine could not know yet.
             log.debug("too late for its hand-off: %s", error)
             return []
-        return self.exchange.handle(api.AbortTransfer(event.transfer, error.info), now)
+        return self.exchange.handle(events.AbortTransfer(event.transfer, error.info), now)
 
-    def _carry_out(self, effect: api.Effect) -> None:
+    def _carry_out(self, effect: events.Effect) -> None:
         match effect:
-            case api.Send():
+            case events.Send():
                 peer = self._peers.get(effect.peer)
                 if peer is not None:
                     peer.session.send(effect.message)
-            case api.PostWrite() | api.Grant() | api.Fence():
+            case events.PostWrite() | events.Grant() | events.Fence():
                 self._move(effect)
-            case api.Digest():
+            case events.ComputeChecksum():
                 # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
                 self.io.loop.call_soon(self._digest, effect)
-            case api.Phase() | api.Release() | api.Quarantined():
+            case events.Phase() | events.Release() | events.Quarantined():
                 self._report(effect)
 
-    def _digest(self, effect: api.Digest) -> None:
+    def _digest(self, effect: events.ComputeChecksum) -> None:
         try:
             self._digester.submit(effect)
         except Exception as exc:
@@ -318,15 +318,15 @@ class KVManager:
             handle.apply(change)
         if self._on_change is not None:
             self._on_change(change)
-            if isinstance(change, api.Phase) and change.phase.terminal:
+            if isinstance(change, events.Phase) and change.phase.terminal:
                 self.io.let_others_run()  # the engine, before the peer and the books hear of it
 
-    def _move(self, effect: api.PostWrite | api.Grant | api.Fence) -> None:
+    def _move(self, effect: events.PostWrite | events.Grant | events.Fence) -> None:
         transfer = effect.transfer
         incarnation = self._transports.peer_of(transfer)
-        if isinstance(effect, api.PostWrite) and incarnation not in self._peers:
+        if isinstance(effect, events.PostWrite) and incarnation not in self._peers:
             gone = TransferFailed(f"the session to {incarnation[:8]} has ended", room=transfer.room)
-            self.io.loop.call_soon(self._handle, api.WriteBroken(transfer, effect.tag, gone.info))
+            self.io.loop.call_soon(self._handle, events.WriteBroken(transfer, effect.tag, gone.info))
         else:
             self._transports.move(effect)
 
@@ -344,14 +344,14 @@ class KVManager:
 
     def _tick(self) -> None:
         self._timer = None
-        self._handle(api.Tick())
+        self._handle(events.Tick())
 
     # ---- transports --------------------------------------------------------------------------
 
     def _transport_event(self, name: str, event: transport_base.TransportEvent) -> None:
         incarnation = incarnation_of(event.peer)
         if isinstance(event, transport_base.PeerGone):
-            self._handle(api.PeerDown(incarnation, event.error.info, dead=event.proven))
+            self._handle(events.PeerDown(incarnation, event.error.info, dead=event.proven))
             peer = self._peers.get(incarnation)
             if peer is not None and peer.transport == name:
                 peer.session.close(event.error)
@@ -362,11 +362,11 @@ class KVManager:
         match event:
             case transport_base.Written():
                 self._measure(incarnation, event)
-                self._handle(api.WriteLanded(transfer, event.tag, event.seconds))
+                self._handle(events.WriteLanded(transfer, event.tag, event.seconds))
             case transport_base.WriteFailed():
-                self._handle(api.WriteBroken(transfer, event.tag, event.error.info, event.refused))
+                self._handle(events.WriteBroken(transfer, event.tag, event.error.info, event.refused))
             case transport_base.Fenced():
-                self._handle(api.FenceDone(transfer, event.proven))
+                self._handle(events.FenceDone(transfer, event.proven))
 
     def _measure(self, incarnation: Incarnation, event: transport_base.Written) -> None:
         """A slow path must not be taken silently: its speed is logged once, and shown for ever."""
@@ -450,10 +450,10 @@ class KVManager:
 
     def _ready(self, peer: Peer) -> None:
         peer.opening = None
-        self._handle(api.PeerUp(peer.session.peer.incarnation, peer.info, peer.transport))
+        self._handle(events.PeerUp(peer.session.peer.incarnation, peer.info, peer.transport))
         early, peer.early = peer.early, []
         for message in early:
-            self._handle(api.Received(peer.session.peer.incarnation, message))
+            self._handle(events.Received(peer.session.peer.incarnation, message))
 
     def received(self, session: Session, message: object) -> None:
         """A message of a peer leader goes to the protocol, one of a frontend to `control`."""
@@ -471,7 +471,7 @@ class KVManager:
                 session.close(TransferFailed("too many messages before the path is open"))
             peer.early.append(message)
         else:
-            self._handle(api.Received(session.peer.incarnation, message))
+            self._handle(events.Received(session.peer.incarnation, message))
 
     def closed(self, session: Session, error: SegueError) -> None:
         """The session ended: exactly its transfers fail."""
@@ -490,7 +490,7 @@ class KVManager:
         log.log(level, "peer left incarnation=%s reason=%s", incarnation[:8], error)
         if (dialer := self._dialers.get(incarnation)) is not None:
             dialer.lost()
-        self._handle(api.PeerDown(incarnation, error.info))
+        self._handle(events.PeerDown(incarnation, error.info))
 
     def _add_peer(self, incarnation: Incarnation, host: str, port: int) -> None:
         if incarnation in self._dialers or self._closed:
@@ -503,7 +503,7 @@ class KVManager:
         def refused(error: SegueError) -> None:
             # What waits for this peer need not wait for its deadline to hear why.
             if incarnation not in self._peers:
-                self._handle(api.PeerDown(incarnation, error.info))
+                self._handle(events.PeerDown(incarnation, error.info))
 
         patience_s = self.config.limits.connect_s
         dialer = Dialer(connect, f"{host}:{port}", refused, patience_s, self._uniform)

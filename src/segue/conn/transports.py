@@ -17,7 +17,7 @@ import msgspec
 from segue.conn.config import KVConfig
 from segue.core.errors import DECODE_ERRORS, TransferFailed
 from segue.core.types import Incarnation, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import LeaderInfo
 from segue.layout.content import whole_pages
 from segue.session.tasks import awaited
@@ -138,18 +138,18 @@ class Transports:
         """The other side of a transfer."""
         return transfer.decode if self._sending else transfer.prefill
 
-    def move(self, effect: api.PostWrite | api.Grant | api.Fence) -> None:
+    def move(self, effect: events.PostWrite | events.Grant | events.Fence) -> None:
         """Hand an effect to the transport that was chosen for the transfer's peer."""
         peer = self.peer_of(effect.transfer)
         transport = self._by_name[self._chosen[peer]]
         match effect:
-            case api.PostWrite():
+            case events.PostWrite():
                 name = _rank_name(peer, effect.target)
                 transport.write(name, effect.epoch, effect.tag, effect.blocks)
-            case api.Grant():
+            case events.Grant():
                 area = whole_pages(self._spec, effect.pages)
                 transport.grant(_rank_name(peer, 0), effect.epoch, area)
-            case api.Fence():
+            case events.Fence():
                 transport.fence(_rank_name(peer, 0), effect.epoch)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.core.settings import integer, number, required, secret, switch, text
-from segue.core.types import Integrity, Role
+from segue.core.types import ChecksumMode, Role
 
 DEFAULT_MODEL = "smollm2"
 BALANCE_METHODS = (
@@ -29,8 +29,8 @@ BALANCE_METHODS = (
 MODEL_HELP = "folder, GGUF file, smollm2, or a name of the Hugging Face Hub, ORG/NAME"
 REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-INTEGRITIES = tuple(mode.value for mode in Integrity)
-INTEGRITY_HELP = (
+CHECKSUM_MODES = tuple(mode.value for mode in ChecksumMode)
+CHECKSUM_HELP = (
     "what of each chunk of KV is checked by a checksum after it has landed; prefill's setting decides"
 )
 DTYPES = ("bfloat16", "float16", "float32")
@@ -206,7 +206,7 @@ class ServeConfig:
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
     )
-    integrity: str = text(INTEGRITY_HELP, "full", choices=INTEGRITIES, metavar="MODE")
+    kv_checksum: str = text(CHECKSUM_HELP, "full", choices=CHECKSUM_MODES, metavar="MODE")
     policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
     instance_doors: bool = switch(
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
@@ -252,7 +252,7 @@ class ServeConfig:
             role=role,
             registry=registry,
             transport=self.transport,
-            integrity=self.integrity,
+            kv_checksum=self.kv_checksum,
             http_port=0 if self.instance_doors else None,
             engine=dataclasses.replace(
                 self.engine,
@@ -321,7 +321,7 @@ class InstanceConfig:
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
     )
-    integrity: str = text(INTEGRITY_HELP, "full", choices=INTEGRITIES, metavar="MODE")
+    kv_checksum: str = text(CHECKSUM_HELP, "full", choices=CHECKSUM_MODES, metavar="MODE")
     tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from segue.core.errors import ConfigError
-from segue.core.words import explain, is_service_link
+from segue.core.words import OLD_NAMES, explain, is_service_link
 
 PREFIX = "SEGUE_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -223,7 +223,10 @@ def build(
     for key, raw, source in _file_entries(layers, command, known):
         if key in own:
             values[key] = own[key].read(raw, source)
-    variables = {PREFIX + key.upper(): key for key in everywhere}
+    names = {old: key for old, key in OLD_NAMES.items() if key in everywhere} | {
+        key: key for key in everywhere
+    }
+    variables = {PREFIX + name.upper(): key for name, key in names.items()}
     for name, raw_text in sorted(layers.environ.items()):
         if not name.startswith(PREFIX) or name in also:
             continue
@@ -266,6 +269,7 @@ def _file_entries(
 
 def _key(name: str, legal: set[str], place: str) -> str:
     key = name.replace("-", "_")
+    key = OLD_NAMES.get(key, key)
     if key not in legal:
         raise ConfigError(f"{name} in {place} is not a setting{hint(key, legal)}; remove or rename it")
     return key

@@ -52,7 +52,7 @@ class Role(enum.StrEnum):
     FRONTEND = "frontend"
 
 
-class Integrity(enum.StrEnum):
+class ChecksumMode(enum.StrEnum):
     """How much of a chunk its checksum covers: all of it, one layer in several, or nothing."""
 
     FULL = "full"

@@ -37,6 +37,9 @@ LATER = {
     for kind in ("tp", "pp", "cp", "dp")
 }
 
+#: Settings that had another name, by the old key. Flag, variable and key in a file still work under it.
+OLD_NAMES = {"integrity": "kv_checksum"}
+
 _LENGTH = "a sequence may be as long as the model's context and the pool allow; --kv-gib sizes the pool"
 _RANKS = f"not here, because {_ONE_RANK}"
 _NO_GPU = "not here, because this version computes on CPUs"

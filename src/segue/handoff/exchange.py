@@ -2,7 +2,7 @@
 
 No I/O, no clock: `handle(event, now)` returns the effects that the caller carries out in order. What a
 hand-off holds lives in its machine. Here is the table of machines; a transfer that has none (yet, or any
-more) is at most in one of the tables of `Absent`.
+more) is at most in one of the tables of `Tombstones`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 from segue.core.errors import Internal, InvalidRequest, OutOfCapacity, SegueError, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Integrity, KVPoll, Role, TransferId
-from segue.handoff.absent import Absent
-from segue.handoff.api import (
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, Role, TransferId
+from segue.handoff.events import (
     AbortTransfer,
-    Digested,
+    ChecksumReady,
     Effect,
     Event,
     FenceDone,
@@ -34,10 +33,8 @@ from segue.handoff.api import (
     WriteBroken,
     WriteLanded,
 )
-from segue.handoff.integrity import Tables
-from segue.handoff.link import Link, Local, make_link
-from segue.handoff.machine import Birth, IllegalEvent, Machine, Timer
-from segue.handoff.memory import Deadlines
+from segue.handoff.link import LocalLeader, PeerLink, make_link
+from segue.handoff.machine import IllegalEvent, Machine, MachineArgs
 from segue.handoff.messages import (
     Abort,
     Accepted,
@@ -53,6 +50,9 @@ from segue.handoff.messages import (
 )
 from segue.handoff.receiver import ReceiverMachine
 from segue.handoff.sender import SenderMachine
+from segue.handoff.table_checks import Tables
+from segue.handoff.timers import Deadlines, Timer
+from segue.handoff.tombstones import Tombstones
 
 _M = TypeVar("_M", bound=Machine)
 
@@ -63,7 +63,7 @@ _TO_DECODE = frozenset({Accepted, Moved, ChunkPosted, Metadata, Failed, Drained,
 class Exchange:
     """All hand-offs of one leader in one incarnation.
 
-    `origin` is how errors that begin here name this side (`prefill 3fa94c01 dp0`). `integrity` is what a
+    `origin` is how errors that begin here name this side (`prefill 3fa94c01 dp0`). `kv_checksum` is what a
     sender's checksums cover; a receiver verifies whatever it is given. `handle` raises a
     `SegueError` for an illegal local event, and then nothing has changed; everything that a peer
     or the transport does wrong becomes the failure of one hand-off, or a count in `counters`.
@@ -77,14 +77,14 @@ class Exchange:
         limits: Limits,
         info: LeaderInfo,
         transport: str = "",
-        integrity: Integrity = Integrity.OFF,
+        kv_checksum: ChecksumMode = ChecksumMode.OFF,
     ) -> None:
         if role not in (Role.PREFILL, Role.DECODE):
             raise IllegalEvent(f"a {role} has no hand-offs")
-        self._local = Local(role, me, origin, limits, info, integrity)
+        self._local = LocalLeader(role, me, origin, limits, info, kv_checksum)
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
-        self._links: dict[Incarnation, Link] = {}
+        self._links: dict[Incarnation, PeerLink] = {}
         # The transport speaks of epochs; an entry lives as long as its machine.
         self._epochs: dict[tuple[Incarnation, int], Machine] = {}
         self._deadlines = Deadlines()
@@ -96,7 +96,7 @@ class Exchange:
             ("stray_messages", "late_events", "repeats", "gone_answers", "early_refused", "internal_errors"),
             0,
         )
-        self._absent = Absent(self._local, self._deadlines, self.counters)
+        self._tombstones = Tombstones(self._local, self._deadlines, self.counters)
         self._handlers: dict[type[Any], Callable[[Any, float, list[Effect]], None]] = {
             OpenSender: self._open_sender,
             OpenReceiver: self._open_receiver,
@@ -109,7 +109,7 @@ class Exchange:
             Received: self._received,
             WriteLanded: self._write_landed,
             WriteBroken: self._write_broken,
-            Digested: self._digested,
+            ChecksumReady: self._checksum_ready,
             FenceDone: self._fence_done,
             Tick: self._tick,
         }
@@ -131,7 +131,7 @@ class Exchange:
         machine = self._machines.get(transfer)
         if machine is not None:
             return machine.phase
-        ended = self._absent.ended.get(transfer)
+        ended = self._tombstones.ended.get(transfer)
         return ended.phase if ended is not None and ended.opened else None
 
     def transfer_of(self, peer: Incarnation, epoch: int) -> TransferId | None:
@@ -144,8 +144,8 @@ class Exchange:
         self._deadlines.next()
         return {
             "transfers": len(self._machines),
-            "early": len(self._absent.early),
-            "ended": len(self._absent.ended),
+            "early": len(self._tombstones.parked),
+            "ended": len(self._tombstones.ended),
             "epochs": len(self._epochs),
             "peers": len(self._links),
             "deadlines": len(self._deadlines),
@@ -157,7 +157,7 @@ class Exchange:
 
     def check_integrity(self) -> None:
         """Look at everything; raises Internal with what is wrong."""
-        tables = Tables(self._machines, self._absent.early, self._absent.ended, self._epochs)
+        tables = Tables(self._machines, self._tombstones.parked, self._tombstones.ended, self._epochs)
         found = tables.problems(self._deadlines.live, self._local.limits)
         if found:
             raise Internal("; ".join(found))
@@ -166,32 +166,32 @@ class Exchange:
 
     def _open_sender(self, event: OpenSender, now: float, out: list[Effect]) -> None:
         self._check_open(event.transfer, event.prompt_tokens, Role.PREFILL)
-        if self._absent.over_before_it_began(event.transfer, out):
+        if self._tombstones.over_before_it_began(event.transfer, out):
             return
-        machine = SenderMachine(self._birth(event, event.transfer.decode, now))
+        machine = SenderMachine(self._machine_args(event, event.transfer.decode, now))
         self._add(machine, out)
-        early = self._absent.take_early(event.transfer)
-        if early is None:
+        parked = self._tombstones.take_parked(event.transfer)
+        if parked is None:
             return
-        link = self._links.get(early.peer)
+        link = self._links.get(parked.peer)
         if link is None:
             raise Internal("an early destination outlived its session")
-        self._destination(machine, early.destination, early.timer.at, link, now, out)
+        self._destination(machine, parked.destination, parked.timer.at, link, now, out)
 
     def _open_receiver(self, event: OpenReceiver, now: float, out: list[Effect]) -> None:
         self._check_open(event.transfer, event.prompt_tokens, Role.DECODE)
-        if self._absent.over_before_it_began(event.transfer, out):
+        if self._tombstones.over_before_it_began(event.transfer, out):
             return
-        machine = ReceiverMachine(self._birth(event, event.transfer.prefill, now))
+        machine = ReceiverMachine(self._machine_args(event, event.transfer.prefill, now))
         self._add(machine, out)
         link = self._links.get(machine.peer)
         if link is not None:
             self._run(machine, now, out, machine.peer_up, link)
 
-    def _birth(self, event: OpenSender | OpenReceiver, peer: Incarnation, now: float) -> Birth:
+    def _machine_args(self, event: OpenSender | OpenReceiver, peer: Incarnation, now: float) -> MachineArgs:
         link = self._links.get(peer)
         name = link.name if link is not None else self._local.name_of(peer)
-        return Birth(self._local, event.transfer, peer, name, event.prompt_tokens, event.deadline, now)
+        return MachineArgs(self._local, event.transfer, peer, name, event.prompt_tokens, event.deadline, now)
 
     def _check_open(self, transfer: TransferId, prompt_tokens: int, role: Role) -> None:
         mine = transfer.prefill if self._local.role is Role.PREFILL else transfer.decode
@@ -199,7 +199,7 @@ class Exchange:
             raise IllegalEvent(f"{transfer} is not a hand-off of {self._local.origin}", room=transfer.room)
         if prompt_tokens < 1:
             raise IllegalEvent("a hand-off needs at least one prompt token", room=transfer.room)
-        ended = self._absent.ended.get(transfer)
+        ended = self._tombstones.ended.get(transfer)
         if transfer in self._machines or (ended is not None and ended.opened):
             raise InvalidRequest(
                 f"room {transfer.room}, attempt {transfer.attempt} was used already; "
@@ -250,7 +250,7 @@ class Exchange:
         if isinstance(machine, kind):
             if not machine.phase.terminal:
                 return machine
-        elif machine is not None or transfer not in self._absent.ended:
+        elif machine is not None or transfer not in self._tombstones.ended:
             raise IllegalEvent(f"{transfer} is not open here", room=transfer.room)
         self.counters["late_events"] += 1
         return None
@@ -267,9 +267,9 @@ class Exchange:
         if not isinstance(machine, SenderMachine) or not self._run(machine, now, out, machine.broken, event):
             self.counters["late_events"] += 1
 
-    def _digested(self, event: Digested, now: float, out: list[Effect]) -> None:
+    def _checksum_ready(self, event: ChecksumReady, now: float, out: list[Effect]) -> None:
         machine = self._machines.get(event.transfer)
-        if machine is None or not self._run(machine, now, out, machine.digested, event):
+        if machine is None or not self._run(machine, now, out, machine.checksum_ready, event):
             self.counters["late_events"] += 1
 
     def _fence_done(self, event: FenceDone, now: float, out: list[Effect]) -> None:
@@ -292,12 +292,12 @@ class Exchange:
         self._links[event.peer] = link
         for machine in self._bound_to(event.peer):
             self._run(machine, now, out, machine.peer_up, link)
-        self._absent.peer_up(event.peer, out)
+        self._tombstones.peer_up(event.peer, out)
 
     def _peer_down(self, event: PeerDown, now: float, out: list[Effect]) -> None:
         link = self._links.pop(event.peer, None)
         name = link.name if link is not None else self._local.name_of(event.peer)
-        self._absent.peer_down(event.peer, event.error, name, now)
+        self._tombstones.peer_down(event.peer, event.error, name, now)
         for machine in self._bound_to(event.peer):
             self._run(machine, now, out, machine.peer_down, event.error, event.dead)
 
@@ -319,7 +319,7 @@ class Exchange:
             return
         machine = self._machines.get(transfer)
         if machine is None:
-            self._absent.received(event, link, now, out)
+            self._tombstones.received(event, link, now, out)
         elif isinstance(message, Destination) and isinstance(machine, SenderMachine):
             self._destination(machine, message, now + message.budget_s, link, now, out)
         else:
@@ -330,7 +330,7 @@ class Exchange:
         machine: SenderMachine,
         message: Destination,
         deadline: float,
-        link: Link,
+        link: PeerLink,
         now: float,
         out: list[Effect],
     ) -> None:
@@ -348,7 +348,7 @@ class Exchange:
             if machine is not None and machine.timer is timer:
                 self._run(machine, now, out, machine.expire)
             else:
-                self._absent.expire(timer)
+                self._tombstones.expire(timer)
 
     def _run(
         self,
@@ -404,4 +404,4 @@ class Exchange:
         del self._machines[machine.transfer]
         if self._epochs.get((machine.peer, machine.epoch)) is machine:
             del self._epochs[machine.peer, machine.epoch]
-        self._absent.bury(machine, now)
+        self._tombstones.add_tombstone(machine, now)

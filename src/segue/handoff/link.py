@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from segue.core.errors import ErrorInfo, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Integrity, Role
-from segue.handoff.api import PeerUp
+from segue.core.types import ChecksumMode, Incarnation, Role
+from segue.handoff.events import PeerUp
 from segue.handoff.messages import LeaderInfo
 from segue.layout.planner import PairPlan, plan_pair
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalLeader:
     """This side, as all its machines know it."""
 
     role: Role
@@ -21,7 +21,7 @@ class Local:
     origin: str
     limits: Limits
     info: LeaderInfo
-    integrity: Integrity
+    kv_checksum: ChecksumMode
 
     def name_of(self, peer: Incarnation) -> str:
         """How errors name a peer of which nothing but the incarnation is known."""
@@ -30,7 +30,7 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PeerLink:
     """A peer whose session is up. Exactly one of `plan` and `error` is set."""
 
     peer: Incarnation
@@ -47,7 +47,7 @@ class Link:
         return self.plan
 
 
-def make_link(local: Local, event: PeerUp, transport: str) -> Link:
+def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
     """What we can do with this peer. A mismatch fails its hand-offs, and nothing else: the session
     normally refuses such a peer before it comes this far."""
     info = event.info
@@ -67,5 +67,7 @@ def make_link(local: Local, event: PeerUp, transport: str) -> Link:
             )
         plan = plan_pair(prefill.ranks, decode.ranks)
     except SegueError as error:
-        return Link(event.peer, info, name, transport, None, error.at(origin=local.origin, peer=name).info)
-    return Link(event.peer, info, name, transport, plan, None)
+        return PeerLink(
+            event.peer, info, name, transport, None, error.at(origin=local.origin, peer=name).info
+        )
+    return PeerLink(event.peer, info, name, transport, plan, None)

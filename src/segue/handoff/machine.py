@@ -16,10 +16,11 @@ import msgspec
 
 from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
 from segue.core.types import Incarnation, KVPoll, TransferId
-from segue.handoff.api import Digested, Effect, Send
+from segue.handoff.events import ChecksumReady, Effect, Send
 from segue.handoff.lease import Lease, LeaseState
-from segue.handoff.link import Link, Local
+from segue.handoff.link import LocalLeader, PeerLink
 from segue.handoff.messages import Failed, HandoffMessage
+from segue.handoff.timers import Timer
 from segue.layout.planner import PairPlan
 
 
@@ -27,23 +28,12 @@ class IllegalEvent(Internal):
     """The caller did something that the table does not allow here. Nothing has changed."""
 
 
-class Timer:
-    """One entry of the exchange's deadline heap. It outlives the machine as its tombstone's timer."""
-
-    __slots__ = ("at", "live", "transfer")
-
-    def __init__(self, transfer: TransferId, at: float) -> None:
-        self.transfer = transfer
-        self.at = at
-        self.live = True
-
-
 @dataclass(frozen=True, slots=True)
-class Birth:
+class MachineArgs:
     """What a machine knows from its beginning. `peer_name` is how errors name the peer; `deadline` and
     `now` are the caller's clock."""
 
-    local: Local
+    local: LocalLeader
     transfer: TransferId
     peer: Incarnation
     peer_name: str
@@ -68,25 +58,25 @@ class Machine:
         "opened_at",
         "peer",
         "peer_name",
+        "peer_notified",
         "plan",
         "prefix_tokens",
         "prompt_tokens",
         "state",
         "timer",
-        "told",
         "transfer",
         "transport",
     )
 
-    def __init__(self, birth: Birth) -> None:
-        self.local = birth.local
-        self.transfer = birth.transfer
-        self.peer = birth.peer
-        self.peer_name = birth.peer_name
-        self.prompt_tokens = birth.prompt_tokens
-        self.deadline = birth.deadline
-        self.opened_at = birth.now
-        self.timer = Timer(birth.transfer, birth.deadline)
+    def __init__(self, args: MachineArgs) -> None:
+        self.local = args.local
+        self.transfer = args.transfer
+        self.peer = args.peer
+        self.peer_name = args.peer_name
+        self.prompt_tokens = args.prompt_tokens
+        self.deadline = args.deadline
+        self.opened_at = args.now
+        self.timer = Timer(args.transfer, args.deadline)
         self.state: enum.StrEnum = next(iter(self.TABLE))
         self.lease = Lease()
         self.error: ErrorInfo | None = None
@@ -95,7 +85,7 @@ class Machine:
         self.epoch = 0
         self.transport = ""
         #: The peer ended this hand-off itself, so it need not hear of it again.
-        self.told = False
+        self.peer_notified = False
 
     @property
     def phase(self) -> KVPoll:
@@ -144,9 +134,9 @@ class Machine:
         text = f"the deadline passed in {self.phase.name} after {now - self.opened_at:.3f} s"
         return self.problem(DeadlineExceeded, text, now)
 
-    def retell(self, out: list[Effect]) -> None:
+    def resend_failure(self, out: list[Effect]) -> None:
         """Say again that this hand-off has failed: a session that broke may have lost it."""
-        if self.phase is KVPoll.FAILED and self.error is not None and not self.told:
+        if self.phase is KVPoll.FAILED and self.error is not None and not self.peer_notified:
             out.append(Send(self.peer, Failed(self.transfer, self.error)))
 
     def broken_rule(self) -> str:
@@ -160,17 +150,23 @@ class Machine:
     # What each half does in its own way.
 
     def fail(
-        self, error: ErrorInfo, now: float, out: list[Effect], *, told: bool = False, lost: bool = False
+        self,
+        error: ErrorInfo,
+        now: float,
+        out: list[Effect],
+        *,
+        peer_notified: bool = False,
+        lost: bool = False,
     ) -> None:
-        """End with `error`; a no-op in a terminal phase. `told`: the peer knows already;
+        """End with `error`; a no-op in a terminal phase. `peer_notified`: the peer knows already;
         `lost`: there is no session to tell it over."""
         raise Internal(f"{type(self).__name__} cannot fail")
 
-    def receive(self, message: HandoffMessage, link: Link, now: float, out: list[Effect]) -> None:
+    def receive(self, message: HandoffMessage, link: PeerLink, now: float, out: list[Effect]) -> None:
         """A message of this hand-off's peer."""
         raise Internal(f"{type(self).__name__} cannot receive")
 
-    def peer_up(self, link: Link, now: float, out: list[Effect]) -> None:
+    def peer_up(self, link: PeerLink, now: float, out: list[Effect]) -> None:
         """A session to this hand-off's peer has opened."""
         raise Internal(f"{type(self).__name__} cannot see a peer")
 
@@ -178,7 +174,7 @@ class Machine:
         """The session to this hand-off's peer has ended."""
         raise Internal(f"{type(self).__name__} cannot lose a peer")
 
-    def digested(self, event: Digested, now: float, out: list[Effect]) -> bool:
+    def checksum_ready(self, event: ChecksumReady, now: float, out: list[Effect]) -> bool:
         """A checksum of our own bytes; False when nobody asked (any more)."""
         raise Internal(f"{type(self).__name__} cannot read")
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from segue.core.errors import DeadlineExceeded, DpRankConflict, ErrorInfo, TransferFailed
 from segue.core.types import KVPoll
-from segue.handoff.api import (
-    Digest,
-    Digested,
+from segue.handoff.events import (
+    ChecksumReady,
+    ComputeChecksum,
     Effect,
     Fence,
     Grant,
@@ -21,8 +21,8 @@ from segue.handoff.api import (
     Send,
 )
 from segue.handoff.lease import LeaseState, LeaseStep
-from segue.handoff.link import Link
-from segue.handoff.machine import Birth, IllegalEvent, Machine
+from segue.handoff.link import PeerLink
+from segue.handoff.machine import IllegalEvent, Machine, MachineArgs
 from segue.handoff.messages import (
     Abort,
     ChunkPosted,
@@ -59,7 +59,7 @@ class ReceiverStep(enum.StrEnum):
     PUBLISH = "Publish"
     CHUNK = "ChunkPosted received"
     METADATA = "Metadata received"
-    DIGESTED = "Digested"
+    CHECKSUM = "ChecksumReady"
     COMPLETE = "tally complete"
     FAIL = "fails"
     PROOF = "fence proven, nothing read"
@@ -78,11 +78,11 @@ RECEIVER_TABLE: Mapping[ReceiverState, Mapping[ReceiverStep, ReceiverState]] = {
     _S.TRANSFERRING: {
         _E.CHUNK: _S.TRANSFERRING,
         _E.METADATA: _S.TRANSFERRING,
-        _E.DIGESTED: _S.TRANSFERRING,
+        _E.CHECKSUM: _S.TRANSFERRING,
         _E.COMPLETE: _S.SUCCESS,
         _E.FAIL: _S.QUARANTINED,
     },
-    _S.QUARANTINED: {_E.DIGESTED: _S.QUARANTINED, _E.PROOF: _S.FAILED},
+    _S.QUARANTINED: {_E.CHECKSUM: _S.QUARANTINED, _E.PROOF: _S.FAILED},
     _S.SUCCESS: {},
     _S.FAILED: {},
 }
@@ -105,8 +105,8 @@ class ReceiverMachine(Machine):
 
     __slots__ = ("_fenced", "_proven", "pages", "tally")
 
-    def __init__(self, birth: Birth) -> None:
-        super().__init__(birth)
+    def __init__(self, args: MachineArgs) -> None:
+        super().__init__(args)
         self.tally: Tally | None = None
         self.pages: tuple[int, ...] = ()
         #: No write can start or land any more; our own transport may be inside one, a verification may read.
@@ -149,7 +149,7 @@ class ReceiverMachine(Machine):
 
     # ---- the peer ------------------------------------------------------------------------------
 
-    def peer_up(self, link: Link, now: float, out: list[Effect]) -> None:
+    def peer_up(self, link: PeerLink, now: float, out: list[Effect]) -> None:
         self.peer_name = link.name
         if self.state is ReceiverState.BOOTSTRAPPING:
             self.plan = link.usable_plan()
@@ -158,7 +158,7 @@ class ReceiverMachine(Machine):
             out.append(Phase(self.transfer, KVPoll.WAITING_FOR_INPUT))
         elif self.state is ReceiverState.QUARANTINED:
             # The same incarnation is back: its word is proof, so ask for it again.
-            self.retell(out)
+            self.resend_failure(out)
             out.append(Send(self.peer, Abort(self.transfer)))
 
     def peer_down(self, error: ErrorInfo, dead: bool, now: float, out: list[Effect]) -> None:
@@ -166,19 +166,19 @@ class ReceiverMachine(Machine):
         if dead:
             self._prove(out)
 
-    def receive(self, message: HandoffMessage, link: Link, now: float, out: list[Effect]) -> None:
+    def receive(self, message: HandoffMessage, link: PeerLink, now: float, out: list[Effect]) -> None:
         if isinstance(message, ChunkPosted):
             self._chunk(message, out)
         elif isinstance(message, Metadata):
             self._metadata(message, out)
         elif isinstance(message, Failed):
-            self.fail(message.error, now, out, told=True)
+            self.fail(message.error, now, out, peer_notified=True)
         elif isinstance(message, Moved):
             text = f"the room belongs to DP rank {message.dp_rank} of this prefill instance"
             self.fail(self.problem(DpRankConflict, text, now), now, out)
         elif isinstance(message, (Drained, Gone)):
             text = "prefill does not know this hand-off (any more)"
-            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)
+            self.fail(self.problem(TransferFailed, text, now), now, out, peer_notified=True)
             self._prove(out)
 
     def _open_tally(self, what: str) -> Tally:
@@ -210,21 +210,21 @@ class ReceiverMachine(Machine):
             self.prefix_tokens // page * page,
             Sample(message.every, self.transfer.room + message.sequence),
         )
-        out.append(Digest(self.transfer, tally.verify(message), message.target, content))
+        out.append(ComputeChecksum(self.transfer, tally.verify(message), message.target, content))
 
-    def digested(self, event: Digested, now: float, out: list[Effect]) -> bool:
+    def checksum_ready(self, event: ChecksumReady, now: float, out: list[Effect]) -> bool:
         """What a landed chunk's checksum is; False if nobody asked. Raises ChecksumMismatch."""
         tally = self.tally
         message = None if tally is None else tally.unverified.pop(event.tag, None)
         if tally is None or message is None:
             return False
-        self.go(ReceiverStep.DIGESTED)
+        self.go(ReceiverStep.CHECKSUM)
         if self.state is ReceiverState.QUARANTINED:
-            self._let_go(out)
+            self._release_when_fenced(out)
         elif event.error is not None:
             self.fail(self.fill(event.error, now), now, out)
         else:
-            tally.judge(message, event.checksum)
+            tally.check(message, event.checksum)
             self._commit_if_complete(out)
         return True
 
@@ -252,16 +252,16 @@ class ReceiverMachine(Machine):
             return False
         self._fenced = True
         self._proven = self._proven or proven
-        self._let_go(out)
+        self._release_when_fenced(out)
         return True
 
     def _prove(self, out: list[Effect]) -> None:
         """The peer's word or death: it writes no more."""
         if self.state is ReceiverState.QUARANTINED:
             self._proven = True
-            self._let_go(out)
+            self._release_when_fenced(out)
 
-    def _let_go(self, out: list[Effect]) -> None:
+    def _release_when_fenced(self, out: list[Effect]) -> None:
         """The pages leave quarantine once nobody can write into them and nobody reads them. The peer's word
         is not enough: what it has sent over a stream that broke may be landing right now, by our own hand."""
         if not (self._proven and self._fenced) or (self.tally is not None and self.tally.unverified):
@@ -280,17 +280,23 @@ class ReceiverMachine(Machine):
         return self.problem(DeadlineExceeded, text, now)
 
     def fail(
-        self, error: ErrorInfo, now: float, out: list[Effect], *, told: bool = False, lost: bool = False
+        self,
+        error: ErrorInfo,
+        now: float,
+        out: list[Effect],
+        *,
+        peer_notified: bool = False,
+        lost: bool = False,
     ) -> None:
         if self.phase.terminal:
             return
         self.error = error
-        self.told = told
+        self.peer_notified = peer_notified
         published = self.lease.state is LeaseState.PUBLISHED
         self.go(ReceiverStep.FAIL)
         self.lease.end(LeaseStep.FAIL if published else LeaseStep.UNUSED)
         out.append(Phase(self.transfer, KVPoll.FAILED, error=error))
-        if not told and not lost:
+        if not peer_notified and not lost:
             out.append(Send(self.peer, Failed(self.transfer, error)))
         if not published:
             out.append(Release(self.transfer))

@@ -14,10 +14,10 @@ from segue.core.errors import (
     LayoutMismatch,
     TransferFailed,
 )
-from segue.core.types import Integrity, KVPoll, Span
-from segue.handoff.api import (
-    Digest,
-    Digested,
+from segue.core.types import ChecksumMode, KVPoll, Span
+from segue.handoff.events import (
+    ChecksumReady,
+    ComputeChecksum,
     Effect,
     Fence,
     Phase,
@@ -30,8 +30,8 @@ from segue.handoff.api import (
     WriteLanded,
 )
 from segue.handoff.lease import LeaseState, LeaseStep
-from segue.handoff.link import Link
-from segue.handoff.machine import Birth, IllegalEvent, Machine
+from segue.handoff.link import PeerLink
+from segue.handoff.machine import IllegalEvent, Machine, MachineArgs
 from segue.handoff.messages import (
     Abort,
     Accepted,
@@ -79,7 +79,7 @@ class SenderStep(enum.StrEnum):
     COMMITTED = "Committed received"
     FAIL = "fails, nothing posted"
     FAIL_POSTED = "fails, writes posted"
-    DIGESTED = "Digested"
+    CHECKSUM = "ChecksumReady"
     FENCED = "FenceDone"
     UNREAD = "fenced, nothing read"
 
@@ -99,12 +99,12 @@ SENDER_TABLE: Mapping[SenderState, Mapping[SenderStep, SenderState]] = {
         _E.METADATA: _S.TRANSFERRING,
         _E.LANDED: _S.TRANSFERRING,
         _E.REFUSED: _S.TRANSFERRING,
-        _E.DIGESTED: _S.TRANSFERRING,
+        _E.CHECKSUM: _S.TRANSFERRING,
         _E.COMMITTED: _S.SUCCESS,
         _E.FAIL: _S.FAILED,
         _E.FAIL_POSTED: _S.DRAINING,
     },
-    _S.DRAINING: {_E.FENCED: _S.DRAINING, _E.DIGESTED: _S.DRAINING, _E.UNREAD: _S.FAILED},
+    _S.DRAINING: {_E.FENCED: _S.DRAINING, _E.CHECKSUM: _S.DRAINING, _E.UNREAD: _S.FAILED},
     _S.SUCCESS: {},
     _S.FAILED: {},
 }
@@ -157,8 +157,8 @@ class SenderMachine(Machine):
         "_sequence",
     )
 
-    def __init__(self, birth: Birth) -> None:
-        super().__init__(birth)
+    def __init__(self, args: MachineArgs) -> None:
+        super().__init__(args)
         self._destination: Destination | None = None
         self._next_token = 0
         self._next_tag = 0
@@ -171,31 +171,31 @@ class SenderMachine(Machine):
         self._metadata_sent = False
         #: what to fail with if decode does not say why it refused a write, and the deadline without that
         self._refusal: ErrorInfo | None = None
-        self._due = birth.deadline
+        self._due = args.deadline
         self._first_post_at: float | None = None
         self._last_landed_at = 0.0
 
     # ---- the peer ------------------------------------------------------------------------------
 
-    def receive(self, message: HandoffMessage, link: Link, now: float, out: list[Effect]) -> None:
+    def receive(self, message: HandoffMessage, link: PeerLink, now: float, out: list[Effect]) -> None:
         if isinstance(message, Destination):
             self.destination(message, now + message.budget_s, link, now, out)
         elif isinstance(message, Committed):
             self._committed(out)
         elif isinstance(message, Failed):
-            self.fail(message.error, now, out, told=True)
+            self.fail(message.error, now, out, peer_notified=True)
         elif isinstance(message, Abort):
             text = "decode aborted this hand-off without giving a reason"
-            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)
+            self.fail(self.problem(TransferFailed, text, now), now, out, peer_notified=True)
             if self._fenced:
                 # It was said to a session that had just ended; a checksum may still be reading here.
                 out.append(Send(self.peer, Drained(self.transfer)))
         elif isinstance(message, Gone):
             text = "decode does not know this hand-off any more"
-            self.fail(self.problem(TransferFailed, text, now), now, out, told=True)
+            self.fail(self.problem(TransferFailed, text, now), now, out, peer_notified=True)
 
     def destination(
-        self, message: Destination, deadline: float, link: Link, now: float, out: list[Effect]
+        self, message: Destination, deadline: float, link: PeerLink, now: float, out: list[Effect]
     ) -> None:
         """Where to write. A repeat changes nothing. Raises what is wrong with it."""
         if self.state is not SenderState.BOOTSTRAPPING:
@@ -252,9 +252,9 @@ class SenderMachine(Machine):
         out.append(Phase(self.transfer, KVPoll.SUCCESS, wire_s=wire_s))
         out.append(Release(self.transfer))
 
-    def peer_up(self, link: Link, now: float, out: list[Effect]) -> None:
+    def peer_up(self, link: PeerLink, now: float, out: list[Effect]) -> None:
         self.peer_name = link.name
-        self.retell(out)
+        self.resend_failure(out)
         if link.error is not None and not self.phase.terminal:
             raise link.error.exception()
 
@@ -317,14 +317,14 @@ class SenderMachine(Machine):
         self, tag: int, pair: tuple[int, int], write: _Write, pages: tuple[int, ...], out: list[Effect]
     ) -> None:
         """Have the chunk's source bytes hashed, beside the write."""
-        if self.plan is None or self.local.integrity is Integrity.OFF:
+        if self.plan is None or self.local.kv_checksum is ChecksumMode.OFF:
             return
-        write.every = 1 if self.local.integrity is Integrity.FULL else SAMPLE_EVERY
+        write.every = 1 if self.local.kv_checksum is ChecksumMode.FULL else SAMPLE_EVERY
         sample = Sample(write.every, self.transfer.room + write.sequence)
         content = self.plan.source_content(*pair, write.span, pages, sample)
         write.summed = False
         self._reading[tag] = (pair, write)
-        out.append(Digest(self.transfer, tag, pair[0], content))
+        out.append(ComputeChecksum(self.transfer, tag, pair[0], content))
 
     def metadata(self, event: SendMetadata, now: float, out: list[Effect]) -> None:
         """Send the metadata at once: it need not wait for the writes, the tally does."""
@@ -359,14 +359,14 @@ class SenderMachine(Machine):
         self._announce(pair, out)
         return True
 
-    def digested(self, event: Digested, now: float, out: list[Effect]) -> bool:
+    def checksum_ready(self, event: ChecksumReady, now: float, out: list[Effect]) -> bool:
         """What a chunk's checksum is; False if nobody asked."""
         entry = self._reading.pop(event.tag, None)
         if entry is None:
             return False
-        self.go(SenderStep.DIGESTED)
+        self.go(SenderStep.CHECKSUM)
         if self.state is SenderState.DRAINING:
-            self._let_go(out)
+            self._release_when_fenced(out)
         elif event.error is not None:
             self.fail(self.fill(event.error, now), now, out)
         else:
@@ -416,10 +416,10 @@ class SenderMachine(Machine):
         self.go(SenderStep.FENCED)
         self._fenced = True
         out.append(Send(self.peer, Drained(self.transfer)))
-        self._let_go(out)
+        self._release_when_fenced(out)
         return True
 
-    def _let_go(self, out: list[Effect]) -> None:
+    def _release_when_fenced(self, out: list[Effect]) -> None:
         """The source pages are free once no write and no checksum reads them."""
         if self._fenced and not self._reading:
             self.go(SenderStep.UNREAD)
@@ -437,12 +437,18 @@ class SenderMachine(Machine):
         return super().deadline_error(now)
 
     def fail(
-        self, error: ErrorInfo, now: float, out: list[Effect], *, told: bool = False, lost: bool = False
+        self,
+        error: ErrorInfo,
+        now: float,
+        out: list[Effect],
+        *,
+        peer_notified: bool = False,
+        lost: bool = False,
     ) -> None:
         if self.phase.terminal:
             return
         self.error = error
-        self.told = told
+        self.peer_notified = peer_notified
         if self._refusal is not None:
             self.deadline = self._due  # the tombstone's
         posted = self.lease.state is LeaseState.PUBLISHED
@@ -453,7 +459,7 @@ class SenderMachine(Machine):
             self.lease.end(LeaseStep.FAIL)
             out.append(Fence(self.transfer, self.epoch))
         out.append(Phase(self.transfer, KVPoll.FAILED, error=error))
-        if not told and not lost:
+        if not peer_notified and not lost:
             out.append(Send(self.peer, Failed(self.transfer, error)))
         if posted:
             return

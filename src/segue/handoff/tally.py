@@ -17,7 +17,7 @@ from segue.layout.planner import PairPlan
 
 class Tally:
     """What of one hand-off has arrived. `pending` holds the pairs that are not complete yet,
-    `unverified` the chunks whose bytes are being read, by the tag of their `Digest`."""
+    `unverified` the chunks whose bytes are being read, by the tag of their `ComputeChecksum`."""
 
     __slots__ = (
         "_chunks",
@@ -76,7 +76,7 @@ class Tally:
         self.unverified[self._next_tag] = message
         return self._next_tag
 
-    def judge(self, message: ChunkPosted, checksum: int) -> None:
+    def check(self, message: ChunkPosted, checksum: int) -> None:
         """Compare what landed with what was sent. Raises ChecksumMismatch with all there is to say."""
         if checksum != message.checksum:
             raise ChecksumMismatch(

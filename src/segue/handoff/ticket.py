@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import heapq
 import hmac
@@ -25,12 +24,6 @@ _KEY_BYTES = 16
 
 #: What `InstanceRecord.load_balance` says when prefill places by `room % dp_size`.
 FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
-
-
-class Ask(enum.Enum):
-    """An answer that is not a rank."""
-
-    REGISTRY = "ask the bootstrap registry, which waits for prefill's own answer"
 
 
 def sign(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:
@@ -138,8 +131,8 @@ def resolve_prefill_dp_rank(
     force_query: bool,
     ticket_rank: int | None = None,
     request_rank: int | None = None,
-) -> int | Ask:
-    """Which DP rank of prefill owns `room`, or that only the registry knows.
+) -> int | None:
+    """Which DP rank of prefill owns `room`; None if only the bootstrap registry knows it.
 
     In this order: the ticket; the request (`disagg_prefill_dp_rank`); the only rank there is;
     `room % dp_size` if prefill declares that it follows the room and `force_query`
@@ -160,4 +153,4 @@ def resolve_prefill_dp_rank(
         return 0
     if load_balance == FOLLOW_BOOTSTRAP_ROOM and not force_query:
         return room % dp_size
-    return Ask.REGISTRY
+    return None

@@ -15,7 +15,7 @@ from segue.conn.handles import Change, KVReceiver
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest, MetadataMismatch
 from segue.core.types import KVPoll
 from segue.engine.api import SequenceResult, SequenceStep
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.roles.base import Desk
 from segue.roles.generation import Generation, by_sequence, first_usage
@@ -103,15 +103,15 @@ class DecodeRole(Desk):
             return
         job = entry.job
         match change:
-            case api.Phase(phase=KVPoll.FAILED):
+            case events.Phase(phase=KVPoll.FAILED):
                 self.fail(job, change.error or Internal("failed without a reason").info, now)
-            case api.Phase(phase=KVPoll.SUCCESS):
+            case events.Phase(phase=KVPoll.SUCCESS):
                 self._landed(entry, change.metadata, now)
-            case api.Quarantined():
+            case events.Quarantined():
                 if not entry.quarantined:  # after a bug it is said again
                     self.pool.quarantine(self._published(job))
                     entry.quarantined = True
-            case api.Release():
+            case events.Release():
                 self._released(entry)
             case _:
                 pass

@@ -16,7 +16,7 @@ from segue.conn.handles import Change, KVSender
 from segue.core.errors import ErrorCode, ErrorInfo, Internal, InvalidRequest
 from segue.core.types import KVPoll, Span, TransferId
 from segue.engine.api import SequenceResult, SequenceStep
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.roles.base import Desk
 from segue.roles.handoffs import Handoffs, HandoffTable
@@ -123,16 +123,16 @@ class PrefillRole(Desk):
             return
         job = entry.job
         match change:
-            case api.Phase(phase=KVPoll.WAITING_FOR_INPUT):
+            case events.Phase(phase=KVPoll.WAITING_FOR_INPUT):
                 if not job.ended:
                     job.enter("queue", now)
                     if not self._resume(job, now):
                         self.prompts.add(job)
-            case api.Phase(phase=KVPoll.FAILED):
+            case events.Phase(phase=KVPoll.FAILED):
                 self.fail(job, change.error or Internal("failed without a reason").info, now)
-            case api.Phase(phase=KVPoll.SUCCESS):
+            case events.Phase(phase=KVPoll.SUCCESS):
                 self.end(job, None, now)
-            case api.Release():
+            case events.Release():
                 self.pool.release(job.pages)
                 job.pages = []
                 self.table.remove(change.transfer)

@@ -27,7 +27,7 @@ from segue.conn.io import MonotonicClock
 from segue.conn.manager import KVManager
 from segue.core.config import InstanceConfig
 from segue.core.errors import SegueError
-from segue.core.types import Incarnation, Integrity, Role, new_incarnation
+from segue.core.types import ChecksumMode, Incarnation, Role, new_incarnation
 from segue.engine.api import Engine
 from segue.engine.pages import PagePool
 from segue.roles.base import Role as RoleLogic
@@ -125,7 +125,7 @@ class Instance:
             advertise_transport_port=config.advertise_data_port,
             secret=config.secret or None,
             # `fake` moves no bytes, so that what lies at the destination is never what was sent.
-            integrity=Integrity.OFF if config.transport == "fake" else Integrity(config.integrity),
+            kv_checksum=ChecksumMode.OFF if config.transport == "fake" else ChecksumMode(config.kv_checksum),
             limits=self.limits,
             tls=self.tls,
             incarnation=self.me,

@@ -20,7 +20,7 @@ from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll
 from segue.engine.api import Engine, SequenceStep
-from segue.handoff import api
+from segue.handoff import events
 from segue.roles.base import Role
 
 log = logging.getLogger("segue.leader")
@@ -97,7 +97,7 @@ class Leader:
     def changed(self, change: Change) -> None:
         """A hand-off has changed; from any thread. That its bytes move is no news for a role: it would
         take the interpreter's lock from the I/O thread while that checks them."""
-        if not (isinstance(change, api.Phase) and change.phase is KVPoll.TRANSFERRING):
+        if not (isinstance(change, events.Phase) and change.phase is KVPoll.TRANSFERRING):
             self.inbox.put(change)
 
     # ---- the loop ----------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Leader:
                         self._drain_until = now + self.limits.drain_s
                 case Ask(question):
                     question(self.role)
-                case api.Phase() | api.Release() | api.Quarantined():
+                case events.Phase() | events.Release() | events.Quarantined():
                     self.role.on_change(item, now)
         except Exception as exc:  # the boundary: one request's failure never changes another's outcome
             log.exception("an item was not handled kind=%s", type(item).__name__)
@@ -201,9 +201,9 @@ class Leader:
                     self.role.broken(origin, submit.request.request_id, error, now)
                 case FromFrontend(origin, Cancel() as cancel):
                     self.role.broken(origin, cancel.request_id, error, now)
-                case api.Phase():
+                case events.Phase():
                     self.role.broken_handoff(item.transfer, error, now)
-                case api.Release() | api.Quarantined():
+                case events.Release() | events.Quarantined():
                     self.role.on_change(item, now)
                 case FrontendGone(origin, reason):
                     self.role.frontend_gone(origin, reason, now)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from segue.core.control import Submit
 from segue.core.types import Incarnation, KVPoll, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.sim.world import Violation
 
@@ -119,11 +119,11 @@ class DeskChecks:
                 left = (origin, asked) in role.jobs
             case FrontendGone(origin):
                 left = any(job.origin == origin for job in role.jobs.values())
-            case api.Phase(transfer):
+            case events.Phase(transfer):
                 left, rooms = any(job.transfer == transfer for job in role.jobs.values()), (transfer.room,)
-            case api.Release(transfer):
+            case events.Release(transfer):
                 left, rooms = role.table.get(transfer) is not None, (transfer.room,)
-            case api.Quarantined(transfer):
+            case events.Quarantined(transfer):
                 entry = role.table.get(transfer)
                 left, rooms = entry is not None and not entry.quarantined, (transfer.room,)
             case _:

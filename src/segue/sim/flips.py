@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from segue.core.errors import ErrorCode, ErrorInfo
 from segue.core.types import KVPoll, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.sim.world import Violation
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Flips:
         wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
         return [*data[:index], (to, bytes(wrong)), *data[index + 1 :]]
 
-    def page(self, node: KVNode, effect: api.Digest, rng: random.Random) -> None:
+    def page(self, node: KVNode, effect: events.ComputeChecksum, rng: random.Random) -> None:
         """One bit changes among the landed bytes that `effect` is about to read; or, sometimes, in the
         unused rest of the prompt's last page, which nobody reads."""
         if effect.transfer in self.spoiled:
@@ -63,13 +63,13 @@ class Flips:
             at = plane.offset + (slot + rng.randrange(tokens)) * plane.token_bytes
         node.engine.memory[at + rng.randrange(plane.row_bytes)] ^= 1 << rng.randrange(8)
 
-    def _final(self, node: KVNode, effect: api.Digest) -> bool:
+    def _final(self, node: KVNode, effect: events.ComputeChecksum) -> bool:
         machine: Any = node.exchange._machines[effect.transfer]
         return bool(machine.tally.unverified[effect.tag].final)
 
     # ---- what must come of it ------------------------------------------------------------------
 
-    def ended(self, node: KVNode, effect: api.Phase) -> None:
+    def ended(self, node: KVNode, effect: events.Phase) -> None:
         """5: nothing is decoded from a flipped hand-off; and no checksum is wrong without a flip."""
         transfer, error = effect.transfer, effect.error
         if effect.phase is KVPoll.SUCCESS and node.spec.role is Role.DECODE and transfer in self.spoiled:

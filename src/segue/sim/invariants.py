@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from segue.core.errors import ErrorInfo, Internal
 from segue.core.types import Incarnation, KVPoll, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.messages import Destination, Drained, Metadata
 from segue.sim.answers import AnswerChecks
 from segue.sim.desks import DeskChecks
@@ -81,20 +81,20 @@ class Checks(AnswerChecks, DeskChecks):
     def effect(self, node: KVNode, effect: Any) -> None:
         """Look at one effect of a node's exchange before it is carried out."""
         kind = type(effect)
-        if kind is api.Phase:
+        if kind is events.Phase:
             self._phase(node, effect)
-        elif kind is api.Send:
+        elif kind is events.Send:
             if isinstance(effect.message, Destination):
                 self._published(node, effect.message)
             elif isinstance(effect.message, Drained):
                 self._drained(node, effect.message.transfer)
             elif isinstance(effect.message, Metadata) and not effect.message.computed:
                 self.deployment.counts["sent again without a forward"] += 1
-        elif kind is api.PostWrite:
+        elif kind is events.PostWrite:
             self._posted(node, effect)
-        elif kind is api.Release:
+        elif kind is events.Release:
             self._released(node, effect.transfer)
-        elif kind is api.Quarantined:
+        elif kind is events.Quarantined:
             half = self._half(node, effect.transfer)
             if half.quarantined or half.phase is not KVPoll.FAILED:
                 raise Violation(
@@ -104,23 +104,23 @@ class Checks(AnswerChecks, DeskChecks):
 
     def scope(self, node: KVNode, event: Any, effects: list[Any]) -> None:
         """12 and 13: an event changes its own hand-off, a lost peer exactly those bound to it."""
-        if isinstance(event, api.Tick):
+        if isinstance(event, events.Tick):
             return
-        if isinstance(event, api.PeerUp | api.PeerDown):
+        if isinstance(event, events.PeerUp | events.PeerDown):
             prefill = node.spec.role is Role.PREFILL
             for effect in effects:
-                transfer = effect.message.transfer if isinstance(effect, api.Send) else effect.transfer
+                transfer = effect.message.transfer if isinstance(effect, events.Send) else effect.transfer
                 if event.peer != (transfer.decode if prefill else transfer.prefill):
                     raise Violation("13", f"{node.name}: {event} touched {transfer}", (transfer.room,))
             return
-        own = event.message.transfer if isinstance(event, api.Received) else event.transfer
-        if isinstance(event, api.FenceDone):
+        own = event.message.transfer if isinstance(event, events.Received) else event.transfer
+        if isinstance(event, events.FenceDone):
             self._half(node, own).fenced = True
         for effect in effects:
-            transfer = effect.message.transfer if isinstance(effect, api.Send) else effect.transfer
+            transfer = effect.message.transfer if isinstance(effect, events.Send) else effect.transfer
             if transfer != own:
                 raise Violation("12", f"{node.name}: {event} touched {transfer}", (transfer.room, own.room))
-        if isinstance(event, api.AbortTransfer):
+        if isinstance(event, events.AbortTransfer):
             phase = node.exchange.phase(own)
             if phase is not None and not phase.terminal:
                 raise Violation("18", f"{node.name} was told to end {own} and did not", (own.room,))
@@ -142,7 +142,7 @@ class Checks(AnswerChecks, DeskChecks):
             raise Violation("1", f"{node.name} speaks of {transfer}, which it never opened", (transfer.room,))
         return half
 
-    def _phase(self, node: KVNode, effect: api.Phase) -> None:
+    def _phase(self, node: KVNode, effect: events.Phase) -> None:
         key = (node.me, effect.transfer)
         half = self.halves.get(key)
         room = (effect.transfer.room,)
@@ -204,7 +204,7 @@ class Checks(AnswerChecks, DeskChecks):
                     "3", f"{node.name} publishes page {page}, which others use", (message.transfer.room,)
                 )
 
-    def _posted(self, node: KVNode, effect: api.PostWrite) -> None:
+    def _posted(self, node: KVNode, effect: events.PostWrite) -> None:
         room = (effect.transfer.room,)
         half = self._half(node, effect.transfer)
         other = self.halves.get((effect.transfer.decode, effect.transfer))

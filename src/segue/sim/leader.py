@@ -19,7 +19,7 @@ from segue.core.control import ControlMessage, Load
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation, Integrity, Role
+from segue.core.types import ChecksumMode, Incarnation, Role
 from segue.engine.api import HostPages, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.roles.base import Role as RoleLogic
@@ -51,7 +51,7 @@ class NodeSpec:
     max_batch: int
     model: str = "lineage-1"
     layers: int = 2
-    integrity: Integrity = Integrity.FULL
+    kv_checksum: ChecksumMode = ChecksumMode.FULL
     clock_offset_s: float = 0.0
     clock_rate: float = 1.0
     pace: float = 1.0

@@ -16,7 +16,7 @@ from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
 from segue.core.errors import SegueError
 from segue.core.types import Incarnation, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata
@@ -41,9 +41,17 @@ __all__ = ["VOCAB", "KVNode", "LeaderNode", "NodeSpec"]
 
 
 #: The effects that may raise: what the others do cannot fail.
-BREAKABLE = (api.Send, api.PostWrite, api.Grant, api.Fence, api.Digest)
+BREAKABLE = (events.Send, events.PostWrite, events.Grant, events.Fence, events.ComputeChecksum)
 #: What a bug at the door of the exchange may cost: a proof that memory is free comes only once.
-UNDECIDED = (api.PeerUp, api.Publish, api.SendChunk, api.SendMetadata, Destination, ChunkPosted, Metadata)
+UNDECIDED = (
+    events.PeerUp,
+    events.Publish,
+    events.SendChunk,
+    events.SendMetadata,
+    Destination,
+    ChunkPosted,
+    Metadata,
+)
 
 
 @dataclass(slots=True)
@@ -61,10 +69,10 @@ class CheckedExchange(Exchange):
         super().__init__(**options)
         self._node = node
 
-    def handle(self, event: api.Event, now: float) -> list[api.Effect]:
+    def handle(self, event: events.Event, now: float) -> list[events.Effect]:
         node = self._node
         node.world.trace.append((node.world.now, node.name, event))
-        about = event.message if isinstance(event, api.Received) else event
+        about = event.message if isinstance(event, events.Received) else event
         if node.faults.event_fails and isinstance(about, UNDECIDED):
             node.faults.event_fails -= 1
             node.deployment.counts[f"exception at {type(about).__name__}"] += 1
@@ -101,7 +109,7 @@ class SimManager(KVManager):
             runtime=runtime,
         )
 
-    def _carry_out(self, effect: api.Effect) -> None:
+    def _carry_out(self, effect: events.Effect) -> None:
         node = self._sim_node
         if not node.alive:
             return
@@ -110,31 +118,31 @@ class SimManager(KVManager):
             self._refusals.remove(id(effect))
         else:
             node.checked(node.deployment.checks.effect, node, effect)
-        if isinstance(effect, api.Send) and isinstance(effect.message, Metadata):
+        if isinstance(effect, events.Send) and isinstance(effect.message, Metadata):
             effect = self._spoiled(effect, effect.message)
         if node.faults.effect_fails and isinstance(effect, BREAKABLE):
             node.faults.effect_fails -= 1
             node.deployment.counts[f"exception in {type(effect).__name__}"] += 1
             node.struck_at = node.world.now
             # Before or after it was done; but a checksum that was taken on is answered, and not refused too.
-            if not isinstance(effect, api.Digest) and node.rng.random() < 0.5:
+            if not isinstance(effect, events.ComputeChecksum) and node.rng.random() < 0.5:
                 super()._carry_out(effect)
             raise Injected(f"injected into {type(effect).__name__}")
         super()._carry_out(effect)
         if node.faults.triggers:
-            what = effect.message if isinstance(effect, api.Send) else effect
+            what = effect.message if isinstance(effect, events.Send) else effect
             node.faults.reached(type(what).__name__, effect)
 
-    def _spoiled(self, effect: api.Send, metadata: Metadata) -> api.Send:
+    def _spoiled(self, effect: events.Send, metadata: Metadata) -> events.Send:
         message, lost = self._sim_node.faults.metadata(metadata)
         if lost:
             deployment = self._sim_node.deployment
             deployment.break_session(self._sim_node, deployment.by_incarnation[effect.peer])
         return replace(effect, message=message)
 
-    def _refused(self, event: api.Event, error: SegueError, now: float) -> list[api.Effect]:
+    def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         effects = super()._refused(event, error, now)
-        if not isinstance(event, api.Publish | api.SendChunk | api.SendMetadata):
+        if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
             # It speaks of a hand-off that was never opened, perhaps in the name of one that was.
             self._refusals += map(id, effects)
         return effects
@@ -167,7 +175,7 @@ class SimDigests(DigestQueue):
         super().__init__(memory, max_waiting, inline_bytes=rng.choice((0, 0, 256)))
         self._node = node
 
-    def hash(self, effect: api.Digest) -> api.Digested:
+    def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
         """As production, at one moment."""
         node = self._node
         size = node.engine.spec.page_tokens
@@ -205,7 +213,7 @@ class SimDigester:
         """As production."""
         self._queue.close()
 
-    def submit(self, effect: api.Digest) -> None:
+    def submit(self, effect: events.ComputeChecksum) -> None:
         """As production; a bit may have changed in what has landed."""
         node = self._node
         if node.faults.page_flips and node.spec.role is Role.DECODE:
@@ -227,7 +235,7 @@ class SimDigester:
                 node.reads_until = node.world.now + took_s + slow_s
             node.after(took_s + (slow_s or 0.0), self._read, effect, slow_s is None)
 
-    def _read(self, effect: api.Digest, fails: bool) -> None:
+    def _read(self, effect: events.ComputeChecksum, fails: bool) -> None:
         self._queue._memory = _Unreadable() if fails else self._memory  # type: ignore[assignment]
         self._answer(self._queue.hash(effect))
         self._queue._memory = self._memory
@@ -261,7 +269,7 @@ class KVNode(LeaderNode):
             host=self.host,
             port=self.port,
             secret=self.deployment.secret,
-            integrity=self.spec.integrity,
+            kv_checksum=self.spec.kv_checksum,
             limits=self.limits,
             incarnation=self.me,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from segue.core.errors import ChecksumMismatch
-from segue.handoff import api
+from segue.handoff import events
 from segue.sim.deployment import CHECK_EVERY, Deployment
 from segue.sim.engine import WrongKV
 from segue.sim.faults import Injected
@@ -135,7 +135,7 @@ def tell(deployment: Deployment, rooms: tuple[int, ...], limit: int = 200) -> li
             wanted.update(call.rooms)
     lines: list[str] = []
     for time, who, what in deployment.world.trace:
-        if isinstance(what, api.Tick) or not _concerns(what, wanted):
+        if isinstance(what, events.Tick) or not _concerns(what, wanted):
             continue
         text = what if isinstance(what, str) else describe(what)
         lines.append(f"{time * 1e3:12.3f} ms  {who:<12} {text}")
@@ -159,15 +159,15 @@ def describe(what: Any) -> str:
         return (
             f"{what.kind} {what.name}: {what.node} {what.other} {what.seconds:.3f} s after {what.trigger!r}"
         )
-    if isinstance(what, api.Send):
+    if isinstance(what, events.Send):
         return f"  → {describe(what.message)}"
-    if isinstance(what, api.Received):
+    if isinstance(what, events.Received):
         return f"← {describe(what.message)}"
-    if isinstance(what, api.PeerUp | api.PeerDown):
-        why = f" dead={what.dead} ({what.error.text})" if isinstance(what, api.PeerDown) else ""
+    if isinstance(what, events.PeerUp | events.PeerDown):
+        why = f" dead={what.dead} ({what.error.text})" if isinstance(what, events.PeerDown) else ""
         return f"{type(what).__name__} {what.peer[:8]}{why}"
     parts = [type(what).__name__]
-    if isinstance(what, api.Effect):
+    if isinstance(what, events.Effect):
         parts.insert(0, " ")
     transfer = getattr(what, "transfer", None)
     if transfer is not None:

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from segue.balance.policies import POLICY_NAMES
 from segue.core.request import SamplingParams
-from segue.core.types import Integrity, Role
+from segue.core.types import ChecksumMode, Role
 from segue.sim.engine import reference
 from segue.sim.front import Wanted
 from segue.sim.node import VOCAB, NodeSpec
@@ -140,7 +140,7 @@ TRIGGERS = (
     "Drained",
     "Gone",
     "PostWrite",
-    "Digest",
+    "ComputeChecksum",
     "Grant",
     "Fence",
     "Phase",
@@ -169,7 +169,7 @@ TRIGGERS = (
 PROOFS = (
     "Fence",
     "Fence",
-    "Digest",
+    "ComputeChecksum",
     "<Failed",
     "<Abort",
     "Abort",
@@ -359,7 +359,7 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
                     max_batch=rng.choice((2, 4, 16)),
                     model="another" if "model" in odd else "lineage-1",
                     layers=3 - layers if "layers" in odd else layers,
-                    integrity=_integrity(rng, features),
+                    kv_checksum=_kv_checksum(rng, features),
                     clock_offset_s=rng.uniform(0, 1e6) if skew else 0.0,
                     clock_rate=rng.choice((0.9, 0.99, 1.0, 1.01, 1.1)) if skew else 1.0,
                     pace=rng.choice((0.5, 1.0, 2.0)),
@@ -368,11 +368,11 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
     return found
 
 
-def _integrity(rng: random.Random, features: frozenset[str]) -> Integrity:
+def _kv_checksum(rng: random.Random, features: frozenset[str]) -> ChecksumMode:
     """What is not covered by a checksum cannot be required to be noticed."""
     if "bit flip" in features:
-        return Integrity.FULL
-    return rng.choice((Integrity.FULL, Integrity.FULL, Integrity.SAMPLED, Integrity.OFF))
+        return ChecksumMode.FULL
+    return rng.choice((ChecksumMode.FULL, ChecksumMode.FULL, ChecksumMode.SAMPLED, ChecksumMode.OFF))
 
 
 def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) -> list[Wanted]:

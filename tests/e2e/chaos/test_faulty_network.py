@@ -99,7 +99,7 @@ def net(tiny: Path) -> Iterator[Net]:
             Served(*calm) as undisturbed,
             Cluster(
                 tiny,
-                flags=("--transport", "tcp", "--integrity", "full", "--chunk-tokens", "64"),
+                flags=("--transport", "tcp", "--kv-checksum", "full", "--chunk-tokens", "64"),
                 limits=LIMITS,
                 more=more,
                 registry=registry,

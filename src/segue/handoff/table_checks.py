@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, TransferId
 from segue.handoff.machine import Machine
-from segue.handoff.memory import Early, Ended
+from segue.handoff.tombstones import ParkedDestination, Tombstone
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class Tables:
     """The tables of one exchange."""
 
     machines: Mapping[TransferId, Machine]
-    early: Mapping[TransferId, Early]
-    ended: Mapping[TransferId, Ended]
+    parked: Mapping[TransferId, ParkedDestination]
+    ended: Mapping[TransferId, Tombstone]
     epochs: Mapping[tuple[Incarnation, int], Machine]
 
     def problems(self, live_timers: int, limits: Limits) -> list[str]:
@@ -30,17 +30,17 @@ class Tables:
                 found.append(f"{transfer} has no deadline")
             if machine.epoch and self.epochs.get((machine.peer, machine.epoch)) is not machine:
                 found.append(f"{transfer} cannot be found by its epoch")
-        found += [f"{t} is live and early" for t in self.early if t in self.machines]
+        found += [f"{t} is live and early" for t in self.parked if t in self.machines]
         found += [f"{t} is live and ended" for t in self.ended if t in self.machines]
-        found += [f"{t} is early and ended" for t in self.early if t in self.ended]
+        found += [f"{t} is early and ended" for t in self.parked if t in self.ended]
         if len(self.epochs) != sum(machine.epoch != 0 for machine in self.machines.values()):
             found.append("an epoch outlived its transfer")
         if len(self.machines) > limits.max_transfers or len(self.ended) > limits.max_transfers:
             found.append("more transfers than limits.max_transfers")
-        if len(self.early) > limits.max_early_destinations:
+        if len(self.parked) > limits.max_early_destinations:
             found.append("more early destinations than limits.max_early_destinations")
         timers = [m.timer for m in self.machines.values()]
-        timers += [e.timer for e in self.early.values()]
+        timers += [e.timer for e in self.parked.values()]
         timers += [e.timer for e in self.ended.values()]
         if sum(timer.live for timer in timers) != live_timers:
             found.append("the deadline heap and the tables disagree")

@@ -6,39 +6,62 @@ stays only until its deadline.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from segue.core.errors import ErrorInfo, OutOfCapacity, TransferFailed
 from segue.core.types import Incarnation, KVPoll, Role, TransferId
-from segue.handoff.api import Effect, Phase, Received, Release, Send
-from segue.handoff.link import Link, Local
-from segue.handoff.machine import Machine, Timer
-from segue.handoff.memory import Deadlines, Early, Ended
+from segue.handoff.events import Effect, Phase, Received, Release, Send
+from segue.handoff.link import LocalLeader, PeerLink
+from segue.handoff.machine import Machine
 from segue.handoff.messages import Abort, Committed, Destination, Drained, Failed, Gone
+from segue.handoff.timers import Deadlines, Timer
 
 #: Messages about something unknown that get no answer, so that two sides never ping-pong.
 _UNANSWERED = frozenset({Gone, Drained, Committed})
 
 
-class Absent:
+@dataclass(frozen=True, slots=True)
+class ParkedDestination:
+    """A parked destination; `timer.at` is its own deadline."""
+
+    peer: Incarnation
+    destination: Destination
+    timer: Timer
+
+
+@dataclass(slots=True)
+class Tombstone:
+    """A tombstone. `opened` says whether this side ever had a machine for it; `peer_notified`, that the
+    peer knows of the end by itself."""
+
+    phase: KVPoll
+    error: ErrorInfo | None
+    timer: Timer
+    opened: bool
+    peer_notified: bool
+
+
+class Tombstones:
     """What an exchange knows of transfers without a machine. A transfer is in at most one of its tables.
 
     `deadlines` and `counters` are the exchange's own.
     """
 
-    def __init__(self, local: Local, deadlines: Deadlines, counters: dict[str, int]) -> None:
+    def __init__(self, local: LocalLeader, deadlines: Deadlines, counters: dict[str, int]) -> None:
         self._local = local
         self._deadlines = deadlines
         self._counters = counters
-        self.early: dict[TransferId, Early] = {}
-        self.ended: dict[TransferId, Ended] = {}
+        self.parked: dict[TransferId, ParkedDestination] = {}
+        self.ended: dict[TransferId, Tombstone] = {}
 
     # ---- the beginning of a machine --------------------------------------------------------------
 
-    def take_early(self, transfer: TransferId) -> Early | None:
+    def take_parked(self, transfer: TransferId) -> ParkedDestination | None:
         """The destination that came before this sender was opened, if one did."""
-        early = self.early.pop(transfer, None)
-        if early is not None:
-            self._deadlines.cancel(early.timer)
-        return early
+        parked = self.parked.pop(transfer, None)
+        if parked is not None:
+            self._deadlines.cancel(parked.timer)
+        return parked
 
     def over_before_it_began(self, transfer: TransferId, out: list[Effect]) -> bool:
         """True if the peer ended this hand-off before we opened it: it fails at once."""
@@ -53,43 +76,43 @@ class Absent:
 
     # ---- the session -----------------------------------------------------------------------------
 
-    def received(self, event: Received, link: Link, now: float, out: list[Effect]) -> None:
+    def received(self, event: Received, link: PeerLink, now: float, out: list[Effect]) -> None:
         """A legal message of a peer whose session is up, for a transfer without a machine."""
         message = event.message
-        if message.transfer in self.early:
-            self._received_early(event, now, out)
+        if message.transfer in self.parked:
+            self._received_parked(event, now, out)
         elif isinstance(message, Destination) and message.transfer not in self.ended:
             self._park(message, link, now, out)
         else:
             self._received_unknown(event, now, out)
 
-    def _park(self, message: Destination, link: Link, now: float, out: list[Effect]) -> None:
+    def _park(self, message: Destination, link: PeerLink, now: float, out: list[Effect]) -> None:
         limits = self._local.limits
-        if len(self.early) >= limits.max_early_destinations:
+        if len(self.parked) >= limits.max_early_destinations:
             self._counters["early_refused"] += 1
             text = (
-                f"{len(self.early)} destinations wait for requests that prefill has not seen, as many as "
+                f"{len(self.parked)} destinations wait for requests that prefill has not seen, as many as "
                 "limits.max_early_destinations allows"
             )
             error = self._record(OutOfCapacity(text).info, message.transfer, link.name)
             # If the request comes after all, it fails at once for the same reason.
-            self._bury_unopened(message.transfer, error, now + limits.request_budget_s, now)
+            self._add_unopened(message.transfer, error, now + limits.request_budget_s, now)
             out.append(Send(link.peer, Failed(message.transfer, error)))
             return
         # A NaN from the wire must not get into the heap: it compares as false with everything.
         budget_s = message.budget_s if message.budget_s > 0 else 0.0
         timer = Timer(message.transfer, now + min(budget_s, limits.request_budget_s))
-        self.early[message.transfer] = Early(link.peer, message, timer)
+        self.parked[message.transfer] = ParkedDestination(link.peer, message, timer)
         self._deadlines.add(timer)
 
-    def _received_early(self, event: Received, now: float, out: list[Effect]) -> None:
+    def _received_parked(self, event: Received, now: float, out: list[Effect]) -> None:
         message, transfer = event.message, event.message.transfer
         if isinstance(message, (Failed, Abort)):
             error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
-            self._end_early(transfer, error, now)
+            self._end_parked(transfer, error, now)
             out.append(Send(event.peer, Drained(transfer)))
         elif isinstance(message, Gone):
-            self._end_early(transfer, self._aborted(transfer, event.peer), now)
+            self._end_parked(transfer, self._aborted(transfer, event.peer), now)
         else:
             self._counters["repeats"] += 1
 
@@ -100,7 +123,7 @@ class Absent:
             # If our half is still to come, it must not wait for a peer that has given up.
             error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
             until = now + self._local.limits.request_budget_s
-            self._bury_unopened(transfer, error, until, now)
+            self._add_unopened(transfer, error, until, now)
         if type(message) in _UNANSWERED:
             return
         ended = self.ended.get(transfer)
@@ -114,18 +137,18 @@ class Absent:
         or still to come."""
         for transfer, ended in self.ended.items():
             other = transfer.decode if self._local.role is Role.PREFILL else transfer.prefill
-            if ended.error is not None and not ended.told and other == peer:
+            if ended.error is not None and not ended.peer_notified and other == peer:
                 out.append(Send(peer, Failed(transfer, ended.error)))
 
     def peer_down(self, peer: Incarnation, error: ErrorInfo, name: str, now: float) -> None:
         """The session ended: what came early over it is void."""
-        for transfer in [t for t, early in self.early.items() if early.peer == peer]:
-            self._end_early(transfer, self._record(error, transfer, name), now)
+        for transfer in [t for t, parked in self.parked.items() if parked.peer == peer]:
+            self._end_parked(transfer, self._record(error, transfer, name), now)
 
-    def _end_early(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
-        early = self.early.pop(transfer)
-        self._deadlines.cancel(early.timer)
-        self._bury_unopened(transfer, error, early.timer.at, now)
+    def _end_parked(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
+        parked = self.parked.pop(transfer)
+        self._deadlines.cancel(parked.timer)
+        self._add_unopened(transfer, error, parked.timer.at, now)
 
     def _aborted(self, transfer: TransferId, peer: Incarnation) -> ErrorInfo:
         text = "the peer ended this hand-off before it began here"
@@ -137,17 +160,21 @@ class Absent:
 
     # ---- tombstones ------------------------------------------------------------------------------
 
-    def bury(self, machine: Machine, now: float) -> None:
+    def add_tombstone(self, machine: Machine, now: float) -> None:
         """Remember a machine that has ended."""
-        ended = Ended(machine.phase, machine.error, machine.timer, opened=True, told=machine.told)
-        self._bury(machine.transfer, ended, machine.deadline, now)
+        ended = Tombstone(
+            machine.phase, machine.error, machine.timer, opened=True, peer_notified=machine.peer_notified
+        )
+        self._add(machine.transfer, ended, machine.deadline, now)
 
-    def _bury_unopened(self, transfer: TransferId, error: ErrorInfo, until: float, now: float) -> None:
+    def _add_unopened(self, transfer: TransferId, error: ErrorInfo, until: float, now: float) -> None:
         timer = Timer(transfer, until)
         self._deadlines.add(timer)
-        self._bury(transfer, Ended(KVPoll.FAILED, error, timer, opened=False, told=True), until, now)
+        self._add(
+            transfer, Tombstone(KVPoll.FAILED, error, timer, opened=False, peer_notified=True), until, now
+        )
 
-    def _bury(self, transfer: TransferId, ended: Ended, until: float, now: float) -> None:
+    def _add(self, transfer: TransferId, ended: Tombstone, until: float, now: float) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
         meets it; the oldest goes when there are too many."""
         until = max(until, now + self._local.limits.peer_silence_s)
@@ -162,8 +189,8 @@ class Absent:
 
     def expire(self, timer: Timer) -> None:
         """The timer of an entry has run out, or one that no entry has any more."""
-        early, ended = self.early.get(timer.transfer), self.ended.get(timer.transfer)
-        if early is not None and early.timer is timer:
-            del self.early[timer.transfer]
+        parked, ended = self.parked.get(timer.transfer), self.ended.get(timer.transfer)
+        if parked is not None and parked.timer is timer:
+            del self.parked[timer.transfer]
         elif ended is not None and ended.timer is timer:
             del self.ended[timer.transfer]

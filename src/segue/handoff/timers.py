@@ -1,39 +1,21 @@
-"""What is remembered of a transfer without a machine (see `absent`), and the heap of all deadlines.
-
-`Early` is a destination that came before its sender was opened. `Ended` is the tombstone of a transfer
-that is over, so that repeats are answered and never obeyed. Neither holds pages.
-"""
+"""Timers of hand-offs, and the heap of all deadlines of one exchange."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
-from segue.core.errors import ErrorInfo
-from segue.core.types import Incarnation, KVPoll
-from segue.handoff.machine import Timer
-from segue.handoff.messages import Destination
+from segue.core.types import TransferId
 
 
-@dataclass(frozen=True, slots=True)
-class Early:
-    """A parked destination; `timer.at` is its own deadline."""
+class Timer:
+    """One entry of the exchange's deadline heap. It outlives the machine as its tombstone's timer."""
 
-    peer: Incarnation
-    destination: Destination
-    timer: Timer
+    __slots__ = ("at", "live", "transfer")
 
-
-@dataclass(slots=True)
-class Ended:
-    """A tombstone. `opened` says whether this side ever had a machine for it; `told`, that the
-    peer knows of the end by itself."""
-
-    phase: KVPoll
-    error: ErrorInfo | None
-    timer: Timer
-    opened: bool
-    told: bool
+    def __init__(self, transfer: TransferId, at: float) -> None:
+        self.transfer = transfer
+        self.at = at
+        self.live = True
 
 
 class Deadlines:

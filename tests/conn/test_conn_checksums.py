@@ -14,8 +14,8 @@ from segue.conn import digest as conn_digest
 from segue.conn.digest import INLINE_BYTES, Digester
 from segue.conn.handles import KVReceiver, KVSender
 from segue.core.errors import ErrorCode, OutOfCapacity
-from segue.core.types import Incarnation, Integrity, KVPoll, Role, Span, TransferId
-from segue.handoff import api
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, Role, Span, TransferId
+from segue.handoff import events
 from segue.handoff.messages import HandoffMessage, Metadata
 from segue.layout.content import Content, Plane, checksum
 from segue.session.connection import Connection
@@ -120,13 +120,13 @@ def test_what_can_be_said_is_said_before_anything_is_hashed(
     ]
 
 
-@pytest.mark.parametrize("mode", list(Integrity))
+@pytest.mark.parametrize("mode", list(ChecksumMode))
 @pytest.mark.parametrize("pages", [(4, 4), (4, 8), (8, 4)])
-def test_every_mode_and_page_size_hands_over(mode: Integrity, pages: tuple[int, int]) -> None:
+def test_every_mode_and_page_size_hands_over(mode: ChecksumMode, pages: tuple[int, int]) -> None:
     """Prefill's setting decides; decode is set to something else each time and must not care."""
-    other = Integrity.OFF if mode is Integrity.FULL else Integrity.FULL
-    prefill = Side(Role.PREFILL, spec=spec(page_tokens=pages[0]), integrity=mode)
-    decode = Side(Role.DECODE, spec=spec(page_tokens=pages[1]), integrity=other)
+    other = ChecksumMode.OFF if mode is ChecksumMode.FULL else ChecksumMode.FULL
+    prefill = Side(Role.PREFILL, spec=spec(page_tokens=pages[0]), kv_checksum=mode)
+    decode = Side(Role.DECODE, spec=spec(page_tokens=pages[1]), kv_checksum=other)
     try:
         prefill.manager.start()
         decode.manager.start()
@@ -141,7 +141,7 @@ def test_every_mode_and_page_size_hands_over(mode: Integrity, pages: tuple[int, 
 
 
 def test_a_sampled_flip_is_seen_where_the_sample_looks(hook: Hook) -> None:
-    prefill = Side(Role.PREFILL, integrity=Integrity.SAMPLED)
+    prefill = Side(Role.PREFILL, kv_checksum=ChecksumMode.SAMPLED)
     decode = Side(Role.DECODE)
     try:
         prefill.manager.start()
@@ -223,16 +223,16 @@ def test_lesson_22_a_range_that_cannot_be_read_fails_its_hand_off_and_the_thread
         assert_handed_over(prefill, decode, TOKENS, 8)
 
 
-def digest_of(tag: int, nbytes: int) -> api.Digest:
+def digest_of(tag: int, nbytes: int) -> events.ComputeChecksum:
     transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("b" * 32))
-    return api.Digest(transfer, tag, 0, Content((Plane(0, 1, 1),), ((0, nbytes),)))
+    return events.ComputeChecksum(transfer, tag, 0, Content((Plane(0, 1, 1),), ((0, nbytes),)))
 
 
 def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = allocate(2 * INLINE_BYTES)
-    answers: list[api.Digested] = []
+    answers: list[events.ChecksumReady] = []
     started, go_on = threading.Event(), threading.Event()
 
     def slow(view: memoryview, content: Content) -> int:

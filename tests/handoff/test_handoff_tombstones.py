@@ -7,7 +7,7 @@ from handoff_world import leader, pool_spec
 from segue.core.errors import ErrorCode, PeerLost
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, KVPoll, Role, TransferId
-from segue.handoff import api
+from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import Destination, Failed, Gone
 
@@ -18,7 +18,7 @@ SPEC = pool_spec(8, 4)
 def prefill(**limits: float) -> Exchange:
     exchange = Exchange(Role.PREFILL, ME, "prefill", Limits(**limits), leader(SPEC))  # type: ignore[arg-type]
     for peer in (ONE, TWO):
-        exchange.handle(api.PeerUp(peer, leader(SPEC), "tcp"), 0.0)
+        exchange.handle(events.PeerUp(peer, leader(SPEC), "tcp"), 0.0)
     return exchange
 
 
@@ -38,63 +38,63 @@ def destination(transfer: TransferId, epoch: int, budget_s: float = 60.0) -> Des
 def test_one_peers_loss_leaves_the_early_destinations_of_others() -> None:
     exchange = prefill()
     mine, others = TransferId(1, 0, ME, ONE), TransferId(2, 0, ME, TWO)
-    exchange.handle(api.Received(ONE, destination(mine, 1)), 1.0)
-    exchange.handle(api.Received(TWO, destination(others, 2)), 1.0)
-    exchange.handle(api.PeerDown(ONE, PeerLost("gone").info), 2.0)
-    assert set(exchange._absent.early) == {others}
-    [*_, phase, release] = exchange.handle(api.OpenSender(mine, 4, 60.0), 3.0)
-    assert isinstance(phase, api.Phase)
+    exchange.handle(events.Received(ONE, destination(mine, 1)), 1.0)
+    exchange.handle(events.Received(TWO, destination(others, 2)), 1.0)
+    exchange.handle(events.PeerDown(ONE, PeerLost("gone").info), 2.0)
+    assert set(exchange._tombstones.parked) == {others}
+    [*_, phase, release] = exchange.handle(events.OpenSender(mine, 4, 60.0), 3.0)
+    assert isinstance(phase, events.Phase)
     assert phase.error is not None
     assert phase.error.code is ErrorCode.PEER_LOST
-    assert release == api.Release(mine)
-    opened = exchange.handle(api.OpenSender(others, 4, 60.0), 3.0)
-    assert not any(isinstance(e, api.Phase) and e.phase is KVPoll.FAILED and not e.error for e in opened)
+    assert release == events.Release(mine)
+    opened = exchange.handle(events.OpenSender(others, 4, 60.0), 3.0)
+    assert not any(isinstance(e, events.Phase) and e.phase is KVPoll.FAILED and not e.error for e in opened)
     assert "PEER_LOST" not in str(opened)
 
 
 def test_an_early_destination_waits_as_long_as_it_says_and_no_longer_than_a_request_may() -> None:
     exchange = prefill(request_budget_s=100.0)
     short, long = TransferId(1, 0, ME, ONE), TransferId(2, 0, ME, ONE)
-    exchange.handle(api.Received(ONE, destination(short, 1, 5.0)), 1.0)
-    exchange.handle(api.Received(ONE, destination(long, 2, 1e9)), 1.0)
+    exchange.handle(events.Received(ONE, destination(short, 1, 5.0)), 1.0)
+    exchange.handle(events.Received(ONE, destination(long, 2, 1e9)), 1.0)
     assert exchange.next_deadline() == 6.0
-    exchange.handle(api.Tick(), 6.0)
-    assert set(exchange._absent.early) == {long}
+    exchange.handle(events.Tick(), 6.0)
+    assert set(exchange._tombstones.parked) == {long}
     assert exchange.next_deadline() == 101.0
 
 
 def test_what_failed_without_a_session_is_told_to_its_own_peer_only() -> None:
     exchange = prefill()
     mine = TransferId(1, 0, ME, ONE)
-    exchange.handle(api.OpenSender(mine, 4, 60.0), 1.0)
-    exchange.handle(api.PeerDown(ONE, PeerLost("gone").info), 2.0)
+    exchange.handle(events.OpenSender(mine, 4, 60.0), 1.0)
+    exchange.handle(events.PeerDown(ONE, PeerLost("gone").info), 2.0)
     failure = PeerLost("over").info
-    exchange.handle(api.AbortTransfer(mine, failure), 3.0)
-    again = exchange.handle(api.PeerUp(TWO, leader(SPEC), "tcp"), 4.0)
-    assert not [effect for effect in again if isinstance(effect, api.Send)]
-    again = exchange.handle(api.PeerUp(ONE, leader(SPEC), "tcp"), 4.0)
-    assert [type(effect.message) for effect in again if isinstance(effect, api.Send)] == [Failed]
+    exchange.handle(events.AbortTransfer(mine, failure), 3.0)
+    again = exchange.handle(events.PeerUp(TWO, leader(SPEC), "tcp"), 4.0)
+    assert not [effect for effect in again if isinstance(effect, events.Send)]
+    again = exchange.handle(events.PeerUp(ONE, leader(SPEC), "tcp"), 4.0)
+    assert [type(effect.message) for effect in again if isinstance(effect, events.Send)] == [Failed]
 
 
 def test_a_tombstone_outlives_its_deadline_by_what_may_still_be_under_way() -> None:
     exchange = prefill(peer_silence_s=10.0)
     mine = TransferId(1, 0, ME, ONE)
-    exchange.handle(api.OpenSender(mine, 4, 5.0), 1.0)
-    exchange.handle(api.AbortTransfer(mine, PeerLost("over").info), 4.9)
-    exchange.handle(api.Tick(), 14.8)
-    late = exchange.handle(api.Received(ONE, destination(mine, 1)), 14.8)
-    assert [type(effect.message) for effect in late if isinstance(effect, api.Send)] == [Failed, Gone]
-    exchange.handle(api.Tick(), 15.0)
+    exchange.handle(events.OpenSender(mine, 4, 5.0), 1.0)
+    exchange.handle(events.AbortTransfer(mine, PeerLost("over").info), 4.9)
+    exchange.handle(events.Tick(), 14.8)
+    late = exchange.handle(events.Received(ONE, destination(mine, 1)), 14.8)
+    assert [type(effect.message) for effect in late if isinstance(effect, events.Send)] == [Failed, Gone]
+    exchange.handle(events.Tick(), 15.0)
     assert exchange.phase(mine) is None
 
 
 def test_a_late_failure_of_an_ended_attempt_leaves_the_new_one_alone() -> None:
     exchange = prefill()
     first, second = TransferId(1, 0, ME, ONE), TransferId(1, 1, ME, ONE)
-    exchange.handle(api.OpenSender(first, 4, 60.0), 1.0)
-    exchange.handle(api.AbortTransfer(first, PeerLost("over").info), 2.0)
-    exchange.handle(api.OpenSender(second, 4, 60.0), 3.0)
-    exchange.handle(api.Received(ONE, Failed(first, PeerLost("late").info)), 4.0)
-    exchange.handle(api.AbortTransfer(first, PeerLost("later").info), 4.0)
+    exchange.handle(events.OpenSender(first, 4, 60.0), 1.0)
+    exchange.handle(events.AbortTransfer(first, PeerLost("over").info), 2.0)
+    exchange.handle(events.OpenSender(second, 4, 60.0), 3.0)
+    exchange.handle(events.Received(ONE, Failed(first, PeerLost("late").info)), 4.0)
+    exchange.handle(events.AbortTransfer(first, PeerLost("later").info), 4.0)
     assert exchange.phase(first) is KVPoll.FAILED
     assert exchange.phase(second) is KVPoll.BOOTSTRAPPING

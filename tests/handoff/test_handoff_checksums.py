@@ -10,15 +10,15 @@ import pytest
 from test_handoff_transitions import CLIENT, PROMPT, Case, kinds
 
 from segue.core.errors import ErrorCode, OutOfCapacity
-from segue.core.types import Integrity, KVPoll, Role, Span
-from segue.handoff import api
+from segue.core.types import ChecksumMode, KVPoll, Role, Span
+from segue.handoff import events
 from segue.handoff.messages import Abort, ChunkPosted, Committed, Drained
 from segue.handoff.sender import SAMPLE_EVERY
 from segue.handoff.tally import Tally
 
 
 def full(**options: Any) -> Case:
-    return Case(integrity=Integrity.FULL, **options)
+    return Case(kv_checksum=ChecksumMode.FULL, **options)
 
 
 def sent(w: Case) -> Case:
@@ -30,7 +30,7 @@ def sent(w: Case) -> Case:
     w.send_chunk(w.s, PROMPT)
     w.land()
     w.finish()
-    w.answer_digest(w.prefill)
+    w.answer_checksum(w.prefill)
     return w
 
 
@@ -38,15 +38,17 @@ def verifying(w: Case) -> Case:
     """The chunk is known to decode, and its bytes are being hashed."""
     sent(w)
     w.deliver(Role.DECODE)
-    assert len(w.decode.digests) == 1
+    assert len(w.decode.checksums) == 1
     return w
 
 
-def answer(w: Case, **changes: Any) -> list[api.Effect]:
+def answer(w: Case, **changes: Any) -> list[events.Effect]:
     """The verification ends, with another checksum than the right one where asked."""
-    digest = w.decode.digests.pop()
-    right = next(m for side, m in w.log if isinstance(m, api.Received) and isinstance(m.message, ChunkPosted))
-    event = api.Digested(digest.transfer, digest.tag, right.message.checksum)  # type: ignore[attr-defined]
+    asked = w.decode.checksums.pop()
+    right = next(
+        m for side, m in w.log if isinstance(m, events.Received) and isinstance(m.message, ChunkPosted)
+    )
+    event = events.ChecksumReady(asked.transfer, asked.tag, right.message.checksum)  # type: ignore[attr-defined]
     return w.tell(w.decode, dataclasses.replace(event, **changes))
 
 
@@ -57,16 +59,20 @@ def test_a_verified_hand_off_effect_by_effect() -> None:
     w.deliver(Role.DECODE)
     w.log.clear()
     w.send_chunk(w.s, PROMPT)
-    assert kinds([e for side, e in w.log if side == "  prefill"]) == ["TRANSFERRING", "PostWrite", "Digest"]  # type: ignore[misc]
+    assert kinds([e for side, e in w.log if side == "  prefill"]) == [
+        "TRANSFERRING",
+        "PostWrite",
+        "ComputeChecksum",
+    ]  # type: ignore[misc]
     w.land()
     w.finish()
     assert not w.queues[Role.DECODE], "a chunk is announced with its checksum or not at all"
-    w.answer_digest(w.prefill)
+    w.answer_checksum(w.prefill)
     posted = w.queues[Role.DECODE][0][1]
     assert isinstance(posted, ChunkPosted)
     assert posted.checksum is not None
     assert posted.every == 1
-    assert kinds(w.from_prefill(posted)) == ["TRANSFERRING", "Digest"]
+    assert kinds(w.from_prefill(posted)) == ["TRANSFERRING", "ComputeChecksum"]
     assert w.receiver_state == "TRANSFERRING"
     w.queues[Role.DECODE].clear()
     assert kinds(answer(w)) == ["SUCCESS", "Committed", "Fence", "Release"]
@@ -80,7 +86,7 @@ def test_a_checksum_of_zero_is_a_checksum() -> None:
     w.send_chunk(w.s, PROMPT)
     w.land()
     w.finish()
-    w.tell(w.prefill, api.Digested(w.transfer, w.prefill.digests.pop().tag, 0))
+    w.tell(w.prefill, events.ChecksumReady(w.transfer, w.prefill.checksums.pop().tag, 0))
     posted = w.queues[Role.DECODE][0][1]
     assert isinstance(posted, ChunkPosted)
     assert posted.checksum == 0
@@ -90,7 +96,7 @@ def test_a_checksum_that_comes_first_waits_for_the_write() -> None:
     w = full().waiting()
     assert w.s is not None
     w.send_chunk(w.s, PROMPT)
-    w.answer_digest(w.prefill)
+    w.answer_checksum(w.prefill)
     assert not w.queues[Role.DECODE]
     w.land()
     w.finish()
@@ -110,7 +116,7 @@ def test_a_wrong_checksum_fails_both_sides_and_says_everything() -> None:
     for word in (f"room {w.transfer.room}", "chunk 0", f"tokens 0 to {PROMPT}", "0000000000000bad"):
         assert word in error.text
     posted = next(
-        e.message for _, e in w.log if isinstance(e, api.Send) and isinstance(e.message, ChunkPosted)
+        e.message for _, e in w.log if isinstance(e, events.Send) and isinstance(e.message, ChunkPosted)
     )
     assert f"{posted.checksum:016x}" in error.text
     assert KVPoll.SUCCESS not in (*w.s.phases, *w.r.phases)
@@ -129,7 +135,7 @@ def mismatches_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Case, "__init__", with_flip)
 
 
-@pytest.mark.parametrize("first", ["Drained", "Digested"])
+@pytest.mark.parametrize("first", ["Drained", "ChecksumReady"])
 def test_an_abort_while_verifying_keeps_the_pages_until_both_proof_and_reading_are_done(first: str) -> None:
     w = verifying(full(one_sided=True))
     assert w.r is not None
@@ -138,9 +144,9 @@ def test_an_abort_while_verifying_keeps_the_pages_until_both_proof_and_reading_a
     w.answer_fence(w.decode)
     steps = {
         "Drained": lambda: w.from_prefill(Drained(w.transfer)),
-        "Digested": lambda: answer(w),
+        "ChecksumReady": lambda: answer(w),
     }
-    second = "Digested" if first == "Drained" else "Drained"
+    second = "ChecksumReady" if first == "Drained" else "Drained"
     assert kinds(steps[first]()) == []
     assert w.receiver_state == "QUARANTINED"
     assert w.decode.exchange.quarantined_pages() == 3
@@ -173,16 +179,16 @@ def test_the_peers_death_while_verifying_releases_after_the_reading() -> None:
 
 def test_a_verdict_nobody_asked_for_is_late_and_belongs_to_nobody() -> None:
     w = verifying(full())
-    digest = w.decode.digests[0]
+    asked = w.decode.checksums[0]
     late = w.decode.exchange.counters
-    assert w.tell(w.decode, api.Digested(w.transfer, digest.tag + 1, 1)) == []
+    assert w.tell(w.decode, events.ChecksumReady(w.transfer, asked.tag + 1, 1)) == []
     assert w.receiver_state == "TRANSFERRING"
     other = msgspec.structs.replace(w.transfer, room=99)
-    assert w.tell(w.decode, api.Digested(other, digest.tag, 1)) == []
+    assert w.tell(w.decode, events.ChecksumReady(other, asked.tag, 1)) == []
     assert kinds(answer(w)) == ["SUCCESS", "Committed", "Fence", "Release"]
-    assert w.tell(w.decode, api.Digested(w.transfer, digest.tag, 1)) == []
+    assert w.tell(w.decode, events.ChecksumReady(w.transfer, asked.tag, 1)) == []
     assert late["late_events"] == 3
-    assert w.tell(w.prefill, api.Digested(w.transfer, 7, 1)) == []
+    assert w.tell(w.prefill, events.ChecksumReady(w.transfer, 7, 1)) == []
     assert w.prefill.exchange.counters["late_events"] == 1
 
 
@@ -194,8 +200,8 @@ def test_bytes_that_cannot_be_hashed_fail_the_hand_off_on_both_sides(side: Role)
     if side is Role.PREFILL:
         w.send_chunk(w.s, PROMPT)
     node = w.prefill if side is Role.PREFILL else w.decode
-    digest = node.digests.pop()
-    w.tell(node, api.Digested(w.transfer, digest.tag, 0, error=OutOfCapacity("too many").info))
+    asked = node.checksums.pop()
+    w.tell(node, events.ChecksumReady(w.transfer, asked.tag, 0, error=OutOfCapacity("too many").info))
     w.settle()
     for job in (w.s, w.r):
         assert [e.code for e in job.errors] == [ErrorCode.OUT_OF_CAPACITY]
@@ -203,24 +209,24 @@ def test_bytes_that_cannot_be_hashed_fail_the_hand_off_on_both_sides(side: Role)
     w.come_to_rest()
 
 
-@pytest.mark.parametrize("first", ["FenceDone", "Digested"])
+@pytest.mark.parametrize("first", ["FenceDone", "ChecksumReady"])
 def test_a_failing_sender_keeps_its_pages_until_nothing_reads_them(first: str) -> None:
     w = full().waiting()
     assert w.s is not None
     w.send_chunk(w.s, PROMPT)
     w.abort(w.prefill, w.s)
     assert w.sender_state == "DRAINING"
-    fenced, digested = (
-        api.FenceDone(w.transfer, True),
-        api.Digested(w.transfer, w.prefill.digests.pop().tag, 1),
+    fenced, checksum_ready = (
+        events.FenceDone(w.transfer, True),
+        events.ChecksumReady(w.transfer, w.prefill.checksums.pop().tag, 1),
     )
     if first == "FenceDone":
         assert kinds(w.tell(w.prefill, fenced)) == ["Drained"], "no write runs: the word can be given at once"
         assert w.sender_state == "DRAINING"
         assert kinds(w.tell(w.prefill, fenced)) == []
-        assert kinds(w.tell(w.prefill, digested)) == ["Release"]
+        assert kinds(w.tell(w.prefill, checksum_ready)) == ["Release"]
     else:
-        assert kinds(w.tell(w.prefill, digested)) == []
+        assert kinds(w.tell(w.prefill, checksum_ready)) == []
         assert kinds(w.tell(w.prefill, fenced)) == ["Drained", "Release"]
     assert w.sender_state == "-"
 
@@ -231,8 +237,8 @@ def test_the_word_that_nothing_writes_is_given_again_while_a_checksum_reads() ->
     assert w.s is not None
     w.send_chunk(w.s, PROMPT)
     w.abort(w.prefill, w.s)
-    assert kinds(w.tell(w.prefill, api.FenceDone(w.transfer, True))) == ["Drained"]
-    asked = api.Received(w.decode.me, Abort(w.transfer))
+    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained"]
+    asked = events.Received(w.decode.me, Abort(w.transfer))
     assert kinds(w.tell(w.prefill, asked)) == ["Drained"]
     assert w.sender_state == "DRAINING", "the checksum still reads"
 
@@ -246,15 +252,15 @@ def test_each_of_several_chunks_is_verified_before_the_commit_in_any_order() -> 
     while w.land() and w.finish():
         pass
     for index in (2, 1, 0):
-        w.answer_digest(w.prefill, index)
+        w.answer_checksum(w.prefill, index)
     while w.deliver(Role.DECODE):
         pass
-    assert len(w.decode.digests) == 3
+    assert len(w.decode.checksums) == 3
     assert w.r is not None
-    w.answer_digest(w.decode, 1)
-    w.answer_digest(w.decode, 1)
+    w.answer_checksum(w.decode, 1)
+    w.answer_checksum(w.decode, 1)
     assert w.r.phases[-1] is KVPoll.TRANSFERRING
-    w.answer_digest(w.decode)
+    w.answer_checksum(w.decode)
     assert w.r.phases[-1] is KVPoll.SUCCESS
     w.come_to_rest()
 
@@ -269,7 +275,7 @@ def test_one_flipped_bit_in_any_chunk_is_seen() -> None:
         w.send_metadata(w.s)
         while w.land() and w.finish():
             pass
-        while w.answer_digest(w.prefill):
+        while w.answer_checksum(w.prefill):
             pass
         while w.deliver(Role.DECODE):
             pass
@@ -282,27 +288,27 @@ def test_one_flipped_bit_in_any_chunk_is_seen() -> None:
 
 def test_the_message_says_how_much_is_covered_and_the_receiver_follows_it() -> None:
     """Prefill's setting decides; decode's own is not even looked at."""
-    for mode, every in ((Integrity.FULL, 1), (Integrity.SAMPLED, SAMPLE_EVERY)):
-        w = Case(integrity=mode)
+    for mode, every in ((ChecksumMode.FULL, 1), (ChecksumMode.SAMPLED, SAMPLE_EVERY)):
+        w = Case(kv_checksum=mode)
         local = w.decode.exchange._local
-        w.decode.exchange._local = dataclasses.replace(local, integrity=Integrity.OFF)
+        w.decode.exchange._local = dataclasses.replace(local, kv_checksum=ChecksumMode.OFF)
         verifying(w)
         (posted,) = [
-            e.message for _, e in w.log if isinstance(e, api.Send) and isinstance(e.message, ChunkPosted)
+            e.message for _, e in w.log if isinstance(e, events.Send) and isinstance(e.message, ChunkPosted)
         ]
         assert posted.every == every
-        layers = {p.offset // w.decode.spec.layer_bytes for p in w.decode.digests[0].content.planes}
-        assert layers == ({0, 1} if mode is Integrity.FULL else {w.transfer.room % 2})
+        layers = {p.offset // w.decode.spec.layer_bytes for p in w.decode.checksums[0].content.planes}
+        assert layers == ({0, 1} if mode is ChecksumMode.FULL else {w.transfer.room % 2})
         w.settle()
         assert w.r is not None
         assert w.r.phases[-1] is KVPoll.SUCCESS
 
 
 def test_without_a_checksum_nothing_is_read() -> None:
-    w = sent(Case(integrity=Integrity.OFF))
-    assert not w.prefill.digests
+    w = sent(Case(kv_checksum=ChecksumMode.OFF))
+    assert not w.prefill.checksums
     w.settle()
-    assert not any(isinstance(e, api.Digest) for _, e in w.log)
+    assert not any(isinstance(e, events.ComputeChecksum) for _, e in w.log)
     assert w.r is not None
     assert w.r.phases[-1] is KVPoll.SUCCESS
 
@@ -314,7 +320,7 @@ def test_a_fully_cached_prompt_has_nothing_to_verify() -> None:
     w.send_metadata(w.s)
     w.settle()
     assert w.s.phases[-1] is KVPoll.SUCCESS
-    assert not any(isinstance(e, api.Digest) for _, e in w.log)
+    assert not any(isinstance(e, events.ComputeChecksum) for _, e in w.log)
 
 
 def test_a_repeated_chunk_is_verified_once() -> None:
@@ -322,7 +328,7 @@ def test_a_repeated_chunk_is_verified_once() -> None:
     posted = w.queues[Role.DECODE][0][1]
     w.deliver(Role.DECODE)
     assert w.from_prefill(posted) == []
-    assert len(w.decode.digests) == 1
+    assert len(w.decode.checksums) == 1
 
 
 @pytest.mark.parametrize("every", [0, -3])
@@ -336,14 +342,14 @@ def test_a_sample_that_makes_no_sense_fails_its_hand_off_only(every: int) -> Non
 def test_a_sample_of_fewer_layers_than_there_are_is_still_a_sample() -> None:
     w = full().waiting()
     effects = w.from_prefill(w.chunk(checksum=1, every=2**70))
-    assert kinds(effects) == ["TRANSFERRING", "Digest"]
-    w.tell(w.decode, api.AbortTransfer(w.transfer, CLIENT))
+    assert kinds(effects) == ["TRANSFERRING", "ComputeChecksum"]
+    w.tell(w.decode, events.AbortTransfer(w.transfer, CLIENT))
 
 
 def test_a_deadline_while_verifying_says_so() -> None:
     w = verifying(full())
     w.now = 61.0
-    w.tell(w.decode, api.Tick())
+    w.tell(w.decode, events.Tick())
     assert w.r is not None
     assert "the verification of chunk 0" in w.r.errors[0].text
     w.come_to_rest()
@@ -355,7 +361,7 @@ def test_a_handler_that_breaks_on_a_verdict_leaves_nothing_waiting(monkeypatch: 
 
     w = verifying(full(one_sided=True))
     with monkeypatch.context() as patch:
-        patch.setattr(Tally, "judge", broken)
+        patch.setattr(Tally, "check", broken)
         assert kinds(answer(w))[0] == "FAILED"
     assert w.r is not None
     assert w.r.errors[0].code is ErrorCode.INTERNAL
@@ -384,8 +390,8 @@ def test_the_final_marker_with_a_span_of_its_own_is_judged_by_its_own_checksum()
     w = full().waiting()
     w.from_prefill(w.chunk(span=Span(0, 4), nbytes=4 * 32, final=False, checksum=1))
     w.from_prefill(w.chunk(sequence=1, span=Span(4, PROMPT), nbytes=6 * 32, checksum=2))
-    first, second = w.decode.digests
-    assert w.tell(w.decode, api.Digested(w.transfer, second.tag, 2)) == []
-    assert kinds(w.tell(w.decode, api.Digested(w.transfer, first.tag, 2)))[0] == "FAILED"
+    first, second = w.decode.checksums
+    assert w.tell(w.decode, events.ChecksumReady(w.transfer, second.tag, 2)) == []
+    assert kinds(w.tell(w.decode, events.ChecksumReady(w.transfer, first.tag, 2)))[0] == "FAILED"
     assert w.r is not None
     assert "chunk 0 (tokens 0 to 4" in w.r.errors[0].text

@@ -133,8 +133,8 @@ class WriteBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class Digested:
-    """Hashing: the answer to the `Digest` with this `tag`. `error` says why there is no checksum."""
+class ChecksumReady:
+    """Hashing: the answer to the `ComputeChecksum` with this `tag`. `error` says why there is no checksum."""
 
     transfer: TransferId
     tag: int
@@ -167,7 +167,7 @@ Event = (
     | Received
     | WriteLanded
     | WriteBroken
-    | Digested
+    | ChecksumReady
     | FenceDone
     | Tick
 )
@@ -196,10 +196,10 @@ class PostWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class ComputeChecksum:
     """Either side: hash `content` in the pool of local rank `rank` (`layout.content.checksum`).
 
-    Answered by exactly one `Digested`. Prefill hashes what it sends, decode what has landed. The
+    Answered by exactly one `ChecksumReady`. Prefill hashes what it sends, decode what has landed. The
     pages are read until the answer, so `Release` does not come before it.
     """
 
@@ -261,7 +261,7 @@ class Quarantined:
     pages: int
 
 
-Effect = Send | PostWrite | Digest | Grant | Fence | Phase | Release | Quarantined
+Effect = Send | PostWrite | ComputeChecksum | Grant | Fence | Phase | Release | Quarantined
 
 
 def refusal(event: Event, error: ErrorInfo) -> list[Effect]:
