@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from test_manager import LIMITS, Side, ask, assert_handed_over, spec
 
 from segue.conn.config import KVConfig
-from segue.conn.peers import Dialer, join
+from segue.conn.peers import join
 from segue.conn.transports import Transports
 from segue.core.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.types import Incarnation, KVPoll, Role, TransferId, new_incarnation, new_room
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
 from segue.session.api import PeerInfo
+from segue.session.dialer import Dialer
 from segue.transport.base import Endpoint
 from segue.transport.memory import allocate
 

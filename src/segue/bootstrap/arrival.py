@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 
 from segue.bootstrap.doors import HttpDoor
+from segue.core.backoff import Backoff
 from segue.core.errors import BootstrapUnreachable, SegueError
 from segue.core.limits import Limits
 from segue.session.tls import Tls
 
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 5.0
 #: How often somebody who waits is told that it still does.
 SAY_EVERY_S = 15.0
 
@@ -36,7 +35,7 @@ async def arrival(
     `say` hears at once what is waited for, and then every `SAY_EVERY_S`.
     """
     began = said_at = time.monotonic()
-    pause_s = _FIRST_PAUSE_S
+    backoff = Backoff(0.2, uniform=random.uniform)
     door = HttpDoor(url, secret, limits, tls)
     try:
         while not stop.is_set():
@@ -57,8 +56,7 @@ async def arrival(
                 say(f"waiting for the registry, {left_s:.0f} s at most: {trouble}")
             # Many instances of one deployment wait for one registry: they must not come all at once.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), min(left_s, pause_s * random.uniform(0.5, 1.0)))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await asyncio.wait_for(stop.wait(), min(left_s, backoff.next_s()))
         return False
     finally:
         await door.close()

@@ -18,6 +18,7 @@ from segue.bootstrap.records import InstanceList, InstanceRecord, RoomRecord
 from segue.bootstrap.server import MAX_WAIT_S
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
+from segue.core.backoff import Backoff
 from segue.core.clock import Clock
 from segue.core.errors import (
     BootstrapTimeout,
@@ -41,8 +42,7 @@ ErrorReport = Callable[[SegueError], None]
 #: (away, full, a wrong secret until somebody corrects it) may pass.
 _OVER = (PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidRequest)
 
-_FIRST_BACKOFF_S = 0.1
-_LAST_BACKOFF_S = 2.0
+_LONGEST_PAUSE_S = 2.0
 
 
 class Registry(Protocol):
@@ -119,7 +119,7 @@ class _Registry:
         left = self._left.get(incarnation)
         if left is None:
             raise NotFound(f"{incarnation[:8]} was not registered here")
-        backoff = _Backoff()
+        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
         wait_s = self._ttl_s / 3
         while not await self._pause(wait_s, left):
             try:
@@ -168,7 +168,7 @@ class _Registry:
         view = _View(self._ttl_s, self._clock)
         # Of a registry whose machine is gone nobody tells; it is noticed as soon as it would notice us.
         longest_s = min(MAX_WAIT_S, self._ttl_s)
-        backoff = _Backoff()
+        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
         shown: list[InstanceRecord] | None = None
         while not self._closing.is_set():
             try:
@@ -205,7 +205,7 @@ class _Registry:
             await self._door.put_room(room, body)
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
-        backoff = _Backoff()
+        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
         trouble: SegueError | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -320,20 +320,6 @@ class _View:
             and not any((r.host, r.port) in taken for r in record.replicas if incarnation not in self._known)
         }
         return list((self._known | self._unconfirmed).values())
-
-
-class _Backoff:
-    """Waits that double up to a cap."""
-
-    def __init__(self) -> None:
-        self._next_s = _FIRST_BACKOFF_S
-
-    def next_s(self) -> float:
-        wait_s, self._next_s = self._next_s, min(2 * self._next_s, _LAST_BACKOFF_S)
-        return wait_s
-
-    def reset(self) -> None:
-        self._next_s = _FIRST_BACKOFF_S
 
 
 class RegistryClient(_Registry):

@@ -18,7 +18,7 @@ import msgspec
 from segue.conn.config import HOST, KVConfig, Runtime
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
-from segue.conn.peers import Dialer, Joined, PathSpeed, Peer, join
+from segue.conn.peers import Joined, PathSpeed, Peer, join
 from segue.conn.transports import Transports, incarnation_of
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
@@ -27,6 +27,7 @@ from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.session.api import PeerInfo, Session, SessionHandler
+from segue.session.dialer import Dialer
 from segue.session.tasks import background, typed
 from segue.transport import base as transport_base
 from segue.transport.memory import Memory

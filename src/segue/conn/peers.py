@@ -1,29 +1,19 @@
-"""The peers of a leader: joining two replicas, and keeping a session to a prefill leader open."""
+"""The peers of a leader: which two replicas may be joined, and what is known of one that is."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.core.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused, SegueError
+from segue.core.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
 from segue.core.types import Role
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.layout.planner import plan_pair
 from segue.session.api import PeerInfo, Session
-from segue.session.tasks import keep_running
 from segue.transport.base import Endpoint
 from segue.transport.kinds import choose
-
-log = logging.getLogger("segue.conn")
-
-FIRST_RETRY_S = 0.1
-MAX_RETRY_S = 5.0
-
 
 #: So much must have been written before a path's speed says something.
 MEASURED_BYTES = 2**20
@@ -114,63 +104,3 @@ def _endpoint(data: bytes) -> Endpoint:
         return msgspec.msgpack.decode(data, type=Endpoint)
     except DECODE_ERRORS as exc:
         raise LayoutMismatch(f"unreadable transport endpoint: {exc}") from exc
-
-
-class Dialer:
-    """Keeps one session open: connects, and after a loss connects again with growing pauses.
-
-    The pauses are timers of the loop and end at `stop`. Two failures in a row for the same reason
-    are logged once. `refused` hears of every refusal that trying again will not mend by itself, and of
-    every failure once the peer could not be reached for `patience_s`: who waits for it is told why.
-    """
-
-    def __init__(
-        self,
-        connect: Callable[[], Awaitable[object]],
-        address: str,
-        refused: Callable[[SegueError], None],
-        patience_s: float,
-        uniform: Callable[[float, float], float] = random.uniform,
-    ) -> None:
-        self._connect = connect
-        self._patience_s = patience_s
-        self._uniform = uniform
-        self._refused = refused
-        self._address = address
-        self._lost = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin on `loop` (call it there)."""
-        name = f"the session to {self._address}"
-        self._task = keep_running(self._run, name=name, failed=self._refused, loop=loop)
-
-    def stop(self) -> None:
-        """End for good; an open session is left alone. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-
-    def lost(self) -> None:
-        """The session ended."""
-        self._lost.set()
-
-    async def _run(self) -> None:
-        clock = asyncio.get_running_loop().time
-        pause_s, said, since = FIRST_RETRY_S, "", clock()
-        while True:
-            self._lost.clear()
-            try:
-                await self._connect()
-            except SegueError as error:
-                if str(error) != said:
-                    said = str(error)
-                    log.warning("cannot join %s: %s", self._address, said)
-                if not error.info.retryable or clock() - since >= self._patience_s:
-                    self._refused(error)
-                await asyncio.sleep(pause_s * self._uniform(0.8, 1.2))
-                pause_s = min(MAX_RETRY_S, 2 * pause_s)
-                continue
-            pause_s, said = FIRST_RETRY_S, ""
-            await self._lost.wait()
-            since = clock()
-            await asyncio.sleep(FIRST_RETRY_S)

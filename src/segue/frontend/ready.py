@@ -6,14 +6,12 @@ import asyncio
 import itertools
 import logging
 
+from segue.core.backoff import Backoff
 from segue.core.errors import ErrorCode, ErrorInfo, SegueError
 from segue.core.request import Request, SamplingParams
 from segue.frontend.backend import Backend
 
 log = logging.getLogger("segue.frontend.ready")
-
-_FIRST_WAIT_S = 0.2
-_LONGEST_WAIT_S = 5.0
 
 
 async def keep_proving(backend: Backend, prompt: list[int], *, budget_s: float = 30.0) -> None:
@@ -21,17 +19,16 @@ async def keep_proving(backend: Backend, prompt: list[int], *, budget_s: float =
 
     Two tokens: the second is made by decode from the KV that was handed over.
     """
-    wait_s = _FIRST_WAIT_S
+    backoff = Backoff(0.2)
     for number in itertools.count():
         while not backend.can_serve or backend.proven:
-            wait_s = _FIRST_WAIT_S
+            backoff.reset()
             await backend.changed()
         try:
             await _canary(backend, f"canary-{number}", prompt, budget_s)
         except SegueError as error:
             log.warning("the canary failed: %s", error)
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            await asyncio.sleep(backoff.next_s())
 
 
 async def _canary(backend: Backend, request_id: str, prompt: list[int], budget_s: float) -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from segue.core.backoff import Backoff
 from segue.core.errors import Internal, SegueError
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def keep_running(
 
     async def again() -> None:
         clock = asyncio.get_running_loop().time
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             began = clock()
             try:
@@ -88,8 +89,7 @@ def keep_running(
             except Exception as error:
                 typed(error, f"to say that {name} failed")
             if clock() - began > LONGEST_PAUSE_S:
-                pause_s = FIRST_PAUSE_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
 
     return awaited(again(), name=name, loop=loop)
