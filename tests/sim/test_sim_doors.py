@@ -14,12 +14,11 @@ from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter
 from segue.core.errors import PeerRestarted
 from segue.core.types import LeaderId, Role
-from segue.sim.deployment import MISFITS
-from segue.sim.guests import GUEST_KINDS
 from segue.sim.registry import TTL_S
 from segue.sim.run import Outcome, load, run_scenario
-from segue.sim.scenario import AT_THE_DOORS, FAULTS, Fault, Scenario
-from segue.sim.visitors import KINDS
+from segue.sim.scenario import Fault, Scenario
+from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, VISITOR_KINDS
+from segue.sim.vocabulary import AT_THE_DOORS, FAULTS
 
 #: Signed and not, one frontend and several, with and without an address translator.
 SEEDS = (1, 3, 6)
@@ -49,14 +48,14 @@ def comes(kind: str, what: str, place: int) -> Outcome:
     return found[-1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VISITOR_KINDS)
 def test_each_visitor_is_told_why_or_cut_and_harms_nobody(kind: str) -> None:
-    comes(kind, "visitor", KINDS.index(kind))
+    comes(kind, "visitor", VISITOR_KINDS.index(kind))
 
 
-@pytest.mark.parametrize("kind", MISFITS)
+@pytest.mark.parametrize("kind", MISFIT_AND_TLS_KINDS)
 def test_each_leader_that_does_not_fit_is_told_why_and_harms_nobody(kind: str) -> None:
-    comes(kind, "misfit", MISFITS.index(kind))
+    comes(kind, "misfit", MISFIT_AND_TLS_KINDS.index(kind))
 
 
 @pytest.mark.parametrize("kind", GUEST_KINDS)
@@ -96,7 +95,7 @@ def test_while_the_registry_is_in_trouble_those_who_know_each_other_go_on(kind: 
 def test_a_visitor_waits_where_no_connection_can_be_accepted() -> None:
     node = load(1).nodes[0].name
     full = Fault("f0", "no descriptors", 1.0, node, seconds=5.0)
-    comes_in = Fault("f1", "visitor", 1.1, node, amount=KINDS.index("hello twice"))
+    comes_in = Fault("f1", "visitor", 1.1, node, amount=VISITOR_KINDS.index("hello twice"))
     outcome = run_scenario(calm(1, full, comes_in))
     assert not outcome.failed, outcome.text
 
@@ -203,5 +202,5 @@ def test_who_comes_to_a_registry_that_is_closing_may_find_nobody() -> None:
 
 
 def test_whoever_comes_is_told_from_all_others_by_name() -> None:
-    kinds = [*KINDS, *GUEST_KINDS, *MISFITS]
+    kinds = [*VISITOR_KINDS, *GUEST_KINDS, *MISFIT_AND_TLS_KINDS]
     assert len(set(kinds)) == len(kinds)

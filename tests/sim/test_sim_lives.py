@@ -8,16 +8,11 @@ from dataclasses import replace
 import pytest
 
 from segue.core.types import Role
+from segue.sim.addresses import Addresses
 from segue.sim.deployment import Deployment
-from segue.sim.places import Places
 from segue.sim.run import load, run_scenario
-from segue.sim.scenario import (
-    ALL_FEATURES,
-    FAULTS,
-    Fault,
-    Scenario,
-    make_scenario,
-)
+from segue.sim.scenario import Fault, Scenario, make_scenario
+from segue.sim.vocabulary import ALL_FEATURES, FAULTS
 
 CALM = next(s for s in range(2000) if not (m := make_scenario(s)).features and len(m.nodes) == 4)
 
@@ -45,19 +40,19 @@ def test_no_two_instances_are_ever_at_one_address_and_left_ones_are_taken_again(
     names = ["a", "b", "c"]
     again = 0
     for seed in range(50):
-        places, left = Places(names, random.Random(seed)), set[tuple[str, int]]()
+        addresses, left = Addresses(names, random.Random(seed)), set[tuple[str, int]]()
         rng = random.Random(seed)
         for _ in range(10):
             name = rng.choice(names)
-            before = places.of(name)
-            places.settle(name)
-            assert places.of(name) == before  # it did not want to move
-            places.move(name)
-            assert places.of(name) == before  # nor does it before its last life has ended
-            places.settle(name)
-            assert places.of(name) != before
-            assert len({places.of(n) for n in names}) == len(names)
-            again += places.of(name) in left
+            before = addresses.of(name)
+            addresses.settle(name)
+            assert addresses.of(name) == before  # it did not want to move
+            addresses.move(name)
+            assert addresses.of(name) == before  # nor does it before its last life has ended
+            addresses.settle(name)
+            assert addresses.of(name) != before
+            assert len({addresses.of(n) for n in names}) == len(names)
+            again += addresses.of(name) in left
             left.add(before)
     assert again > 50
 
@@ -67,7 +62,7 @@ def test_an_instance_that_moves_is_served_at_its_new_address(ends: int) -> None:
     first = make_scenario(CALM).nodes[0].name
     deployment = lives(with_faults(fault("move", first, 0.05, ends)))
     node = deployment.nodes[first]
-    assert (node.host, node.port) != Places([first], random.Random(0)).of(first)
+    assert (node.host, node.port) != Addresses([first], random.Random(0)).of(first)
     assert node.name == f"{first}#1"
     assert node.me in deployment.fronts["front0"].ends
     assert deployment.counts["done"] > 0
@@ -80,7 +75,7 @@ def test_a_role_changes_at_the_same_address_and_the_other_side_keeps_one(ends: i
     decodes = [n.name for n in scenario.nodes if n.role is Role.DECODE]
     faults = [fault("role change", name, 0.05 + i, ends, f"f{i}") for i, name in enumerate(prefills)]
     deployment = lives(with_faults(*faults))
-    before = Places([n.name for n in scenario.nodes], random.Random(0))
+    before = Addresses([n.name for n in scenario.nodes], random.Random(0))
     roles = {name: node.spec.role for name, node in deployment.nodes.items()}
     assert all(roles[name] is not Role.PREFILL for name in prefills)
     assert Role.PREFILL in {roles[name] for name in decodes}  # one took the place of the last one

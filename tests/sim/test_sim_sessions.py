@@ -7,8 +7,9 @@ from segue.core.errors import BootstrapUnreachable, PeerRestarted, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.sim.loop import SimLoop
+from segue.sim.network import Network
 from segue.sim.runtime import PORT, SimSessionNode
-from segue.sim.tcp import Network, Timing
+from segue.sim.timing import Timing
 from segue.sim.world import Process, SkewedClock, Violation, World
 
 PEERS = []

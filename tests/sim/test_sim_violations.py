@@ -30,11 +30,11 @@ from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.sim.datapath import ShmPath, TcpPath
 from segue.sim.deployment import Deployment
 from segue.sim.engine import reference
+from segue.sim.flow import Part
 from segue.sim.front import Call, FrontNode
 from segue.sim.node import VOCAB, KVNode
 from segue.sim.run import describe, run_scenario, tell
 from segue.sim.scenario import make_scenario
-from segue.sim.streams import Part
 from segue.sim.unix import Mapping, Memfd
 from segue.sim.world import Violation
 

@@ -12,7 +12,8 @@ from segue.core.types import Incarnation
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.sim.faults import Injected
-from segue.sim.streams import Flow, Part, SimNet
+from segue.sim.flow import Flow, Part
+from segue.sim.streams import SimNet
 from segue.sim.threads import SimThread
 from segue.sim.unix import Memfd, SimHost, UnixSocket
 from segue.sim.world import Process, Violation

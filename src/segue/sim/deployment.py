@@ -8,27 +8,26 @@ from dataclasses import replace
 
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
+from segue.sim.addresses import Addresses
 from segue.sim.causes import CODES, Causes
 from segue.sim.datapath import DataPath, TcpPath
-from segue.sim.faults import ENGINE, ITEMS, METADATA
 from segue.sim.front import Call, FrontNode, Wanted
-from segue.sim.guests import GUEST_KINDS, Guest
+from segue.sim.guests import Guest
 from segue.sim.invariants import Checks
 from segue.sim.leader import EOS
-from segue.sim.misfits import MISFIT_KINDS, Misfit
+from segue.sim.network import Network
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
-from segue.sim.places import Places
 from segue.sim.registry import Registry, RegistryNode
-from segue.sim.scenario import DATA, Fault, Scenario
-from segue.sim.secured import TLS_KINDS, Secured
+from segue.sim.scenario import Fault, Scenario
 from segue.sim.streams import Streams
-from segue.sim.tcp import Network, Timing
-from segue.sim.visitors import KINDS, Visitor
+from segue.sim.timing import Timing
+from segue.sim.visitor import Visitor
+from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, VISITOR_KINDS, make_visitor
+from segue.sim.vocabulary import DATA, ENGINE_CALLS, ROLE_CALLS, SPOILED_METADATA
 from segue.sim.world import Process, Violation, World
 
 #: Turns of leaders between two looks at the tables of a node: one looks at all of them.
 CHECK_EVERY = 8
-MISFITS = (*MISFIT_KINDS, *TLS_KINDS)
 BUDGET_S = 20.0
 
 
@@ -59,7 +58,7 @@ class Deployment:
         self.nodes: dict[str, LeaderNode] = {}
         #: what each instance is in its next life, and where
         self.specs = {spec.name: spec for spec in scenario.nodes}
-        self.places = Places(list(self.specs), self.world.rng("places"))
+        self.addresses = Addresses(list(self.specs), self.world.rng("places"))
         self.fronts: dict[str, FrontNode] = {}
         self._lives: Counter[str] = Counter()
         self._rng = self.world.rng("deployment")
@@ -207,7 +206,7 @@ class Deployment:
         if isinstance(old, LeaderNode):
             name = old.spec.name
             if self.nodes[name] is old:
-                self.places.settle(name)
+                self.addresses.settle(name)
                 self._start_node(name)
         elif self.fronts[f"front{old.index}"] is old:
             self._start_front(old.index)
@@ -269,9 +268,7 @@ class Deployment:
 
     def visit(self, node: LeaderNode, name: str, kind: str) -> None:
         """Somebody comes to an instance, or to the registry, who does not belong here or does not behave."""
-        make: type[Guest] | type[Visitor] = Guest if kind in GUEST_KINDS else Visitor
-        make = Misfit if kind in MISFIT_KINDS else Secured if kind in TLS_KINDS else make
-        visitor = make(self, node, f"visitor {name}", kind)
+        visitor = make_visitor(self, node, f"visitor {name}", kind)
         self.visitors.append(visitor)
         visitor.start()
 
@@ -365,11 +362,12 @@ class Deployment:
             self.causes.struck(fault.kind, node, seconds=fault.seconds)
         match fault.kind:
             case "metadata":
-                faults.spoil_metadata.append(fault.amount % len(METADATA))
+                faults.spoil_metadata.append(fault.amount % len(SPOILED_METADATA))
             case "role exception":
-                if ITEMS[fault.amount % len(ITEMS)] == "frontend_gone":
+                late, which = divmod(fault.amount, len(ROLE_CALLS))
+                if ROLE_CALLS[which] == "frontend_gone":
                     self.break_session(node, self._rng.choice(list(self.fronts.values())))
-                faults.fail_next_item(ITEMS[fault.amount % len(ITEMS)], fault.amount // len(ITEMS) % 2 == 1)
+                faults.fail_next_item(ROLE_CALLS[which], late % 2 == 1)
             case "handler exception":
                 if self._rng.random() < 0.5:
                     faults.fail_next_machine_step()
@@ -384,7 +382,7 @@ class Deployment:
             case "page flip":
                 faults.page_flips += 1
             case "engine exception":
-                faults.fail_next_call(ENGINE[fault.amount % len(ENGINE)])
+                faults.fail_next_call(ENGINE_CALLS[fault.amount % len(ENGINE_CALLS)])
             case "plan exception":
                 method = ("advance", "plan")[fault.amount % 2]
                 faults.fail_next_item(method, fault.amount // 2 % 2 == 1)
@@ -405,7 +403,7 @@ class Deployment:
                 if isinstance(node, KVNode):
                     node.hearing.arm(fault.amount)
             case "misfit":
-                self.visit(node, fault.name, MISFITS[fault.amount % len(MISFITS)])
+                self.visit(node, fault.name, MISFIT_AND_TLS_KINDS[fault.amount % len(MISFIT_AND_TLS_KINDS)])
             case "effect exception":
                 faults.effect_fails += 1
             case "event exception":
@@ -417,7 +415,7 @@ class Deployment:
             case "drain":
                 node.drain()
             case "visitor":
-                self.visit(node, fault.name, KINDS[fault.amount % len(KINDS)])
+                self.visit(node, fault.name, VISITOR_KINDS[fault.amount % len(VISITOR_KINDS)])
             case "guest":
                 self.visit(node, fault.name, GUEST_KINDS[fault.amount % len(GUEST_KINDS)])
             case "no descriptors":
@@ -426,7 +424,7 @@ class Deployment:
             case "clock jump":
                 node.jump(fault.seconds)
             case "move":
-                self.places.move(node.spec.name)
+                self.addresses.move(node.spec.name)
                 self._succeeded(fault, node)
             case "role change":
                 self._change_role(fault, node)

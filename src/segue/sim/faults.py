@@ -11,6 +11,7 @@ from segue.core.errors import InvalidRequest
 from segue.engine.api import SequenceResult, SequenceStep
 from segue.handoff.messages import Metadata
 from segue.roles.base import Desk
+from segue.sim.vocabulary import SPOILED_METADATA
 
 if TYPE_CHECKING:
     from segue.sim.datapath import DataPath
@@ -19,14 +20,6 @@ if TYPE_CHECKING:
 
 class Injected(Exception):
     """An exception that the simulator put into a handler."""
-
-
-#: What can be wrong with the metadata that prefill sends; the last one loses its session right before it.
-METADATA = ("first token", "prompt hash", "prompt tokens", "lost")
-#: On what a role can raise the next time: a method of its, or `on_change` with one of these.
-#: Calls of the engine that can break, beside the forward itself.
-ENGINE = ("copy_out", "copy_in", "append", "close", "copy_out", "close")
-ITEMS = ("submit", "cancel", "frontend_gone", "Phase", "Phase", "Release", "Quarantined", "Quarantined")
 
 
 class NodeFaults:
@@ -47,7 +40,7 @@ class NodeFaults:
         self.event_fails = 0
         #: how many of the next dials of a peer raise what they must not
         self.dial_fails = 0
-        #: how the metadata that is sent next is spoiled: places in `METADATA`
+        #: how the metadata that is sent next is spoiled: places in `SPOILED_METADATA`
         self.spoil_metadata: list[int] = []
         #: a method of the role has just raised, and nobody has looked yet at what the leader made of it
         self.broke = False
@@ -154,7 +147,7 @@ class NodeFaults:
         """What is sent instead of `metadata`, and whether the session breaks right before it."""
         if not self.spoil_metadata:
             return metadata, False
-        node, what = self.node, METADATA[self.spoil_metadata.pop(0)]
+        node, what = self.node, SPOILED_METADATA[self.spoil_metadata.pop(0)]
         node.deployment.counts[f"metadata: {what}"] += 1
         node.world.note(node.name, f"metadata of room {metadata.transfer.room:x} goes wrong: {what}")
         if what != "lost":

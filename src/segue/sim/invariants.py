@@ -13,10 +13,10 @@ from segue.core.errors import ErrorInfo, Internal
 from segue.core.types import Incarnation, KVPoll, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Destination, Drained, Metadata
-from segue.sim.answers import AnswerChecks
-from segue.sim.desks import DeskChecks
-from segue.sim.flips import Flips
+from segue.sim.answer_checks import AnswerChecks
+from segue.sim.bit_flips import BitFlips
 from segue.sim.node import Exposed, KVNode, LeaderNode
+from segue.sim.request_checks import RequestChecks
 from segue.sim.world import Violation
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class Half:
     pages: tuple[int, ...] = ()
 
 
-class Checks(AnswerChecks, DeskChecks):
-    """The ledger of a deployment, and its rules; those over answers are in `answers.py`, those over the jobs
-    of one instance in `desks.py`."""
+class Checks(AnswerChecks, RequestChecks):
+    """The ledger of a deployment, and its rules; those over answers are in `answer_checks.py`, those over
+    the requests of one instance in `request_checks.py`."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -61,7 +61,7 @@ class Checks(AnswerChecks, DeskChecks):
         self.halves: dict[tuple[Incarnation, TransferId], Half] = {}
         self.open: dict[tuple[Incarnation, TransferId], Half] = {}
         self.reads: dict[tuple[Incarnation, Incarnation, int], TransferId] = {}
-        self.flips = Flips(deployment.counts)
+        self.flips = BitFlips(deployment.counts)
         #: room whose metadata was spoiled on its way → what is wrong with it
         self.spoiled: dict[int, str] = {}
         #: rooms of which a half was told something wrong by its peer

@@ -5,29 +5,36 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from segue.sim.faults import Injected
 from segue.sim.world import Process, SkewedClock, Violation
 from segue.transport.ioloop import ALWAYS, IoLoop, Poller
-
-if TYPE_CHECKING:
-    from segue.sim.streams import Thing
 
 #: Timers fire this much late, so that a clock of another rate has surely reached their time.
 LATE_S = 1e-6
 BATCH = 64
 
 
+class Descriptor(Protocol):
+    """What a descriptor stands for."""
+
+    def ready(self) -> int:
+        """What epoll says of it."""
+
+    def vanish(self) -> None:
+        """Its process has ended."""
+
+
 class SimPoller(Poller):
     """The epoll of one loop, over the descriptors of one process."""
 
-    def __init__(self, fds: dict[int, Thing], rng: random.Random) -> None:
+    def __init__(self, fds: dict[int, Descriptor], rng: random.Random) -> None:
         self.wake_fd = -1
         self.wanted: Callable[[], None] = lambda: None
         self._fds = fds
         self._rng = rng
-        self._watched: dict[int, tuple[Thing, int]] = {}
+        self._watched: dict[int, tuple[Descriptor, int]] = {}
 
     def register(self, fd: int, events: int) -> None:
         """As epoll: of a descriptor that is open, and once."""

@@ -32,7 +32,7 @@ from segue.sim.engine import Copied, LineageEngine, WrongKV, lineage_spec
 from segue.sim.faults import Injected, NodeFaults
 from segue.sim.loop import SimLoop
 from segue.sim.runtime import SimIo, SimSessionNode
-from segue.sim.tcp import Timing
+from segue.sim.timing import Timing
 from segue.sim.world import Process, SkewedClock, Violation
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class LeaderNode(Process):
         self.engine.node = self
         self.pool = PagePool(spec.pages, spec.page_tokens)
         self.faults = NodeFaults(self)
-        self.host, self.port = deployment.places.of(spec.name)
+        self.host, self.port = deployment.addresses.of(spec.name)
         self.loop = SimLoop(self, self.skewed, deployment.network, self.host)  # type: ignore[abstract]
         self.io = SimIo(self.loop, self, deployment.timing.hop_s)
         self.fronts = Fronts(self)

@@ -15,7 +15,8 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
-from segue.sim.tcp import Listener, Network, Socket
+from segue.sim.network import Network
+from segue.sim.tcp import Listener, Socket
 from segue.sim.threads import SimThread
 from segue.sim.world import Process, SkewedClock
 

@@ -19,7 +19,7 @@ from segue.core.types import Role, Span, TransferId
 from segue.handoff.messages import Abort, ChunkPosted, Committed, Failed, Gone, LeaderInfo, Metadata
 from segue.session.node import SessionNode
 from segue.sim.node import KVNode
-from segue.sim.visitors import Visitor
+from segue.sim.visitor import Visitor
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment

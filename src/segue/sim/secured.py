@@ -17,7 +17,7 @@ from segue.core.errors import AbortedByClient, ConfigError, ErrorCode, SegueErro
 from segue.core.types import Incarnation
 from segue.session.node import SessionNode
 from segue.session.tls import Tls, from_config, load
-from segue.sim.visitors import Visitor
+from segue.sim.visitor import Visitor
 
 #: A key and a certificate for each address that a visitor may come from.
 OURS = """\

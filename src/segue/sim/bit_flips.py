@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from segue.sim.node import KVNode
 
 
-class Flips:
+class BitFlips:
     """The ledger of one deployment."""
 
     def __init__(self, counts: Counter[str]) -> None:

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 
 from segue.sim.runtime import PORT
 
-Place = tuple[str, int]
+Address = tuple[str, int]
 
 
-class Places:
+class Addresses:
     """One address for each instance. At first each has a host of its own; one that moves may come to a
     new port of anybody's host, or to an address that somebody else has left."""
 
     def __init__(self, names: Sequence[str], rng: random.Random) -> None:
-        self._at: dict[str, Place] = {name: (f"127.0.1.{i + 1}", PORT) for i, name in enumerate(names)}
+        self._at: dict[str, Address] = {name: (f"127.0.1.{i + 1}", PORT) for i, name in enumerate(names)}
         self._hosts = [host for host, _ in self._at.values()]
-        self._left: list[Place] = []
+        self._left: list[Address] = []
         self._moving: set[str] = set()
         self._ports = PORT
         self._rng = rng
 
-    def of(self, name: str) -> Place:
+    def of(self, name: str) -> Address:
         """Host and port of an instance in its present life."""
         return self._at[name]
 

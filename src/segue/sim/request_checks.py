@@ -1,4 +1,4 @@
-"""The jobs of one instance, checked by the numbers of `handoff.md`: tickets, frontends, bugs."""
+"""The requests of one instance, checked by the numbers of `handoff.md`: tickets, frontends, bugs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from segue.sim.world import Process, World
 
 
-class DeskChecks:
+class RequestChecks:
     """The part of `Checks` that looks at what one instance was asked for."""
 
     deployment: Deployment

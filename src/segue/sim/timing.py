@@ -1,0 +1,23 @@
+"""How fast a deployment is, and how patient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Timing:
+    """How fast things are, in seconds and bytes per second."""
+
+    latency_s: float = 0.0005
+    jitter: float = 1.0
+    hop_s: float = 0.00005
+    break_seen_s: float = 0.02
+    keepalive_s: float = 0.5
+    silence_s: float = 2.0
+    retry_s: float = 0.1
+    connect_s: float = 1.0
+    step_s: float = 0.002
+    token_s: float = 0.00005
+    link_bytes_s: float = 2e6
+    slice_s: float = 0.0005

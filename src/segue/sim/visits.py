@@ -1,0 +1,35 @@
+"""Everybody who may come to a deployment and is not of it, by kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from segue.sim.guests import GUEST_KINDS, Guest
+from segue.sim.misfits import MISFIT_KINDS, Misfit
+from segue.sim.secured import TLS_KINDS, Secured
+from segue.sim.visitor import Visitor
+from segue.sim.visits_authenticated import AUTHENTICATED
+from segue.sim.visits_unauthenticated import UNAUTHENTICATED
+
+if TYPE_CHECKING:
+    from segue.sim.deployment import Deployment
+    from segue.sim.leader import LeaderNode
+
+_VISITS = {**UNAUTHENTICATED, **AUTHENTICATED}
+#: Those who come to an instance's port as anybody might, and those who come as a leader or with TLS.
+VISITOR_KINDS = tuple(_VISITS)
+MISFIT_AND_TLS_KINDS = (*MISFIT_KINDS, *TLS_KINDS)
+
+
+def make_visitor(deployment: Deployment, target: LeaderNode, name: str, kind: str) -> Visitor | Guest:
+    """One of `kind`, who comes to `target` or asks the registry about it."""
+    if kind in GUEST_KINDS:
+        return Guest(deployment, target, name, kind)
+    if kind in MISFIT_KINDS:
+        return Misfit(deployment, target, name, kind)
+    if kind in TLS_KINDS:
+        return Secured(deployment, target, name, kind)
+    return Visitor(deployment, target, name, kind, _VISITS[kind])
+
+
+__all__ = ["GUEST_KINDS", "MISFIT_AND_TLS_KINDS", "VISITOR_KINDS", "make_visitor"]
