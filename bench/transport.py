@@ -92,7 +92,7 @@ def child(pages: int, nbytes: int, streams: int, tls: Tls | None) -> None:
     hello = Hello(
         {name: t.register(memory) for name, t in transports.items()},
         os.getpid(),
-        memory.fd,
+        memory.only.fd,
         listener.getsockname()[1],
     )
     for transport in transports.values():

@@ -5,6 +5,7 @@ import os
 import queue
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from segue.core.errors import BootstrapTimeout, ConfigError, OutOfCapacity, Peer
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake
 from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
-from segue.transport.memory import Memory, allocate, available_bytes, sealed
+from segue.transport.memory import Memory, allocate, available_bytes, host_region, sealed
 from segue.transport.shm import ShmTransport
 from segue.transport.shm_table import SLOTS, GrantTable, GrantView
 from segue.transport.shm_wire import ShmAddress
@@ -188,7 +189,7 @@ def test_memory_that_can_shrink_is_refused() -> None:
     transport = ShmTransport(lambda _e: None, me="aaaa/0")
     fd = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
-    memory = Memory(mmap.mmap(fd, 4096), fd)
+    memory = Memory([replace(host_region(mmap.mmap(fd, 4096)), fd=fd)])
     with pytest.raises(ConfigError, match="sealed"):
         transport.register(memory)
     transport.close()
@@ -230,7 +231,7 @@ def test_grants_are_bounded_and_found() -> None:
 def test_allocated_memory_is_sealed_and_zero() -> None:
     memory = allocate(5000)
     assert memory.nbytes == 8192
-    assert sealed(memory.fd)
+    assert sealed(memory.only.fd)
     assert not np.frombuffer(memory.buffer, np.uint8).any()
     memory.close()
 

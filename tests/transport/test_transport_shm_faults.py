@@ -246,7 +246,7 @@ def test_the_other_way_leaves_every_page_resident_and_writable_without_a_fault(
     pool = allocate(8 * MiB)
     monkeypatch.setattr(memory, "_POPULATE_BYTES", 3 * MiB)
     with madvise_fails(errno.EINVAL, monkeypatch):
-        mapped = map_shared(pool.fd, pool.nbytes)
+        mapped = map_shared(pool.only.fd, pool.nbytes)
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     mapped[:: mmap.PAGESIZE] = b"x" * (pool.nbytes // mmap.PAGESIZE)
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
@@ -258,7 +258,7 @@ def test_the_other_way_leaves_every_page_resident_and_writable_without_a_fault(
 
 def test_a_fork_does_not_inherit_the_mapping() -> None:
     pool = allocate(4096)
-    mapped = map_shared(pool.fd, pool.nbytes)
+    mapped = map_shared(pool.only.fd, pool.nbytes)
     with open("/proc/self/smaps", encoding="utf-8") as smaps:
         regions = smaps.read().split("memfd:segue")[1:]
     flags = [region.split("VmFlags:")[1].split("\n")[0].split() for region in regions]
@@ -696,7 +696,7 @@ def test_a_host_whose_system_calls_are_forbidden_says_so_and_uses_tcp(
 def test_memory_that_may_only_be_read_is_not_mapped() -> None:
     pool = allocate(4096)
     mapped = mappings()
-    read_only = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY)
+    read_only = os.open(f"/proc/self/fd/{pool.only.fd}", os.O_RDONLY)
     with pytest.raises(OSError):
         map_shared(read_only, 4096)
     assert mappings() == mapped

@@ -28,9 +28,9 @@ from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import Timer
-from segue.transport.memory import allocate
+from segue.transport.memory import Memory, Region, allocate
 from segue.transport.tcp import TcpAddress, TcpTransport
-from segue.transport.tcp_in import InStream, Pool
+from segue.transport.tcp_in import InStream
 from segue.transport.tcp_out import PeerWriter
 
 MiB = 2**20
@@ -485,7 +485,7 @@ def test_a_reader_that_keeps_up_does_not_keep_the_writer_from_its_other_work() -
         loop,  # type: ignore[arg-type]
         "bbbb/0",
         [channel],  # type: ignore[list-item]
-        0,
+        Memory([Region(0, MiB)]),
         MiB,
         told.put,
         lambda _path, _error: None,
@@ -574,7 +574,7 @@ def test_a_writer_that_is_never_behind_does_not_keep_the_reader_from_its_other_w
         loop,  # type: ignore[arg-type]
         channel,  # type: ignore[arg-type]
         "aaaa/0",
-        Pool(0, MiB),
+        Memory([Region(0, MiB)]),
         grants,
         lambda error: pytest.fail(str(error)),
         slice_bytes=2500,

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from segue.core.errors import LayoutMismatch
 from segue.core.types import RankCoord
+
+#: Regions of one rank's memory begin at multiples of this, and so much at least lies between two of them.
+REGION_GAP = 4096
+
+
+def region_starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where each region of these sizes (bytes) begins in the flat space of offsets of a rank's memory.
+
+    Regions of equal sizes are equally spaced, so that tensors of equal layers are rows of one block.
+    """
+    starts, at = [], 0
+    for size in sizes:
+        starts.append(at)
+        at += -(-size // REGION_GAP) * REGION_GAP + REGION_GAP
+    return tuple(starts)
 
 
 class KVShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from segue.core.errors import TransferFailed
@@ -19,7 +20,7 @@ from segue.sim.unix import Memfd, SimHost, UnixSocket
 from segue.sim.world import Process, Violation
 from segue.transport.base import Endpoint, EventSink, Transport, TransportEvent, WriteFailed, Written
 from segue.transport.copy_queue import CopyJob
-from segue.transport.memory import Memory
+from segue.transport.memory import Memory, MemoryKind
 from segue.transport.shm import ShmTransport
 from segue.transport.tcp import TcpTransport
 
@@ -263,6 +264,7 @@ class SimTransport:
 
     net: SimNet
     inner: Transport
+    memory_kinds = frozenset(MemoryKind)
 
     def __init__(self, node: KVNode, name: str, on_event: EventSink) -> None:
         self.name = name
@@ -384,7 +386,7 @@ class SimShm(SimTransport):
     def register(self, memory: Memory) -> Endpoint:
         """As production, with a descriptor of the pool."""
         fd = self.net.open(Memfd(self._node.engine.memory, self._node))
-        return self.inner.register(Memory(memory.buffer, fd))
+        return self.inner.register(Memory([replace(memory.only, fd=fd)]))
 
     def _copy(self, job: CopyJob, blocks: Sequence[CopyBlock]) -> None:
         if self.host.breaks is not None:

@@ -31,7 +31,7 @@ from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
 from segue.sim.runtime import SimSessionNode
 from segue.sim.world import Violation
 from segue.transport.base import EventSink
-from segue.transport.memory import Memory
+from segue.transport.memory import Memory, host_region
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -102,7 +102,7 @@ class SimManager(KVManager):
         self._refusals: list[int] = []
         super().__init__(
             config,
-            Memory(node.engine.memory, -1),  # type: ignore[arg-type]
+            Memory([host_region(node.engine.memory)]),
             node.changed,
             control=node.fronts,
             clock=node.clock,

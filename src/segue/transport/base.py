@@ -19,7 +19,7 @@ import msgspec
 from segue.core.errors import SegueError
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
-from segue.transport.memory import Memory
+from segue.transport.memory import Memory, MemoryKind
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -88,13 +88,16 @@ EventSink = Callable[[TransportEvent], None]
 
 
 class Transport(Protocol):
-    """Moves bytes between registered memories. `peer` is the caller's name for the other side:
-    the 32 hex digits of its incarnation, followed by `/` and the rank."""
+    """Moves bytes between registered memories, of the kinds that `memory_kinds` names. `peer` is the
+    caller's name for the other side: the 32 hex digits of its incarnation, followed by `/` and the rank."""
 
     name: str
+    memory_kinds: frozenset[MemoryKind]
 
     def register(self, memory: Memory) -> Endpoint:
-        """Expose `memory` (once, before any connection) and say how peers reach it."""
+        """Expose all regions of `memory` (once, before any connection) and say how peers reach it. Blocks and
+        areas name its bytes by their offsets in `memory`. Raises ConfigError, with what to do, for memory of
+        a kind that this transport cannot register."""
         ...
 
     def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:

@@ -7,7 +7,6 @@ the other threads of the process nothing but memory bandwidth. What is decided i
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,12 +17,13 @@ from segue.core.errors import Internal, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent
 from segue.transport.copy_queue import CopyJob, CopyQueue, Then
+from segue.transport.memory import HostBytes
 from segue.transport.shm_host import HOST, ShmHost
 
 Copy = Callable[[CopyJob, Sequence[CopyBlock]], None]
 
 
-def copy_block(source: mmap.mmap, target: mmap.mmap, b: CopyBlock) -> None:
+def copy_block(source: HostBytes, target: HostBytes, b: CopyBlock) -> None:
     """Copy one block whose bounds were checked."""
     shape = (b.rows, b.row_bytes)
     np.copyto(

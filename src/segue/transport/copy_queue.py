@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from segue.core.errors import SegueError
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent, WriteFailed, Written
+from segue.transport.memory import HostBytes
 from segue.transport.ranges import pieces
 
 Then = Callable[[], None]
@@ -31,7 +32,7 @@ class CopyJob:
     tag: int
     blocks: Sequence[CopyBlock]
     nbytes: int
-    source: mmap.mmap
+    source: HostBytes
     target: mmap.mmap
     allowed: Callable[[], bool]
     posted: float = field(default_factory=time.perf_counter)

@@ -25,7 +25,7 @@ from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.copier import copy_block
 from segue.transport.epochs import FencedEpochs, Grants
-from segue.transport.memory import Memory
+from segue.transport.memory import Memory, MemoryKind
 
 
 class FakeAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +70,7 @@ class FakeTransport:
     """
 
     name = "fake"
+    memory_kinds = frozenset({MemoryKind.SHARED, MemoryKind.HOST})
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class FakeTransport:
         with self._lock:
             if self._memory is not None or self._closed:
                 raise ConfigError("a transport registers one memory, once, before it is closed")
+            memory.check_kinds(self.name, self.memory_kinds)
             self._memory = memory
             if self._net is not None:
                 self._net.ports[self._address.port] = self
@@ -152,7 +154,7 @@ class FakeTransport:
                     raise TransferFailed(f"no fake path to {peer}")
                 if (peer, epoch) in self._fenced:
                     raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
-                nbytes = ranges.check(blocks, self._memory.nbytes, path.nbytes)
+                nbytes = ranges.check_memory(blocks, self._memory, path.nbytes)
             except SegueError as exc:
                 self._events.append(WriteFailed(peer, epoch, tag, exc))
             else:

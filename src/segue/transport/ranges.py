@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from segue.core.errors import TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.transport.memory import Memory
 
 MAX_ROWS = 1 << 22  # of one write; bounds what a transport builds to move it
 
@@ -37,6 +40,17 @@ def check(blocks: Sequence[CopyBlock], source_bytes: int, target_bytes: int) -> 
         total += rows * length
     if rows_seen > MAX_ROWS:
         raise TransferFailed(f"a write of {rows_seen} rows; the limit is {MAX_ROWS}", retryable=False)
+    return total
+
+
+def check_memory(blocks: Sequence[CopyBlock], source: Memory, target_bytes: int) -> int:
+    """`check`, and that no row reads between two regions of `source`, or across their ends."""
+    total = check(blocks, source.nbytes, target_bytes)
+    if len(source.regions) > 1:
+        for b in blocks:
+            offsets = b.src_offset + b.src_stride * np.arange(b.rows if b.row_bytes else 0, dtype=np.uint64)
+            if not source.holds(offsets, np.full(len(offsets), b.row_bytes, np.uint64)):
+                raise TransferFailed(f"{b} reads outside the regions of the source memory", retryable=False)
     return total
 
 

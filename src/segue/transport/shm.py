@@ -41,7 +41,7 @@ from segue.transport.copier import Copier, Copy, copy_slice
 from segue.transport.copy_queue import CopyJob
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import FencedEpochs
-from segue.transport.memory import Memory, allocate, map_shared
+from segue.transport.memory import Memory, MemoryKind, allocate, map_shared
 from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_in import ShmListener
 from segue.transport.shm_out import MappedPeer, map_peer
@@ -59,7 +59,8 @@ def unusable() -> str:
         memory = allocate(mmap.PAGESIZE)
         try:
             os.close(os.pidfd_open(os.getpid()))
-            map_shared(memory.fd, memory.nbytes).close()
+            assert memory.only.fd is not None
+            map_shared(memory.only.fd, memory.nbytes).close()
         finally:
             memory.close()
     except (OSError, OutOfCapacity) as exc:
@@ -71,6 +72,7 @@ class ShmTransport:
     """`Transport` between processes of one user on one host. `me` is what peers call this side."""
 
     name = "shm"
+    memory_kinds = frozenset({MemoryKind.SHARED})
 
     def __init__(
         self,
@@ -113,11 +115,13 @@ class ShmTransport:
     # ---- the six methods -----------------------------------------------------------------------
 
     def register(self, memory: Memory) -> Endpoint:
-        """See `Transport.register`. Raises ConfigError on a second memory or one that can shrink."""
+        """See `Transport.register`. Raises ConfigError also for several regions, or one that can shrink."""
         with self._lock:
             if self._memory is not None or self._emitter.closed:
                 raise ConfigError("a transport registers one memory, once, before it is closed")
-            if not self._host.sealed(memory.fd):
+            memory.check_kinds(self.name, self.memory_kinds)
+            fd = memory.only.fd
+            if fd is None or not self._host.sealed(fd):
                 raise ConfigError(
                     "shm needs memory from transport.memory.allocate (sealed against shrinking)"
                 )
@@ -131,7 +135,7 @@ class ShmTransport:
                 self._lock,
                 listener,
                 address.key,
-                memory.fd,
+                fd,
                 self._table,
                 self._emitter.emit,
                 max_strangers=self._max_strangers,

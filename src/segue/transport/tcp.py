@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
-import numpy as np
 
 from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, PeerRefused, SegueError, TransferFailed
 from segue.layout.blocks import CopyBlock
@@ -29,9 +28,9 @@ from segue.transport import handshake, ranges, tcp_wire
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, WriteFailed
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import FencedEpochs, Grants
-from segue.transport.memory import Memory
+from segue.transport.memory import Memory, MemoryKind
 from segue.transport.tcp_channel import Channel
-from segue.transport.tcp_in import InStream, Pool, TcpListener
+from segue.transport.tcp_in import InStream, TcpListener
 from segue.transport.tcp_net import NET, Net
 from segue.transport.tcp_out import PeerWriter, open_streams
 
@@ -64,6 +63,7 @@ class TcpTransport:
     """
 
     name = "tcp"
+    memory_kinds = frozenset({MemoryKind.SHARED, MemoryKind.HOST})
 
     def __init__(
         self,
@@ -106,8 +106,7 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._emitter = EventEmitter(self.name, on_event)
         self._memory: Memory | None = None
-        self._view: object = None  # an export of the mapping: it cannot be unmapped under our feet
-        self._pool = Pool(0, 0)
+        self._views: list[memoryview] = []  # exports: no mapping can be unmapped under our feet
         self._incoming: TcpListener | None = None
         self._grants = Grants()
         self._fenced = FencedEpochs()
@@ -123,10 +122,9 @@ class TcpTransport:
         with self._lock:
             if self._memory is not None or self._emitter.closed:
                 raise ConfigError("a transport registers one memory, once, before it is closed")
+            memory.check_kinds(self.name, self.memory_kinds)
             listener = self._listen()
-            view = np.frombuffer(memory.buffer, np.uint8)
-            self._memory, self._view = memory, view
-            self._pool = Pool(view.ctypes.data, memory.nbytes)
+            self._memory, self._views = memory, [memoryview(region.buffer) for region in memory.regions]
             key = handshake.new_key(self._net.random_bytes)
             self._incoming = TcpListener(
                 self._loop,
@@ -176,7 +174,7 @@ class TcpTransport:
             self._loop,
             peer,
             channels,
-            self._pool.address,
+            self._memory,
             endpoint.nbytes,
             self._emitter.emit,
             self._path_gone,
@@ -211,7 +209,7 @@ class TcpTransport:
                     raise Internal(self._emitter.failure)
                 if (peer, epoch) in self._fenced:
                     raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
-                nbytes = ranges.check(blocks, self._pool.nbytes, path.target_bytes)
+                nbytes = ranges.check_memory(blocks, self._memory, path.target_bytes)
             except SegueError as exc:
                 failed = WriteFailed(peer, epoch, tag, exc)
             else:
@@ -252,14 +250,16 @@ class TcpTransport:
         self._peers.clear()
         if self._incoming is not None:
             self._incoming.close()
-        self._view = self._memory = None
+        self._views.clear()
+        self._memory = None
 
     def _in_stream(self, channel: Channel, peer: str, broken: Callable[[SegueError], None]) -> InStream:
+        assert self._memory is not None
         return InStream(
             self._loop,
             channel,
             peer,
-            self._pool,
+            self._memory,
             self._grants,
             broken,
             slice_bytes=self._slice_bytes,

@@ -24,6 +24,7 @@ from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.memory import Memory
 from segue.transport.tcp_channel import Channel, PlainChannel, TlsChannel
 from segue.transport.tcp_wire import Cursor, Header
 
@@ -33,14 +34,6 @@ OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno
 REST_S = 0.1
 
 log = logging.getLogger("segue.tcp")
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The registered memory: its address and size."""
-
-    address: int
-    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +53,7 @@ class InStream:
         loop: IoLoop,
         channel: Channel,
         peer: str,
-        pool: Pool,
+        memory: Memory,
         grants: Grants,
         broken: Callable[[SegueError], None],
         *,
@@ -72,7 +65,7 @@ class InStream:
         self._channel = channel
         self._fd = channel.fileno()
         self._peer = peer
-        self._pool = pool
+        self._memory = memory
         self._grants = grants
         self._broken = broken
         self._slice_bytes = slice_bytes
@@ -149,13 +142,13 @@ class InStream:
             self._status, self._drain = tcp_wire.REFUSED, header.nbytes
             return
         if area is not self._area:
-            self._area, self._ranges = area, tcp_wire.ranges_of(area, self._pool.nbytes)
+            self._area, self._ranges = area, tcp_wire.ranges_of(area, self._memory.nbytes)
         if not tcp_wire.inside(rows, self._ranges):
             text = f"{self._peer} writes outside the pages granted to epoch {header.epoch:x}"
             log.error("%s: its streams are closed", text)
             raise TransferFailed(text, retryable=False)
         # Whether the epoch is still granted is looked up before each slice.
-        rows[:, 0] += self._pool.address
+        self._memory.to_addresses(rows)
         self._status, self._cursor = tcp_wire.LANDED, Cursor(rows)
 
     def _land(self, cursor: Cursor) -> bool:

@@ -28,6 +28,7 @@ from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
 from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.memory import Memory
 from segue.transport.tcp_channel import RECORD_BYTES, Channel, TlsChannel
 from segue.transport.tcp_net import Net
 from segue.transport.tcp_wire import Cursor, PartRows
@@ -59,14 +60,14 @@ class Part:
     cursor: Cursor | None = None
     sent_at: float = 0.0
 
-    def load(self, address: int) -> Cursor:
+    def load(self, memory: Memory) -> Cursor:
         """Build the vector that is sent: header, rows, then the data where it lies."""
         rows = self.rows.target.astype("<u8").tobytes()
         self.head = tcp_wire.pack_header(self.write.epoch, self.ident, self.rows.nbytes, rows)
         vector = np.empty((len(self.rows.source) + 1, 2), np.uint64)
         vector[0] = (np.frombuffer(self.head, np.uint8).ctypes.data, len(self.head))
         vector[1:] = self.rows.source
-        vector[1:, 0] += np.uint64(address)
+        memory.to_addresses(vector[1:])
         self.cursor = Cursor(vector)
         return self.cursor
 
@@ -101,7 +102,7 @@ class PeerWriter:
         loop: IoLoop,
         name: str,
         channels: list[Channel],
-        source_address: int,
+        memory: Memory,
         target_bytes: int,
         emit: Emit,
         gone: Callable[[PeerWriter, SegueError], None],
@@ -114,7 +115,7 @@ class PeerWriter:
         self.name = name
         self.target_bytes = target_bytes
         self._loop = loop
-        self._source_address = source_address
+        self._memory = memory
         self._emit = emit
         self._gone = gone
         self._part_bytes = part_bytes
@@ -250,7 +251,7 @@ class PeerWriter:
                 if not self._queue:
                     break
                 part = stream.sending = self._queue.popleft()
-                part.load(self._source_address)
+                part.load(self._memory)
                 stream.moved_at = self._loop.time()
                 self._watch_stall()
             assert part.cursor is not None
