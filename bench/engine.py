@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from segue.core.request import SamplingParams
-from segue.engine.api import SequenceStep
-from segue.engine.model_fused import FusedNorm
-from segue.engine.runner import TorchEngine, load_engine
+from segue.engine.base import SequenceStep
+from segue.engine.cpu_engine import CpuEngine, load_engine
+from segue.engine.cpu_fused import FusedNorm
 
 REQUIRED = ("products", "attention", "norms", "activation", "sampling")
 CASES = {
@@ -40,7 +40,7 @@ CASES = {
 Part = Callable[[], object]
 
 
-def step_of(engine: TorchEngine, batch: int, rows: int, context: int, first_page: int = 0) -> Part:
+def step_of(engine: CpuEngine, batch: int, rows: int, context: int, first_page: int = 0) -> Part:
     """A step of `batch` sequences of `rows` new tokens each; the pool holds noise before them."""
     draw = random.Random(0)
     each = -(-context // engine.spec.page_tokens)
@@ -67,7 +67,7 @@ def median_s(call: Part, count: int) -> float:
     return statistics.median(times)
 
 
-def parts_of(engine: TorchEngine, batch: int, rows: int, context: int) -> dict[str, Part]:
+def parts_of(engine: CpuEngine, batch: int, rows: int, context: int) -> dict[str, Part]:
     """Every part of a step, each over all layers."""
     layers = list(engine._model.model.layers)
     head = engine._head._product
@@ -134,7 +134,7 @@ def parts_of(engine: TorchEngine, batch: int, rows: int, context: int) -> dict[s
     }
 
 
-def measure(engine: TorchEngine, name: str, rounds: int) -> dict[str, object]:
+def measure(engine: CpuEngine, name: str, rounds: int) -> dict[str, object]:
     batch, rows, context = CASES[name]
     calls = {"step": step_of(engine, batch, rows, context), **parts_of(engine, batch, rows, context)}
     times: dict[str, list[float]] = {key: [] for key in calls}

@@ -10,18 +10,18 @@ import sys
 from collections.abc import Sequence
 
 from segue.cli.main import main
-from segue.engine.api import OnStored, SequenceResult, SequenceStep
-from segue.engine.runner import TorchEngine
+from segue.engine.base import OnStored, SequenceResult, SequenceStep
+from segue.engine.cpu_engine import CpuEngine
 
-step = TorchEngine.step
+step = CpuEngine.step
 
 
 def late_or_not(
-    self: TorchEngine, steps: Sequence[SequenceStep], on_stored: OnStored | None = None
+    self: CpuEngine, steps: Sequence[SequenceStep], on_stored: OnStored | None = None
 ) -> list[SequenceResult]:
     return step(self, steps, None if steps[0].seq_id % 2 else on_stored)
 
 
 if __name__ == "__main__":
-    TorchEngine.step = late_or_not  # type: ignore[method-assign]
+    CpuEngine.step = late_or_not  # type: ignore[method-assign]
     sys.exit(main())

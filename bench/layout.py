@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from recorded import commit
 from segue.core.request import SamplingParams
 from segue.engine import packing
-from segue.engine.api import SequenceStep
-from segue.engine.kernels import make_kernels
-from segue.engine.runner import TorchEngine, load_engine
+from segue.engine.base import SequenceStep
+from segue.engine.cpu_engine import CpuEngine, load_engine
+from segue.engine.cpu_kernels import make_kernels
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE = 30, 9, 3, 64, 16
 BATCH, CONTEXT, COPIED = 16, 576, 32
@@ -128,7 +128,7 @@ def copies(rounds: int) -> dict[str, float]:
     return medians_ms({"page-major": page_major, "layer-major": layer_major}, rounds)
 
 
-def runs(engine: TorchEngine, rounds: int) -> dict[str, dict[str, float]]:
+def runs(engine: CpuEngine, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of a step of CHUNK tokens after PREFIX others, whose pages lie in so many runs:
     attended run by run, and gathered."""
     engine.open(0, [1], SamplingParams(temperature=0.0))

@@ -11,7 +11,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from segue.serve.collector import for_good
+from segue.serve.gc import frozen_imports
 
 #: Whole deployments: several processes each, some of them judged by how long a silence lasts.
 DEPLOYMENTS = "tests/e2e/"
@@ -23,7 +23,7 @@ CHAOS = "tests/e2e/chaos/"
 def pytest_collection() -> Iterator[None]:
     """torch, transformers and all test modules are imported here, and stay: half a million objects that each
     `gc.collect` of a test (hundreds) would go through again."""
-    with for_good():
+    with frozen_imports():
         return (yield)
 
 

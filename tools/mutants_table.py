@@ -22,8 +22,8 @@ class Mutant:
 
 
 RECEIVER, SENDER, EXCHANGE = "handoff/receiver.py", "handoff/sender.py", "handoff/exchange.py"
-DECODE, PREFILL, BASE = "roles/decode.py", "roles/prefill.py", "roles/base.py"
-ATTEMPTS, KEPT, JOB = "balance/attempts.py", "roles/kept.py", "roles/job.py"
+DECODE, PREFILL, SCHEDULER = "roles/decode.py", "roles/prefill.py", "roles/scheduler.py"
+ATTEMPTS, RETAINED, STATE = "balance/attempts.py", "roles/retained_prompts.py", "roles/request_state.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
 TOMBSTONES = "handoff/tombstones.py"
@@ -277,9 +277,9 @@ MUTANTS = (
     ),
     Mutant(
         "no deadline in a role",
-        BASE,
-        "            self.fail(job, late.info, now)",
-        '            if job.phase not in ("reserve", "decode"):\n                self.fail(job, late.info, now)',
+        SCHEDULER,
+        "            self.fail(state, late.info, now)",
+        '            if state.phase not in ("reserve", "decode"):\n                self.fail(state, late.info, now)',
         "two queues have no deadline",
     ),
     Mutant(
@@ -385,7 +385,7 @@ MUTANTS = (
     Mutant(
         "quarantine forgotten",
         DECODE,
-        "                    self.pool.quarantine(self._published(job))\n                    entry.quarantined = True",
+        "                    self.pool.quarantine(self._published(state))\n                    entry.quarantined = True",
         "                    entry.quarantined = False",
         "pages that a peer may write are not marked",
     ),
@@ -393,28 +393,28 @@ MUTANTS = (
         "pages released at the abort",
         DECODE,
         "            entry.handle.abort(error)",
-        "            entry.handle.abort(error)\n            self.pool.release(job.pages)\n            job.pages = []",
+        "            entry.handle.abort(error)\n            self.pool.release(state.pages)\n            state.pages = []",
         "decode takes its pages back before the peer has let go",
     ),
     Mutant(
         "source pages released at the abort",
         PREFILL,
         "            entry.handle.abort(error)",
-        "            entry.handle.abort(error)\n            self.pool.release(job.pages)\n            job.pages = []",
+        "            entry.handle.abort(error)\n            self.pool.release(state.pages)\n            state.pages = []",
         "prefill takes its pages back while the transport reads them",
     ),
     Mutant(
         "cached pages released twice",
         DECODE,
-        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n",
-        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n"
-        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n",
+        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n",
+        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n"
+        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n",
         "a shared prefix loses a lease that others count on",
     ),
     Mutant(
         "cached pages not released",
         DECODE,
-        "            self.pool.release(job.pages[: job.cached // self.pool.page_tokens])\n",
+        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n",
         "",
         "a failed hand-off keeps its cached prefix",
     ),
@@ -428,22 +428,22 @@ MUTANTS = (
     Mutant(
         "source pages never released",
         PREFILL,
-        "                self.pool.release(job.pages)\n                job.pages = []\n                self.table.remove",
-        "                job.pages = []\n                self.table.remove",
+        "                self.pool.release(state.pages)\n                state.pages = []\n                self.table.remove",
+        "                state.pages = []\n                self.table.remove",
         "prefill's pages are gone after a hand-off",
     ),
     Mutant(
         "published from one page too far",
         DECODE,
-        "return job.pages[job.cached // self.pool.page_tokens :]",
-        "return job.pages[job.cached // self.pool.page_tokens + 1 :]",
+        "return state.pages[state.cached // self.pool.page_tokens :]",
+        "return state.pages[state.cached // self.pool.page_tokens + 1 :]",
         "prefix off by one",
     ),
     Mutant(
         "a success after the end",
         DECODE,
-        "        if job.ended:\n            return  # its frontend left",
-        "        if job.ended and job.tokens < 0:\n            return  # its frontend left",
+        "        if state.ended:\n            return  # its frontend left",
+        "        if state.ended and state.tokens < 0:\n            return  # its frontend left",
         "a request that was cancelled as it landed runs anyway",
     ),
     Mutant(
@@ -457,8 +457,8 @@ MUTANTS = (
     Mutant(
         "a chunk is sent twice",
         PREFILL,
-        "step, job = self._unsent.pop(seq_id, None)",
-        "step, job = self._unsent.get(seq_id)",
+        "step, state = self._unsent.pop(seq_id, None)",
+        "step, state = self._unsent.get(seq_id)",
         "what has left before its forward ended leaves once more after it",
     ),
     Mutant(
@@ -471,8 +471,8 @@ MUTANTS = (
     Mutant(
         "prefill's job stays",
         PREFILL,
-        "                self.end(job, None, now)",
-        "                job.enter('done', now)",
+        "                self.end(state, None, now)",
+        "                state.enter('done', now)",
         "a finished request keeps its place",
     ),
     Mutant(
@@ -484,8 +484,8 @@ MUTANTS = (
     ),
     Mutant(
         "sequences stay open",
-        BASE,
-        '        self.attempt("close", job, now, self.engine.close, job.seq_id)\n',
+        SCHEDULER,
+        '        self.attempt("close", state, now, self.engine.close, state.seq_id)\n',
         "        pass\n",
         "the engine keeps every sequence",
     ),
@@ -527,23 +527,23 @@ MUTANTS = (
     ),
     Mutant(
         "cached before it is computed",
-        "roles/prompts.py",
-        '        job.enter("prefill", now)',
-        '        desk.remember(job, len(prompt))\n        job.enter("prefill", now)',
+        "roles/prefill_queue.py",
+        '        state.enter("prefill", now)',
+        '        scheduler.remember(state, len(prompt))\n        state.enter("prefill", now)',
         "others find pages that are still being written",
     ),
     Mutant(
         "one token too many remembered",
-        "roles/generation.py",
-        "            self.desk.remember(job, job.computed)",
-        "            self.desk.remember(job, job.computed + 1)",
+        "roles/running_batch.py",
+        "            self.scheduler.remember(state, state.computed)",
+        "            self.scheduler.remember(state, state.computed + 1)",
         "the last token's KV was never computed, but is cached",
     ),
     Mutant(
         "retraction forgets a page",
-        "roles/generation.py",
-        "held = desk.pool.pages_for(job.computed)",
-        "held = desk.pool.pages_for(job.computed - 1)",
+        "roles/running_batch.py",
+        "held = scheduler.pool.pages_for(state.computed)",
+        "held = scheduler.pool.pages_for(state.computed - 1)",
         "a retracted sequence comes back without its last page",
     ),
     Mutant(
@@ -556,13 +556,13 @@ MUTANTS = (
     Mutant(
         "prompts are not compared",
         DECODE,
-        "        if metadata.prompt_hash != job.prompt_hash:",
-        "        if metadata.prompt_tokens != len(job.prompt):",
+        "        if metadata.prompt_hash != state.prompt_hash:",
+        "        if metadata.prompt_tokens != len(state.prompt):",
         "two requests under one room become one answer",
     ),
     Mutant(
         "spent ticket accepted",
-        BASE,
+        SCHEDULER,
         "        self._spent.spend(ticket, deadline, now)\n",
         "",
         "a ticket that was seen before places another request",
@@ -605,43 +605,43 @@ MUTANTS = (
     ),
     Mutant(
         "tokens of the attempt before are not counted",
-        JOB,
+        STATE,
         "        return len(self.request.output) + len(self.output)",
         "        return len(self.output)",
         "a continued generation counts from zero",
     ),
     Mutant(
         "the output is not part of the sequence",
-        JOB,
+        STATE,
         "request.prompt + request.output if request.output else request.prompt",
         "request.prompt",
         "a continuation computes the prompt alone",
     ),
     Mutant(
         "the engine is not told of the output",
-        BASE,
-        "self.engine.open(job.seq_id, request.prompt, request.sampling, request.output)",
-        "self.engine.open(job.seq_id, request.prompt, request.sampling)",
+        SCHEDULER,
+        "self.engine.open(state.seq_id, request.prompt, request.sampling, request.output)",
+        "self.engine.open(state.seq_id, request.prompt, request.sampling)",
         "sampler state begins anew",
     ),
     Mutant(
         "the output counts as prompt",
         DECODE,
-        "first_usage(len(job.request.prompt), job.cached",
-        "first_usage(len(job.prompt), job.cached",
+        "first_usage(len(state.request.prompt), state.cached",
+        "first_usage(len(state.prompt), state.cached",
         "a client pays for what it was given",
     ),
     Mutant(
         "what was not computed is kept",
         PREFILL,
-        "        self.remember(job, job.computed)\n        if job.metadata",
-        "        self.remember(job, len(job.prompt))\n        if job.metadata",
+        "        self.remember(state, state.computed)\n        if state.metadata",
+        "        self.remember(state, len(state.prompt))\n        if state.metadata",
         "pages of a prompt that failed on the way go into the prefix tree whole",
     ),
     Mutant(
         "the kept tail is not put back",
         PREFILL,
-        "            self.engine.copy_in(kept.tail, tail)",
+        "            self.engine.copy_in(retained.tail, tail)",
         "            tail = list(tail)",
         "the last page of a kept prompt is whatever lay there",
     ),
@@ -749,27 +749,27 @@ MUTANTS = (
     Mutant(
         "a request survives its bug",
         LEADER,
-        "                    self.role.broken_handoff(item.transfer, error, now)\n",
+        "                    self.scheduler.broken_handoff(item.transfer, error, now)\n",
         "                    pass\n",
         "a change that was not handled leaves its job behind until the deadline (only `role exception` shows it)",
     ),
     Mutant(
         "a last word that broke is lost",
         LEADER,
-        "                    self.role.on_change(item, now)\n                case FrontendGone",
+        "                    self.scheduler.on_change(item, now)\n                case FrontendGone",
         "                    pass\n                case FrontendGone",
         "a `Release` on which the role broke never gives its pages back (this was a bug)",
     ),
     Mutant(
         "a frontend's end that broke is lost",
         LEADER,
-        "                    self.role.frontend_gone(origin, reason, now)\n",
+        "                    self.scheduler.frontend_gone(origin, reason, now)\n",
         "                    pass\n",
         "what a dead frontend asked for is generated to its end (this was a bug)",
     ),
     Mutant(
         "a bug at the door has no phase",
-        BASE,
+        SCHEDULER,
         'error.exception().at(phase="submit").info',
         "error",
         "what broke before there was a job is not located (this was a bug)",

@@ -21,7 +21,7 @@ import psutil
 from holdings import State
 
 REST_S = 30.0
-_DOOR = re.compile(r"http door at (\S+):(\d+)")
+_DOOR = re.compile(r"http server at (\S+):(\d+)")
 _DRAINING = re.compile(r"event=draining")
 _STARTED = re.compile(r"event=started child=(\S+) pid=(\d+)")
 
@@ -104,13 +104,13 @@ class Served:
 
     @property
     def door(self) -> str:
-        """The URL of an instance's own HTTP door."""
+        """The URL of an instance's own HTTP server."""
         if self._door_port is not None:
             return f"http://127.0.0.1:{self._door_port}"
         return list(self.doors(1).values())[-1]
 
     def doors(self, count: int) -> dict[str, str]:
-        """The URLs of the HTTP doors of `count` instances by the name that begins their log lines;
+        """The URLs of the HTTP servers of `count` instances by the name that begins their log lines;
         the log may be a moment behind what it tells of."""
         lines = self.logged(_DOOR, count)
         found = {line.split("|")[0].strip(): _DOOR.search(line) for line in lines}

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.api import SequenceResult, SequenceStep
-from segue.engine.runner import load_engine
+from segue.engine.base import SequenceResult, SequenceStep
+from segue.engine.cpu_engine import load_engine
 
 VOCAB = 97
 CONTEXT_TOKENS = 4096

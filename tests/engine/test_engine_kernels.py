@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from segue.core.errors import ConfigError
-from segue.engine.kernels import _half, _wide, make_kernels
+from segue.engine.cpu_kernels import _half, _wide, make_kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: Half a step of each type at 1, and room for float32 sums.

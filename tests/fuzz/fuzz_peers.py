@@ -35,7 +35,7 @@ from segue.handoff.messages import (
     Moved,
 )
 from segue.handoff.ticket import sign, verify
-from segue.roles.unified import UnifiedRole
+from segue.roles.unified import UnifiedScheduler
 from segue.session.api import PeerInfo
 from segue.sim.engine import LineageEngine, lineage_spec
 from segue.transport.base import Endpoint
@@ -204,22 +204,24 @@ def _submit(data: bytes) -> str:
     except DECODE_ERRORS as error:
         return f"undecodable {str(error)[:30]}"
     engine = LineageEngine(SPEC, vocab_size=1000)
-    role = UnifiedRole(engine, PagePool(32, 4), me=P, name="u", limits=Limits(max_batch=4, max_queue=8))
+    scheduler = UnifiedScheduler(
+        engine, PagePool(32, 4), me=P, name="u", limits=Limits(max_batch=4, max_queue=8)
+    )
     if isinstance(message, Submit):
-        role.submit(F, message, 1.0)
+        scheduler.submit(F, message, 1.0)
     elif isinstance(message, Cancel):
-        role.cancel(F, message.request_id, message.reason, 1.0)
+        scheduler.cancel(F, message.request_id, message.reason, 1.0)
     told = type(message).__name__
     for step in range(3):
-        role.advance(1.0 + step)
-        plan = role.plan(1.0 + step)
+        scheduler.advance(1.0 + step)
+        plan = scheduler.plan(1.0 + step)
         if plan:
-            role.complete(engine.step(plan), 1.0 + step)
-    told += " ".join(o.error.code for _, o in role.outbox if o.error is not None)
-    role.frontend_gone(F, BROKEN, 5.0)
-    role.advance(1e9)
-    role.check_integrity()
-    assert not any(role.sizes().values())
+            scheduler.complete(engine.step(plan), 1.0 + step)
+    told += " ".join(o.error.code for _, o in scheduler.outbox if o.error is not None)
+    scheduler.frontend_gone(F, BROKEN, 5.0)
+    scheduler.advance(1e9)
+    scheduler.check_integrity()
+    assert not any(scheduler.sizes().values())
     return told
 
 

@@ -20,8 +20,8 @@ from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
-from segue.roles.decode import DecodeRole
-from segue.roles.prefill import PrefillRole
+from segue.roles.decode import DecodeScheduler
+from segue.roles.prefill import PrefillScheduler
 from segue.sim.engine import LineageEngine, lineage_spec
 
 FRONT = Incarnation("f" * 32)
@@ -58,8 +58,8 @@ class Node:
         )
         limits = Limits(max_batch=max_batch, max_queue=64)
         self.exchange = Exchange(kind, self.me, f"{kind.value} {incarnation}", limits, self.info)
-        make = PrefillRole if kind is Role.PREFILL else DecodeRole
-        self.role = make(
+        make = PrefillScheduler if kind is Role.PREFILL else DecodeScheduler
+        self.scheduler = make(
             self.engine,
             self.pool,
             me=self.me,
@@ -91,17 +91,17 @@ class Node:
     def changed(self, change: Change) -> None:
         if (handle := self.handles.get(change.transfer)) is not None:
             handle.apply(change)
-        self.role.on_change(change, self.clock.now())
+        self.scheduler.on_change(change, self.clock.now())
 
     def turn(self) -> bool:
         """One iteration of the leader's loop; True if the engine ran."""
         now = self.clock.now()
         if (deadline := self.exchange.next_deadline()) is not None and deadline <= now:
             self.post(events.Tick())
-        self.role.advance(now)
-        steps = self.role.plan(now)
+        self.scheduler.advance(now)
+        steps = self.scheduler.plan(now)
         if steps:
-            self.role.complete(self.engine.step(steps, self.role.stored), now)
+            self.scheduler.complete(self.engine.step(steps, self.scheduler.stored), now)
         return bool(steps)
 
 
@@ -158,7 +158,7 @@ class Pair:
         message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)
         for node, wanted in zip((self.prefill, self.decode), to, strict=True):
             if wanted:
-                node.role.submit(FRONT, message, self.clock.now())
+                node.scheduler.submit(FRONT, message, self.clock.now())
         return sampling
 
     def pump(self) -> None:
@@ -168,9 +168,9 @@ class Pair:
                 while node.effects:
                     self._carry_out(node, other, node.effects.popleft())
         for node in (self.prefill, self.decode):
-            for _origin, output in node.role.outbox:
+            for _origin, output in node.scheduler.outbox:
                 self.outputs.setdefault(output.request_id, []).append(output)
-            node.role.outbox.clear()
+            node.scheduler.outbox.clear()
 
     def _carry_out(self, node: Node, other: Node, effect: events.Effect) -> None:
         if self.lose(effect):
@@ -217,10 +217,10 @@ class Pair:
     def assert_at_rest(self) -> None:
         """Nothing is held by any request on either side."""
         for node in (self.prefill, self.decode):
-            assert not any(node.role.sizes().values()), node.role.sizes()
+            assert not any(node.scheduler.sizes().values()), node.scheduler.sizes()
             assert not node.handles
             assert node.exchange.sizes()["transfers"] == 0
             assert node.engine.sizes()["sequences"] == 0
             assert node.pool.quarantined == 0
-            node.role.check_integrity()
+            node.scheduler.check_integrity()
             node.exchange.check_integrity()

@@ -10,7 +10,7 @@ from pair import FRONT, VOCAB, Pair
 from segue.core.errors import AbortedByClient, Internal, PeerLost
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll
-from segue.engine.api import SequenceResult
+from segue.engine.base import SequenceResult
 from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.sim.engine import reference
@@ -80,11 +80,11 @@ def test_lesson_01_an_unsettled_peer_changes_only_the_phase() -> None:
     pair.pump()
     sampling = pair.submit("r", [1, 2, 3], 3)
     pair.pump()
-    [job] = pair.decode.role.preallocation
+    [job] = pair.decode.scheduler.preallocation
     handle = pair.decode.handles[job.transfer]
     assert handle.poll() is KVPoll.BOOTSTRAPPING
     pair.decode.turn()
-    assert list(pair.decode.role.preallocation) == [job]
+    assert list(pair.decode.scheduler.preallocation) == [job]
     pair.join()
     pair.run()
     assert pair.tokens("r") == reference([1, 2, 3], sampling, VOCAB, 3)
@@ -223,7 +223,7 @@ def test_a_forward_that_fails_after_its_kv_has_left_ends_both_sides(fails: str) 
             pair.decode.turn()
             pair.prefill.turn()
         except Internal as error:  # as the leader does it
-            pair.prefill.role.step_failed(pair.prefill.role._steps, error.info, 0.0)
+            pair.prefill.scheduler.step_failed(pair.prefill.scheduler._steps, error.info, 0.0)
         pair.pump()
     assert watched.posted == [(0, 1)]
     watched._draw = draw
@@ -248,7 +248,7 @@ def test_lesson_10_a_cancel_at_any_step_ends_both_sides(turns: int, side: str) -
     reason = AbortedByClient("the client left").info
     for node in (pair.prefill, pair.decode):
         if side in (node.kind.value, "both"):
-            node.role.cancel(FRONT, "r", reason, pair.clock.now())
+            node.scheduler.cancel(FRONT, "r", reason, pair.clock.now())
     pair.run()
     pair.assert_at_rest()
 
@@ -276,12 +276,12 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     pair.lose = hold
     pair.submit("r", list(range(40)), 4)
     pair.run()
-    pair.decode.role.cancel(FRONT, "r", AbortedByClient("left").info, 0.0)
+    pair.decode.scheduler.cancel(FRONT, "r", AbortedByClient("left").info, 0.0)
     pair.run()
     assert pair.decode.pool.quarantined == 11
     free = pair.decode.pool.free
     drained.append(True)
-    transfer = next(iter(pair.prefill.role.table._entries))
+    transfer = next(iter(pair.prefill.scheduler.table._transfers))
     pair.decode.post(events.FenceDone(transfer, False))
     pair.prefill.post(events.FenceDone(transfer, True))
     pair.run()
@@ -308,12 +308,12 @@ def test_a_broken_session_fails_exactly_its_transfers() -> None:
 
 
 def test_a_frontend_that_leaves_takes_only_its_own_answers_along() -> None:
-    role = Pair().decode.role
+    scheduler = Pair().decode.scheduler
     here, gone = Incarnation("1" * 32), Incarnation("2" * 32)
     answer = Output(request_id="r", token_ids=[1])
-    role.outbox += [(gone, answer), (here, answer)]
-    role.frontend_gone(gone, PeerLost("left").info, 0.0)
-    assert role.outbox == [(here, answer)]
+    scheduler.outbox += [(gone, answer), (here, answer)]
+    scheduler.frontend_gone(gone, PeerLost("left").info, 0.0)
+    assert scheduler.outbox == [(here, answer)]
 
 
 def test_admission_leaves_each_ready_sequence_a_page_to_grow_too() -> None:
@@ -325,12 +325,12 @@ def test_admission_leaves_each_ready_sequence_a_page_to_grow_too() -> None:
         pair.prefill.turn()
         pair.pump()
         pair.decode.turn()
-    generation = pair.decode.role.generation
+    generation = pair.decode.scheduler.batch
     assert (len(generation.running), len(generation.waiting)) == (1, 1)
     c = pair.submit("C", [9, 10, 11, 12], 2)
     pair.pump()
     pair.decode.turn()
-    assert len(pair.decode.role.preallocation) == 1
+    assert len(pair.decode.scheduler.preallocation) == 1
     pair.run()
     assert generation.retractions == 0
     for name, prompt, seed, count in (("A", 1, a, 8), ("B", 5, b, 8), ("C", 9, c, 2)):
@@ -346,9 +346,9 @@ def test_admission_leaves_each_running_sequence_a_page_to_grow() -> None:
         pair.prefill.turn()
         pair.pump()
         pair.decode.turn()
-    assert pair.decode.role.generation.running
+    assert pair.decode.scheduler.batch.running
     b = pair.submit("B", [5, 6, 7, 8, 9, 10, 11], 2)
     pair.run()
-    assert pair.decode.role.generation.retractions == 0
+    assert pair.decode.scheduler.batch.retractions == 0
     assert pair.tokens("A") == reference([1, 2, 3, 4], a, VOCAB, 8)
     assert pair.tokens("B") == reference([5, 6, 7, 8, 9, 10, 11], b, VOCAB, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pair import FRONT, VOCAB, Pair
-from test_kept_prompts import ask
+from test_retained_prompts import ask
 
 from segue.core.clock import VirtualClock
 from segue.core.control import Submit
@@ -13,7 +13,7 @@ from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import FinishReason, Incarnation, LeaderId
 from segue.engine.pages import PagePool
-from segue.roles.unified import UnifiedRole
+from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 
 COUNT = 9
@@ -49,7 +49,7 @@ class Alone:
         self.clock = VirtualClock()
         self.me = Incarnation("e" * 32)
         self.engine = LineageEngine(lineage_spec(pages, 4), vocab_size=VOCAB, context_tokens=200)
-        self.role = UnifiedRole(
+        self.scheduler = UnifiedScheduler(
             self.engine, PagePool(pages, 4), me=self.me, name="unified", limits=Limits(), chunk_tokens=16
         )
         self.rooms = 0
@@ -64,15 +64,15 @@ class Alone:
             sampling=SamplingParams(max_tokens=count, seed=3),
             output=output,
         )
-        self.role.submit(FRONT, Submit(request, ticket), self.clock.now())
+        self.scheduler.submit(FRONT, Submit(request, ticket), self.clock.now())
         for _ in range(200):
-            steps = self.role.plan(0.0)
+            steps = self.scheduler.plan(0.0)
             if not steps:
                 break
-            self.role.complete(self.engine.step(steps), 0.0)
-        found = [o for _, o in self.role.outbox]
-        self.role.outbox.clear()
-        self.role.check_integrity()
+            self.scheduler.complete(self.engine.step(steps), 0.0)
+        found = [o for _, o in self.scheduler.outbox]
+        self.scheduler.outbox.clear()
+        self.scheduler.check_integrity()
         return found
 
 

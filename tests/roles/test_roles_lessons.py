@@ -24,17 +24,17 @@ def test_lesson_12_timers_and_aborts_work_while_nothing_can_be_admitted() -> Non
     pair.submit("late", [2] * 40, 4, budget_s=5)
     pair.submit("left", [3] * 40, 4, budget_s=1000)
     pair.pump()
-    pair.decode.role.advance(pair.clock.now())
-    assert len(pair.decode.role.preallocation) == 2, "the pool was meant to be full"
+    pair.decode.scheduler.advance(pair.clock.now())
+    assert len(pair.decode.scheduler.preallocation) == 2, "the pool was meant to be full"
     # No step runs and nothing new comes from here on: only the clock moves, and a client leaves.
     pair.clock.advance(5)
     for node in (pair.prefill, pair.decode):
-        node.role.advance(pair.clock.now())
-        node.role.cancel(FRONT, "left", AbortedByClient("left").info, pair.clock.now())
+        node.scheduler.advance(pair.clock.now())
+        node.scheduler.cancel(FRONT, "left", AbortedByClient("left").info, pair.clock.now())
     pair.pump()
     assert set(pair.errors("late")) == {"DEADLINE_EXCEEDED"}
-    assert {job.request.request_id for job in pair.decode.role.jobs.values()} == {"holder"}
-    assert not pair.prefill.role.jobs
+    assert {job.request.request_id for job in pair.decode.scheduler.requests.values()} == {"holder"}
+    assert not pair.prefill.scheduler.requests
     pair.run()
     assert len(pair.tokens("holder")) == 28
     pair.assert_at_rest()
@@ -67,19 +67,19 @@ def test_lesson_15_the_first_token_comes_with_the_commit_and_the_next_step_inclu
     run_step = pair.decode.engine.step
     pair.decode.engine.step = lambda *given: steps.append(given[0]) or run_step(*given)
     pair.submit("r", list(range(9)), 3)
-    while not pair.decode.role.generation.waiting:
+    while not pair.decode.scheduler.batch.waiting:
         pair.pump()
         pair.prefill.turn()
         if not pair.outputs.get("r"):
-            pair.decode.role.advance(pair.clock.now())
+            pair.decode.scheduler.advance(pair.clock.now())
         assert not steps, "decode ran a step to find out that the KV is there"
     pair.pump()
     assert len(pair.tokens("r")) == 1, "the first token waits for a step of decode"
-    [step] = pair.decode.role.plan(pair.clock.now())
+    [step] = pair.decode.scheduler.plan(pair.clock.now())
     assert not steps
     assert step.start == 9, "decode's very next step goes on from the hand-off"
     assert list(step.tokens) == pair.tokens("r")
-    pair.decode.role.complete(pair.decode.engine.step([step]), pair.clock.now())
+    pair.decode.scheduler.complete(pair.decode.engine.step([step]), pair.clock.now())
     pair.run()
     pair.assert_at_rest()
 
@@ -99,7 +99,7 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     pair.lose = hold
     pair.submit("r", list(range(40)), 4, budget_s=50)
     pair.run()
-    transfer = next(iter(pair.prefill.role.table._entries))
+    transfer = next(iter(pair.prefill.scheduler.table._transfers))
     pair.clock.advance(50)
     pair.run()
     assert pair.errors("r")
@@ -107,7 +107,7 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
         pair.clock.advance(YEAR_S / 12)
         pair.run()
     node = getattr(pair, side)
-    assert node.role.table.get(transfer) is not None, "the hand-off was forgotten"
+    assert node.scheduler.table.get(transfer) is not None, "the hand-off was forgotten"
     held = node.pool.quarantined if side == "decode" else node.pool.used
     assert held > 0, "time alone freed pages that somebody may still touch"
     proven.append(True)

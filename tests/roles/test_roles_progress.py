@@ -14,9 +14,9 @@ from segue.core.control import Submit
 from segue.core.limits import Limits
 from segue.core.request import Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, LeaderId
-from segue.engine.api import OnStored, SequenceResult, SequenceStep
+from segue.engine.base import OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
-from segue.roles.unified import UnifiedRole
+from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec
 
 ME, FRONT = Incarnation("a" * 32), Incarnation("f" * 32)
@@ -30,8 +30,8 @@ class CountingEngine(LineageEngine):
         return [SequenceResult(step.seq_id, 1) for step in steps if step.sample]
 
 
-def unified(pages: int, page_tokens: int, chunk_tokens: int, max_batch: int = 8) -> UnifiedRole:
-    return UnifiedRole(
+def unified(pages: int, page_tokens: int, chunk_tokens: int, max_batch: int = 8) -> UnifiedScheduler:
+    return UnifiedScheduler(
         CountingEngine(lineage_spec(pages, page_tokens, layers=1)),
         PagePool(pages, page_tokens),
         me=ME,
@@ -41,23 +41,23 @@ def unified(pages: int, page_tokens: int, chunk_tokens: int, max_batch: int = 8)
     )
 
 
-def submit(role: UnifiedRole, name: str, prompt: list[int], max_tokens: int, room: int) -> None:
+def submit(scheduler: UnifiedScheduler, name: str, prompt: list[int], max_tokens: int, room: int) -> None:
     here = LeaderId(ME)
     ticket = Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=NEVER_S)
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    role.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), 0.0)
+    scheduler.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), 0.0)
 
 
-def finishes(role: UnifiedRole) -> bool:
+def finishes(scheduler: UnifiedScheduler) -> bool:
     """Whether everything that was submitted ends, each step doing something."""
-    while not role.idle:
-        role.advance(0.0)
-        steps = role.plan(0.0)
+    while not scheduler.idle:
+        scheduler.advance(0.0)
+        steps = scheduler.plan(0.0)
         if not steps:
             return False
-        role.complete(role.engine.step(steps), 0.0)
-        assert not any(output.error for _, output in role.outbox)
-        role.outbox.clear()
+        scheduler.complete(scheduler.engine.step(steps), 0.0)
+        assert not any(output.error for _, output in scheduler.outbox)
+        scheduler.outbox.clear()
     return True
 
 
@@ -67,14 +67,14 @@ def test_two_requests_near_the_limit_never_wait_for_each_other() -> None:
     for a, more, b, after in itertools.product(range(2, 33, 2), range(2, 31, 2), range(34, 62, 2), (2,)):
         if a + more > 63 or b + after > 63 or -(-(a + more) // 4) - (-b // 4) <= 16:
             continue
-        role = unified(pages=16, page_tokens=4, chunk_tokens=6)
-        submit(role, "A", list(range(a)), more, room=1)
-        submit(role, "B", list(range(100, 100 + b)), after, room=2)
+        scheduler = unified(pages=16, page_tokens=4, chunk_tokens=6)
+        submit(scheduler, "A", list(range(a)), more, room=1)
+        submit(scheduler, "B", list(range(100, 100 + b)), after, room=2)
         tried += 1
-        if not finishes(role):
+        if not finishes(scheduler):
             stuck.append((a, more, b, after))
         else:
-            role.check_integrity()
+            scheduler.check_integrity()
     assert tried > 1000
     assert not stuck, f"{len(stuck)} of {tried} stand still, first {stuck[:3]}"
 
@@ -116,22 +116,26 @@ def mixes(draw: st.DrawFn) -> Mix:
 @given(mixes())
 @settings(max_examples=300, deadline=None)
 def test_the_unified_role_ends_whatever_fits_alone(mix: Mix) -> None:
-    role = unified(mix.pages, mix.page_tokens, mix.chunk_tokens, mix.max_batch)
+    scheduler = unified(mix.pages, mix.page_tokens, mix.chunk_tokens, mix.max_batch)
     for step in range(mix.bound):
         for number, (_, generated, _, at) in enumerate(mix.requests):
             if at == step:
-                submit(role, f"r{number}", mix.prompt(number), generated, number + 1)
-        role.advance(0.0)
-        steps = role.plan(0.0)
-        assert len(role.generation.running) <= mix.max_batch
-        assert steps or not role.jobs, f"{len(role.jobs)} requests and nothing to do: {role.sizes()}"
-        role.complete(role.engine.step(steps), 0.0)
-    event(f"retracted: {role.generation.retractions > 0}")
-    assert role.idle
-    ended = [output for _, output in role.outbox if output.finish is not None or output.error is not None]
+                submit(scheduler, f"r{number}", mix.prompt(number), generated, number + 1)
+        scheduler.advance(0.0)
+        steps = scheduler.plan(0.0)
+        assert len(scheduler.batch.running) <= mix.max_batch
+        assert steps or not scheduler.requests, (
+            f"{len(scheduler.requests)} requests and nothing to do: {scheduler.sizes()}"
+        )
+        scheduler.complete(scheduler.engine.step(steps), 0.0)
+    event(f"retracted: {scheduler.batch.retractions > 0}")
+    assert scheduler.idle
+    ended = [
+        output for _, output in scheduler.outbox if output.finish is not None or output.error is not None
+    ]
     assert len(ended) == len(mix.requests)
     assert not any(output.error for output in ended)
-    role.check_integrity()
+    scheduler.check_integrity()
 
 
 @given(mixes(), st.integers(0, 8), st.integers(0, 8), st.sampled_from([1, 2, 4]))
@@ -157,8 +161,10 @@ def test_the_pair_ends_whatever_fits_each_half_alone(
         pair.pump()
         moved = [node.turn() for node in (pair.prefill, pair.decode)]
         quiet = not pair.prefill.effects and not pair.decode.effects
-        still = pair.prefill.role.jobs or pair.decode.role.jobs
-        assert any(moved) or not quiet or not still, f"standstill at step {step}: {pair.decode.role.sizes()}"
+        still = pair.prefill.scheduler.requests or pair.decode.scheduler.requests
+        assert any(moved) or not quiet or not still, (
+            f"standstill at step {step}: {pair.decode.scheduler.sizes()}"
+        )
     pair.pump()
     for number, (prompt, generated, _, _) in enumerate(mix.requests):
         assert pair.errors(f"r{number}") == []
@@ -168,17 +174,17 @@ def test_the_pair_ends_whatever_fits_each_half_alone(
 
 def test_the_oldest_request_gives_way_to_nobody_and_comes_back_first() -> None:
     """A, the oldest, comes back behind B and C; it is not the first to be retracted again."""
-    role = unified(pages=12, page_tokens=1, chunk_tokens=16)
+    scheduler = unified(pages=12, page_tokens=1, chunk_tokens=16)
     for room, name in enumerate("ABC", 1):
-        submit(role, name, [room], 9, room)
+        submit(scheduler, name, [room], 9, room)
     finished: list[str] = []
     waited = []
-    while not role.idle:
-        role.advance(0.0)
-        role.complete(role.engine.step(role.plan(0.0)), 0.0)
-        waited.append([job.request.request_id for job, _ in role.generation.retracted])
-        finished += [output.request_id for _, output in role.outbox if output.finish]
-        role.outbox.clear()
+    while not scheduler.idle:
+        scheduler.advance(0.0)
+        scheduler.complete(scheduler.engine.step(scheduler.plan(0.0)), 0.0)
+        waited.append([job.request.request_id for job, _ in scheduler.batch.retracted])
+        finished += [output.request_id for _, output in scheduler.outbox if output.finish]
+        scheduler.outbox.clear()
     assert finished == ["A", "B", "C"]
     assert ["B", "C"] in waited
     assert all("A" not in names and names == sorted(names) for names in waited)
@@ -186,8 +192,8 @@ def test_the_oldest_request_gives_way_to_nobody_and_comes_back_first() -> None:
 
 def test_a_retracted_sequence_comes_back_only_with_room_for_all_to_go_on() -> None:
     """Without a page of slack for whoever runs, it would be copied in and out again at each step."""
-    role = unified(pages=8, page_tokens=4, chunk_tokens=64)
+    scheduler = unified(pages=8, page_tokens=4, chunk_tokens=64)
     for room, name in enumerate("ABCDE", 1):
-        submit(role, name, [room] * room, min(20 + 2 * room, 32 - room), room)
-    assert finishes(role)
-    assert role.generation.retractions == 6  # 7 without
+        submit(scheduler, name, [room] * room, min(20 + 2 * room, 32 - room), room)
+    assert finishes(scheduler)
+    assert scheduler.batch.retractions == 6  # 7 without

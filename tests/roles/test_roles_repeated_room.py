@@ -26,7 +26,7 @@ def test_a_room_in_use_is_an_invalid_request_and_not_a_bug(side: str) -> None:
         budget_s=50.0,
     )
     request = Request(request_id="second", prompt=[4, 5], sampling=SamplingParams(max_tokens=2))
-    node.role.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
     pair.run()
     [error] = [o.error for o in pair.outputs["second"] if o.error is not None]
     assert error.code is ErrorCode.INVALID_REQUEST

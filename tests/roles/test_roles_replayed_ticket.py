@@ -31,13 +31,13 @@ def ticket(pair: Pair, room: int, *, budget_s: float = 100.0, origin: Incarnatio
 def signed_pair() -> Pair:
     pair = Pair()
     for node in (pair.prefill, pair.decode):
-        node.role.secret = SECRET
+        node.scheduler.secret = SECRET
     return pair
 
 
 def submit(pair: Pair, node: Node, name: str, prompt: list[int], shown: Ticket) -> None:
     request = Request(request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=3, seed=1))
-    node.role.submit(FRONT, Submit(request, shown), pair.clock.now())
+    node.scheduler.submit(FRONT, Submit(request, shown), pair.clock.now())
 
 
 def both(pair: Pair, name: str, prompt: list[int], shown: Ticket) -> None:
@@ -73,7 +73,7 @@ def test_a_retry_is_another_attempt_and_has_a_ticket_of_its_own() -> None:
     pair = signed_pair()
     first = ticket(pair, 7)
     submit(pair, pair.prefill, "a", [1, 2, 3], first)
-    pair.prefill.role.cancel(FRONT, "a", LEFT, pair.clock.now())
+    pair.prefill.scheduler.cancel(FRONT, "a", LEFT, pair.clock.now())
     both(pair, "a~1", [1, 2, 3], sign(msgspec.structs.replace(first, attempt=1), SECRET, FRONT))
     pair.run()
     assert len(pair.tokens("a~1")) == 3
@@ -85,9 +85,9 @@ def test_what_is_remembered_of_tickets_dies_with_them() -> None:
     for room in range(1, 6):
         both(pair, f"r{room}", [1, 2, 3], ticket(pair, room, budget_s=10.0))
         pair.run()
-    assert len(pair.decode.role._spent) == 5
+    assert len(pair.decode.scheduler._spent) == 5
     pair.clock.advance(11.0)
     both(pair, "late", [1, 2, 3], ticket(pair, 99, budget_s=10.0))
     pair.run()
-    assert len(pair.decode.role._spent) == len(pair.prefill.role._spent) == 1
+    assert len(pair.decode.scheduler._spent) == len(pair.prefill.scheduler._spent) == 1
     pair.assert_at_rest()

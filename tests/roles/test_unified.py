@@ -14,7 +14,7 @@ from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import FinishReason, Incarnation, LeaderId
 from segue.engine.pages import PagePool
-from segue.roles.unified import UnifiedRole
+from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 
 ROOMS = itertools.count(1)
@@ -23,35 +23,40 @@ FRONT = Incarnation("f" * 32)
 VOCAB = 1000
 
 
-def make(pages: int = 64, **options: object) -> UnifiedRole:
+def make(pages: int = 64, **options: object) -> UnifiedScheduler:
     engine = LineageEngine(lineage_spec(pages), vocab_size=VOCAB)
     limits = Limits(max_batch=8, max_queue=64)
-    return UnifiedRole(
+    return UnifiedScheduler(
         engine, PagePool(pages, 4), me=ME, name="unified", limits=limits, **{"chunk_tokens": 16, **options}
     )
 
 
 def submit(
-    role: UnifiedRole, name: str, prompt: list[int], max_tokens: int, budget_s: float = 100, now: float = 0
+    scheduler: UnifiedScheduler,
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    budget_s: float = 100,
+    now: float = 0,
 ) -> SamplingParams:
     sampling = SamplingParams(max_tokens=max_tokens, seed=len(prompt))
     here = LeaderId(ME)
     ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=budget_s)
-    role.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), now)
+    scheduler.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), now)
     return sampling
 
 
-def run(role: UnifiedRole, now: float = 0.0, steps: int = 10_000) -> dict[str, list[Output]]:
+def run(scheduler: UnifiedScheduler, now: float = 0.0, steps: int = 10_000) -> dict[str, list[Output]]:
     """Drive the role until nothing is left to do; outputs by request."""
     outputs: dict[str, list[Output]] = {}
     for _ in range(steps):
-        role.advance(now)
-        plan = role.plan(now)
+        scheduler.advance(now)
+        plan = scheduler.plan(now)
         if plan:
-            role.complete(role.engine.step(plan), now)
-        for _origin, output in role.outbox:
+            scheduler.complete(scheduler.engine.step(plan), now)
+        for _origin, output in scheduler.outbox:
             outputs.setdefault(output.request_id, []).append(output)
-        role.outbox.clear()
+        scheduler.outbox.clear()
         if not plan:
             break
     return outputs
@@ -67,35 +72,35 @@ def tokens(outputs: list[Output]) -> list[int]:
 
 
 def test_tokens_equal_the_reference_for_mixed_lengths() -> None:
-    role, rng = make(), random.Random(1)
+    scheduler, rng = make(), random.Random(1)
     wanted = {}
     for i in range(20):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 70))]
         count = rng.randint(1, 20)
-        wanted[f"r{i}"] = reference(prompt, submit(role, f"r{i}", prompt, count), VOCAB, count)
-    outputs = run(role)
+        wanted[f"r{i}"] = reference(prompt, submit(scheduler, f"r{i}", prompt, count), VOCAB, count)
+    outputs = run(scheduler)
     assert {name: tokens(out) for name, out in outputs.items()} == wanted
     assert all(out[-1].finish is FinishReason.LENGTH for out in outputs.values())
-    role.check_integrity()
-    assert not any(role.sizes().values())
+    scheduler.check_integrity()
+    assert not any(scheduler.sizes().values())
 
 
 def test_retraction_keeps_the_tokens_right() -> None:
-    role = make(pages=12)
+    scheduler = make(pages=12)
     wanted = {}
     for i in range(4):
         prompt = [i * 10 + k for k in range(7)]
-        wanted[f"r{i}"] = reference(prompt, submit(role, f"r{i}", prompt, 30), VOCAB, 30)
-    outputs = run(role)
-    assert role.generation.retractions > 0, "the pool was chosen too large to need a retraction"
+        wanted[f"r{i}"] = reference(prompt, submit(scheduler, f"r{i}", prompt, 30), VOCAB, 30)
+    outputs = run(scheduler)
+    assert scheduler.batch.retractions > 0, "the pool was chosen too large to need a retraction"
     assert {name: tokens(out) for name, out in outputs.items()} == wanted
-    role.check_integrity()
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("call", ["copy_out", "copy_in"])
 def test_an_engine_that_cannot_retract_fails_that_request_alone(call: str) -> None:
-    role = make(pages=12)
-    right, broke = getattr(role.engine, call), []
+    scheduler = make(pages=12)
+    right, broke = getattr(scheduler.engine, call), []
 
     def breaks_once(*args: object) -> object:
         if broke:
@@ -103,78 +108,78 @@ def test_an_engine_that_cannot_retract_fails_that_request_alone(call: str) -> No
         broke.append(call)
         raise KeyError("a bug")
 
-    setattr(role.engine, call, breaks_once)
+    setattr(scheduler.engine, call, breaks_once)
     wanted = {}
     for i in range(4):
         prompt = [i * 10 + k for k in range(7)]
-        wanted[f"r{i}"] = reference(prompt, submit(role, f"r{i}", prompt, 30), VOCAB, 30)
-    outputs = run(role)
+        wanted[f"r{i}"] = reference(prompt, submit(scheduler, f"r{i}", prompt, 30), VOCAB, 30)
+    outputs = run(scheduler)
     failed = [name for name, out in outputs.items() if out[-1].error is not None]
     assert len(failed) == 1
     error = outputs[failed[0]][-1].error
     assert error is not None
     assert (error.code, call in error.text) == (ErrorCode.INTERNAL, True)
     assert all(tokens(out) == wanted[name] for name, out in outputs.items() if name not in failed)
-    assert [type(bug) for _, bug in role.bugs] == [KeyError]
-    assert not any(role.sizes().values())
-    role.check_integrity()
+    assert [type(bug) for _, bug in scheduler.bugs] == [KeyError]
+    assert not any(scheduler.sizes().values())
+    scheduler.check_integrity()
 
 
 def test_an_engine_that_breaks_on_the_end_of_a_request_ends_nothing_else() -> None:
-    role = make()
-    submit(role, "late", [4, 5, 6], 50, budget_s=5)
-    sampling = submit(role, "good", [1, 2, 3], 9)
+    scheduler = make()
+    submit(scheduler, "late", [4, 5, 6], 50, budget_s=5)
+    sampling = submit(scheduler, "good", [1, 2, 3], 9)
 
     def broken(_seq_id: int) -> None:
         raise KeyError("a bug")
 
-    role.engine.close = broken  # type: ignore[method-assign]
-    role.complete(role.engine.step(role.plan(1.0)), 1.0)
-    role.advance(5.0)
-    assert tokens(run(role, 5.0)["good"]) == reference([1, 2, 3], sampling, VOCAB, 9)
-    assert [what.split()[0] for what, _ in role.bugs] == ["close", "close"]
-    assert not any(role.sizes().values())
-    role.check_integrity()
+    scheduler.engine.close = broken  # type: ignore[method-assign]
+    scheduler.complete(scheduler.engine.step(scheduler.plan(1.0)), 1.0)
+    scheduler.advance(5.0)
+    assert tokens(run(scheduler, 5.0)["good"]) == reference([1, 2, 3], sampling, VOCAB, 9)
+    assert [what.split()[0] for what, _ in scheduler.bugs] == ["close", "close"]
+    assert not any(scheduler.sizes().values())
+    scheduler.check_integrity()
 
 
 def test_a_prefix_is_computed_once() -> None:
-    role = make()
+    scheduler = make()
     prompt = list(range(40))
-    submit(role, "first", prompt, 2)
-    run(role)
-    before = role.engine.computed_tokens
-    submit(role, "second", [*prompt, 7], 2)
-    outputs = run(role)
+    submit(scheduler, "first", prompt, 2)
+    run(scheduler)
+    before = scheduler.engine.computed_tokens
+    submit(scheduler, "second", [*prompt, 7], 2)
+    outputs = run(scheduler)
     usage = outputs["second"][-1].usage
     assert usage is not None
     assert usage.prefill_cached == 40
     assert usage.prompt_tokens == usage.decode_cached + usage.prefill_cached + usage.computed
-    assert role.engine.computed_tokens - before == 1 + 1
+    assert scheduler.engine.computed_tokens - before == 1 + 1
 
 
 def test_cancel_and_deadline_give_everything_back() -> None:
-    role = make()
-    submit(role, "cancelled", [1, 2, 3], 50)
-    submit(role, "late", [4, 5, 6], 50, budget_s=5)
+    scheduler = make()
+    submit(scheduler, "cancelled", [1, 2, 3], 50)
+    submit(scheduler, "late", [4, 5, 6], 50, budget_s=5)
     for _ in range(3):
-        role.complete(role.engine.step(role.plan(1.0)), 1.0)
-    role.cancel(FRONT, "cancelled", AbortedByClient("left").info, 1.0)
-    role.outbox.clear()
-    assert role.next_deadline() == 5
-    role.advance(5.0)
-    assert [(o.request_id, o.error.code) for _, o in role.outbox if o.error] == [
+        scheduler.complete(scheduler.engine.step(scheduler.plan(1.0)), 1.0)
+    scheduler.cancel(FRONT, "cancelled", AbortedByClient("left").info, 1.0)
+    scheduler.outbox.clear()
+    assert scheduler.next_deadline() == 5
+    scheduler.advance(5.0)
+    assert [(o.request_id, o.error.code) for _, o in scheduler.outbox if o.error] == [
         ("late", ErrorCode.DEADLINE_EXCEEDED)
     ]
-    assert not any(role.sizes().values())
-    role.check_integrity()
+    assert not any(scheduler.sizes().values())
+    scheduler.check_integrity()
 
 
 def test_frontend_gone_ends_its_requests_only() -> None:
-    role = make()
-    submit(role, "orphan", [1, 2, 3], 5)
-    role.frontend_gone(FRONT, AbortedByClient("left").info, 0.0)
-    assert not any(role.sizes().values())
-    assert role.outbox == []
+    scheduler = make()
+    submit(scheduler, "orphan", [1, 2, 3], 5)
+    scheduler.frontend_gone(FRONT, AbortedByClient("left").info, 0.0)
+    assert not any(scheduler.sizes().values())
+    assert scheduler.outbox == []
 
 
 @pytest.mark.parametrize(
@@ -182,27 +187,27 @@ def test_frontend_gone_ends_its_requests_only() -> None:
     [([], "empty"), ([VOCAB], "vocabulary"), (list(range(300)), "shorten it")],
 )
 def test_bad_prompts_get_one_typed_error(prompt: list[int], text: str) -> None:
-    role = make()
-    submit(role, "bad", prompt, 5)
-    [(_, output)] = role.outbox
+    scheduler = make()
+    submit(scheduler, "bad", prompt, 5)
+    [(_, output)] = scheduler.outbox
     assert output.error is not None
     assert output.error.code is ErrorCode.INVALID_REQUEST
     assert text in output.error.text
-    assert not any(role.sizes().values())
+    assert not any(scheduler.sizes().values())
 
 
 def test_a_full_queue_is_said_at_once() -> None:
-    role = make()
+    scheduler = make()
     for i in range(65):
-        submit(role, f"r{i}", [1], 1)
-    assert [o.error.code for _, o in role.outbox if o.error] == [ErrorCode.OUT_OF_CAPACITY]
+        submit(scheduler, f"r{i}", [1], 1)
+    assert [o.error.code for _, o in scheduler.outbox if o.error] == [ErrorCode.OUT_OF_CAPACITY]
 
 
 def test_one_request_that_fills_the_pool_ends_by_length() -> None:
-    role = make(pages=4)
+    scheduler = make(pages=4)
     prompt = [1, 2, 3]
-    wanted = reference(prompt, submit(role, "long", prompt, 1000), VOCAB, 13)
-    outputs = run(role)
+    wanted = reference(prompt, submit(scheduler, "long", prompt, 1000), VOCAB, 13)
+    outputs = run(scheduler)
     assert tokens(outputs["long"]) == wanted
     assert outputs["long"][-1].finish is FinishReason.LENGTH
 
@@ -221,13 +226,13 @@ def test_an_answer_ends_with_the_first_stop_after_min_tokens_others(
     engine = LineageEngine(
         lineage_spec(8), vocab_size=VOCAB, eos_token_ids=frozenset(() if by_request else stops)
     )
-    role = UnifiedRole(engine, PagePool(8, 4), me=ME, name="unified", limits=Limits())
+    scheduler = UnifiedScheduler(engine, PagePool(8, 4), me=ME, name="unified", limits=Limits())
     here = LeaderId(ME)
     if by_request:
         sampling = structs.replace(sampling, stop_token_ids=stops)
     ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=9.0)
-    role.submit(FRONT, Submit(Request(request_id="r", prompt=prompt, sampling=sampling), ticket), 0.0)
-    outputs = run(role)["r"]
+    scheduler.submit(FRONT, Submit(Request(request_id="r", prompt=prompt, sampling=sampling), ticket), 0.0)
+    outputs = run(scheduler)["r"]
     last = {0: 0, 1: 1, 2: 3, 3: 3, 4: 6}[min_tokens] if by_request or not ignore_eos else 8
     assert tokens(outputs) == said[: last + 1]
     ended = outputs[-1]

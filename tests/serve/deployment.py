@@ -16,10 +16,10 @@ from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import AbortedByClient, SegueError
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, LeaderId, Role, new_incarnation, new_room
-from segue.engine.api import Engine
-from segue.roles.base import Role as RoleLogic
+from segue.engine.base import Engine
+from segue.roles.scheduler import Scheduler
 from segue.serve.instance import Instance
-from segue.serve.leader import Ask
+from segue.serve.leader import Inspect
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 from segue.sim.engine import LineageEngine, lineage_spec
@@ -156,7 +156,7 @@ class Running:
         )
         self.instance = Instance(config, self.engine, self.memory)
         if secret:
-            self.instance.role.secret = secret
+            self.instance.scheduler.secret = secret
         self.instance.start()
         self.thread = threading.Thread(target=self.instance.run)
         self.thread.start()
@@ -166,14 +166,14 @@ class Running:
         sizes: dict[str, int] = {}
         done = threading.Event()
 
-        def question(role: RoleLogic) -> None:
+        def inspect(scheduler: Scheduler) -> None:
             try:
-                role.check_integrity()
-                sizes.update(role.sizes())
+                scheduler.check_integrity()
+                sizes.update(scheduler.sizes())
             finally:
                 done.set()
 
-        self.instance.leader.inbox.put(Ask(question))
+        self.instance.leader.inbox.put(Inspect(inspect))
         assert done.wait(10)
         assert sizes, "the integrity check failed"
         host = self.instance.host

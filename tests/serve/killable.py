@@ -24,7 +24,7 @@ from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.core.errors import PeerLost
 from segue.core.types import Incarnation, Role
-from segue.engine.api import OnStored, SequenceResult, SequenceStep
+from segue.engine.base import OnStored, SequenceResult, SequenceStep
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.fleet import FleetBackend, FleetSettings
 from segue.frontend.http_server import HttpServer, bind

@@ -15,8 +15,8 @@ import torch
 from killable import Cluster, cluster, save_tokenizer
 
 from segue.core.types import Role
-from segue.engine.api import Engine
-from segue.engine.runner import load_engine
+from segue.engine.base import Engine
+from segue.engine.cpu_engine import load_engine
 from segue.transport.memory import Memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))

@@ -12,7 +12,7 @@ from deployment import VOCAB, Deployment, deployment
 
 from segue.core.errors import ErrorCode
 from segue.core.types import FinishReason, Role
-from segue.engine.api import Engine
+from segue.engine.base import Engine
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 from segue.transport.memory import Memory, allocate
 
@@ -95,8 +95,8 @@ def test_the_http_door_shows_what_happens() -> None:
         made.front.submit("r", list(range(50)), p, d, max_tokens=3)
         made.front.tokens("r")
         for instance in (p, d):
-            assert instance.door is not None
-            host, port = instance.door.address
+            assert instance.http is not None
+            host, port = instance.http.address
             url = f"http://{host}:{port}"
             assert httpx.get(f"{url}/health").json() == {"status": "ok"}
             about = httpx.get(f"{url}/server_info").json()

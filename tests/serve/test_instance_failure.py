@@ -23,14 +23,14 @@ def test_whatever_ends_the_keep_alive_ends_the_instance_loudly(role: Role, error
         async def ends() -> None:
             raise error
 
-        assert instance._facts().alive()
+        assert instance._status().alive()
         instance.host.io.post(lambda: instance._spawn(ends(), "keep-alive"))
         running.thread.join(20)
         assert not running.thread.is_alive(), "it goes on without what it cannot be without"
         assert instance.failure is not None
         expected = error.info.code if isinstance(error, Draining) else ErrorCode.INTERNAL
         assert instance.failure.info.code is expected
-        assert not instance._facts().alive()
+        assert not instance._status().alive()
 
 
 def test_a_registry_that_does_not_hear_of_the_drain_is_told_once_and_not_for_ever() -> None:
@@ -61,13 +61,13 @@ def test_a_registry_that_does_not_hear_of_the_drain_is_told_once_and_not_for_eve
         assert instance.failure is None, "an ordinary drain is no failure"
 
 
-def test_a_door_that_dies_is_not_hidden() -> None:
+def test_an_http_server_that_dies_is_not_hidden() -> None:
     with deployment(Role.UNIFIED, http_port=0) as made:
         [running] = made.running
         instance = running.instance
-        door = instance.door
-        assert door is not None
-        assert door._task is not None
-        instance.host.io.post(door._task.cancel)
+        http = instance.http
+        assert http is not None
+        assert http._task is not None
+        instance.host.io.post(http._task.cancel)
         running.thread.join(20)
         assert instance.failure is not None

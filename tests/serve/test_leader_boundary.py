@@ -71,7 +71,7 @@ def test_a_bug_ends_its_own_request_at_once_and_typed(
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         [broken] = made.by_role(side)
-        break_once(broken.role, method, when)
+        break_once(broken.scheduler, method, when)
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
         # Its budget is a minute; the answer comes long before.
         error = made.front.wait("bad", 10)[-1].error
@@ -100,11 +100,11 @@ def test_a_last_word_on_which_the_role_breaks_gives_the_pages_back_all_the_same(
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         [broken] = made.by_role(side)
-        said = break_once(broken.role, "on_change", lambda change, _now: isinstance(change, word), late)
-        p.role.plan = (
+        said = break_once(broken.scheduler, "on_change", lambda change, _now: isinstance(change, word), late)
+        p.scheduler.plan = (
             lambda _now: []
         )  # it computes nothing: decode has published its pages and takes them back
-        published = told(p.role, "on_change", phase_is(KVPoll.WAITING_FOR_INPUT))
+        published = told(p.scheduler, "on_change", phase_is(KVPoll.WAITING_FOR_INPUT))
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
         assert published.wait(10)
         made.front.cancel("bad", p, d)
@@ -116,9 +116,9 @@ def test_a_last_word_on_which_the_role_breaks_gives_the_pages_back_all_the_same(
 def test_a_frontend_s_end_on_which_the_role_breaks_ends_its_requests_all_the_same(late: bool) -> None:
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
-        said = break_once(d.role, "frontend_gone", late=late)
-        d.role.plan = lambda _now: []  # the request never ends by itself
-        landed = told(d.role, "on_change", phase_is(KVPoll.SUCCESS))
+        said = break_once(d.scheduler, "frontend_gone", late=late)
+        d.scheduler.plan = lambda _now: []  # the request never ends by itself
+        landed = told(d.scheduler, "on_change", phase_is(KVPoll.SUCCESS))
         other = Front()
         other.join(p)
         other.join(d)
@@ -148,7 +148,7 @@ def test_a_step_that_cannot_be_planned_ends_what_is_there_and_not_the_loop(
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         [broken] = made.by_role(side)
         # With the job there, or there would be nobody to tell.
-        said = break_once(broken.role, method, lambda *_: bool(broken.role.jobs), late)
+        said = break_once(broken.scheduler, method, lambda *_: bool(broken.scheduler.requests), late)
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
         error = made.front.wait("bad", 10)[-1].error
         assert error is not None
@@ -165,12 +165,12 @@ def test_an_engine_that_breaks_on_a_late_request_does_not_end_the_loop() -> None
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         said = break_once(p.engine, "close")
-        p.role.plan = lambda _now: []  # it computes nothing: the request ends by its deadline
+        p.scheduler.plan = lambda _now: []  # it computes nothing: the request ends by its deadline
         made.front.submit("late", list(range(40)), p, d, max_tokens=9, budget_s=0.3)
         error = made.front.wait("late", 10)[-1].error
         assert error is not None
         made.assert_comes_to_rest()
-        del p.role.plan
+        del p.scheduler.plan
         sampling = made.front.submit("good", [1, 2, 3], p, d)
         assert made.front.tokens("good") == reference([1, 2, 3], sampling, VOCAB, 4)
         assert said
@@ -179,7 +179,7 @@ def test_an_engine_that_breaks_on_a_late_request_does_not_end_the_loop() -> None
 def test_every_instance_says_what_it_holds() -> None:
     with deployment(Role.PREFILL, Role.DECODE, http_port=0) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
-        d.role.plan = lambda _now: []  # it holds the request and computes nothing, so it cannot end
+        d.scheduler.plan = lambda _now: []  # it holds the request and computes nothing, so it cannot end
         made.front.submit("r", list(range(50)), p, d, max_tokens=700)
         while "r" not in made.front.outputs:
             assert not made.front.done["r"].wait(0.01)
@@ -201,16 +201,16 @@ def test_every_instance_says_what_it_holds() -> None:
 def test_what_is_wrong_is_said() -> None:
     with deployment(Role.PREFILL, Role.DECODE, http_port=0) as made:
         [d] = made.by_role(Role.DECODE)
-        [leaked] = d.role.pool.allocate(1)
+        [leaked] = d.scheduler.pool.allocate(1)
         state = look(d)
         assert state["at_rest"]
         assert any("used at rest" in problem for problem in state["problems"]), state
-        d.role.pool.release([leaked])
+        d.scheduler.pool.release([leaked])
         assert look(d)["problems"] == []
 
 
 def look(instance: Any) -> dict[str, Any]:
-    host, port = instance.door.address
+    host, port = instance.http.address
     answer = httpx.get(f"http://{host}:{port}/integrity", timeout=20)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())

@@ -14,7 +14,7 @@ from segue.core.control import Load
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll, TransferId
-from segue.engine.api import OnStored, SequenceResult, SequenceStep
+from segue.engine.base import OnStored, SequenceResult, SequenceStep
 from segue.handoff import events
 from segue.serve.leader import LOAD_INTERVAL_S, QUIET_S, Drain, Leader
 
@@ -129,9 +129,11 @@ class Clocked:
         return [SequenceResult(1, 8)]
 
 
-def leader_of(role: OneStep, clock: VirtualClock, step_s: float, told: list[tuple[float, int]]) -> Leader:
+def leader_of(
+    scheduler: OneStep, clock: VirtualClock, step_s: float, told: list[tuple[float, int]]
+) -> Leader:
     return Leader(
-        role,  # type: ignore[arg-type]
+        scheduler,  # type: ignore[arg-type]
         Clocked(clock, step_s),  # type: ignore[arg-type]
         limits=Limits(),
         clock=clock,

@@ -18,8 +18,8 @@ from deployment import Running
 from killable import NAME, Cluster, cluster, save_tokenizer
 
 from segue.core.types import Role
-from segue.engine.api import Engine
-from segue.engine.runner import load_engine
+from segue.engine.base import Engine
+from segue.engine.cpu_engine import load_engine
 from segue.transport.memory import Memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))

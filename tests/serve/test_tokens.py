@@ -16,8 +16,8 @@ from deployment import Deployment, deployment
 from segue.conn.manager import KVManager
 from segue.core.request import Usage
 from segue.core.types import Role
-from segue.engine.api import Engine
-from segue.engine.runner import load_engine
+from segue.engine.base import Engine
+from segue.engine.cpu_engine import load_engine
 from segue.serve.instance import Instance
 from segue.transport.memory import Memory
 
@@ -329,7 +329,7 @@ def test_retraction_keeps_the_tokens_equal(how: dict[str, Any], folder: Callable
     with deployment(*ONE_ONE, make_engine=make, chunk_tokens=64) as made:
         retracted = answer(made, asked, "r", 60, **how)
         [decode] = made.by_role(Role.DECODE)
-        assert decode.role.generation.retractions > 0, "the pool was too large to need one"
+        assert decode.scheduler.batch.retractions > 0, "the pool was too large to need one"
     greedy = generate(path, asked, 60)
     if not how:
         assert retracted == greedy
@@ -339,4 +339,4 @@ def test_retraction_keeps_the_tokens_equal(how: dict[str, Any], folder: Callable
         with deployment(*roles, make_engine=engines(path), chunk_tokens=64) as made:
             assert answer(made, asked, "r", 60, **how) == retracted
             for instance in made.by_role(Role.DECODE) + made.by_role(Role.UNIFIED):
-                assert instance.role.generation.retractions == 0, "this run was not undisturbed"
+                assert instance.scheduler.batch.retractions == 0, "this run was not undisturbed"

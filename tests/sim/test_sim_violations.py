@@ -23,9 +23,9 @@ from segue.core.request import Request, SamplingParams, Ticket, Usage
 from segue.core.types import KVPoll, LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Destination, Drained, Metadata
-from segue.roles.decode import DecodeRole
-from segue.roles.handoffs import Entry
-from segue.roles.job import Job
+from segue.roles.decode import DecodeScheduler
+from segue.roles.handoffs import RoleTransfer
+from segue.roles.request_state import RequestState
 from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.sim.datapath import ShmPath, TcpPath
 from segue.sim.deployment import Deployment
@@ -78,10 +78,10 @@ class Stage:
     def front(self) -> FrontNode:
         return self.deployment.fronts["front0"]
 
-    def job(self, node: KVNode) -> Job:
+    def job(self, node: KVNode) -> RequestState:
         """A request of the first frontend, in the tables of `node` as if it were served."""
         prefill, decode = LeaderId(self.prefill.me), LeaderId(self.decode.me)
-        job = Job(
+        job = RequestState(
             origin=self.front.me,
             request=Request(request_id="left", prompt=[1, 2], sampling=SamplingParams()),
             ticket=Ticket(room=self.transfer.room, attempt=0, prefill=prefill, decode=decode, budget_s=1.0),
@@ -90,7 +90,7 @@ class Stage:
             deadline=1e9,
             max_tokens=1,
         )
-        node.role.jobs[job.key] = job
+        node.scheduler.requests[job.key] = job
         return job
 
     def call(self) -> Call:
@@ -355,12 +355,12 @@ def full_before_it_was(stage: Stage) -> None:
 
 def stands_still(stage: Stage) -> None:
     job = stage.job(stage.decode)
-    stage.decode.role.generation.retracted.append((job, None))
+    stage.decode.scheduler.batch.retracted.append((job, None))
     stage.checks.nothing_to_do(stage.decode)
 
 
 def is_never_woken(stage: Stage) -> None:
-    stage.decode.role.generation.retracted.append((stage.job(stage.decode), None))
+    stage.decode.scheduler.batch.retracted.append((stage.job(stage.decode), None))
     stage.checks._stands(stage.decode)  # perhaps it is about to be
     stage.deployment.world.now += 1.0
     stage.checks._stands(stage.decode)
@@ -401,8 +401,8 @@ def left_behind(item: Callable[[Stage], Item]) -> Callable[[Stage], None]:
 
     def spoil(stage: Stage) -> None:
         job = stage.job(stage.decode)
-        role: Any = stage.decode.role
-        role.table._entries[stage.transfer] = Entry(job, None)  # type: ignore[arg-type]
+        scheduler: Any = stage.decode.scheduler
+        scheduler.table._transfers[stage.transfer] = RoleTransfer(job, None)  # type: ignore[arg-type]
         stage.checks.broken(stage.decode, item(stage))
 
     return spoil
@@ -510,8 +510,8 @@ def usage_does_not_add_up(stage: Stage) -> None:
 
 
 def too_many_jobs(stage: Stage) -> None:
-    role: Any = stage.decode.role
-    role.jobs = dict.fromkeys(range(10_000))
+    scheduler: Any = stage.decode.scheduler
+    scheduler.requests = dict.fromkeys(range(10_000))
     stage.checks._bounds(stage.decode)
 
 
@@ -643,16 +643,16 @@ def test_a_failure_that_a_retry_heals_needs_a_cause(monkeypatch: pytest.MonkeyPa
     )
     calm = scenario.only(frozenset(r.name for r in scenario.requests))
     assert not run_scenario(calm).failed
-    reserve, failed = DecodeRole._reserve, []
+    reserve, failed = DecodeScheduler._reserve, []
 
-    def fails_once(self: DecodeRole, job: Job) -> bool:
+    def fails_once(self: DecodeScheduler, job: RequestState) -> bool:
         if failed:
             return reserve(self, job)
         failed.append(job)
         self.fail(job, TransferFailed("spurious").info, self.table.get(job.transfer).handle.changed_at)  # type: ignore[union-attr]
         return False
 
-    monkeypatch.setattr(DecodeRole, "_reserve", fails_once)
+    monkeypatch.setattr(DecodeScheduler, "_reserve", fails_once)
     outcome = run_scenario(calm)
     assert (outcome.rule, "TRANSFER_FAILED without a cause" in outcome.text) == ("12", True)
 

@@ -21,7 +21,7 @@ from segue.core.limits import Limits
 from segue.core.settings import argv, nearest
 from segue.core.types import Role
 from segue.frontend.keys import read_keys
-from segue.serve.collector import for_good
+from segue.serve.gc import frozen_imports
 from segue.serve.host import this_host
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
 from segue.serve.supervisor import MARGIN_S, THREAD_VARIABLES, Supervisor, check_port
@@ -168,7 +168,7 @@ def frontend(args: argparse.Namespace) -> int:
         if not lifeline.supervised:
             check_port(config.host, config.port)
         logs.event(log, "config", **config.derived())
-        with for_good():
+        with frozen_imports():
             import uvloop
 
             from segue.cli.frontend import run as serve_http

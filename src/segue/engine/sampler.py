@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from segue.core.errors import Internal, InvalidRequest
 from segue.core.request import Grammar, SamplingParams, TokenLogprob
-from segue.engine.api import SequenceResult
+from segue.engine.base import SequenceResult
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

@@ -1,4 +1,4 @@
-"""The hand-offs of a role: which job each belongs to, until its pages are its own again."""
+"""The hand-offs of a role: which request each belongs to, until its pages are its own again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from segue.conn.handles import KVReceiver, KVSender
 from segue.core.errors import Internal, InvalidRequest
 from segue.core.types import TransferId
-from segue.roles.job import Job
+from segue.roles.request_state import RequestState
 
 
 class Handoffs(Protocol):
@@ -22,10 +22,10 @@ HandleT = TypeVar("HandleT", KVSender, KVReceiver)
 
 
 @dataclass(slots=True)
-class Entry(Generic[HandleT]):
-    """A hand-off and its job. The job may have ended; the entry lives until `Release`."""
+class RoleTransfer(Generic[HandleT]):
+    """A hand-off and its request. The request may have ended; the entry lives until `Release`."""
 
-    job: Job
+    state: RequestState
     handle: HandleT
     quarantined: bool = False
 
@@ -34,28 +34,28 @@ class HandoffTable(Generic[HandleT]):
     """One table, one key, one removal."""
 
     def __init__(self) -> None:
-        self._entries: dict[TransferId, Entry[HandleT]] = {}
+        self._transfers: dict[TransferId, RoleTransfer[HandleT]] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._transfers)
 
-    def check_free(self, job: Job) -> None:
+    def check_free(self, state: RequestState) -> None:
         """Raises InvalidRequest if another request has this very room, attempt and pair."""
-        if job.transfer in self._entries:
+        if state.transfer in self._transfers:
             raise InvalidRequest(
-                f"room {job.ticket.room}, attempt {job.ticket.attempt} is in use; "
+                f"room {state.ticket.room}, attempt {state.ticket.attempt} is in use; "
                 "each request needs a room of its own",
-                room=job.ticket.room,
+                room=state.ticket.room,
             )
 
-    def add(self, job: Job, handle: HandleT) -> None:
+    def add(self, state: RequestState, handle: HandleT) -> None:
         """Raises Internal if the transfer is there already."""
-        if job.transfer in self._entries:
-            raise Internal(f"transfer {job.transfer} is in use", room=job.ticket.room)
-        self._entries[job.transfer] = Entry(job, handle)
+        if state.transfer in self._transfers:
+            raise Internal(f"transfer {state.transfer} is in use", room=state.ticket.room)
+        self._transfers[state.transfer] = RoleTransfer(state, handle)
 
-    def get(self, transfer: TransferId) -> Entry[HandleT] | None:
-        return self._entries.get(transfer)
+    def get(self, transfer: TransferId) -> RoleTransfer[HandleT] | None:
+        return self._transfers.get(transfer)
 
     def remove(self, transfer: TransferId) -> None:
-        del self._entries[transfer]
+        del self._transfers[transfer]

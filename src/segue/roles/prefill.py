@@ -15,50 +15,50 @@ from msgspec.structs import replace
 from segue.conn.handles import Change, KVSender
 from segue.core.errors import ErrorCode, ErrorInfo, Internal, InvalidRequest
 from segue.core.types import KVPoll, Span, TransferId
-from segue.engine.api import SequenceResult, SequenceStep
+from segue.engine.base import SequenceResult, SequenceStep
 from segue.handoff import events
 from segue.handoff.messages import Metadata
-from segue.roles.base import Desk
 from segue.roles.handoffs import Handoffs, HandoffTable
-from segue.roles.job import Job
-from segue.roles.kept import KeptPrompts
-from segue.roles.prompts import Prompts
+from segue.roles.prefill_queue import PrefillQueue
+from segue.roles.request_state import RequestState
+from segue.roles.retained_prompts import RetainedPrompts
+from segue.roles.scheduler import Scheduler
 
 #: After these, what was computed is not to be trusted: it is computed again.
 _DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
 
 
-class PrefillRole(Desk):
+class PrefillScheduler(Scheduler):
     """See the module's text. `handoffs` makes the senders."""
 
     def __init__(self, *args: Any, handoffs: Handoffs, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.handoffs = handoffs
         self.table: HandoffTable[KVSender] = HandoffTable()
-        self.prompts = Prompts(self, self._send_cached)
-        self.kept = KeptPrompts()
+        self.queue = PrefillQueue(self, self._send_cached)
+        self.retained = RetainedPrompts()
         self._steps: list[SequenceStep] = []
         #: the steps of the running forward whose chunks have not been sent yet
         self._unsent: dict[int, SequenceStep] = {}
 
-    # ---- the door ----------------------------------------------------------------------------
+    # ---- admission ----------------------------------------------------------------------------
 
-    def _admit(self, job: Job, now: float) -> None:
-        if job.ticket.prefill.incarnation != self.me or job.ticket.prefill.dp_rank != self.dp_rank:
+    def _admit(self, state: RequestState, now: float) -> None:
+        if state.ticket.prefill.incarnation != self.me or state.ticket.prefill.dp_rank != self.dp_rank:
             raise InvalidRequest("the ticket names another prefill replica")
-        self.table.check_free(job)
-        sender = self.handoffs.sender(job.transfer)
-        self.table.add(job, sender)
-        job.enter("bootstrap", now)
-        sender.init(len(job.prompt), job.deadline - now)
+        self.table.check_free(state)
+        sender = self.handoffs.sender(state.transfer)
+        self.table.add(state, sender)
+        state.enter("bootstrap", now)
+        sender.init(len(state.prompt), state.deadline - now)
 
-    def _drop(self, job: Job, error: ErrorInfo | None, now: float) -> None:
-        self.prompts.remove(job)
+    def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
+        self.queue.remove(state)
         if error is not None and error.retryable and error.code not in _DOUBTS:
-            self._keep(job, now)
-        entry = self.table.get(job.transfer)
-        if entry is None or entry.job is not job:
-            self.pool.release(job.pages)
+            self._keep(state, now)
+        entry = self.table.get(state.transfer)
+        if entry is None or entry.state is not state:
+            self.pool.release(state.pages)
             return
         # The pages stay until `Release`: the transport may still be reading them.
         if error is not None:
@@ -66,52 +66,52 @@ class PrefillRole(Desk):
 
     # ---- a new attempt after a failed one ----------------------------------------------------
 
-    def _keep(self, job: Job, now: float) -> None:
-        """What `job` has computed stays for the attempt that may follow: its whole pages in the prefix
+    def _keep(self, state: RequestState, now: float) -> None:
+        """What `state` has computed stays for the attempt that may follow: its whole pages in the prefix
         tree, the rest aside. Pressure evicts the pages, as any others there."""
-        self.remember(job, job.computed)
-        if job.metadata is None or job.sampling.prompt_logprobs is not None:
+        self.remember(state, state.computed)
+        if state.metadata is None or state.sampling.prompt_logprobs is not None:
             return
-        whole, rest = divmod(len(job.prompt), self.pool.page_tokens)
+        whole, rest = divmod(len(state.prompt), self.pool.page_tokens)
         tail = None
         if rest:
-            pages = job.pages[whole : whole + 1]
-            tail = self.attempt("copy_out", job, now, self.engine.copy_out, pages)
+            pages = state.pages[whole : whole + 1]
+            tail = self.attempt("copy_out", state, now, self.engine.copy_out, pages)
             if tail is None:
                 return
-        self.kept.put(job, job.metadata, tail)
+        self.retained.put(state, state.metadata, tail)
 
-    def _resume(self, job: Job, now: float) -> bool:
-        """Answer `job` from what an earlier attempt computed, without a forward. False if that is gone."""
-        kept = self.kept.take(job)
-        if kept is None:
+    def _resume(self, state: RequestState, now: float) -> bool:
+        """Answer `state` from what an earlier attempt computed, without a forward. False if that is gone."""
+        retained = self.retained.take(state)
+        if retained is None:
             return False
-        size, tokens = self.pool.page_tokens, len(job.prompt)
-        match = self.tree.match(job.prompt[: tokens // size * size])
+        size, tokens = self.pool.page_tokens, len(state.prompt)
+        match = self.tree.match(state.prompt[: tokens // size * size])
         tail: list[int] | None = None
         if match.tokens == tokens // size * size:
-            tail = self.take_pages(1, after=match.pages[-1] if match.pages else None) if kept.tail else []
+            tail = self.take_pages(1, after=match.pages[-1] if match.pages else None) if retained.tail else []
         if tail is None:
             self.pool.release(match.pages)
             return False
         try:
-            if kept.tail is not None:
-                self.engine.copy_in(kept.tail, tail)
+            if retained.tail is not None:
+                self.engine.copy_in(retained.tail, tail)
         except Exception as exc:  # the boundary: what was kept is no help then, and nothing else is lost
-            self.bugs.append((f"copy_in of what was kept for room {job.ticket.room}", exc))
+            self.bugs.append((f"copy_in of what was kept for room {state.ticket.room}", exc))
             self.pool.release(match.pages + tail)
             return False
-        job.pages = match.pages + tail
-        job.cached = job.computed = tokens
-        job.enter("in_flight", now)
-        job.metadata = replace(
-            kept.metadata,
-            transfer=job.transfer,
+        state.pages = match.pages + tail
+        state.cached = state.computed = tokens
+        state.enter("in_flight", now)
+        state.metadata = replace(
+            retained.metadata,
+            transfer=state.transfer,
             prefill_cached=tokens,
             computed=0,
-            timeline=self._times(job) | {"at_forward_end": now},
+            timeline=self._times(state) | {"at_forward_end": now},
         )
-        self._sender(job.transfer).send(Span(0, tokens), job.pages, job.metadata)
+        self._sender(state.transfer).send(Span(0, tokens), state.pages, state.metadata)
         return True
 
     # ---- the hand-off ------------------------------------------------------------------------
@@ -121,27 +121,27 @@ class PrefillRole(Desk):
         entry = self.table.get(change.transfer)
         if entry is None:
             return
-        job = entry.job
+        state = entry.state
         match change:
             case events.Phase(phase=KVPoll.WAITING_FOR_INPUT):
-                if not job.ended:
-                    job.enter("queue", now)
-                    if not self._resume(job, now):
-                        self.prompts.add(job)
+                if not state.ended:
+                    state.enter("queue", now)
+                    if not self._resume(state, now):
+                        self.queue.add(state)
             case events.Phase(phase=KVPoll.FAILED):
-                self.fail(job, change.error or Internal("failed without a reason").info, now)
+                self.fail(state, change.error or Internal("failed without a reason").info, now)
             case events.Phase(phase=KVPoll.SUCCESS):
-                self.end(job, None, now)
+                self.end(state, None, now)
             case events.Release():
-                self.pool.release(job.pages)
-                job.pages = []
+                self.pool.release(state.pages)
+                state.pages = []
                 self.table.remove(change.transfer)
                 entry.handle.clear()
             case _:
                 pass
 
-    def _send_cached(self, job: Job, span: Span) -> None:
-        self._sender(job.transfer).send(span, job.pages)
+    def _send_cached(self, state: RequestState, span: Span) -> None:
+        self._sender(state.transfer).send(span, state.pages)
 
     def _sender(self, transfer: TransferId) -> KVSender:
         entry = self.table.get(transfer)
@@ -154,77 +154,77 @@ class PrefillRole(Desk):
     def advance(self, now: float) -> None:
         """Timers."""
         self.expire(now)
-        self.kept.expire(now)
+        self.retained.expire(now)
 
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward: chunks of prompts whose destination is known."""
-        self._steps = self.prompts.plan(self.chunk_tokens, now)
+        self._steps = self.queue.plan(self.chunk_tokens, now)
         self._unsent = {step.seq_id: step for step in self._steps}
         return self._steps
 
     def stored(self, seq_ids: Collection[int]) -> None:
         """Send the chunks of these sequences while the forward ends and the first token is drawn."""
         for seq_id in seq_ids:
-            step, job = self._unsent.pop(seq_id, None), self.by_seq.get(seq_id)
-            if step is not None and job is not None:
-                self._sender(job.transfer).send(step.span, job.pages)
+            step, state = self._unsent.pop(seq_id, None), self.by_seq.get(seq_id)
+            if step is not None and state is not None:
+                self._sender(state.transfer).send(step.span, state.pages)
 
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
         """Send what is left of the chunks that the forward computed, and the metadata with the last ones."""
         by_seq = {r.seq_id: r for r in results}
         for step in self._steps:
-            job = self.by_seq.get(step.seq_id)
-            if job is None:
+            state = self.by_seq.get(step.seq_id)
+            if state is None:
                 continue
             result = by_seq.get(step.seq_id)
             if result is not None and result.error is not None:
-                self.fail(job, Internal(result.error).info, now)
+                self.fail(state, Internal(result.error).info, now)
                 continue
-            self.prompts.complete(job, step, result)
+            self.queue.complete(state, step, result)
             self.stored((step.seq_id,))
             if step.sample:
                 if result is None or result.token is None:
-                    self.fail(job, Internal("the engine returned no first token").info, now)
+                    self.fail(state, Internal("the engine returned no first token").info, now)
                     continue
-                job.metadata = self._metadata(job, result, result.token, now)
-                self._sender(job.transfer).finish(job.metadata)
-                self.remember(job, len(job.prompt))
+                state.metadata = self._metadata(state, result, result.token, now)
+                self._sender(state.transfer).finish(state.metadata)
+                self.remember(state, len(state.prompt))
         self._steps = []
 
-    def _metadata(self, job: Job, result: SequenceResult, token: int, now: float) -> Metadata:
-        job.enter("in_flight", now)
+    def _metadata(self, state: RequestState, result: SequenceResult, token: int, now: float) -> Metadata:
+        state.enter("in_flight", now)
         return Metadata(
-            transfer=job.transfer,
-            prompt_tokens=len(job.prompt),
+            transfer=state.transfer,
+            prompt_tokens=len(state.prompt),
             first_token=token,
-            prompt_hash=job.prompt_hash,
+            prompt_hash=state.prompt_hash,
             first_logprob=result.logprob,
-            prompt_logprobs=job.prompt_logprobs or None,
-            prefill_cached=job.cached,
-            computed=len(job.prompt) - job.cached,
-            timeline=self._times(job) | {"at_forward_end": now},
+            prompt_logprobs=state.prompt_logprobs or None,
+            prefill_cached=state.cached,
+            computed=len(state.prompt) - state.cached,
+            timeline=self._times(state) | {"at_forward_end": now},
         )
 
-    def _times(self, job: Job) -> dict[str, float]:
-        return {name: job.timeline.get(name, 0.0) for name in ("queue", "bootstrap", "prefill")}
+    def _times(self, state: RequestState) -> dict[str, float]:
+        return {name: state.timeline.get(name, 0.0) for name in ("queue", "bootstrap", "prefill")}
 
     def check_integrity(self) -> None:
-        """See `Desk.check_integrity`."""
+        """See `Scheduler.check_integrity`."""
         super().check_integrity()
-        self.kept.check_integrity()
+        self.retained.check_integrity()
 
     # ---- what others see ---------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         """Nothing is queued, running or in flight."""
-        return not self.jobs and not len(self.table)
+        return not self.requests and not len(self.table)
 
     def _running(self) -> int:
-        return len(self.prompts.running)
+        return len(self.queue.running)
 
     def _tokens(self) -> int:
-        return sum(len(j.prompt) - j.computed for j in self.jobs.values())
+        return sum(len(j.prompt) - j.computed for j in self.requests.values())
 
     def _counts(self) -> dict[str, int]:
-        return {**super()._counts(), "handoffs": len(self.table), "prompts": len(self.prompts)}
+        return {**super()._counts(), "handoffs": len(self.table), "prompts": len(self.queue)}

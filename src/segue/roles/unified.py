@@ -8,18 +8,18 @@ from typing import Any
 from segue.conn.handles import Change
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest
 from segue.core.types import Span
-from segue.engine.api import SequenceResult, SequenceStep
-from segue.roles.base import Desk
-from segue.roles.generation import Generation, by_sequence, first_usage
-from segue.roles.job import Job
-from segue.roles.prompts import Prompts
+from segue.engine.base import SequenceResult, SequenceStep
+from segue.roles.prefill_queue import PrefillQueue
+from segue.roles.request_state import RequestState
+from segue.roles.running_batch import RunningBatch, by_sequence, first_usage
+from segue.roles.scheduler import Scheduler
 
 
-class UnifiedRole(Desk):
+class UnifiedScheduler(Scheduler):
     """Each step runs one token of every generating sequence and a chunk of waiting prompts.
 
     While a sequence is retracted no prompt starts, but one that has its pages goes on: it would hold them
-    for ever. So something always moves while there is a job, and the tokens that are still to be computed
+    for ever. So something always moves while there is a request, and the tokens that are still to be computed
     (retraction loses none) grow fewer with each step:
 
     - a half-computed prompt has all its pages, and its next chunk needs nothing else;
@@ -31,23 +31,23 @@ class UnifiedRole(Desk):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.prompts = Prompts(self, self._cached)
-        self.generation = Generation(self)
+        self.queue = PrefillQueue(self, self._cached)
+        self.batch = RunningBatch(self)
         self._chunks: list[SequenceStep] = []
 
-    def _cached(self, job: Job, span: Span) -> None:
+    def _cached(self, state: RequestState, span: Span) -> None:
         """Nobody has to be told: the pages are where they are needed."""
 
-    def _admit(self, job: Job, now: float) -> None:
-        if job.ticket.decode.incarnation != self.me:
+    def _admit(self, state: RequestState, now: float) -> None:
+        if state.ticket.decode.incarnation != self.me:
             raise InvalidRequest("the ticket names another instance")
-        self.prompts.add(job)
+        self.queue.add(state)
 
-    def _drop(self, job: Job, error: ErrorInfo | None, now: float) -> None:
-        self.prompts.remove(job)
-        self.generation.remove(job)
-        self.pool.release(job.pages)
-        job.pages = []
+    def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
+        self.queue.remove(state)
+        self.batch.remove(state)
+        self.pool.release(state.pages)
+        state.pages = []
 
     def on_change(self, change: Change, now: float) -> None:
         """A unified instance has no hand-offs."""
@@ -59,9 +59,9 @@ class UnifiedRole(Desk):
 
     def plan(self, now: float) -> list[SequenceStep]:
         """Generating sequences first, then prompt chunks with what is left of the token budget."""
-        steps = self.generation.plan(now)
-        start = not self.generation.retracted
-        self._chunks = self.prompts.plan(self.chunk_tokens - len(steps), now, start=start)
+        steps = self.batch.plan(now)
+        start = not self.batch.retracted
+        self._chunks = self.queue.plan(self.chunk_tokens - len(steps), now, start=start)
         return steps + self._chunks
 
     def stored(self, seq_ids: Collection[int]) -> None:
@@ -72,37 +72,37 @@ class UnifiedRole(Desk):
         by_seq = by_sequence(results)
         chunks, self._chunks = self._chunks, []
         for step in chunks:
-            job = self.by_seq.get(step.seq_id)
+            state = self.by_seq.get(step.seq_id)
             result = by_seq.pop(step.seq_id, None)
-            if job is None:
+            if state is None:
                 continue
             if result is not None and result.error is not None:
-                self.fail(job, Internal(result.error).info, now)
+                self.fail(state, Internal(result.error).info, now)
                 continue
-            self.prompts.complete(job, step, result)
+            self.queue.complete(state, step, result)
             if not step.sample:
                 continue
-            self.remember(job, len(job.prompt))
+            self.remember(state, len(state.prompt))
             if result is None or result.token is None:
-                self.fail(job, Internal("the engine returned no first token").info, now)
+                self.fail(state, Internal("the engine returned no first token").info, now)
                 continue
-            job.usage = first_usage(len(job.request.prompt), 0, job.cached)
-            self.generation.start(job, result.token, result.logprob, now)
+            state.usage = first_usage(len(state.request.prompt), 0, state.cached)
+            self.batch.start(state, result.token, result.logprob, now)
         for seq_id, result in by_seq.items():
-            if (job := self.by_seq.get(seq_id)) is not None:
-                self.generation.complete(job, result, now)
+            if (state := self.by_seq.get(seq_id)) is not None:
+                self.batch.complete(state, result, now)
 
     @property
     def idle(self) -> bool:
         """Nothing is queued or running."""
-        return not self.jobs
+        return not self.requests
 
     def _running(self) -> int:
-        return len(self.generation.running) + len(self.prompts.running)
+        return len(self.batch.running) + len(self.queue.running)
 
     def _counts(self) -> dict[str, int]:
         return {
             **super()._counts(),
-            "prompts": len(self.prompts),
-            "generation": len(self.generation),
+            "prompts": len(self.queue),
+            "generation": len(self.batch),
         }

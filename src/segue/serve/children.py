@@ -136,7 +136,7 @@ class Child:
         except ProcessLookupError:
             pass  # it ended between the look and the signal
 
-    def epitaph(self) -> str:
+    def exit_text(self) -> str:
         """How it ended, in words."""
         status = self.exited.result()
         if status >= 0:

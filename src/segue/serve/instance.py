@@ -1,7 +1,7 @@
 """One instance as a process: model, role, leader loop, sessions, registry; from start to drain.
 
 The main thread runs the leader; the I/O thread (`conn.io`) runs sessions, transports' events, the
-registry client and the instance's HTTP door. The registry was found before (`serve.registry`).
+registry client and the instance's HTTP server. The registry was found before (`serve.registry`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from segue.conn.manager import KVManager
 from segue.core.config import InstanceConfig
 from segue.core.errors import SegueError
 from segue.core.types import ChecksumMode, Incarnation, Role, new_incarnation
-from segue.engine.api import Engine
+from segue.engine.base import Engine
 from segue.engine.pages import PagePool
-from segue.roles.base import Role as RoleLogic
-from segue.roles.decode import DecodeRole
-from segue.roles.prefill import PrefillRole
-from segue.roles.unified import UnifiedRole
-from segue.serve.collector import for_good
+from segue.roles.decode import DecodeScheduler
+from segue.roles.prefill import PrefillScheduler
+from segue.roles.scheduler import Scheduler
+from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import ControlHost, FrontendSessions, Host
-from segue.serve.door import Facts, open_door
+from segue.serve.gc import frozen_imports
+from segue.serve.http import InstanceStatus, start_http
 from segue.serve.integrity import look
 from segue.serve.leader import Drain, Leader
 from segue.serve.registry import look as look_for_registry
@@ -75,13 +75,13 @@ class Instance:
         }
         if config.role is Role.UNIFIED:
             self.host = self._control_host()
-            self.role: RoleLogic = UnifiedRole(engine, pool, **common)
+            self.scheduler: Scheduler = UnifiedScheduler(engine, pool, **common)
         else:
             self.host = manager = self._kv_manager(memory)
-            make = PrefillRole if config.role is Role.PREFILL else DecodeRole
-            self.role = make(engine, pool, handoffs=manager, **common)
+            make = PrefillScheduler if config.role is Role.PREFILL else DecodeScheduler
+            self.scheduler = make(engine, pool, handoffs=manager, **common)
         self.leader = Leader(
-            self.role,
+            self.scheduler,
             engine,
             limits=self.limits,
             clock=MonotonicClock(),
@@ -92,7 +92,7 @@ class Instance:
         self._stack = AsyncExitStack()
         self._stop = asyncio.Event()
         self._registry: Registry | None = None
-        self.door: GuardedServer | None = None
+        self.http: GuardedServer | None = None
         #: Why this instance leaves, if something failed that it cannot be without.
         self.failure: SegueError | None = None
 
@@ -160,15 +160,15 @@ class Instance:
         if isinstance(self.host, KVManager) and config.role is Role.DECODE:
             self._spawn(self._follow_prefill(registry, self.host), "watch")
         if config.http_port is not None:
-            self.door = open_door(self._facts(), config.host, config.http_port, self.limits.handshake_s)
-            self._stack.push_async_callback(self.door.stop)
-            self._spawn(self.door.ended(), "the http door")
-            log.info("http door at %s:%d", *self.door.address)
+            self.http = start_http(self._status(), config.host, config.http_port, self.limits.handshake_s)
+            self._stack.push_async_callback(self.http.stop)
+            self._spawn(self.http.ended(), "the HTTP server")
+            log.info("http server at %s:%d", *self.http.address)
         return True
 
-    def _facts(self) -> Facts:
+    def _status(self) -> InstanceStatus:
         host, config = self.host, self.config
-        return Facts(
+        return InstanceStatus(
             about={
                 "disaggregation_mode": config.role.value,
                 "served_model_name": config.served_model,
@@ -192,7 +192,7 @@ class Instance:
             model=self.model,
             served_model=self.config.served_model,
             # What every request gets that is accepted: no sequence is longer than the pool.
-            context_tokens=self.role.room_tokens,
+            context_tokens=self.scheduler.room_tokens,
             source=self.config.model,
             replicas=[ReplicaRecord(dp_rank=0, host=self.config.peer_host, port=port)],
         )
@@ -277,10 +277,10 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
     The first SIGINT or SIGTERM drains, the second ends the process at once. `on_ready` is called
     with the instance's control address once it is registered.
     """
-    with for_good():
+    with frozen_imports():
         # Most of it is imported by transformers only while it loads a model: here it costs less.
         importlib.import_module("transformers.modeling_utils")
-        from segue.engine.runner import load_engine
+        from segue.engine.cpu_engine import load_engine
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     engine = load_engine(

@@ -7,9 +7,9 @@ import asyncio
 from segue.core.errors import DeadlineExceeded, Draining
 from segue.core.types import Incarnation
 from segue.observe.integrity import NodeState, busy, process_facts
-from segue.roles.base import Role as RoleLogic
+from segue.roles.scheduler import Scheduler
 from segue.serve.control import Host
-from segue.serve.leader import Ask, Leader
+from segue.serve.leader import Inspect, Leader
 
 #: A leader answers between two steps; one that does not in this time is stuck.
 ANSWER_S = 10.0
@@ -29,11 +29,11 @@ async def look(leader: Leader, host: Host, *, role: str, me: Incarnation) -> Nod
         if not answer.done():
             answer.set_result(seen)
 
-    def question(logic: RoleLogic) -> None:
-        seen = _of_role(logic)
+    def inspect(scheduler: Scheduler) -> None:
+        seen = _of_scheduler(scheduler)
         loop.call_soon_threadsafe(tell, seen)
 
-    leader.inbox.put(Ask(question))
+    leader.inbox.put(Inspect(inspect))
     try:
         tables, pages, problems = await asyncio.wait_for(answer, ANSWER_S)
     except TimeoutError:
@@ -59,13 +59,13 @@ async def look(leader: Leader, host: Host, *, role: str, me: Incarnation) -> Nod
     )
 
 
-def _of_role(logic: RoleLogic) -> _Seen:
+def _of_scheduler(scheduler: Scheduler) -> _Seen:
     problems = []
     try:
-        logic.check_integrity()
+        scheduler.check_integrity()
     except AssertionError as error:
-        problems.append(str(error) or "an integrity check of the role failed")
-    load = logic.load()
+        problems.append(str(error) or "an integrity check of the scheduler failed")
+    load = scheduler.load()
     used = load.pages_total - load.pages_free - load.pages_quarantined
     pages = {
         "total": load.pages_total,
@@ -73,4 +73,4 @@ def _of_role(logic: RoleLogic) -> _Seen:
         "used": used,
         "quarantined": load.pages_quarantined,
     }
-    return logic.sizes(), pages, problems
+    return scheduler.sizes(), pages, problems

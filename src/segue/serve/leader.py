@@ -1,6 +1,6 @@
 """The leader: one loop per replica that decides everything, and never blocks on I/O.
 
-Drain the inbox, let the role decide, run one forward, hand the results back, send what came out.
+Drain the inbox, let the scheduler decide, run one forward, hand the results back, send what came out.
 Sockets belong to the I/O thread (`conn.io`); it puts what arrives into the inbox, which wakes the
 loop at once. So a replica's decisions are made in one place, in one order.
 """
@@ -19,9 +19,9 @@ from segue.core.errors import ErrorInfo, Internal, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll
-from segue.engine.api import Engine, SequenceStep
+from segue.engine.base import Engine, SequenceStep
 from segue.handoff import events
-from segue.roles.base import Role
+from segue.roles.scheduler import Scheduler
 
 log = logging.getLogger("segue.leader")
 
@@ -53,13 +53,13 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Run `question` on the leader's thread (health, integrity, tests)."""
+class Inspect:
+    """Run `look` on the leader's thread (health, integrity, tests)."""
 
-    question: Callable[[Role], None]
+    look: Callable[[Scheduler], None]
 
 
-Item = FromFrontend | FrontendGone | Change | Drain | Ask
+Item = FromFrontend | FrontendGone | Change | Drain | Inspect
 
 
 def _kind(item: Item) -> str:
@@ -72,7 +72,7 @@ class Leader:
 
     def __init__(
         self,
-        role: Role,
+        scheduler: Scheduler,
         engine: Engine,
         *,
         limits: Limits,
@@ -80,7 +80,7 @@ class Leader:
         send: Callable[[Incarnation, list[Output]], None],
         report: Callable[[Load], None],
     ) -> None:
-        self.role = role
+        self.scheduler = scheduler
         self.engine = engine
         self.limits = limits
         self.clock = clock
@@ -120,8 +120,10 @@ class Leader:
         failures) leaves before it."""
         self._take(block=False)
         now, steps, answers = self.clock.now(), list[SequenceStep](), -1
-        while not steps and len(self.role.outbox) != answers:
-            answers = len(self.role.outbox)  # what ends while a step is planned gives its pages to others
+        while not steps and len(self.scheduler.outbox) != answers:
+            answers = len(
+                self.scheduler.outbox
+            )  # what ends while a step is planned gives its pages to others
             steps = self._plan(now)
         self._flush()
         if now >= self._report_at and (steps or now >= self._quiet_until):
@@ -130,22 +132,22 @@ class Leader:
 
     def _plan(self, now: float) -> list[SequenceStep]:
         try:
-            self.role.advance(now)
-            return self.role.plan(now)
+            self.scheduler.advance(now)
+            return self.scheduler.plan(now)
         except Exception as exc:  # the boundary: a step that cannot be planned must not end the replica
             log.exception("the next step was not planned")
-            self.role.fail_all(Internal(f"a bug while planning a step: {exc!r}").info, now)
+            self.scheduler.fail_all(Internal(f"a bug while planning a step: {exc!r}").info, now)
             return []
 
     def step(self, steps: Sequence[SequenceStep]) -> None:
         """Run the forward that was decided, and send what came of it."""
         self.steps += 1
         try:
-            self.role.complete(self.engine.step(steps, self.role.stored), self.clock.now())
+            self.scheduler.complete(self.engine.step(steps, self.scheduler.stored), self.clock.now())
         except Exception as exc:  # the boundary: one bad step must not end the replica
             log.exception("a step failed sequences=%d", len(steps))
             error = exc.info if isinstance(exc, SegueError) else Internal(f"the step failed: {exc!r}").info
-            self.role.step_failed(steps, error, self.clock.now())
+            self.scheduler.step_failed(steps, error, self.clock.now())
         self._flush()
         self._quiet_until = self.clock.now() + QUIET_S
 
@@ -161,7 +163,7 @@ class Leader:
 
     def patience_s(self) -> float | None:
         """How long the loop may sleep: until the next deadline, or for ever if there is none."""
-        deadlines = [d for d in (self.role.next_deadline(), self._drain_until) if d is not None]
+        deadlines = [d for d in (self.scheduler.next_deadline(), self._drain_until) if d is not None]
         if self._unreported:
             deadlines.append(max(self._report_at, self._quiet_until))
         return max(0.0, min(deadlines) - self.clock.now()) if deadlines else None
@@ -172,19 +174,19 @@ class Leader:
         try:
             match item:
                 case FromFrontend(origin, Submit() as submit):
-                    self.role.submit(origin, submit, now)
+                    self.scheduler.submit(origin, submit, now)
                 case FromFrontend(origin, Cancel() as cancel):
-                    self.role.cancel(origin, cancel.request_id, cancel.reason, now)
+                    self.scheduler.cancel(origin, cancel.request_id, cancel.reason, now)
                 case FrontendGone(origin, error):
-                    self.role.frontend_gone(origin, error, now)
+                    self.scheduler.frontend_gone(origin, error, now)
                 case Drain():
-                    self.role.drain()
+                    self.scheduler.drain()
                     if self._drain_until is None:
                         self._drain_until = now + self.limits.drain_s
-                case Ask(question):
-                    question(self.role)
+                case Inspect(look):
+                    look(self.scheduler)
                 case events.Phase() | events.Release() | events.Quarantined():
-                    self.role.on_change(item, now)
+                    self.scheduler.on_change(item, now)
         except Exception as exc:  # the boundary: one request's failure never changes another's outcome
             log.exception("an item was not handled kind=%s", type(item).__name__)
             self._broken(item, Internal(f"a bug while handling {_kind(item)}: {exc!r}").info, now)
@@ -198,15 +200,15 @@ class Leader:
         try:
             match item:
                 case FromFrontend(origin, Submit() as submit):
-                    self.role.broken(origin, submit.request.request_id, error, now)
+                    self.scheduler.broken(origin, submit.request.request_id, error, now)
                 case FromFrontend(origin, Cancel() as cancel):
-                    self.role.broken(origin, cancel.request_id, error, now)
+                    self.scheduler.broken(origin, cancel.request_id, error, now)
                 case events.Phase():
-                    self.role.broken_handoff(item.transfer, error, now)
+                    self.scheduler.broken_handoff(item.transfer, error, now)
                 case events.Release() | events.Quarantined():
-                    self.role.on_change(item, now)
+                    self.scheduler.on_change(item, now)
                 case FrontendGone(origin, reason):
-                    self.role.frontend_gone(origin, reason, now)
+                    self.scheduler.frontend_gone(origin, reason, now)
                 case _:
                     pass  # it belongs to no single request
         except Exception:  # the same bug again: the frontend has its answer, the log the rest
@@ -216,20 +218,20 @@ class Leader:
         """Everything has ended after a `Drain`, or its time is up."""
         if self._drain_until is None:
             return False
-        if self.role.idle:
+        if self.scheduler.idle:
             return True
         if self.clock.now() >= self._drain_until:
-            log.warning("leaving with unfinished requests: %s", self.role.sizes())
+            log.warning("leaving with unfinished requests: %s", self.scheduler.sizes())
             return True
         return False
 
     # ---- what goes out -----------------------------------------------------------------------
 
     def _flush(self) -> None:
-        bugs, self.role.bugs = self.role.bugs, []
+        bugs, self.scheduler.bugs = self.scheduler.bugs, []
         for what, bug in bugs:
             log.error("the engine broke at %s", what, exc_info=bug)
-        outbox, self.role.outbox = self.role.outbox, []
+        outbox, self.scheduler.outbox = self.scheduler.outbox, []
         by_frontend: dict[Incarnation, list[Output]] = {}
         for origin, output in outbox:
             by_frontend.setdefault(origin, []).append(output)
@@ -239,7 +241,7 @@ class Leader:
 
     def _tell_load(self, now: float) -> None:
         self._report_at, self._unreported = now + LOAD_INTERVAL_S, False
-        load = self.role.load()
+        load = self.scheduler.load()
         if load != self._reported:
             self._reported = load
             self._report(load)

@@ -1,7 +1,7 @@
 """`segue serve`: a whole deployment as one process tree, of which nothing outlives the supervisor.
 
 The supervisor runs the registry itself and starts every instance and the frontend as a child
-process. It restarts nothing: a child that dies is reported with its last words, and the service
+process. It restarts nothing: a child that dies is reported with its last lines, and the service
 goes on with what is left or ends. Children hang on a lifeline pipe, so they leave even if the
 supervisor is killed.
 """
@@ -246,7 +246,7 @@ class Supervisor:
         if child.alive:
             return Outcome(1, f"{child.name} closed its report pipe without a report")
         last = child.last_lines[-1] if child.last_lines else "it wrote nothing"
-        return Outcome(1, f"{child.name} ended during the start with {child.epitaph()}: {last}")
+        return Outcome(1, f"{child.name} ended during the start with {child.exit_text()}: {last}")
 
     # ---- serve -------------------------------------------------------------------------------
 
@@ -258,22 +258,22 @@ class Supervisor:
         try:
             while True:
                 for child in gone:
-                    self._mourn(child)
+                    self._log_exit(child)
                 if (missing := self._missing()) is not None:
                     return Outcome(1, f"nothing can serve any more: no {missing} is left")
                 done, _ = await asyncio.wait({stop, *alive}, return_when=asyncio.FIRST_COMPLETED)
                 gone = [alive.pop(task) for task in list(alive) if task in done]
                 if stop in done:
                     for child in gone:
-                        self._mourn(child)
+                        self._log_exit(child)
                     return None
         finally:
             stop.cancel()
 
-    def _mourn(self, child: Child) -> None:
-        log.error("event=died child=%s how=%r; it is not restarted", child.name, child.epitaph())
+    def _log_exit(self, child: Child) -> None:
+        log.error("event=died child=%s how=%r; it is not restarted", child.name, child.exit_text())
         for line in child.last_lines:
-            log.error("event=last_words child=%s line=%r", child.name, line)
+            log.error("event=last_lines child=%s line=%r", child.name, line)
 
     def _missing(self) -> Role | None:
         """The role without which no request completes and of which nobody is alive."""
@@ -286,11 +286,11 @@ class Supervisor:
     # ---- end ---------------------------------------------------------------------------------
 
     async def _drain(self) -> bool:
-        """The door first, then who computes; True if all left by themselves."""
+        """The frontend first, then who computes; True if all left by themselves."""
         patience_s = self.config.limit.drain_s + MARGIN_S
-        doors = [c for c in self.children if c.plan.role is Role.FRONTEND]
+        frontends = [c for c in self.children if c.plan.role is Role.FRONTEND]
         others = [c for c in self.children if c.plan.role is not Role.FRONTEND]
-        clean = await self._leave(doors, patience_s)
+        clean = await self._leave(frontends, patience_s)
         return await self._leave(others, patience_s) and clean
 
     async def _leave(self, children: Iterable[Child], patience_s: float) -> bool:
@@ -313,7 +313,7 @@ class Supervisor:
         await self._kill(late)
         failed = [c for c in alive if c not in late and c.exited.result() not in _CLEAN]
         for child in failed:
-            log.error("event=failed_to_leave child=%s how=%r", child.name, child.epitaph())
+            log.error("event=failed_to_leave child=%s how=%r", child.name, child.exit_text())
         return not late and not failed
 
     async def _kill(self, children: Iterable[Child]) -> None:

@@ -16,7 +16,7 @@ import xxhash
 
 from segue.core.errors import ChecksumMismatch
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.api import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
+from segue.engine.base import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
 from segue.layout.spec import KVShape, PoolSpec
 
 MASK = 2**64 - 1
@@ -107,7 +107,7 @@ class _Open:
 
 
 class LineageEngine:
-    """Implements `engine.api.Engine`. `memory` is the pool; transports may copy into it. Engines of another
+    """Implements `engine.base.Engine`. `memory` is the pool; transports may copy into it. Engines of another
     `model` give the same tokens, but their KV is not each other's.
 
     Raises WrongKV from `step` when a position does not hold the sequence's own KV.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from segue.core.errors import InvalidRequest
-from segue.engine.api import SequenceResult, SequenceStep
+from segue.engine.base import SequenceResult, SequenceStep
 from segue.handoff.messages import Metadata
-from segue.roles.base import Desk
+from segue.roles.scheduler import Scheduler
 from segue.sim.vocabulary import SPOILED_METADATA
 
 if TYPE_CHECKING:
@@ -166,24 +166,24 @@ class NodeFaults:
 
     def fail_next_item(self, item: str, late: bool) -> None:
         """The role raises the next time it is told `item`, before it has done anything or (`late`) after."""
-        role: Any = self.node.role
-        name = item if item in vars(Desk) or item in ("advance", "plan") else "on_change"
-        normal = getattr(role, name, None)
-        if normal is None or name in vars(role):
+        scheduler: Any = self.node.scheduler
+        name = item if item in vars(Scheduler) or item in ("advance", "plan") else "on_change"
+        normal = getattr(scheduler, name, None)
+        if normal is None or name in vars(scheduler):
             return
 
         def broken(*args: Any) -> Any:
             if name != item and type(args[0]).__name__ != item:
                 normal(*args)
                 return
-            delattr(role, name)
+            delattr(scheduler, name)
             self.node.deployment.counts[f"role exception: {item}"] += 1
             self.broke = name not in ("advance", "plan")
             if late:
                 normal(*args)
             raise Injected(f"injected into {item}")
 
-        setattr(role, name, broken)
+        setattr(scheduler, name, broken)
 
     # ---- the transport -------------------------------------------------------------------------
 

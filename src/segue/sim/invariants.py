@@ -251,9 +251,9 @@ class Checks(AnswerChecks, RequestChecks):
         transfer = self.reads.get((node.me, peer, epoch))
         if transfer is None:
             raise Violation("3", f"{node.name} sends pages of epoch {epoch:x} that it has given up")
-        role: Any = node.role
-        entry = role.table.get(transfer)
-        if entry is None or not pages <= set(entry.job.pages):
+        scheduler: Any = node.scheduler
+        entry = scheduler.table.get(transfer)
+        if entry is None or not pages <= set(entry.state.pages):
             raise Violation("3", f"{node.name} reads pages that {transfer} does not own", (transfer.room,))
 
     def hashing(self, node: KVNode, transfer: TransferId, pages: set[int]) -> None:
@@ -298,7 +298,7 @@ class Checks(AnswerChecks, RequestChecks):
             if node.squeezed:
                 node.pool.check_integrity()
             else:
-                node.role.check_integrity()
+                node.scheduler.check_integrity()
         except (AssertionError, Internal) as exc:
             raise Violation("3", f"{node.name}: {exc}") from exc
         if isinstance(node, KVNode) and (problems := node.manager.problems()):
@@ -314,12 +314,16 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _page_owners(self, node: LeaderNode) -> None:
         """3: the leases on each page are those of its known owners."""
-        role: Any = node.role
+        scheduler: Any = node.scheduler
         owners = [0] * node.pool.total
-        jobs = {id(job): job for job in role.jobs.values()}
+        jobs = {id(job): job for job in scheduler.requests.values()}
         if isinstance(node, KVNode):
-            jobs |= {id(entry.job): entry.job for entry in role.table._entries.values()}
-        held = [node.squeezed, *(job.pages for job in jobs.values()), *(n.pages for n in role.tree._recent)]
+            jobs |= {id(entry.state): entry.state for entry in scheduler.table._transfers.values()}
+        held = [
+            node.squeezed,
+            *(job.pages for job in jobs.values()),
+            *(n.pages for n in scheduler.tree._recent),
+        ]
         for pages in held:
             for page in pages:
                 owners[page] += 1
@@ -334,19 +338,19 @@ class Checks(AnswerChecks, RequestChecks):
     def _deadlines(self, node: LeaderNode) -> None:
         """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. A jump
         of its clock is noticed within the slack."""
-        role: Any = node.role
+        scheduler: Any = node.scheduler
         slack_s = 0.3
         since_s = self.world.now - max(node.resumed_at, node.jumped_at, 0.0)
         now = node.clock.now()
         if node.paused or since_s < slack_s:
             return
-        for job in role.jobs.values():
+        for job in scheduler.requests.values():
             if not now <= job.entered + job.ticket.budget_s + slack_s:  # not what production made of it
                 raise Violation("15", f"{node.name}: a job outlived its deadline", (job.ticket.room,))
         if isinstance(node, KVNode):
-            for transfer, entry in role.table._entries.items():
+            for transfer, entry in scheduler.table._transfers.items():
                 phase = node.exchange.phase(transfer)
-                late_s = now - entry.job.entered - entry.job.ticket.budget_s
+                late_s = now - entry.state.entered - entry.state.ticket.budget_s
                 if phase is not None and not phase.terminal and not late_s <= slack_s:
                     raise Violation(
                         "15", f"{node.name}: {transfer} outlived its own half's deadline", (transfer.room,)
@@ -361,15 +365,15 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _orphans(self, node: KVNode) -> None:
         """18 and 21: a job and its hand-off end together, give or take a turn of each thread."""
-        role: Any = node.role
+        scheduler: Any = node.scheduler
         since_s = self.world.now - node.resumed_at
         found: set[TransferId] = set()
-        for transfer, entry in role.table._entries.items():
+        for transfer, entry in scheduler.table._transfers.items():
             phase = node.exchange.phase(transfer)
-            if entry.job.ended and phase is not None and not phase.terminal:
+            if entry.state.ended and phase is not None and not phase.terminal:
                 found.add(transfer)
         if node.spec.role is Role.PREFILL:
-            for job in role.jobs.values():
+            for job in scheduler.requests.values():
                 half = self.halves.get((node.me, job.transfer))
                 if half is not None and half.released_at is not None:
                     found.add(job.transfer)
@@ -382,8 +386,8 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _hidden_quarantine(self, node: KVNode) -> None:
         """3: pages that wait for a proof are counted as such, or nobody would hear the alarm."""
-        role: Any = node.role
-        for transfer in list(role.table._entries):
+        scheduler: Any = node.scheduler
+        for transfer in list(scheduler.table._transfers):
             half = self.halves.get((node.me, transfer))
             if half is None or not half.quarantined or half.released_at is not None or half.ended_at is None:
                 continue
@@ -396,9 +400,9 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _bounds(self, node: LeaderNode) -> None:
         """20 and 22."""
-        role: Any = node.role
-        if len(role.jobs) > node.limits.max_queue:
-            raise Violation("20", f"{node.name} holds {len(role.jobs)} jobs")
+        scheduler: Any = node.scheduler
+        if len(scheduler.requests) > node.limits.max_queue:
+            raise Violation("20", f"{node.name} holds {len(scheduler.requests)} jobs")
         if isinstance(node, KVNode) and node.exchange.sizes()["peers"] > len(node.peers):
             raise Violation("22", f"{node.name} remembers peers without a session")
 
@@ -409,7 +413,7 @@ class Checks(AnswerChecks, RequestChecks):
         now = self.world.now
         for leader in self.deployment.leaders():
             # What is empty stays as it was when it was last looked at.
-            if not leader.paused and not leader.busy and any(leader.role.sizes().values()):
+            if not leader.paused and not leader.busy and any(leader.scheduler.sizes().values()):
                 self.node(leader)
                 self._stands(leader)
         lives = self.deployment.by_incarnation
@@ -463,7 +467,7 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _at_rest(self, node: LeaderNode) -> None:
         self.node(node)
-        sizes = {f"role {k}": v for k, v in node.role.sizes().items()}
+        sizes = {f"role {k}": v for k, v in node.scheduler.sizes().items()}
         sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
         if isinstance(node, KVNode):
             sizes |= {k: v for k, v in node.manager.sizes().items() if k != "peers"}
@@ -472,8 +476,8 @@ class Checks(AnswerChecks, RequestChecks):
         if held:
             rooms = tuple(t.room for t in getattr(node, "handles", {}))
             raise Violation("21", f"{node.name} at rest still has {held}", rooms)
-        pool, role = node.pool, node.role
-        tree: Any = getattr(role, "tree", None)
+        pool, scheduler = node.pool, node.scheduler
+        tree: Any = getattr(scheduler, "tree", None)
         if pool.quarantined or pool.free + tree.pages != pool.total:
             raise Violation(
                 "21", f"{node.name} at rest: {pool.free} pages free, {tree.pages} cached of {pool.total}"

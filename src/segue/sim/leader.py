@@ -20,10 +20,10 @@ from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import ChecksumMode, Incarnation, Role
-from segue.engine.api import HostPages, OnStored, SequenceResult, SequenceStep
+from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
-from segue.roles.base import Role as RoleLogic
-from segue.roles.unified import UnifiedRole
+from segue.roles.scheduler import Scheduler
+from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import FrontendSessions
 from segue.serve.leader import Drain, Item, Leader
 from segue.session.api import Session
@@ -111,7 +111,7 @@ class CheckedEngine(LineageEngine):
         try:
             self.store(steps)
         except WrongKV as exc:
-            jobs = [node.role.by_seq.get(s.seq_id) for s in steps]  # type: ignore[attr-defined]
+            jobs = [node.scheduler.by_seq.get(s.seq_id) for s in steps]
             rooms = tuple(j.ticket.room for j in jobs if j is not None)
             node.world.fail(Violation("5", f"{node.name}: {exc}", rooms))
             raise
@@ -188,9 +188,9 @@ class LeaderNode(Process):
         self.draining_since: float | None = None
         self._waking = False
         self._wake_at: float | None = None
-        self.role: RoleLogic = self._make_role()
+        self.scheduler: Scheduler = self._make_scheduler()
         self.leader = CheckedLeader(
-            self.role,
+            self.scheduler,
             self.engine,
             limits=self.limits,
             clock=self.clock,
@@ -201,8 +201,8 @@ class LeaderNode(Process):
         self.fronts.deliver = self.put
         self._listen()
 
-    def _make_role(self) -> RoleLogic:
-        return UnifiedRole(self.engine, self.pool, **self._common())
+    def _make_scheduler(self) -> Scheduler:
+        return UnifiedScheduler(self.engine, self.pool, **self._common())
 
     def _common(self) -> dict[str, Any]:
         return {
@@ -276,14 +276,14 @@ class LeaderNode(Process):
 
     def _turn(self) -> None:
         """As `Leader.run`, with the forward drawn out."""
-        generation: Any = getattr(self.role, "generation", None)
-        retracted = generation.retractions if generation is not None else 0
+        batch: Any = getattr(self.scheduler, "batch", None)
+        retracted = batch.retractions if batch is not None else 0
         try:
             steps = self.leader.decide()
         except Exception as exc:
             raise Violation("14", f"the loop of {self.name} would have ended: {exc!r}") from exc
-        if generation is not None and generation.retractions > retracted:
-            self.deployment.checks.retracted(self, generation.retractions - retracted)
+        if batch is not None and batch.retractions > retracted:
+            self.deployment.checks.retracted(self, batch.retractions - retracted)
         if steps:
             self.busy = True
             tokens = sum(len(s.tokens) for s in steps)
@@ -291,7 +291,7 @@ class LeaderNode(Process):
             pace = self.spec.pace * (0.5 + self.rng.random())
             forward_s = pace * (timing.step_s + tokens * timing.token_s)
             tail_s = forward_s * self.rng.random()
-            self.after(forward_s - tail_s, self.engine.begin, steps, self.role.stored)
+            self.after(forward_s - tail_s, self.engine.begin, steps, self.scheduler.stored)
             self.after(forward_s, self._finish, steps)
             return
         self.deployment.checks.nothing_to_do(self)

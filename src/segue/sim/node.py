@@ -20,9 +20,9 @@ from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata
-from segue.roles.base import Role as RoleLogic
-from segue.roles.decode import DecodeRole
-from segue.roles.prefill import PrefillRole
+from segue.roles.decode import DecodeScheduler
+from segue.roles.prefill import PrefillScheduler
+from segue.roles.scheduler import Scheduler
 from segue.session.api import Session
 from segue.sim.datapath import DataPath, ShmPath, SimShm, SimTcp, SimTransport, TcpPath
 from segue.sim.faults import Injected
@@ -245,7 +245,7 @@ class SimDigester:
 class KVNode(LeaderNode):
     """A prefill or a decode instance."""
 
-    role: PrefillRole | DecodeRole
+    scheduler: PrefillScheduler | DecodeScheduler
 
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
         self.paths: dict[Incarnation, DataPath] = {}
@@ -260,7 +260,7 @@ class KVNode(LeaderNode):
         self._targets: dict[Incarnation, InstanceRecord] = {}
         super().__init__(deployment, spec, life)
 
-    def _make_role(self) -> RoleLogic:
+    def _make_scheduler(self) -> Scheduler:
         config = KVConfig(
             role=self.spec.role,
             model=self.spec.model,
@@ -283,7 +283,7 @@ class KVNode(LeaderNode):
             uniform=rng.uniform,
         )
         self.manager = SimManager(self, config, runtime)
-        make = PrefillRole if self.spec.role is Role.PREFILL else DecodeRole
+        make = PrefillScheduler if self.spec.role is Role.PREFILL else DecodeScheduler
         return make(self.engine, self.pool, handoffs=self.manager, **self._common())
 
     def _make_transport(self, name: str, on_event: EventSink, **options: Any) -> SimTransport:

@@ -28,8 +28,8 @@ class RequestChecks:
 
     def _tickets(self, node: LeaderNode) -> None:
         """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
-        role: Any = node.role
-        for job in role.jobs.values():
+        scheduler: Any = node.scheduler
+        for job in scheduler.requests.values():
             key = (node.me, job.transfer)
             seq_id, until = self._placed.setdefault(key, (job.seq_id, job.deadline))
             if seq_id == job.seq_id:
@@ -42,10 +42,10 @@ class RequestChecks:
 
     def _abandoned(self, node: LeaderNode) -> None:
         """16, of frontends: what nobody waits for any more ends when its session does, not by itself."""
-        role: Any = node.role
+        scheduler: Any = node.scheduler
         if node.was_paused:
             return
-        for job in role.jobs.values():
+        for job in scheduler.requests.values():
             front = self.deployment.by_incarnation.get(job.origin)
             if job.ended or front is None or not self._is_gone(node, front):
                 continue
@@ -67,12 +67,12 @@ class RequestChecks:
 
     def _waits_for_pages(self, node: LeaderNode) -> bool:
         """Whether requests wait here because others have what they need."""
-        role: Any = node.role
-        generation, prompts = getattr(role, "generation", None), getattr(role, "prompts", None)
+        scheduler: Any = node.scheduler
+        batch, queue = getattr(scheduler, "batch", None), getattr(scheduler, "queue", None)
         return bool(
-            (generation is not None and (generation.retracted or generation.waiting))
-            or (prompts is not None and prompts.waiting)
-            or getattr(role, "preallocation", ())
+            (batch is not None and (batch.retracted or batch.waiting))
+            or (queue is not None and queue.waiting)
+            or getattr(scheduler, "preallocation", ())
         )
 
     def _stands(self, node: LeaderNode) -> None:
@@ -91,40 +91,45 @@ class RequestChecks:
         """17: the leader has planned no step. Then every request here waits for somebody else: for its
         prefill side, or for pages that a hand-off has, which come back by its end. A deadline is no such end.
         """
-        role: Any = node.role
+        scheduler: Any = node.scheduler
         if node.squeezed:
             return
-        generation, prompts = getattr(role, "generation", None), getattr(role, "prompts", None)
+        batch, queue = getattr(scheduler, "batch", None), getattr(scheduler, "queue", None)
         ready: list[Any] = []
-        if generation is not None:
-            ready += [*generation.waiting, *generation.running, *(job for job, _ in generation.retracted)]
-        if prompts is not None:
-            ready += [*prompts.waiting, *prompts.running]
-        table = getattr(role, "table", None)
-        entries = list(table._entries.values()) if table is not None else []
-        in_flight = [e.job for e in entries if e.job.pages and not any(e.job is job for job in ready)]
-        queued = getattr(role, "preallocation", ())
-        ready += [e.job for e in entries if e.job in queued and e.handle.poll() is KVPoll.WAITING_FOR_INPUT]
+        if batch is not None:
+            ready += [*batch.waiting, *batch.running, *(job for job, _ in batch.retracted)]
+        if queue is not None:
+            ready += [*queue.waiting, *queue.running]
+        table = getattr(scheduler, "table", None)
+        entries = list(table._transfers.values()) if table is not None else []
+        in_flight = [e.state for e in entries if e.state.pages and not any(e.state is job for job in ready)]
+        queued = getattr(scheduler, "preallocation", ())
+        ready += [
+            e.state for e in entries if e.state in queued and e.handle.poll() is KVPoll.WAITING_FOR_INPUT
+        ]
         if ready and not in_flight:
             rooms = tuple(job.ticket.room for job in ready)
-            raise Violation("17", f"{node.name} stands still: {role.sizes()}", rooms)
+            raise Violation("17", f"{node.name} stands still: {scheduler.sizes()}", rooms)
 
     def broken(self, node: LeaderNode, item: Item) -> None:
         """12: what the role broke on ends at once, not by its deadline; a last word is heard all the same."""
-        role: Any = node.role
+        scheduler: Any = node.scheduler
         rooms: tuple[int, ...] = ()
         match item:
             case FromFrontend(origin, message):
                 asked = message.request.request_id if isinstance(message, Submit) else message.request_id
-                left = (origin, asked) in role.jobs
+                left = (origin, asked) in scheduler.requests
             case FrontendGone(origin):
-                left = any(job.origin == origin for job in role.jobs.values())
+                left = any(job.origin == origin for job in scheduler.requests.values())
             case events.Phase(transfer):
-                left, rooms = any(job.transfer == transfer for job in role.jobs.values()), (transfer.room,)
+                left, rooms = (
+                    any(job.transfer == transfer for job in scheduler.requests.values()),
+                    (transfer.room,),
+                )
             case events.Release(transfer):
-                left, rooms = role.table.get(transfer) is not None, (transfer.room,)
+                left, rooms = scheduler.table.get(transfer) is not None, (transfer.room,)
             case events.Quarantined(transfer):
-                entry = role.table.get(transfer)
+                entry = scheduler.table.get(transfer)
                 left, rooms = entry is not None and not entry.quarantined, (transfer.room,)
             case _:
                 left = False

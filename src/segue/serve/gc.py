@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def for_good() -> Iterator[None]:
+def frozen_imports() -> Iterator[None]:
     """What is made inside stays until the process ends, modules above all; the collector is told so.
 
     torch and transformers are half a million objects. While they are imported the collector goes through

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segue.core.errors import ConfigError, Internal
-from segue.engine.attention import StepContext
+from segue.engine.cpu_attention import StepContext
+from segue.engine.cpu_kernels import Kernels
 from segue.engine.families import LoadedModel
-from segue.engine.kernels import Kernels
 
 #: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
 MAX_TIES = 256

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from segue.serve.collector import for_good
+from segue.serve.gc import frozen_imports
 
 
 class Node:
@@ -26,7 +26,7 @@ def _nothing_is_kept_for_good() -> Iterator[None]:
 
 
 def test_what_is_made_inside_is_out_of_the_collectors_sight_and_the_rest_is_not() -> None:
-    with for_good():
+    with frozen_imports():
         assert not gc.isenabled()
         inside = Node()
     assert gc.isenabled()
@@ -41,6 +41,6 @@ def test_what_is_made_inside_is_out_of_the_collectors_sight_and_the_rest_is_not(
 
 
 def test_a_failure_inside_leaves_the_collector_at_work() -> None:
-    with pytest.raises(ImportError), for_good():
+    with pytest.raises(ImportError), frozen_imports():
         raise ImportError("no such module")
     assert gc.isenabled()

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from segue.core.request import Request
-from segue.engine.api import HostPages
+from segue.engine.base import HostPages
 from segue.handoff.messages import Metadata
-from segue.roles.job import Job
+from segue.roles.request_state import RequestState
 
 MAX_ENTRIES = 256
 MAX_BYTES = 64 * 2**20
@@ -22,7 +22,7 @@ _TOKEN_BYTES = 36
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Retained:
     """One prompt. `tail` is None where the prompt fills its pages. `until` is the request's own
     deadline, after which nobody can ask for it again."""
 
@@ -37,58 +37,62 @@ class Kept:
         return tokens * _TOKEN_BYTES + (self.tail.nbytes if self.tail is not None else 0)
 
 
-class KeptPrompts:
+class RetainedPrompts:
     """At most `max_entries` prompts in at most `max_bytes`; the oldest go first."""
 
     def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[int, int], Kept] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], Retained] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, job: Job, metadata: Metadata, tail: HostPages | None) -> None:
-        """Remember what `job` had computed; what was kept under its key is replaced."""
-        self._pop(_key(job))
-        kept = Kept(job.request, metadata, tail, job.deadline)
-        if kept.nbytes > self._max_bytes:
+    def put(self, state: RequestState, metadata: Metadata, tail: HostPages | None) -> None:
+        """Remember what `state` had computed; what was kept under its key is replaced."""
+        self._pop(_key(state))
+        retained = Retained(state.request, metadata, tail, state.deadline)
+        if retained.nbytes > self._max_bytes:
             return
-        self._entries[_key(job)] = kept
-        self.nbytes += kept.nbytes
+        self._entries[_key(state)] = retained
+        self.nbytes += retained.nbytes
         while self.nbytes > self._max_bytes or len(self._entries) > self._max_entries:
             self._pop(next(iter(self._entries)))
 
-    def take(self, job: Job) -> Kept | None:
+    def take(self, state: RequestState) -> Retained | None:
         """What was kept of exactly this prompt, output and sampling; it is not kept any longer."""
-        kept = self._entries.get(_key(job))
-        if kept is None or not _same(kept.request, job.request):
+        retained = self._entries.get(_key(state))
+        if retained is None or not _same(retained.request, state.request):
             return None
-        return self._pop(_key(job))
+        return self._pop(_key(state))
 
     def expire(self, now: float) -> None:
         """Forget what nobody can ask for any more."""
-        for key in [key for key, kept in self._entries.items() if kept.until <= now]:
+        for key in [key for key, retained in self._entries.items() if retained.until <= now]:
             self._pop(key)
 
-    def _pop(self, key: tuple[int, int]) -> Kept | None:
-        kept = self._entries.pop(key, None)
-        if kept is not None:
-            self.nbytes -= kept.nbytes
-        return kept
+    def _pop(self, key: tuple[int, int]) -> Retained | None:
+        retained = self._entries.pop(key, None)
+        if retained is not None:
+            self.nbytes -= retained.nbytes
+        return retained
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the count of bytes is wrong or a bound is exceeded."""
-        held = sum(kept.nbytes for kept in self._entries.values())
+        held = sum(retained.nbytes for retained in self._entries.values())
         assert held == self.nbytes <= self._max_bytes, f"{held} bytes are kept, {self.nbytes} counted"
         assert len(self._entries) <= self._max_entries, f"{len(self._entries)} prompts are kept"
 
 
-def _key(job: Job) -> tuple[int, int]:
-    return (job.prompt_hash, job.sampling.seed)
+def _key(state: RequestState) -> tuple[int, int]:
+    return (state.prompt_hash, state.sampling.seed)
 
 
-def _same(kept: Request, asked: Request) -> bool:
+def _same(retained: Request, asked: Request) -> bool:
     """Compared token by token: a hash alone never decides whose KV is whose."""
-    return kept.prompt == asked.prompt and kept.output == asked.output and kept.sampling == asked.sampling
+    return (
+        retained.prompt == asked.prompt
+        and retained.output == asked.output
+        and retained.sampling == asked.sampling
+    )

@@ -12,14 +12,14 @@ import torch
 
 from segue.core.errors import ConfigError, Internal, InvalidRequest, SegueError
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.api import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
-from segue.engine.attention import StepContext
+from segue.engine.base import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
+from segue.engine.cpu_attention import StepContext
+from segue.engine.cpu_fused import Head, fuse
+from segue.engine.cpu_kernels import Kernels, make_kernels
+from segue.engine.cpu_memory import keep_freed_memory
 from segue.engine.families import LoadedModel, load_model
-from segue.engine.kernels import Kernels, make_kernels
 from segue.engine.kvpool import HostKV, KVPool, make_pool
 from segue.engine.model_fingerprint import fingerprint
-from segue.engine.model_fused import Head, fuse
-from segue.engine.model_memory import keep_freed_memory
 from segue.engine.packing import Limits, Packed, Segment, check, pack
 from segue.layout.spec import PoolSpec
 from segue.transport.memory import Memory
@@ -63,7 +63,7 @@ class _Sequence:
     last_hidden: torch.Tensor | None = None
 
 
-class TorchEngine:
+class CpuEngine:
     """`Engine` over torch on the CPU. Called by one thread; `step` blocks for one forward."""
 
     def __init__(
@@ -216,7 +216,7 @@ def load_engine(
     threads: int = 1,
     memory: Memory | None = None,
     sampler: TokenSampler | None = None,
-) -> TorchEngine:
+) -> CpuEngine:
     """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
 
     The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
@@ -245,7 +245,7 @@ def load_engine(
         from segue.engine.sampler import Sampler
 
         sampler = Sampler(info.vocab_size, info.eos_token_ids, _grammars(folder, info))
-    return TorchEngine(info, loaded, head, kernels, pool, sampler)
+    return CpuEngine(info, loaded, head, kernels, pool, sampler)
 
 
 def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:

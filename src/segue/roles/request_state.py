@@ -11,16 +11,16 @@ from segue.core.request import Request, SamplingParams, Ticket, TokenLogprob, Us
 from segue.core.types import Incarnation, TransferId
 from segue.handoff.messages import Metadata
 
-JobKey = tuple[Incarnation, str]
+RequestKey = tuple[Incarnation, str]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class RequestState:
     """A request of the frontend `origin`. Times are seconds of the instance's monotonic clock.
 
     `prompt` are the tokens whose KV the next one needs: the request's prompt and, in a continuation,
     what it has given already. `output` are the tokens generated here, of which the last one's KV is not
-    in the pool yet. `pages` are all pages from token 0 on; the job owns one share of each. The KV of
+    in the pool yet. `pages` are all pages from token 0 on; the request owns one share of each. The KV of
     the first `computed` tokens is in them. `metadata` is what prefill sent with its last chunk.
     """
 
@@ -49,7 +49,7 @@ class Job:
         self.prompt = request.prompt + request.output if request.output else request.prompt
 
     @property
-    def key(self) -> JobKey:
+    def key(self) -> RequestKey:
         return (self.origin, self.request.request_id)
 
     @property

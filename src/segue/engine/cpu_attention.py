@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from segue.engine.kernels import Kernels
+from segue.engine.cpu_kernels import Kernels
 from segue.engine.kvpool import KVPool
 from segue.engine.packing import Packed, Segment, View
 

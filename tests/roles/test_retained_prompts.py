@@ -22,8 +22,8 @@ from segue.core.request import Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, LeaderId, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Committed, Metadata
-from segue.roles.job import Job
-from segue.roles.kept import KeptPrompts
+from segue.roles.request_state import RequestState
+from segue.roles.retained_prompts import RetainedPrompts
 from segue.sim.engine import reference
 
 COUNT = 6
@@ -52,7 +52,7 @@ def ask(
     )
     request = Request(request_id=name, prompt=prompt, sampling=sampling, output=output or [])
     for node in (pair.prefill, pair.decode):
-        node.role.submit(FRONT, Submit(request, ticket), pair.clock.now())
+        node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
     return reference(prompt, sampling, VOCAB, count)
 
 
@@ -91,7 +91,7 @@ def test_a_computed_prompt_is_sent_again_without_a_forward(tokens: int, lost: ty
     decode_dies(pair)
     assert pair.errors("first")[0] == "PEER_LOST" or lost is Committed
     # Decode is another one in truth: what it has cached must not help.
-    pair.decode.role.tree.clear()
+    pair.decode.scheduler.tree.clear()
     before = pair.prefill.engine.computed_tokens
     wanted = ask(pair, "again", prompt, attempt=1)
     pair.run()
@@ -100,7 +100,7 @@ def test_a_computed_prompt_is_sent_again_without_a_forward(tokens: int, lost: ty
     usage = pair.outputs["again"][-1].usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.computed) == (tokens, 0)
-    assert len(pair.prefill.role.kept) == 0
+    assert len(pair.prefill.scheduler.retained) == 0
     pair.assert_at_rest()
 
 
@@ -134,7 +134,7 @@ def test_twice_in_a_row() -> None:
     pair.lose = lambda _effect: False
     # The metadata of the last attempt was held back too: it is not lost, its session lives.
     transfer = next(iter(pair.decode.handles))
-    kept = pair.prefill.role.by_seq[next(iter(pair.prefill.role.by_seq))].metadata
+    kept = pair.prefill.scheduler.by_seq[next(iter(pair.prefill.scheduler.by_seq))].metadata
     assert kept is not None
     assert kept.transfer == transfer
     pair.decode.post(events.Received(pair.prefill.me, kept))
@@ -164,7 +164,7 @@ def test_only_where_a_new_attempt_may_come_and_nothing_is_in_doubt(reason: objec
     pair.pump()
     info: ErrorInfo = reason.info  # type: ignore[attr-defined]
     for node in (pair.prefill, pair.decode):
-        node.role.cancel(FRONT, "first", info, pair.clock.now())
+        node.scheduler.cancel(FRONT, "first", info, pair.clock.now())
     pair.lose = lambda _effect: False
     pair.run()
     before = pair.prefill.engine.computed_tokens
@@ -188,10 +188,10 @@ def test_another_seed_or_another_output_is_another_request() -> None:
         got = [t for o in pair.outputs[name] for t in o.token_ids]
         assert [*more.get("output", []), *got] == wanted  # type: ignore[misc]
         assert pair.prefill.engine.computed_tokens > before
-    assert len(pair.prefill.role.kept) == 1
+    assert len(pair.prefill.scheduler.retained) == 1
     pair.clock.advance(200)
     pair.run()
-    assert len(pair.prefill.role.kept) == 0, "nobody can ask for it any more"
+    assert len(pair.prefill.scheduler.retained) == 0, "nobody can ask for it any more"
     pair.assert_at_rest()
 
 
@@ -201,7 +201,7 @@ def test_evicted_pages_are_computed_again() -> None:
     ask(pair, "first", prompt)
     until_computed(pair, 18)
     decode_dies(pair)
-    assert pair.prefill.role.tree.evict(2) == 2
+    assert pair.prefill.scheduler.tree.evict(2) == 2
     before = pair.prefill.engine.computed_tokens
     wanted = ask(pair, "again", prompt, attempt=1)
     pair.run()
@@ -220,7 +220,7 @@ def test_a_pool_without_a_page_for_the_tail_waits_like_any_other() -> None:
     wanted = ask(pair, "again", prompt, attempt=1)
     pair.run()
     assert "again" not in pair.outputs
-    pair.prefill.role.check_integrity()
+    pair.prefill.scheduler.check_integrity()
     pair.prefill.pool.release(held)
     pair.run()
     assert pair.tokens("again") == wanted
@@ -234,9 +234,9 @@ class Tail:
     nbytes = 1000
 
 
-def job(prompt: list[int], seed: int = 1, deadline: float = 10.0) -> Job:
+def job(prompt: list[int], seed: int = 1, deadline: float = 10.0) -> RequestState:
     p, d = Incarnation("a" * 32), Incarnation("d" * 32)
-    return Job(
+    return RequestState(
         origin=FRONT,
         request=Request(request_id="r", prompt=prompt, sampling=SamplingParams(seed=seed)),
         ticket=Ticket(room=1, attempt=0, prefill=LeaderId(p), decode=LeaderId(d), budget_s=1.0),
@@ -253,7 +253,7 @@ def metadata() -> Metadata:
 
 
 def test_entries_and_bytes_are_bounded_and_the_oldest_go() -> None:
-    kept = KeptPrompts(max_entries=3, max_bytes=2500)
+    kept = RetainedPrompts(max_entries=3, max_bytes=2500)
     jobs = [job([i]) for i in range(5)]
     for each in jobs:
         kept.put(each, metadata(), Tail())
@@ -269,7 +269,7 @@ def test_entries_and_bytes_are_bounded_and_the_oldest_go() -> None:
 
 
 def test_the_same_prompt_again_replaces_what_was_kept_and_time_ends_it() -> None:
-    kept = KeptPrompts()
+    kept = RetainedPrompts()
     for _ in range(3):
         kept.put(job([1, 2]), metadata(), Tail())
     kept.put(job([1, 2], seed=2, deadline=20.0), metadata(), Tail())
@@ -329,7 +329,7 @@ def test_a_lost_peer_fails_what_waits_for_it_in_each_phase_and_not_at_the_deadli
 )
 def test_a_first_token_drawn_otherwise_is_another_request_s(other: dict[str, object]) -> None:
     """Prompt and seed, which the key is of, are the same; the first token may differ."""
-    kept, first = KeptPrompts(), job([1, 2, 3], 5)
+    kept, first = RetainedPrompts(), job([1, 2, 3], 5)
     kept.put(first, metadata(), None)
     asked = job([1, 2, 3], 5)
     asked.request = structs.replace(asked.request, sampling=structs.replace(asked.sampling, **other))
@@ -339,8 +339,8 @@ def test_a_first_token_drawn_otherwise_is_another_request_s(other: dict[str, obj
 
 def test_an_equal_hash_is_not_an_equal_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is a hash; the tokens decide, of the prompt and of what was given already."""
-    monkeypatch.setattr(Job, "prompt_hash", 7)
-    kept, first = KeptPrompts(), job([1, 2, 3])
+    monkeypatch.setattr(RequestState, "prompt_hash", 7)
+    kept, first = RetainedPrompts(), job([1, 2, 3])
     kept.put(first, metadata(), None)
     assert kept.take(job([1, 2, 4])) is None
     given = job([1, 2, 3])

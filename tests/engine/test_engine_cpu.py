@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from segue.core.errors import ChecksumMismatch, ConfigError, Internal, InvalidRequest
 from segue.core.request import SamplingParams
-from segue.engine.api import SequenceStep
+from segue.engine.base import SequenceStep
+from segue.engine.cpu_engine import load_engine
+from segue.engine.cpu_fused import Head, PlainProduct
 from segue.engine.model_fingerprint import fingerprint
-from segue.engine.model_fused import Head, PlainProduct
-from segue.engine.runner import load_engine
 from segue.transport.memory import allocate
 
 GREEDY = SamplingParams(temperature=0.0)

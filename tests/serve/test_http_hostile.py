@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvloop
 
-from segue.serve.door import Facts, open_door
+from segue.serve.http import InstanceStatus, start_http
 from segue.session.guarded_http import GuardedServer
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
@@ -22,8 +22,10 @@ async def _nothing() -> object:
 
 
 def door(request_s: float) -> GuardedServer:
-    facts = Facts(about={"x": 1}, load=lambda: None, counts=dict, alive=lambda: True, integrity=_nothing)  # type: ignore[arg-type]
-    return open_door(facts, "127.0.0.1", 0, request_s)
+    facts = InstanceStatus(
+        about={"x": 1}, load=lambda: None, counts=dict, alive=lambda: True, integrity=_nothing
+    )  # type: ignore[arg-type]
+    return start_http(facts, "127.0.0.1", 0, request_s)
 
 
 def descriptors() -> int:

@@ -1,4 +1,4 @@
-"""An instance's own HTTP door (`--http-port`): is it alive, what is it, how is it doing."""
+"""An instance's own HTTP server (`--http-port`): is it alive, what is it, how is it doing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What the door shows; each is asked for on the I/O thread when a request comes.
+class InstanceStatus:
+    """What the server shows; each is asked for on the I/O thread when a request comes.
 
     `counts` are table sizes and counters by name, `alive` whether the leader's loop still runs,
     `integrity` what a look at everything finds, `paths` the speed to each peer.
@@ -43,14 +43,14 @@ class Facts:
     paths: Callable[[], dict[str, PathSpeed]] = dict
 
 
-class _Numbers(Collector):
+class _StatusCollector(Collector):
     """The instance's numbers as gauges, read when they are scraped."""
 
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
+    def __init__(self, status: InstanceStatus) -> None:
+        self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        load = self._facts.load()
+        load = self._status.load()
         if load is not None:
             requests = GaugeMetricFamily("segue_instance_requests", "Requests by state", labels=["state"])
             requests.add_metric(["running"], load.running)
@@ -66,33 +66,33 @@ class _Numbers(Collector):
                 pages.add_metric([state], count)
             yield pages
         counts = GaugeMetricFamily("segue_instance_table", "Entries of internal tables", labels=["table"])
-        for name, count in self._facts.counts().items():
+        for name, count in self._status.counts().items():
             counts.add_metric([name], count)
         yield counts
         speeds = GaugeMetricFamily(
             "segue_instance_path_bytes_per_second", "Measured speed of a path", labels=["peer", "transport"]
         )
-        for peer, speed in self._facts.paths().items():
+        for peer, speed in self._status.paths().items():
             speeds.add_metric([peer, speed.transport], speed.bytes_per_s)
         yield speeds
 
 
-def open_door(facts: Facts, host: str, port: int, request_s: float) -> GuardedServer:
+def start_http(status: InstanceStatus, host: str, port: int, request_s: float) -> GuardedServer:
     """Bind and serve in the current loop; `request_s` is what one request may take to arrive. Raises
     ConfigError if the port is in use."""
     registry = CollectorRegistry()
-    registry.register(_Numbers(facts))
+    registry.register(_StatusCollector(status))
 
     async def health(request: Request) -> Response:
-        alive = facts.alive()
+        alive = status.alive()
         return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
     async def server_info(request: Request) -> Response:
-        return JSONResponse(facts.about | {"version": __version__})
+        return JSONResponse(status.about | {"version": __version__})
 
     async def integrity(request: Request) -> Response:
         try:
-            state = await facts.integrity()
+            state = await status.integrity()
         except SegueError as error:
             return Response(msgspec.json.encode({"error": error.info}), error.status, media_type=_JSON)
         return Response(msgspec.json.encode(state), media_type=_JSON)
@@ -109,7 +109,7 @@ def open_door(facts: Facts, host: str, port: int, request_s: float) -> GuardedSe
     ]
     server = GuardedServer(
         Starlette(routes=routes),
-        listening(host, port, what="the HTTP door", flag="--http-port"),
+        listening(host, port, what="the instance's HTTP server", flag="--http-port"),
         # Without TLS: for probes and scrapers, which have no certificate of ours.
         guard=Guard(head_s=request_s, request_s=request_s, max_members=1),  # nobody proves anything here
         drain_s=1.0,
