@@ -265,7 +265,7 @@ def test_a_bug_does_not_end_the_dialling_of_a_peer(monkeypatch: pytest.MonkeyPat
             there.set()
 
         monkeypatch.setattr("segue.session.tasks.FIRST_PAUSE_S", 0.001)
-        dialer = Dialer(connect, "here", told.append, 5.0)
+        dialer = Dialer(connect, "here", refused=told.append, patience_s=5.0)
         dialer.start(asyncio.get_running_loop())
         await asyncio.wait_for(there.wait(), 20)
         dialer.stop()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from segue.core.errors import AbortedByClient, OutOfCapacity, RequestTooLarge, SegueError
-from segue.frontend.call import BodyBudget, Call
+from segue.frontend.http_call import BodyBudget, HttpCall
 
 PIECES = [b"x" * 6, b"y" * 6, b"z" * 6]
 
@@ -25,7 +25,7 @@ async def read(limit_bytes: int, budget: BodyBudget, *, leaves: bool = False) ->
 
     async def send(_message: Any) -> None: ...
 
-    return await Call({"headers": []}, receive, send).body(limit_bytes, budget, timeout_s=10)
+    return await HttpCall({"headers": []}, receive, send).body(limit_bytes, budget, timeout_s=10)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from test_fleet import FakeRegistry, Leader
-from test_server import config
+from fleet_rig import FakeRegistry, Leader
+from test_server import frontend_of
 
 from conftest import FakeBackend, serve
 from segue.core.errors import ConfigError
 from segue.core.request import SamplingParams
 from segue.core.types import Role
 from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults, of_model
-from segue.frontend.server import run_frontend
 from segue.frontend.tokenizer import ModelTokenizer
 
 MODEL = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
@@ -74,9 +73,7 @@ def test_a_frontend_reads_them_beside_its_tokenizer(
         registry, stop = FakeRegistry(), asyncio.Event()
         ready: asyncio.Queue[str] = asyncio.Queue()
         frontend = asyncio.create_task(
-            run_frontend(
-                config(folder, registry, model_defaults=model_defaults), stop, on_ready=ready.put_nowait
-            )
+            frontend_of(folder, registry, stop, on_ready=ready.put_nowait, model_defaults=model_defaults)
         )
         async with asyncio.timeout(60):
             prefill, decode = Leader(Role.PREFILL), Leader(Role.DECODE)

@@ -2,29 +2,50 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from test_fleet import SECRET, FakeRegistry, Leader
+from fleet_rig import SECRET, FakeRegistry, Leader
 
 from conftest import CONTEXT
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
 from segue.core.types import Role
+from segue.fleet.fleet import Fleet
+from segue.fleet.settings import FleetSettings
 from segue.frontend.http_server import bind
 from segue.frontend.keys import ApiKeys
-from segue.frontend.server import FrontendConfig, run_frontend
+from segue.frontend.server import FrontendSettings, run_frontend
+from segue.observe.metrics import Metrics
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
-def config(folder: Path, registry: FakeRegistry, **kw: Any) -> FrontendConfig:
+async def frontend_of(
+    folder: Path,
+    registry: FakeRegistry,
+    stop: asyncio.Event,
+    *,
+    policy: str = "total_tokens",
+    on_listening: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    **kw: Any,
+) -> None:
+    """A frontend over a fleet, as `segue frontend` puts them together."""
     kw.setdefault("limits", Limits(drain_s=5))
-    return FrontendConfig(
-        registry=registry, model_folder=folder, served_model="tiny", port=0, secret=SECRET, **kw
+    settings = FrontendSettings(model_folder=folder, served_model="tiny", port=0, **kw)
+    metrics = Metrics()
+    fleet = Fleet(
+        registry,
+        FleetSettings(served_model="tiny", policy=policy),
+        secret=SECRET,
+        limits=settings.limits,
+        metrics=metrics,
     )
+    await run_frontend(settings, fleet, metrics, stop, on_listening=on_listening, on_ready=on_ready)
 
 
 def test_a_port_in_use_and_a_broken_folder_are_configuration_errors(
@@ -39,7 +60,7 @@ def test_a_port_in_use_and_a_broken_folder_are_configuration_errors(
         bind("192.0.2.1", 0)
 
     async def start(folder: Path, **kw: Any) -> None:
-        await run_frontend(config(folder, FakeRegistry(), **kw), asyncio.Event())
+        await frontend_of(folder, FakeRegistry(), asyncio.Event(), **kw)
 
     with pytest.raises(ConfigError, match="model folder"):
         asyncio.run(start(tmp_path / "none"))
@@ -53,9 +74,7 @@ def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) ->
         urls: asyncio.Queue[str] = asyncio.Queue()
         ready: asyncio.Queue[str] = asyncio.Queue()
         frontend = asyncio.create_task(
-            run_frontend(
-                config(model_folder, registry), stop, on_listening=urls.put_nowait, on_ready=ready.put_nowait
-            )
+            frontend_of(model_folder, registry, stop, on_listening=urls.put_nowait, on_ready=ready.put_nowait)
         )
         async with asyncio.timeout(60):
             url = await urls.get()
@@ -118,8 +137,15 @@ def test_an_open_door_is_warned_of_and_its_url_can_be_used(
     async def main() -> None:
         stop: asyncio.Event = asyncio.Event()
         urls: asyncio.Queue[str] = asyncio.Queue()
-        made = config(model_folder, FakeRegistry(), host=host, keys=ApiKeys(keys))
-        frontend = asyncio.create_task(run_frontend(made, stop, on_listening=urls.put_nowait))
+        made = frontend_of(
+            model_folder,
+            FakeRegistry(),
+            stop,
+            on_listening=urls.put_nowait,
+            host=host,
+            keys=ApiKeys(keys),
+        )
+        frontend = asyncio.create_task(made)
         async with asyncio.timeout(60):
             url = await urls.get()
             assert url.startswith("http://127.0.0.1:")
@@ -149,9 +175,7 @@ def test_what_does_not_end_within_the_drain_time_is_ended(model_folder: Path) ->
         registry, stop = FakeRegistry(), asyncio.Event()
         ready: asyncio.Queue[str] = asyncio.Queue()
         frontend = asyncio.create_task(
-            run_frontend(
-                config(model_folder, registry, limits=Limits(drain_s=0.1)), stop, on_ready=ready.put_nowait
-            )
+            frontend_of(model_folder, registry, stop, on_ready=ready.put_nowait, limits=Limits(drain_s=0.1))
         )
         leader = Leader(Role.UNIFIED)
         async with asyncio.timeout(60):

@@ -25,8 +25,9 @@ from segue.conn.io import IoThread
 from segue.core.errors import PeerLost
 from segue.core.types import Incarnation, Role
 from segue.engine.base import OnStored, SequenceResult, SequenceStep
+from segue.fleet.fleet import Fleet
+from segue.fleet.settings import FleetSettings
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.fleet import FleetBackend, FleetSettings
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
@@ -103,7 +104,7 @@ class Cluster:
 
     async def _open(self, tokenizer: Path) -> str:
         self.client = RegistryClient(self.url, secret=None, limits=self.limits)
-        self.backend = FleetBackend(
+        self.fleet = Fleet(
             self.client,
             FleetSettings(served_model=self.running[0].instance.config.served_model, policy="round_robin"),
             secret=None,
@@ -111,7 +112,7 @@ class Cluster:
             metrics=self.metrics,
         )
         self.door = OpenAIServer(
-            self.backend,
+            self.fleet,
             ModelTokenizer.load(tokenizer),
             OpenAIServerSettings(model=NAME, context_tokens=512, vocab_size=97, limits=self.limits),
             self.metrics,
@@ -119,12 +120,12 @@ class Cluster:
         sock = bind("127.0.0.1", 0)
         self.server = HttpServer(build_app(self.door), sock, drain_s=2)
         self.server.start()
-        self.backend.start()
+        self.fleet.start()
         host, port = self.server.address
         return f"http://{host}:{port}"
 
     async def _shut(self) -> None:
-        await self.backend.close()
+        await self.fleet.close()
         await self.client.aclose()
         await self.server.stop()
         self.door.close()
@@ -137,13 +138,13 @@ class Cluster:
         async def wait() -> None:
             async with asyncio.timeout(within_s):
                 while not condition():
-                    await self.backend.changed()
+                    await self.fleet.changed()
 
         self.io.call(wait(), within_s + 5)
 
     def seen(self, count: int, role: Role) -> None:
         """Wait until the frontend may place on `count` instances of `role`."""
-        self.until(lambda: len(self.backend.replicas.usable(role)) == count)
+        self.until(lambda: len(self.fleet.router.usable(role)) == count)
 
     def by_role(self, role: Role) -> list[Running]:
         return [r for r in self.running if r.instance.config.role is role]

@@ -89,7 +89,7 @@ def disturbed(made: Cluster, ask: Callable[[], Any], step: int) -> Any:
     result = ask()
     assert made.replaced == before + 1, "continued once, and by nobody else"
     made.seen(1, Role.DECODE)
-    [alive] = made.backend.replicas.usable(Role.DECODE)
+    [alive] = made.fleet.router.usable(Role.DECODE)
     [dead] = [r for r in decodes if r.instance.me != alive.leader.incarnation]
     made.leave(dead)
     made.add(Role.DECODE)

@@ -121,14 +121,14 @@ def test_lesson_24_every_metric_moves_under_a_real_run(folder: Path) -> None:
             while watch.of("segue_generations_waiting") < 4:
                 watch.look()
         assert [a.result() for a in answers] == [200] * 4
-        limits = made.backend.limits
+        limits = made.fleet.limits
         with held(made, decodes[0]) as one, held(made, decodes[1]) as other:
             answers = [pool.submit(ask, made, p) for p in prompts[1:3]]
             assert one.wait(30)
             assert other.wait(30)
-            made.backend.limits = msgspec.structs.replace(limits, max_queue=1)
+            made.fleet.limits = msgspec.structs.replace(limits, max_queue=1)
             assert ask(made, prompts[5]) == 429
-            made.backend.limits = limits
+            made.fleet.limits = limits
             watch.look()
         assert [a.result() for a in answers] == [200] * 2
 
@@ -178,7 +178,7 @@ def test_lesson_24_every_metric_moves_under_a_real_run(folder: Path) -> None:
         assert watch.of("segue_aborts_total") >= 1
         # And whatever else there is: a metric that is added and never moves fails here.
         assert watch.still() == set()
-        made.until(lambda: made.backend.in_flight == 0)
+        made.until(lambda: made.fleet.in_flight == 0)
         watch.highest.clear()
         watch.look()
         assert watch.of("segue_generations_running") == watch.of("segue_generations_waiting") == 0

@@ -15,8 +15,11 @@ from segue.bootstrap.records import InstanceRecord
 from segue.cli.models import resolve
 from segue.core.config import FrontendConfig
 from segue.core.errors import ConfigError
+from segue.fleet.fleet import Fleet
+from segue.fleet.settings import FleetSettings
 from segue.frontend import server
 from segue.frontend.keys import ApiKeys, read_keys
+from segue.observe.metrics import Metrics
 from segue.session.tasks import awaited
 from segue.session.tls import from_config
 
@@ -49,21 +52,27 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 raise ConfigError(
                     f"the instances serve {model}, whose tokenizer is not known here; give --model PATH"
                 ) from exc
-            settings = server.FrontendConfig(
-                registry=registry,
+            metrics = Metrics()
+            fleet = Fleet(
+                registry,
+                FleetSettings(
+                    served_model=name, policy=config.policy, max_attempts=config.answers.max_attempts
+                ),
+                secret=config.secret or None,
+                limits=limits,
+                metrics=metrics,
+                tls=tls,
+            )
+            settings = server.FrontendSettings(
                 model_folder=Path(folder),
                 served_model=name,
                 host=config.host,
                 port=config.port,
-                secret=config.secret or None,
-                policy=config.policy,
-                max_attempts=config.answers.max_attempts,
                 model_defaults=config.answers.sampling_defaults == "model",
                 limits=limits,
-                tls=tls,
                 keys=ApiKeys(read_keys(config.access)),
             )
-            await server.run_frontend(settings, stop, on_ready=on_ready)
+            await server.run_frontend(settings, fleet, metrics, stop, on_ready=on_ready)
     finally:
         await registry.aclose()
 

@@ -506,8 +506,13 @@ class KVManager:
             if incarnation not in self._peers:
                 self._handle(events.PeerDown(incarnation, error.info))
 
-        patience_s = self.config.limits.connect_s
-        dialer = Dialer(connect, f"{host}:{port}", refused, patience_s, self._uniform)
+        dialer = Dialer(
+            connect,
+            f"{host}:{port}",
+            refused=refused,
+            patience_s=self.config.limits.connect_s,
+            uniform=self._uniform,
+        )
         self._dialers[incarnation] = dialer
         dialer.start(self.io.loop)
 

@@ -31,9 +31,9 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.frontend.backend import Backend
-from segue.frontend.call import BodyBudget, Call, Receive, Scope, Send, request_id_of
 from segue.frontend.chat import chat_prompt
 from segue.frontend.generate import Meter, merged
+from segue.frontend.http_call import BodyBudget, HttpCall, Receive, Scope, Send, request_id_of
 from segue.frontend.keys import ApiKeys, KeyCheck
 from segue.frontend.openai_types import (
     Body,
@@ -93,7 +93,7 @@ class OpenAIServer:
         self._bodies = BodyBudget(32 * settings.limits.max_body_bytes)
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
         self._in_threads = 0
-        self._calls: set[Call] = set()
+        self._calls: set[HttpCall] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -131,10 +131,10 @@ class OpenAIServer:
         receive: Receive,
         send: Send,
         endpoint: str,
-        work: Callable[[Call, float], Awaitable[None]],
+        work: Callable[[HttpCall, float], Awaitable[None]],
     ) -> None:
         """Run `work` for one request; its failure becomes this request's answer and nothing else."""
-        call = Call(scope, receive, send)
+        call = HttpCall(scope, receive, send)
         started = time.monotonic()
         self._calls.add(call)
         self._idle.clear()
@@ -157,7 +157,7 @@ class OpenAIServer:
             await call.fail(error)
         self._record(call, endpoint, error, time.monotonic() - started)
 
-    def _record(self, call: Call, endpoint: str, error: SegueError | None, seconds: float) -> None:
+    def _record(self, call: HttpCall, endpoint: str, error: SegueError | None, seconds: float) -> None:
         code = error.info.code if error else None
         if call.gone:
             code = ErrorCode.ABORTED_BY_CLIENT
@@ -168,7 +168,7 @@ class OpenAIServer:
         else:
             log.info("%s %s %d %.3fs", call.id, endpoint, call.status, seconds)
 
-    async def read(self, call: Call, kind: type[Body]) -> tuple[Body, int]:
+    async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, int]:
         """The decoded body and its size in bytes."""
         s = self.settings
         raw = await call.body(s.limits.max_body_bytes, self._bodies, timeout_s=s.body_timeout_s)
@@ -192,7 +192,7 @@ class OpenAIServer:
     # ---- generations ----------------------------------------------------------------------------
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def work(call: Call, started: float) -> None:
+        async def work(call: HttpCall, started: float) -> None:
             body, nbytes = await self.read(call, ChatBody)
             card = self.card()
             async with call:
@@ -202,7 +202,7 @@ class OpenAIServer:
         await self.serve(scope, receive, send, "chat", work)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def work(call: Call, started: float) -> None:
+        async def work(call: HttpCall, started: float) -> None:
             body, nbytes = await self.read(call, CompletionBody)
             card = self.card()
             async with call:
@@ -211,7 +211,7 @@ class OpenAIServer:
 
         await self.serve(scope, receive, send, "completions", work)
 
-    async def _run(self, call: Call, plan: Plan, started: float) -> None:
+    async def _run(self, call: HttpCall, plan: Plan, started: float) -> None:
         budget_s = self.settings.limits.request_budget_s - (time.monotonic() - started)
         if budget_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it was placed", phase="frontend")
@@ -226,7 +226,7 @@ class OpenAIServer:
                     answer.add(index, piece)
             await call.answer(200, answer.whole())
 
-    async def _stream(self, call: Call, plan: Plan, meter: Meter, budget_s: float) -> None:
+    async def _stream(self, call: HttpCall, plan: Plan, meter: Meter, budget_s: float) -> None:
         answer = plan.answer
         stream = call.stream(stall_s=self.settings.stall_s)
         try:
@@ -246,7 +246,7 @@ class OpenAIServer:
     # ---- small endpoints ------------------------------------------------------------------------
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def work(call: Call, started: float) -> None:
+        async def work(call: HttpCall, started: float) -> None:
             body, nbytes = await self.read(call, TokenizeBody)
             ids = await self.off_loop(nbytes, lambda: self._tokens_of(body))
             context = self.card().context_tokens
@@ -274,7 +274,7 @@ class OpenAIServer:
         )
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def work(call: Call, started: float) -> None:
+        async def work(call: HttpCall, started: float) -> None:
             body, nbytes = await self.read(call, DetokenizeBody)
             size = self.settings.vocab_size
             for token in body.tokens:

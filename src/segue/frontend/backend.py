@@ -12,6 +12,18 @@ from segue.core.request import Output, Request
 class Backend(Protocol):
     """Runs generations. Used on one event loop."""
 
+    def start(self) -> None:
+        """Begin to look for workers."""
+        ...
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        ...
+
+    async def close(self) -> None:
+        """End everything; what still runs fails with Draining."""
+        ...
+
     @property
     def context_tokens(self) -> int | None:
         """The longest sequence everybody who serves now can take; None while nobody does."""

@@ -15,7 +15,7 @@ import msgspec
 
 from segue.core.config import AccessConfig
 from segue.core.errors import ConfigError, ErrorCode, Unauthorized
-from segue.frontend.call import Receive, Scope, Send, request_id_of
+from segue.frontend.http_call import Receive, Scope, Send, request_id_of
 from segue.frontend.problems import error_body
 from segue.observe.metrics import Metrics
 

@@ -13,53 +13,51 @@ from typing import Any
 
 from segue.core.config import is_loopback
 from segue.core.errors import ConfigError
-from segue.core.limits import MAX_ATTEMPTS, Limits
+from segue.core.limits import Limits
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.fleet import FleetBackend, FleetSettings
+from segue.frontend.backend import Backend
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.keys import ApiKeys
 from segue.frontend.ready import keep_proving
-from segue.frontend.replicas import InstanceWatch
 from segue.frontend.sampling_defaults import OPENAI, of_model
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
 from segue.session.listen import url_of
 from segue.session.tasks import awaited, background
-from segue.session.tls import Tls
 
 log = logging.getLogger("segue.frontend")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrontendConfig:
-    """Everything `run_frontend` needs. `port` 0 means any free one; `model_folder` holds the tokenizer
-    and `config.json`; `context_tokens` 0 means what `config.json` says. `model_defaults`: sampling settings
-    that a client does not name are those of the model's `generation_config.json`. Without
-    `keys` everybody who can reach the port may ask."""
+class FrontendSettings:
+    """What `run_frontend` needs beside its backend.
 
-    registry: InstanceWatch
+    `port` 0 means any free one. `model_folder` holds the tokenizer and `config.json`; `context_tokens` 0
+    means what `config.json` says. `model_defaults`: sampling settings that a client does not name are those
+    of the model's `generation_config.json`. Without `keys` everybody who can reach the port may ask.
+    """
+
     model_folder: Path
     served_model: str
     host: str = "127.0.0.1"
     port: int = 8000
-    secret: bytes | None = None
-    policy: str = "total_tokens"
     limits: Limits = field(default_factory=Limits)
-    tls: Tls | None = None
     context_tokens: int = 0
-    max_attempts: int = MAX_ATTEMPTS
     model_defaults: bool = True
     keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
 
 
 async def run_frontend(
-    config: FrontendConfig,
+    config: FrontendSettings,
+    backend: Backend,
+    metrics: Metrics,
     stop: asyncio.Event,
     *,
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until `stop` is set, then drain: new requests get 503, running ones have `limits.drain_s`.
+    """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones
+    have `limits.drain_s`. Starts `backend` and closes it; `metrics` are the process's.
 
     `on_listening` and `on_ready` are called once with the URL: when the port answers, and when the first
     canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
@@ -70,17 +68,6 @@ async def run_frontend(
         context_tokens, vocab_size = _model_bounds(config, tokenizer)
         defaults = of_model(config.model_folder, vocab_size) if config.model_defaults else OPENAI
         log.info("what clients do not name: %s", defaults)
-        metrics = Metrics()
-        backend = FleetBackend(
-            config.registry,
-            FleetSettings(
-                served_model=config.served_model, policy=config.policy, max_attempts=config.max_attempts
-            ),
-            secret=config.secret,
-            limits=config.limits,
-            metrics=metrics,
-            tls=config.tls,
-        )
         settings = OpenAIServerSettings(
             model=config.served_model,
             context_tokens=context_tokens,
@@ -128,7 +115,7 @@ async def run_frontend(
         api.close()
 
 
-async def _announce(backend: FleetBackend, url: str, on_ready: Callable[[str], None] | None) -> None:
+async def _announce(backend: Backend, url: str, on_ready: Callable[[str], None] | None) -> None:
     while not (backend.can_serve and backend.proven):
         await backend.changed()
     log.info("ready %s", url)
@@ -136,7 +123,7 @@ async def _announce(backend: FleetBackend, url: str, on_ready: Callable[[str], N
         on_ready(url)
 
 
-async def _drain(backend: FleetBackend, api: OpenAIServer, drain_s: float) -> None:
+async def _drain(backend: Backend, api: OpenAIServer, drain_s: float) -> None:
     backend.drain()
     log.info("draining: %d requests are being answered", api.calls)
     with contextlib.suppress(TimeoutError):
@@ -146,7 +133,7 @@ async def _drain(backend: FleetBackend, api: OpenAIServer, drain_s: float) -> No
         log.warning("%d requests did not end within %.0f s and are ended now", api.calls, drain_s)
 
 
-def _model_bounds(config: FrontendConfig, tokenizer: ModelTokenizer) -> tuple[int, int]:
+def _model_bounds(config: FrontendSettings, tokenizer: ModelTokenizer) -> tuple[int, int]:
     """Context and vocabulary as `config.json` says; the workers' own word comes later."""
     path = config.model_folder / "config.json"
     try:

@@ -25,22 +25,23 @@ class Dialer:
     def __init__(
         self,
         connect: Callable[[], Awaitable[object]],
-        address: str,
-        refused: Callable[[SegueError], None],
-        patience_s: float,
+        name: str,
+        *,
+        refused: Callable[[SegueError], None] | None = None,
+        patience_s: float = 0.0,
         uniform: Uniform = random.uniform,
     ) -> None:
         self._connect = connect
         self._patience_s = patience_s
         self._uniform = uniform
         self._refused = refused
-        self._address = address
+        self._name = name
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin on `loop` (call it there)."""
-        name = f"the session to {self._address}"
+        name = f"the session to {self._name}"
         self._task = keep_running(self._run, name=name, failed=self._refused, loop=loop)
 
     def stop(self) -> None:
@@ -62,8 +63,9 @@ class Dialer:
             except SegueError as error:
                 if str(error) != said:
                     said = str(error)
-                    log.warning("cannot join %s: %s", self._address, said)
-                if not error.info.retryable or clock() - since >= self._patience_s:
+                    log.warning("cannot join %s: %s", self._name, said)
+                waited = clock() - since >= self._patience_s
+                if self._refused is not None and (waited or not error.info.retryable):
                     self._refused(error)
                 await asyncio.sleep(backoff.next_s())
                 continue

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from test_fleet import Fleet, Leader, run
+from fleet_rig import Leader, Rig, run
 
 from segue.core.control import Cancel, Outputs, Submit
 from segue.core.errors import (
@@ -73,17 +73,17 @@ class Worker(Leader):
             session.close(PeerLost("killed"))
 
 
-async def add(fleet: Fleet, role: Role, cut: int | None = None, error: SegueError | None = None) -> Worker:
+async def add(rig: Rig, role: Role, cut: int | None = None, error: SegueError | None = None) -> Worker:
     worker = Worker(role, cut, error)
-    fleet.leaders.append(worker)
-    fleet.registry.put(await worker.start())
-    await fleet.until(lambda: usable(fleet, worker))
+    rig.leaders.append(worker)
+    rig.registry.put(await worker.start())
+    await rig.until(lambda: usable(rig, worker))
     return worker
 
 
-def usable(fleet: Fleet, worker: Leader) -> bool:
+def usable(rig: Rig, worker: Leader) -> bool:
     me = worker.node.incarnation
-    return any(r.leader.incarnation == me for r in fleet.backend.replicas.usable(worker.role))
+    return any(r.leader.incarnation == me for r in rig.fleet.router.usable(worker.role))
 
 
 def request(name: str = "r", count: int = COUNT, **sampling: Any) -> Request:
@@ -92,16 +92,16 @@ def request(name: str = "r", count: int = COUNT, **sampling: Any) -> Request:
     )
 
 
-async def outputs(fleet: Fleet, asked: Request, budget_s: float = 10.0) -> list[Output]:
-    return [output async for output in fleet.backend.submit(asked, budget_s=budget_s)]
+async def outputs(rig: Rig, asked: Request, budget_s: float = 10.0) -> list[Output]:
+    return [output async for output in rig.fleet.submit(asked, budget_s=budget_s)]
 
 
 def tokens(found: list[Output]) -> list[int]:
     return [token for output in found for token in output.token_ids]
 
 
-def value(fleet: Fleet, name: str, **labels: str) -> float:
-    return fleet.metrics.registry.get_sample_value(name, labels) or 0.0
+def value(rig: Rig, name: str, **labels: str) -> float:
+    return rig.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 async def first_asked(leaders: list[Leader]) -> Leader:
@@ -119,13 +119,13 @@ WANTED = [100 + i for i in range(COUNT)]
 
 @pytest.mark.parametrize("cut", range(COUNT))
 def test_decode_dies_at_each_token_and_nobody_notices(cut: int) -> None:
-    async def test(fleet: Fleet) -> None:
-        prefills = [await add(fleet, Role.PREFILL) for _ in range(3)]
-        dying, other = await add(fleet, Role.DECODE, cut), await add(fleet, Role.DECODE)
+    async def test(rig: Rig) -> None:
+        prefills = [await add(rig, Role.PREFILL) for _ in range(3)]
+        dying, other = await add(rig, Role.DECODE, cut), await add(rig, Role.DECODE)
         found, serial = list[Output](), 0
         while not dying.submits:
             # Round robin: the second request at the latest goes to the one that dies.
-            found = await outputs(fleet, request(f"r{serial}"))
+            found = await outputs(rig, request(f"r{serial}"))
             serial += 1
         assert tokens(found) == WANTED
         assert [o.position for o in found] == list(range(COUNT))
@@ -140,22 +140,22 @@ def test_decode_dies_at_each_token_and_nobody_notices(cut: int) -> None:
         assert again.ticket.prefill == first.ticket.prefill, "the prefill that has the KV is asked again"
         assert again.ticket.budget_s <= first.ticket.budget_s
         labels = {"code": "PEER_LOST"}
-        assert value(fleet, "segue_continuations_total", **labels) == (1 if cut else 0)
-        assert value(fleet, "segue_retries_total", **labels) == (0 if cut else 1)
-        assert value(fleet, "segue_placed_again_prompt_tokens_total", kv="kept") == 1
+        assert value(rig, "segue_continuations_total", **labels) == (1 if cut else 0)
+        assert value(rig, "segue_retries_total", **labels) == (0 if cut else 1)
+        assert value(rig, "segue_placed_again_prompt_tokens_total", kv="kept") == 1
         assert len(prefills) == 3
 
     run(test, policy="round_robin", retry_budget=0.0)
 
 
 def test_what_the_client_is_told_stays_that_of_one_generation() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        await add(fleet, Role.DECODE, cut=2)
-        task = await add(fleet, Role.DECODE)
-        found = await outputs(fleet, request(prompt_logprobs=1, logprobs=1))
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        await add(rig, Role.DECODE, cut=2)
+        task = await add(rig, Role.DECODE)
+        found = await outputs(rig, request(prompt_logprobs=1, logprobs=1))
         while not any(s.ticket.attempt for s in task.submits):
-            found = await outputs(fleet, request(f"again{len(task.submits)}", prompt_logprobs=1, logprobs=1))
+            found = await outputs(rig, request(f"again{len(task.submits)}", prompt_logprobs=1, logprobs=1))
         assert tokens(found) == WANTED
         assert [lp.token for o in found for lp in o.logprobs] == WANTED
         assert [bool(o.timeline) for o in found] == [True] + [False] * (COUNT - 1)
@@ -169,31 +169,31 @@ def test_what_the_client_is_told_stays_that_of_one_generation() -> None:
 
 
 def test_workers_that_die_one_after_the_other() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        dying = [await add(fleet, Role.DECODE, 2) for _ in range(2)]
-        coming = asyncio.ensure_future(outputs(fleet, request()))
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = [await add(rig, Role.DECODE, 2) for _ in range(2)]
+        coming = asyncio.ensure_future(outputs(rig, request()))
         for worker in dying:
             await worker.until(lambda at=worker: bool(at.submits))
-            fleet.registry.drop(worker.node.incarnation)
-        last = await add(fleet, Role.DECODE)
+            rig.registry.drop(worker.node.incarnation)
+        last = await add(rig, Role.DECODE)
         assert tokens(await coming) == WANTED
         assert [w.submits[0].ticket.attempt for w in (*dying, last)][-1] == 2
         assert last.submits[0].request.output == WANTED[:2]
-        assert value(fleet, "segue_continuations_total", code="PEER_LOST") == 2
+        assert value(rig, "segue_continuations_total", code="PEER_LOST") == 2
 
     run(test, no_replica_wait_s=5.0)
 
 
 def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        dying = [await add(fleet, Role.DECODE, cut) for cut in (1, 1, 1, 1, 1)]
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = [await add(rig, Role.DECODE, cut) for cut in (1, 1, 1, 1, 1)]
         for worker in dying:
             worker.error = PeerLost("lost its card", origin=f"decode {worker.node.incarnation[:8]} dp0")
         # The one that gives its token last in the row cannot give a second: all die at token 1.
         with pytest.raises(PeerLost) as caught:
-            await outputs(fleet, request())
+            await outputs(rig, request())
         info = caught.value.info
         assert sum(len(w.submits) for w in dying) == 3
         assert max(len(w.submits) for w in dying) == 1, "nobody is asked twice"
@@ -206,16 +206,16 @@ def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -
 
 
 def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        dying = await add(fleet, Role.DECODE, cut=2)
-        stream = fleet.backend.submit(request(), budget_s=20)
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = await add(rig, Role.DECODE, cut=2)
+        stream = rig.fleet.submit(request(), budget_s=20)
         found = [await anext(stream), await anext(stream)]
         # It listens still, so it would take the request again; but it is said to be gone.
-        fleet.registry.drop(dying.node.incarnation)
+        rig.registry.drop(dying.node.incarnation)
         successor = Worker(Role.DECODE)
-        fleet.leaders.append(successor)
-        fleet.registry.put(await successor.start())
+        rig.leaders.append(successor)
+        rig.registry.put(await successor.start())
         found += [output async for output in stream]
         assert tokens(found) == WANTED
         assert len(dying.submits) == 1
@@ -225,12 +225,12 @@ def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> N
 
 
 def test_nobody_left_is_said_with_what_came_before() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        dying = await add(fleet, Role.DECODE, cut=2)
-        stream = fleet.backend.submit(request(), budget_s=20)
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = await add(rig, Role.DECODE, cut=2)
+        stream = rig.fleet.submit(request(), budget_s=20)
         await anext(stream)
-        fleet.registry.drop(dying.node.incarnation)
+        rig.registry.drop(dying.node.incarnation)
         await anext(stream)
         with pytest.raises(
             BootstrapUnreachable, match=r"0 decode.*after 2 tokens; before it: PEER_LOST"
@@ -243,38 +243,38 @@ def test_nobody_left_is_said_with_what_came_before() -> None:
 
 @pytest.mark.parametrize("error", [Draining("it leaves"), TransferFailed("x"), OutOfCapacity("no page")])
 def test_a_worker_that_leaves_or_cannot_go_on_is_replaced(error: SegueError) -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
         for cut in (3, None):
-            await add(fleet, Role.DECODE, cut, error)
+            await add(rig, Role.DECODE, cut, error)
         for serial in range(2):
-            assert tokens(await outputs(fleet, request(f"r{serial}"))) == WANTED
-        assert value(fleet, "segue_continuations_total", code=error.info.code.value) >= 1
+            assert tokens(await outputs(rig, request(f"r{serial}"))) == WANTED
+        assert value(rig, "segue_continuations_total", code=error.info.code.value) >= 1
 
     run(test, policy="round_robin")
 
 
 def test_what_no_other_worker_could_heal_ends_the_stream() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        workers = [await add(fleet, Role.DECODE, 2, Internal("a bug")) for _ in range(2)]
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        workers = [await add(rig, Role.DECODE, 2, Internal("a bug")) for _ in range(2)]
         with pytest.raises(Internal, match="a bug"):
-            await outputs(fleet, request())
+            await outputs(rig, request())
         assert sum(len(w.submits) for w in workers) == 1
-        assert value(fleet, "segue_continuations_total", code="INTERNAL") == 0
+        assert value(rig, "segue_continuations_total", code="INTERNAL") == 0
 
     run(test)
 
 
 def test_the_deadline_stays_the_one_of_the_request() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        dying = await add(fleet, Role.DECODE, cut=2)
-        fleet.leaders.append(silent := Leader(Role.DECODE, "hang"))
-        stream = fleet.backend.submit(request(), budget_s=0.4)
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = await add(rig, Role.DECODE, cut=2)
+        rig.leaders.append(silent := Leader(Role.DECODE, "hang"))
+        stream = rig.fleet.submit(request(), budget_s=0.4)
         await anext(stream)
-        fleet.registry.put(await silent.start())
-        fleet.registry.drop(dying.node.incarnation)
+        rig.registry.put(await silent.start())
+        rig.registry.drop(dying.node.incarnation)
         await anext(stream)
         with pytest.raises(DeadlineExceeded, match=r"during decode.*after 2 tokens"):
             await anext(stream)
@@ -284,14 +284,14 @@ def test_the_deadline_stays_the_one_of_the_request() -> None:
 
 
 def test_prefills_end_after_the_first_token_changes_nothing() -> None:
-    async def test(fleet: Fleet) -> None:
-        p = await add(fleet, Role.PREFILL)
-        d = await fleet.add(Role.DECODE, "one")
-        stream = fleet.backend.submit(request(), budget_s=10)
+    async def test(rig: Rig) -> None:
+        p = await add(rig, Role.PREFILL)
+        d = await rig.add(Role.DECODE, "one")
+        stream = rig.fleet.submit(request(), budget_s=10)
         await anext(stream)
-        assert not next(r for r in fleet.backend.replicas if r.role is Role.PREFILL).legs
+        assert not next(r for r in rig.fleet.membership.replicas.values() if r.role is Role.PREFILL).running
         p.session.close(PeerLost("killed"))
-        await fleet.until(lambda: not usable(fleet, p))
+        await rig.until(lambda: not usable(rig, p))
         d.session.send(
             Outputs([Output(request_id="r", position=1, token_ids=[6], finish=FinishReason.LENGTH)])
         )
@@ -302,14 +302,14 @@ def test_prefills_end_after_the_first_token_changes_nothing() -> None:
 
 
 def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_next() -> None:
-    async def test(fleet: Fleet) -> None:
-        prefills = [await add(fleet, Role.PREFILL, cut=0) for _ in range(2)]
-        silent = await fleet.add(Role.DECODE, "hang")
-        stream = fleet.backend.submit(request(), budget_s=10)
+    async def test(rig: Rig) -> None:
+        prefills = [await add(rig, Role.PREFILL, cut=0) for _ in range(2)]
+        silent = await rig.add(Role.DECODE, "hang")
+        stream = rig.fleet.submit(request(), budget_s=10)
         task = stream.__anext__()
         coming = asyncio.ensure_future(task)
         await silent.until(lambda: len(silent.cancels) == 2)
-        last = await add(fleet, Role.PREFILL)
+        last = await add(rig, Role.PREFILL)
         await silent.until(lambda: len(silent.submits) == 3)
         assert [len(p.submits) for p in prefills] == [1, 1]
         third = silent.submits[2]
@@ -319,18 +319,18 @@ def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_ne
         )
         assert (await coming).token_ids == [9]
         assert [o async for o in stream] == []
-        assert value(fleet, "segue_retries_total", code="PEER_LOST") == 2
+        assert value(rig, "segue_retries_total", code="PEER_LOST") == 2
 
     run(test, retry_budget=0.0, no_replica_wait_s=5.0)
 
 
 @pytest.mark.parametrize(("gone", "kept"), [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)])
 def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept: Role) -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(rig: Rig) -> None:
         pairs = {
-            role: [await fleet.add(role, "hang") for _ in range(2)] for role in (Role.PREFILL, Role.DECODE)
+            role: [await rig.add(role, "hang") for _ in range(2)] for role in (Role.PREFILL, Role.DECODE)
         }
-        stream = fleet.backend.submit(request(), budget_s=10)
+        stream = rig.fleet.submit(request(), budget_s=10)
         coming = asyncio.ensure_future(stream.__anext__())
         said = {role: await first_asked(leaders) for role, leaders in pairs.items()}
         there, lost = said[kept], said[gone]
@@ -351,7 +351,7 @@ def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept
             assert again.prefill.incarnation == there.node.incarnation, "it has the KV"
         await lost.until(lambda: bool(lost.cancels))
         assert lost.cancels[0].reason == info
-        fleet.backend.cancel("r", ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
+        rig.fleet.cancel("r", ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
         with pytest.raises(SegueError, match="enough"):
             await coming
 
@@ -359,13 +359,13 @@ def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept
 
 
 def test_a_pair_that_fails_changes_decode_first_and_prefill_next() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(rig: Rig) -> None:
         broken = TransferFailed("the write did not land")
-        bad = await add(fleet, Role.PREFILL, 0, broken)
-        decodes = [await fleet.add(Role.DECODE, "hang") for _ in range(3)]
-        coming = asyncio.ensure_future(outputs(fleet, request()))
+        bad = await add(rig, Role.PREFILL, 0, broken)
+        decodes = [await rig.add(Role.DECODE, "hang") for _ in range(3)]
+        coming = asyncio.ensure_future(outputs(rig, request()))
         await bad.until(lambda: len(bad.submits) == 2)
-        good = await add(fleet, Role.PREFILL)
+        good = await add(rig, Role.PREFILL)
         with pytest.raises(SegueError):
             await coming
         used = [len(d.submits) for d in decodes]
@@ -375,24 +375,24 @@ def test_a_pair_that_fails_changes_decode_first_and_prefill_next() -> None:
 
 
 def test_a_token_lost_or_repeated_on_the_way_is_a_bug_and_not_guessed() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        worker = await add(fleet, Role.DECODE)
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        worker = await add(rig, Role.DECODE)
         worker.skip = 1
         with pytest.raises(Internal, match="begins at token 2 where 1 was expected"):
-            await outputs(fleet, request())
+            await outputs(rig, request())
         await worker.until(lambda: bool(worker.cancels))
 
     run(test)
 
 
 def test_a_frontend_that_drains_still_continues_what_it_began() -> None:
-    async def test(fleet: Fleet) -> None:
-        await add(fleet, Role.PREFILL)
-        dying, other = await add(fleet, Role.DECODE, cut=1), await add(fleet, Role.DECODE, cut=1)
-        stream = fleet.backend.submit(request(), budget_s=10)
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying, other = await add(rig, Role.DECODE, cut=1), await add(rig, Role.DECODE, cut=1)
+        stream = rig.fleet.submit(request(), budget_s=10)
         found = [await anext(stream)]
-        fleet.backend.drain()
+        rig.fleet.drain()
         for worker in (dying, other):
             worker.cut = None
         found += [output async for output in stream]
@@ -402,12 +402,12 @@ def test_a_frontend_that_drains_still_continues_what_it_began() -> None:
 
 
 def test_prefill_hears_why_so_that_it_keeps_what_it_computed() -> None:
-    async def test(fleet: Fleet) -> None:
-        p = await fleet.add(Role.PREFILL, "hang")
-        await add(fleet, Role.DECODE, 0, TransferFailed("no room on the wire"))
-        last = await add(fleet, Role.DECODE)
+    async def test(rig: Rig) -> None:
+        p = await rig.add(Role.PREFILL, "hang")
+        await add(rig, Role.DECODE, 0, TransferFailed("no room on the wire"))
+        last = await add(rig, Role.DECODE)
         for serial in range(2):
-            assert tokens(await outputs(fleet, request(f"r{serial}"))) == WANTED
+            assert tokens(await outputs(rig, request(f"r{serial}"))) == WANTED
         await p.until(lambda: bool(p.cancels))
         [cancel] = [c for c in p.cancels if isinstance(c, Cancel)]
         assert cancel.reason.code is ErrorCode.TRANSFER_FAILED
@@ -418,15 +418,15 @@ def test_prefill_hears_why_so_that_it_keeps_what_it_computed() -> None:
 
 
 def test_a_reported_loss_of_the_only_pair_costs_a_moment_and_not_the_request() -> None:
-    async def test(fleet: Fleet) -> None:
-        p = await add(fleet, Role.PREFILL)
-        d = await add(fleet, Role.DECODE, 2)
+    async def test(rig: Rig) -> None:
+        p = await add(rig, Role.PREFILL)
+        d = await add(rig, Role.DECODE, 2)
         d.error = PeerLost(
             "the link broke",
             origin=f"decode {d.node.incarnation[:8]} dp0",
             peer=f"prefill {p.node.incarnation[:8]} dp0",
         )
-        stream = fleet.backend.submit(request(), budget_s=10)
+        stream = rig.fleet.submit(request(), budget_s=10)
         found = [await anext(stream), await anext(stream)]
         d.cut = None
         found += [output async for output in stream]

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from test_fleet import LIMITS, Fleet, Leader
+from fleet_rig import LIMITS, Leader, Rig
 
 from segue.bootstrap.client import LocalRegistry
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
@@ -47,50 +47,50 @@ async def two_ranks() -> Halves:
 class Unfiltered:
     """A registry that lists what it has, ready or not: the frontend must look for itself."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
 
     async def register(self, record: InstanceRecord) -> None:
-        known = self._fleet.registry.records.get(record.incarnation)
+        known = self._rig.registry.records.get(record.incarnation)
         replicas = [*(known.replicas if known is not None else []), *record.replicas]
-        self._fleet.registry.put(msgspec.structs.replace(record, replicas=replicas))
+        self._rig.registry.put(msgspec.structs.replace(record, replicas=replicas))
 
 
 @asynccontextmanager
-async def a_fleet(real: bool, **settings: float) -> AsyncIterator[tuple[Fleet, LocalRegistry | Unfiltered]]:
+async def a_fleet(real: bool, **settings: float) -> AsyncIterator[tuple[Rig, LocalRegistry | Unfiltered]]:
     """A fleet and where its instances register: the registry's own client and store, or `Unfiltered`."""
-    fleet = Fleet(**settings)
-    registry: LocalRegistry | Unfiltered = Unfiltered(fleet)
+    rig = Rig(**settings)
+    registry: LocalRegistry | Unfiltered = Unfiltered(rig)
     if real:
         registry = LocalRegistry(RegistryStore(SystemClock(), ttl_s=600.0), limits=LIMITS)
-        fleet.backend.replicas._registry = registry
-    fleet.backend.start()
+        rig.fleet.membership._registry = registry
+    rig.fleet.start()
     try:
         async with asyncio.timeout(30):
-            yield fleet, registry
-        assert fleet.at_rest()
+            yield rig, registry
+        assert rig.at_rest()
     finally:
-        await fleet.backend.close()
+        await rig.fleet.close()
         if isinstance(registry, LocalRegistry):
             await registry.aclose()
-        for leader in fleet.leaders:
+        for leader in rig.leaders:
             await leader.node.close()
 
 
-Test = Callable[[Fleet, "LocalRegistry | Unfiltered", Halves], Awaitable[None]]
+Test = Callable[[Rig, "LocalRegistry | Unfiltered", Halves], Awaitable[None]]
 
 
 def run(test: Test, real: bool, **settings: float) -> None:
     async def main() -> None:
-        async with a_fleet(real, **settings) as (fleet, registry):
+        async with a_fleet(real, **settings) as (rig, registry):
             prefill, halves = Leader(Role.PREFILL), await two_ranks()
-            fleet.leaders += [prefill, halves.first]
+            rig.leaders += [prefill, halves.first]
             await registry.register(halves.records[0])
             # Registered after it: once this one is usable, the frontend has seen the other too.
             await registry.register(await prefill.start())
-            await fleet.until(lambda: bool(fleet.backend.replicas.usable(Role.PREFILL)))
+            await rig.until(lambda: bool(rig.fleet.router.usable(Role.PREFILL)))
             with halves.second:
-                await test(fleet, registry, halves)
+                await test(rig, registry, halves)
 
     asyncio.run(main())
 
@@ -100,15 +100,17 @@ real_or_not = pytest.mark.parametrize("real", [True, False], ids=["registry", "u
 
 @real_or_not
 def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(real: bool) -> None:
-    async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
-        assert not fleet.backend.can_serve
+    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+        assert not rig.fleet.can_serve
         with pytest.raises(Starting, match="1 prefill, 0 decode"):
-            await fleet.run()
+            await rig.run()
         assert halves.first.session is None, "nobody even connected"
-        assert LeaderId(halves.records[0].incarnation) not in {r.leader for r in fleet.backend.replicas}
+        assert LeaderId(halves.records[0].incarnation) not in {
+            r.leader for r in rig.fleet.membership.replicas.values()
+        }
         await registry.register(halves.records[1])
-        await fleet.until(lambda: fleet.backend.can_serve)
-        assert await fleet.run() == [5, 6, 7]
+        await rig.until(lambda: rig.fleet.can_serve)
+        assert await rig.run() == [5, 6, 7]
         assert halves.asked == 1
 
     run(test, real)
@@ -116,10 +118,10 @@ def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(
 
 @real_or_not
 def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(real: bool) -> None:
-    async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
-        waiting = asyncio.create_task(fleet.run())
+    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+        waiting = asyncio.create_task(rig.run())
         await asyncio.sleep(0)
-        assert fleet.backend.in_flight == 1
+        assert rig.fleet.in_flight == 1
         assert halves.asked == 0
         await registry.register(halves.records[1])
         assert await waiting == [5, 6, 7]
@@ -130,9 +132,9 @@ def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(rea
 
 @real_or_not
 def test_a_request_that_waits_for_half_an_instance_ends_by_its_own_deadline(real: bool) -> None:
-    async def test(fleet: Fleet, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
         with pytest.raises((Starting, DeadlineExceeded)):
-            await fleet.run(budget_s=0.1)
+            await rig.run(budget_s=0.1)
         assert halves.asked == 0
 
     run(test, real, no_replica_wait_s=25.0)

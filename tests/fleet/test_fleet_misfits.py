@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_fleet import Fleet, Leader, run
+from fleet_rig import Leader, Rig, run
 
 from segue.core.control import Outputs, Submit
 from segue.core.errors import ErrorCode, ErrorInfo, SegueError
@@ -27,53 +27,54 @@ class Refusing(Leader):
             super().answer(session, submit)
 
 
-async def add(fleet: Fleet, leader: Leader, **record: Any) -> None:
-    fleet.leaders.append(leader)
-    fleet.registry.put(msgspec.structs.replace(await leader.start(), **record))
-    await fleet.until(
+async def add(rig: Rig, leader: Leader, **record: Any) -> None:
+    rig.leaders.append(leader)
+    rig.registry.put(msgspec.structs.replace(await leader.start(), **record))
+    await rig.until(
         lambda: any(
-            r.leader.incarnation == leader.node.incarnation and r.usable for r in fleet.backend.replicas
+            r.leader.incarnation == leader.node.incarnation and r.usable
+            for r in rig.fleet.membership.replicas.values()
         )
     )
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_half_of_another_model_gets_no_request_and_does_not_shorten_the_context(role: Role) -> None:
-    async def test(fleet: Fleet) -> None:
-        await fleet.add(Role.PREFILL)
-        await fleet.add(Role.DECODE)
-        assert await fleet.run() == [5, 6, 7]
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        await rig.add(Role.DECODE)
+        assert await rig.run() == [5, 6, 7]
         other = Leader(role)
-        await add(fleet, other, model="other/float16", context_tokens=3)
+        await add(rig, other, model="other/float16", context_tokens=3)
         for _ in range(8):
-            assert await fleet.run() == [5, 6, 7]
+            assert await rig.run() == [5, 6, 7]
         assert other.submits == []
-        assert fleet.backend.context_tokens == 100
-        assert fleet.backend.proven
+        assert rig.fleet.context_tokens == 100
+        assert rig.fleet.proven
 
     run(test)
 
 
 def test_two_halves_of_different_models_serve_nobody_and_say_what_is_missing() -> None:
-    async def test(fleet: Fleet) -> None:
-        await fleet.add(Role.PREFILL)
-        await add(fleet, Leader(Role.DECODE), model="other")
-        assert not fleet.backend.can_serve
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        await add(rig, Leader(Role.DECODE), model="other")
+        assert not rig.fleet.can_serve
         with pytest.raises(SegueError, match="one of each with the same model and dtype"):
-            await fleet.run()
+            await rig.run()
 
     run(test)
 
 
 def test_two_models_are_served_side_by_side_each_by_its_own_pair() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(rig: Rig) -> None:
         made = {}
         for model in ("a", "b"):
             for role in (Role.PREFILL, Role.DECODE):
                 made[model, role] = Leader(role)
-                await add(fleet, made[model, role], model=model)
+                await add(rig, made[model, role], model=model)
         for _ in range(12):
-            assert await fleet.run() == [5, 6, 7]
+            assert await rig.run() == [5, 6, 7]
         for model in ("a", "b"):
             p, d = made[model, Role.PREFILL], made[model, Role.DECODE]
             await p.until(lambda p=p, d=d: len(p.submits) == len(d.submits))
@@ -86,31 +87,31 @@ def test_two_models_are_served_side_by_side_each_by_its_own_pair() -> None:
 def test_a_pair_that_refuses_one_another_costs_one_attempt_in_its_life(role: Role) -> None:
     """More requests than the fleet's budget of retries has: none fails, and the good pair stays proven."""
 
-    async def test(fleet: Fleet) -> None:
+    async def test(rig: Rig) -> None:
         made = [Refusing(Role.PREFILL), Refusing(Role.DECODE)]
         for leader in made:
-            await add(fleet, leader)
-        assert await fleet.run() == [5, 6, 7]
+            await add(rig, leader)
+        assert await rig.run() == [5, 6, 7]
         misfit = Refusing(role)
         for leader in (*made, misfit):
             leader.misfit = misfit.node.incarnation
-        await add(fleet, misfit)
+        await add(rig, misfit)
         for _ in range(30):
-            assert await fleet.run() == [5, 6, 7]
-            assert fleet.backend.proven
+            assert await rig.run() == [5, 6, 7]
+            assert rig.fleet.proven
         assert len(misfit.submits) == 1
 
     run(test)
 
 
 def test_a_pair_that_refuses_one_another_and_is_alone_ends_the_request_at_once() -> None:
-    async def test(fleet: Fleet) -> None:
+    async def test(rig: Rig) -> None:
         prefill, decode = Leader(Role.PREFILL), Refusing(Role.DECODE)
         decode.misfit = prefill.node.incarnation
-        await add(fleet, prefill)
-        await add(fleet, decode)
+        await add(rig, prefill)
+        await add(rig, decode)
         with pytest.raises(SegueError, match="no common transport") as caught:
-            await fleet.run()
+            await rig.run()
         assert caught.value.info.code is ErrorCode.PEER_REFUSED
         assert len(decode.submits) == 1
 

@@ -58,7 +58,7 @@ def request_id_of(scope: Scope) -> str:
     return secrets.token_hex(16)
 
 
-class Call:
+class HttpCall:
     """The exchange with one client. `gone` once it has left; `begun` once a status was sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +106,7 @@ class Call:
 
     # ---- the client's leaving -------------------------------------------------------------------
 
-    async def __aenter__(self) -> Call:
+    async def __aenter__(self) -> HttpCall:
         """While inside, the client's leaving cancels the current task (`gone` is then set)."""
         task = asyncio.current_task()
         assert task is not None
@@ -199,7 +199,7 @@ class EventStream:
     connection and its generation would otherwise be held for as long as it likes.
     """
 
-    def __init__(self, call: Call, send: Send, transport: Any, stall_s: float) -> None:
+    def __init__(self, call: HttpCall, send: Send, transport: Any, stall_s: float) -> None:
         self._call = call
         self._send = send
         self._transport = transport

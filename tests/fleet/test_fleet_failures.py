@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_fleet import Fleet, Leader, run
+from fleet_rig import Leader, Rig, run
 
 from segue.core.errors import ErrorCode, PeerLost, SegueError
 from segue.core.types import Role
+from segue.fleet.router import Cooling
 
 #: What a client, a deadline, a drain or a wrong pair causes; written down here, not asked of the code.
 NOBODYS_FAULT = {
@@ -33,41 +34,42 @@ NOBODYS_FAULT = {
 def test_lesson_11_only_transport_errors_and_5xx_count_against_a_worker(code: ErrorCode) -> None:
     """A client that sends nonsense all day must not close a healthy worker to the others."""
 
-    async def test(fleet: Fleet) -> None:
-        prefill, decode = await fleet.add(Role.PREFILL), await fleet.add(Role.DECODE)
-        assert await fleet.run() == [5, 6, 7]
+    async def test(rig: Rig) -> None:
+        prefill, decode = await rig.add(Role.PREFILL), await rig.add(Role.DECODE)
+        assert await rig.run() == [5, 6, 7]
         decode.behave = f"fail:{code}"
         for _ in range(3):
             with pytest.raises(SegueError) as caught:
-                await fleet.run()
+                await rig.run()
             assert caught.value.info.code is code
-        [at_prefill] = fleet.backend.replicas.usable(Role.PREFILL)
-        [at_decode] = fleet.backend.replicas.usable(Role.DECODE)
-        assert (at_prefill.failures, at_prefill.cool_until) == (0, 0.0), "it did its half"
+        [at_prefill] = rig.fleet.router.usable(Role.PREFILL)
+        [at_decode] = rig.fleet.router.usable(Role.DECODE)
+        cooling = rig.fleet.router.cooling
+        assert cooling(at_prefill.leader) == Cooling(0, 0.0), "it did its half"
         counted = 0 if code in NOBODYS_FAULT else 3
-        assert at_decode.failures == counted
-        assert (at_decode.cool_until > 0) == bool(counted)
-        assert fleet.backend.proven == (not counted), "/ready goes only with a worker's own fault"
+        assert cooling(at_decode.leader).failures == counted
+        assert (cooling(at_decode.leader).until > 0) == bool(counted)
+        assert rig.fleet.proven == (not counted), "/ready goes only with a worker's own fault"
         decode.behave = "serve"
-        assert await fleet.run() == [5, 6, 7]
-        assert at_decode.failures == 0
+        assert await rig.run() == [5, 6, 7]
+        assert cooling(at_decode.leader).failures == 0
         await prefill.until(lambda: len(prefill.submits) == 5)
 
     run(test, max_attempts=1)
 
 
 def test_lesson_11_a_session_that_breaks_counts_against_its_worker() -> None:
-    async def test(fleet: Fleet) -> None:
-        await fleet.add(Role.PREFILL)
-        decode = await fleet.add(Role.DECODE, "hang")
-        [replica] = fleet.backend.replicas.usable(Role.DECODE)
-        stream = fleet.backend.submit(fleet.request(), budget_s=10)
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        decode = await rig.add(Role.DECODE, "hang")
+        [replica] = rig.fleet.router.usable(Role.DECODE)
+        stream = rig.fleet.submit(rig.request(), budget_s=10)
         task = asyncio.ensure_future(anext(aiter(stream)))
         await decode.until(lambda: bool(decode.submits))
         decode.session.close(PeerLost("the cable"))
         with pytest.raises(PeerLost):
             await task
-        assert replica.failures == 1
+        assert rig.fleet.router.cooling(replica.leader).failures == 1
 
     run(test, max_attempts=1)
 
@@ -75,11 +77,11 @@ def test_lesson_11_a_session_that_breaks_counts_against_its_worker() -> None:
 @pytest.mark.parametrize("broken", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("how", ["says so", "is gone"])
 def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(broken: Role, how: str) -> None:
-    async def test(fleet: Fleet) -> None:
-        halves = {role: await fleet.add(role, "hang") for role in (Role.PREFILL, Role.DECODE)}
+    async def test(rig: Rig) -> None:
+        halves = {role: await rig.add(role, "hang") for role in (Role.PREFILL, Role.DECODE)}
         bad: Leader = halves.pop(broken)
         [other] = halves.values()
-        stream = fleet.backend.submit(fleet.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=10)
         task = asyncio.ensure_future(anext(aiter(stream)))
         for leader in (bad, other):
             await leader.until(lambda at=leader: bool(at.submits))
@@ -92,7 +94,7 @@ def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(bro
             await task
         await other.until(lambda: len(other.cancels) == 1)
         assert other.cancels[0].request_id == other.submits[0].request.request_id
-        assert fleet.at_rest()
+        assert rig.at_rest()
 
     run(test, max_attempts=1)
 
@@ -103,14 +105,14 @@ def test_a_pair_that_cannot_reach_one_another_does_not_take_from_the_fleets_retr
 ) -> None:
     """All that wait for one peer fail together: what heals them is bounded by each one's attempts."""
 
-    async def test(fleet: Fleet) -> None:
-        await fleet.add(Role.PREFILL)
-        cut_off = await fleet.add(Role.DECODE, f"fail:{code}")
-        await fleet.add(Role.DECODE)
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        cut_off = await rig.add(Role.DECODE, f"fail:{code}")
+        await rig.add(Role.DECODE)
         for _ in range(3):
-            assert await fleet.run() == [5, 6, 7]
+            assert await rig.run() == [5, 6, 7]
         assert cut_off.submits
-        value = fleet.metrics.registry.get_sample_value("segue_retries_total", {"code": code.value})
+        value = rig.metrics.registry.get_sample_value("segue_retries_total", {"code": code.value})
         assert value == len(cut_off.submits)
 
     run(test, policy="round_robin", retry_budget=0.0)

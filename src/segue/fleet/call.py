@@ -1,0 +1,314 @@
+"""One request on a fleet: its attempts, one after the other, their outputs, and its deadline.
+
+A pair is a transaction: both halves are submitted at once, an error of either ends the other at once, and the
+next attempt begins only after both halves of the last one have ended or were told to. What follows a failure
+is the router's decision; here it is carried out. The caller sees one stream of outputs that ends once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from segue.balance.attempts import Attempts, Next
+from segue.balance.base import PlacementRequest
+from segue.core.control import Cancel, Submit
+from segue.core.errors import (
+    AbortedByClient,
+    DeadlineExceeded,
+    Draining,
+    ErrorInfo,
+    Internal,
+    SegueError,
+)
+from segue.core.request import Output, Request, Ticket
+from segue.fleet.membership import Membership
+from segue.fleet.replica import Replica, Route
+from segue.fleet.router import Router
+from segue.fleet.settings import FleetSettings
+from segue.observe.metrics import Metrics
+
+
+class Signal:
+    """Wakes everybody who waits, in the order they came. Look at the state first, then wait: nothing runs
+    between."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[asyncio.Future[None], None] = {}
+
+    def notify(self) -> None:
+        """Wake them."""
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the next `notify`."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = None
+        try:
+            await waiter
+        finally:
+            self._waiters.pop(waiter, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What all calls of one fleet share. `news` is notified whenever a placement may have become possible;
+    `new_room` draws the id of an attempt's hand-off."""
+
+    membership: Membership
+    router: Router
+    settings: FleetSettings
+    metrics: Metrics
+    news: Signal
+    new_room: Callable[[], int]
+
+
+class Attempt:
+    """One try of a call on one route."""
+
+    def __init__(self, call: Call, parts: Parts, route: Route, request: Request, number: int) -> None:
+        self.route = route
+        self._call = call
+        self._parts = parts
+        self._request = request
+        self._number = number
+        #: Decode has sent a token: prefill has done its part, and its end no longer matters.
+        self._begun = False
+        self._tokens = len(request.prompt) + request.sampling.max_tokens
+        #: Whose half may still run there.
+        self._live: list[Replica] = []
+
+    def start(self, budget_s: float) -> None:
+        """Submit to both leaders at once."""
+        route, membership = self.route, self._parts.membership
+        ticket = membership.signed(
+            Ticket(
+                room=route.room,
+                attempt=self._number,
+                prefill=route.prefill.leader,
+                decode=route.decode.leader,
+                budget_s=budget_s,
+            )
+        )
+        message = Submit(self._request, ticket)
+        self._live = list(route.replicas)
+        for replica in route.replicas:
+            membership.enter(replica, self._request.request_id, self, self._tokens)
+        for replica in route.replicas:
+            if replica.session is not None:
+                replica.session.send(message)
+
+    def output(self, replica: Replica, output: Output) -> None:
+        """An output of either half. Only decode gives tokens; prefill gives an error or nothing."""
+        if output.error is not None:
+            self._ended_at(replica, output.error.exception().at(origin=replica.name))
+        elif replica is not self.route.decode:
+            if output.token_ids:
+                self._failed(replica, Internal("prefill sent tokens", origin=replica.name))
+        else:
+            if output.token_ids and not self._begun:
+                self._begun = True
+                if self._number and output.usage is not None:
+                    self._parts.metrics.placed_again(output.usage)
+                if self.route.prefill is not self.route.decode:
+                    self._leave(self.route.prefill)
+            if output.finish is not None:
+                self._live.clear()
+                self._leave(*self.route.replicas)
+            self._call.arrived(output)
+
+    def lost(self, replica: Replica, error: SegueError) -> None:
+        """The session with one half's replica ended."""
+        self._ended_at(replica, error)
+
+    def _ended_at(self, replica: Replica, error: SegueError) -> None:
+        if replica in self._live:
+            self._live.remove(replica)
+        if replica is self.route.decode or not self._begun:
+            self._failed(replica, error)
+
+    def _failed(self, replica: Replica, error: SegueError) -> None:
+        # The other half ends now, not at its deadline (lesson 10).
+        self.end(error.info)
+        self._call.attempt_failed(self, replica, error)
+
+    def end(self, reason: ErrorInfo) -> None:
+        """End this attempt wherever it still runs."""
+        for replica in self._live:
+            if replica.session is not None:
+                replica.session.send(Cancel(self._request.request_id, reason))
+        self._live.clear()
+        self._leave(*self.route.replicas)
+
+    def _leave(self, *replicas: Replica) -> None:
+        for replica in replicas:
+            self._parts.membership.leave(replica, self._request.request_id, self._tokens)
+
+
+class Call:
+    """The outputs of one request, over its attempts. Ends exactly once, at `deadline` (seconds of the
+    loop's clock) at the latest; `ended` is called then."""
+
+    def __init__(self, request: Request, deadline: float, parts: Parts, ended: Callable[[], object]) -> None:
+        self.attempts = Attempts(request, parts.settings.max_attempts)
+        self._parts = parts
+        self._loop = asyncio.get_running_loop()
+        self._deadline = deadline
+        self._on_end = ended
+        self._queue: deque[Output] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._attempt: Attempt | None = None
+        self._error: SegueError | None = None
+        self._ended = False
+        self._patience: asyncio.TimerHandle | None = None
+        self._alarm = self._loop.call_at(deadline, self._expire)
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Output:
+        while True:
+            if self._queue:
+                return self._queue.popleft()
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            if self._attempt is None:
+                await self._start()
+                continue
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    # ---- where ----------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        try:
+            route = await self._place()
+        except SegueError as error:
+            self.fail(error)
+            return
+        if self._ended:
+            # Cancelled while it waited for somebody to come.
+            return
+        request = self.attempts.begin(*route.pair)
+        self._attempt = Attempt(self, self._parts, route, request, self.attempts.number)
+        self._attempt.start(self._deadline - self._loop.time())
+
+    async def _place(self) -> Route:
+        """Who runs the next attempt. Waits a little for somebody to come; then BootstrapUnreachable."""
+        loop, s, router, attempts = self._loop, self._parts.settings, self._parts.router, self.attempts
+        wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if attempts.delivered else s.no_replica_wait_s
+        until = min(self._deadline, loop.time() + wait_s)
+        # A worker that its peer says is gone is waited for: for its end to be seen, or its successor.
+        passed_over_s = s.reported_loss_wait_s if attempts.reported_by_peer else 0.0
+        patient_until = min(until, loop.time() + passed_over_s)
+        request = PlacementRequest(self._parts.new_room(), attempts.request.prompt)
+        while True:
+            now = loop.time()
+            patient = now < patient_until
+            route = router.choose(attempts, request, now, patient=patient)
+            if route is not None:
+                return route
+            if router.draining and not attempts.delivered:
+                raise Draining("this frontend is draining; ask another")
+            if now >= until:
+                raise router.lacking()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(patient_until if patient else until):
+                    await self._parts.news.wait()
+
+    # ---- what comes back ------------------------------------------------------------------------
+
+    def arrived(self, output: Output) -> None:
+        """The next output, from the attempt that runs."""
+        if self._ended:
+            return
+        try:
+            shown = self.attempts.arrived(output)
+        except Internal as error:
+            self.fail(error)
+            return
+        self._queue.append(shown)
+        if output.finish is not None:
+            assert self._attempt is not None
+            self._parts.router.record_success(self._attempt.route)
+            self._parts.news.notify()
+            self._end()
+        elif self._behind() and self._patience is None:
+            self._patience = self._loop.call_later(self._parts.settings.backlog_wait_s, self._give_up)
+        self._wake()
+
+    def _behind(self) -> bool:
+        return len(self._queue) > self._parts.settings.backlog_outputs
+
+    def _give_up(self) -> None:
+        """The client fell behind a while ago. If it still is, nobody reads what is generated for it."""
+        self._patience = None
+        if self._behind():
+            text = f"the client reads too slowly: {len(self._queue)} outputs wait for it"
+            self.fail(AbortedByClient(text, phase="stream"))
+
+    def attempt_failed(self, attempt: Attempt, reporter: Replica, error: SegueError) -> None:
+        """An attempt ended badly, on both sides: place it again, continue it elsewhere, or fail."""
+        if self._ended or attempt is not self._attempt:
+            return
+        parts, info = self._parts, error.info
+        follows = parts.router.after_failure(self.attempts, attempt.route, reporter, info, self._loop.time())
+        parts.news.notify()
+        if follows is Next.END:
+            self._fail(error)
+            return
+        counter = parts.metrics.continuations if follows is Next.CONTINUE else parts.metrics.retries
+        counter.labels(info.code).inc()
+        self._attempt = None
+        self._wake()
+
+    # ---- its end --------------------------------------------------------------------------------
+
+    def fail(self, error: SegueError) -> None:
+        """End the request with `error`, on all workers, now. A no-op after the end."""
+        if self._ended:
+            return
+        if self._attempt is not None:
+            self._attempt.end(error.info)
+        self._fail(error)
+
+    def _fail(self, error: SegueError) -> None:
+        self._error = self.attempts.root_cause(error.info).exception()
+        self._queue.clear()
+        self._end()
+        self._wake()
+
+    def _expire(self) -> None:
+        begun, attempt = self.attempts.delivered, self._attempt
+        where = "decode" if begun else "prefill or hand-off"
+        route = "nobody" if attempt is None else " and ".join(r.name for r in attempt.route.replicas)
+        self.fail(
+            DeadlineExceeded(
+                f"the request's deadline passed during {where} on {route}",
+                origin="frontend",
+                phase="stream" if begun else "first token",
+                room=attempt.route.room if attempt else 0,
+            )
+        )
+
+    def _end(self) -> None:
+        self._ended = True
+        self._alarm.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._on_end()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

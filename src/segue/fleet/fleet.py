@@ -1,0 +1,147 @@
+"""`Fleet`: generations on prefill, decode and unified replicas that a registry lists.
+
+A failure that another worker could heal is healed there, before the first token and after it, within the
+request's deadline, a number of attempts and a budget for the whole fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from segue.balance.base import RandBelow
+from segue.core.backoff import Uniform
+from segue.core.errors import Draining, ErrorInfo, Internal, OutOfCapacity, SegueError
+from segue.core.limits import Limits
+from segue.core.request import Output, Request
+from segue.core.types import Incarnation, new_room
+from segue.fleet.call import Call, Parts, Signal
+from segue.fleet.membership import InstanceWatch, Membership
+from segue.fleet.router import Router
+from segue.fleet.settings import FleetSettings
+from segue.observe.metrics import Metrics
+from segue.session.node import SessionNode
+from segue.session.tls import Tls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What a simulation puts in the place of the network and of chance. `incarnation` None: a fresh one."""
+
+    node: Callable[..., SessionNode] = SessionNode
+    incarnation: Incarnation | None = None
+    uniform: Uniform = random.uniform
+    randbelow: RandBelow = random.randrange
+    new_room: Callable[[], int] = new_room
+
+
+class Fleet:
+    """What a frontend asks (`frontend.backend.Backend`), over the replicas that the registry lists."""
+
+    def __init__(
+        self,
+        registry: InstanceWatch,
+        settings: FleetSettings,
+        *,
+        secret: bytes | None,
+        limits: Limits,
+        metrics: Metrics,
+        tls: Tls | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        runtime = runtime or Runtime()
+        self.limits = limits
+        self._news = Signal()
+        self._calls: dict[str, Call] = {}
+        self.membership = Membership(
+            registry,
+            secret=secret,
+            limits=limits,
+            metrics=metrics,
+            served_model=settings.served_model,
+            changed=self._membership_changed,
+            tls=tls,
+            incarnation=runtime.incarnation,
+            make_node=runtime.node,
+            uniform=runtime.uniform,
+        )
+        self.router = Router(self.membership.replicas, settings, runtime.randbelow)
+        self._parts = Parts(
+            membership=self.membership,
+            router=self.router,
+            settings=settings,
+            metrics=metrics,
+            news=self._news,
+            new_room=runtime.new_room,
+        )
+
+    def _membership_changed(self) -> None:
+        self.router.membership_changed()
+        self._news.notify()
+
+    # ---- the process's side ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch the registry and to open sessions."""
+        self.membership.start()
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        self.router.draining = True
+        self._news.notify()
+
+    async def close(self) -> None:
+        """End everything; what still runs fails with Draining."""
+        self.drain()
+        for call in list(self._calls.values()):
+            call.fail(Draining("the frontend is leaving"))
+        await self.membership.close()
+
+    # ---- Backend --------------------------------------------------------------------------------
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self.router.context_tokens
+
+    @property
+    def can_serve(self) -> bool:
+        return self.router.can_serve
+
+    @property
+    def proven(self) -> bool:
+        return self.router.proven
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were admitted and have not ended."""
+        return len(self._calls)
+
+    def lacking(self) -> SegueError:
+        return self.router.lacking()
+
+    def sizes(self) -> dict[str, int]:
+        return {"streams": len(self._calls), **self.membership.sizes()}
+
+    async def changed(self) -> None:
+        await self._news.wait()
+
+    def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
+        if self.router.draining:
+            raise Draining("this frontend is draining; ask another")
+        if len(self._calls) >= self.limits.max_queue:
+            raise OutOfCapacity(f"{self.limits.max_queue} requests are in flight already")
+        request_id = request.request_id
+        if request_id in self._calls:
+            raise Internal(f"the request id {request_id} is in use")
+        deadline = asyncio.get_running_loop().time() + budget_s
+        call = Call(request, deadline, self._parts, partial(self._calls.pop, request_id, None))
+        self._calls[request_id] = call
+        return call
+
+    def cancel(self, request_id: str, reason: ErrorInfo) -> None:
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.fail(reason.exception())

@@ -1,0 +1,84 @@
+"""A replica as a frontend sees it, and the route of one attempt over two of them. State only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from segue.balance.base import Candidate
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.core.control import Load
+from segue.core.errors import SegueError
+from segue.core.request import Output
+from segue.core.types import LeaderId, Role
+from segue.session.api import Session
+
+
+class OutputSink(Protocol):
+    """Who is told of what comes from a replica for one request id that runs there."""
+
+    def output(self, replica: Replica, output: Output) -> None:
+        """The next output."""
+        ...
+
+    def lost(self, replica: Replica, error: SegueError) -> None:
+        """The session ended: no output comes any more."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One data-parallel rank of one incarnation: what the registry says of it, the session to its leader
+    and its last load. `running` are the request ids that were sent there and have not ended, `tokens` the
+    tokens that they may need at most."""
+
+    record: InstanceRecord
+    where: ReplicaRecord
+    session: Session | None = None
+    load: Load | None = None
+    #: Still in the registry's list.
+    listed: bool = True
+    running: dict[str, OutputSink] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def role(self) -> Role:
+        return self.record.role
+
+    @property
+    def leader(self) -> LeaderId:
+        return LeaderId(self.record.incarnation, self.where.dp_rank)
+
+    @property
+    def name(self) -> str:
+        """As `ErrorInfo.origin` names it."""
+        return f"{self.role} {self.record.incarnation[:8]} dp{self.where.dp_rank}"
+
+    @property
+    def usable(self) -> bool:
+        """May be given a new request."""
+        draining = self.record.draining or (self.load is not None and self.load.draining)
+        return self.session is not None and self.listed and not draining
+
+    def candidate(self) -> Candidate:
+        """As placement policies see it."""
+        return Candidate(self.leader, self.record.dp_size, self.load, len(self.running), self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one attempt runs; for a unified replica both halves are the same."""
+
+    room: int
+    prefill: Replica
+    decode: Replica
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """Each of them once, decode first."""
+        return (self.decode,) if self.prefill is self.decode else (self.decode, self.prefill)
+
+    @property
+    def pair(self) -> tuple[LeaderId, LeaderId]:
+        """The prefill and the decode leader."""
+        return (self.prefill.leader, self.decode.leader)

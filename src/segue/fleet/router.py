@@ -1,0 +1,244 @@
+"""Which replicas get a request, and what follows its failure. Decisions only: no clock, no I/O.
+
+`Router` reads the table of replicas that `Membership` keeps, and remembers what requests have shown: pairs
+that refused one another, pairs that have served, replicas that failed lately, and how many retries the fleet
+may still make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from segue.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
+from segue.balance.base import PlacementRequest, Policy, RandBelow
+from segue.balance.policies import make_policy
+from segue.core.errors import (
+    BootstrapUnreachable,
+    Draining,
+    ErrorCode,
+    ErrorInfo,
+    SegueError,
+    Starting,
+    status_of,
+)
+from segue.core.types import LeaderId, Role
+from segue.fleet.replica import Replica, Route
+from segue.fleet.settings import FleetSettings
+from segue.handoff.ticket import FOLLOW_BOOTSTRAP_ROOM
+
+#: Not a worker's fault, so nobody is avoided for it (lesson 11).
+_NOBODYS_FAULT = MISFITS | {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}
+
+#: One worker's end fails all that ran there at once; it says nothing about the others, so what follows it
+#: is bounded by each request's attempts and not by the fleet's budget. A pair that cannot be joined is
+#: remembered, so that it costs one retry in its life.
+_UNBUDGETED = LOSSES | MISFITS | UNREACHED | {ErrorCode.DRAINING}
+
+FIRST_COOL_S = 0.5
+LONGEST_COOL_S = 30.0
+
+
+@dataclass(slots=True)
+class Cooling:
+    """A replica that failed `failures` times in a row: passed over until `until` if there is a choice."""
+
+    failures: int = 0
+    until: float = 0.0
+
+
+class Router:
+    """The decisions of one fleet. `now` is always the caller's clock, in seconds."""
+
+    def __init__(
+        self, replicas: Mapping[LeaderId, Replica], settings: FleetSettings, randbelow: RandBelow
+    ) -> None:
+        self._replicas = replicas
+        self._settings = settings
+        #: Nothing new is placed; what was begun may still be continued.
+        self.draining = False
+        #: The longest sequence everybody who serves now can take; None while nobody does.
+        self.context_tokens: int | None = None
+        #: Somebody could serve at some time: who is missing now was lost, and not awaited since the start.
+        self._started = False
+        self._proven: set[tuple[LeaderId, LeaderId]] = set()
+        #: Pairs that refused one another: incarnations that are alive, so never more than there are pairs.
+        self._refused: set[tuple[LeaderId, LeaderId]] = set()
+        self._cooling: dict[LeaderId, Cooling] = {}
+        self._retries_left = settings.retry_budget
+        # One policy object for each half: they are chosen independently, never in lock-step.
+        self._prefill_policy: Policy = make_policy(settings.policy, randbelow)
+        self._decode_policy: Policy = make_policy(settings.policy, randbelow)
+
+    # ---- who could serve ------------------------------------------------------------------------
+
+    def membership_changed(self) -> None:
+        """Replicas came, went or changed: forget what concerned those that are gone."""
+        known = self._replicas
+        self._proven = {pair for pair in self._proven if pair[0] in known and pair[1] in known}
+        self._refused = {pair for pair in self._refused if pair[0] in known and pair[1] in known}
+        self._cooling = {leader: cooling for leader, cooling in self._cooling.items() if leader in known}
+        sizes = [r.record.context_tokens for r in self._serving()]
+        self._started = self._started or bool(sizes)
+        self.context_tokens = min(sizes, default=None)
+
+    @property
+    def can_serve(self) -> bool:
+        """Somebody is there to whom a request could be given."""
+        return not self.draining and bool(self._serving())
+
+    @property
+    def proven(self) -> bool:
+        """A request has succeeded on a pair of which both are still usable."""
+        usable = {r.leader for r in self._replicas.values() if r.usable}
+        return any(p in usable and d in usable for p, d in self._proven)
+
+    def usable(self, role: Role) -> list[Replica]:
+        """Replicas of `role` that may be given a request."""
+        return [r for r in self._replicas.values() if r.role is role and r.usable]
+
+    def lacking(self) -> SegueError:
+        """Why nobody can serve: who is there, and who is waited for."""
+        if self.draining:
+            return Draining("this frontend is draining; ask another")
+        where = {"phase": "placement", "origin": "frontend"}
+        counts = {role: len(self.usable(role)) for role in (Role.PREFILL, Role.DECODE)}
+        there = f"{counts[Role.PREFILL]} prefill, {counts[Role.DECODE]} decode and no unified"
+        away = [r for r in self._replicas.values() if r.session is None]
+        if away:
+            there += f", and {len(away)} that are registered and not connected"
+        needed = "a request needs one of each with the same model and dtype, or a unified one"
+        if self._started:
+            text = f"nobody can serve: usable replicas are {there}; {needed}"
+            return BootstrapUnreachable(text).at(**where)
+        missing = [str(role) for role, count in counts.items() if not count] or ["a matching pair"]
+        return Starting(
+            f"segue is starting, nobody can serve yet: the tokenizer is loaded, usable replicas are {there}; "
+            f"waiting for {' and '.join(missing)} to load the model and to register ({needed})"
+        ).at(**where)
+
+    def _serving(self) -> list[Replica]:
+        """Usable replicas that a request may be given to: a prefill or decode replica only if the other
+        half of its pair is there with the same model and dtype, for no other one could read its KV."""
+        prefill, decode = self.usable(Role.PREFILL), self.usable(Role.DECODE)
+        models = {p.record.model for p in prefill} & {d.record.model for d in decode}
+        return self.usable(Role.UNIFIED) + [r for r in prefill + decode if r.record.model in models]
+
+    def _partners(self, decode: Replica, prefill: list[Replica]) -> list[Replica]:
+        """Those of `prefill` that can hand KV to `decode`, as far as we know."""
+        d, model = decode.leader, decode.record.model
+        return [p for p in prefill if p.record.model == model and (p.leader, d) not in self._refused]
+
+    # ---- who gets it ----------------------------------------------------------------------------
+
+    def choose(
+        self, attempts: Attempts, request: PlacementRequest, now: float, *, patient: bool
+    ) -> Route | None:
+        """Where the next attempt runs; None if nobody can run it now. While `patient`, a replica that its
+        peer says is gone is not asked, even if it is the only one."""
+        serving = self._serving()
+        # A unified replica stands beside the decode replicas: whoever decodes is chosen first.
+        halves = [r for r in serving if r.role is Role.PREFILL]
+        decode = [r for r in serving if r.role is not Role.PREFILL]
+        decode = [r for r in decode if r.role is Role.UNIFIED or self._partners(r, halves)] or decode
+        d = self._pick(self._decode_policy, decode, attempts, request, now, patient)
+        if d is None or d.role is Role.UNIFIED:
+            return None if d is None else Route(request.room, d, d)
+        prefill = self._partners(d, halves) or [r for r in halves if r.record.model == d.record.model]
+        following = [
+            r
+            for r in prefill
+            if r.record.load_balance != FOLLOW_BOOTSTRAP_ROOM
+            or r.where.dp_rank == request.room % r.record.dp_size
+        ]
+        p = self._pick(
+            self._prefill_policy, following or prefill, attempts, request, now, patient, half=Role.PREFILL
+        )
+        return None if p is None else Route(request.room, p, d)
+
+    def _pick(
+        self,
+        policy: Policy,
+        replicas: list[Replica],
+        attempts: Attempts,
+        request: PlacementRequest,
+        now: float,
+        patient: bool,
+        half: Role = Role.DECODE,
+    ) -> Replica | None:
+        """By policy among the good ones; if there are none, among the least bad."""
+        by_leader = {r.leader: r for r in replicas}
+        others = attempts.candidates([r.candidate() for r in replicas], patient=patient)
+        calm = [c for c in others if self.cooling(c.leader).until <= now] or others
+        if not calm:
+            return None
+        return by_leader[attempts.choose(policy, calm, request, prefill=half is Role.PREFILL).leader]
+
+    def cooling(self, leader: LeaderId) -> Cooling:
+        """How a replica has failed since its last success."""
+        return self._cooling.get(leader) or Cooling()
+
+    # ---- what came of it ------------------------------------------------------------------------
+
+    def record_success(self, route: Route) -> None:
+        """A request ended well on `route`."""
+        s = self._settings
+        self._retries_left = min(s.retry_budget, self._retries_left + s.retry_refill)
+        for leader in route.pair:
+            self._cooling.pop(leader, None)
+        self._proven.add(route.pair)
+
+    def record_failure(self, replica: Replica, info: ErrorInfo, now: float) -> None:
+        """A request failed on `replica`. Only what is a worker's fault counts against it."""
+        if status_of(info.code) < 500 or info.code in _NOBODYS_FAULT:
+            return
+        cooling = self._cooling.setdefault(replica.leader, Cooling())
+        cooling.failures += 1
+        cooling.until = now + min(FIRST_COOL_S * 2 ** (cooling.failures - 1), LONGEST_COOL_S)
+        # Not proven any more: `/ready` waits for the next success (lesson 09).
+        self._proven = {pair for pair in self._proven if replica.leader not in pair}
+
+    def after_failure(
+        self, attempts: Attempts, route: Route, reporter: Replica, info: ErrorInfo, now: float
+    ) -> Next:
+        """The attempt on `route` has ended with `info`, which `reporter`'s half said: what follows."""
+        at = attempts.failed_replica(info, reporter.leader)
+        failed = next((r for r in route.replicas if r.leader == at), reporter)
+        self.record_failure(failed, info, now)
+        follows = attempts.failed(info, reporter.leader)
+        # A full worker is not asked again at once; a lost one may have a successor soon.
+        hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and self._alone(failed)
+        if info.code in MISFITS:
+            hopeless = not self._refuse(route)
+        if follows is Next.END or hopeless or not self.may_retry(info.code, follows):
+            return Next.END
+        return follows
+
+    def may_retry(self, code: ErrorCode, follows: Next) -> bool:
+        """Take one retry out of the fleet's budget, which keeps a failing fleet from doubling its load.
+
+        A frontend that drains starts nothing new, but what it began may still be continued.
+        """
+        if self.draining and follows is not Next.CONTINUE:
+            return False
+        if code not in _UNBUDGETED:
+            if self._retries_left < 1:
+                return False
+            self._retries_left -= 1
+        return True
+
+    def _refuse(self, route: Route) -> bool:
+        """The two halves of `route` cannot be joined (no common transport, say): they are not paired again
+        while there is a choice. Returns whether there is one."""
+        self._refused.add(route.pair)
+        serving = self._serving()
+        prefill = [r for r in serving if r.role is Role.PREFILL]
+        return any(r.role is Role.UNIFIED or self._partners(r, prefill) for r in serving if r not in prefill)
+
+    def _alone(self, replica: Replica) -> bool:
+        """Nobody else could take what `replica` failed at."""
+        serving = self._serving()
+        alike = [r for r in serving if r.role is replica.role and r.record.model == replica.record.model]
+        return len(alike) <= 1 and not (
+            replica.role is Role.DECODE and any(r.role is Role.UNIFIED for r in serving)
+        )

@@ -1,0 +1,189 @@
+"""A fleet over leaders that are real sessions and fake models, and a registry that tests write."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.core.errors import (
+    ErrorCode,
+    ErrorInfo,
+    SegueError,
+)
+from segue.core.limits import Limits
+from segue.core.request import Output, Request, SamplingParams
+from segue.core.types import FinishReason, Role, new_incarnation
+from segue.fleet.fleet import Fleet
+from segue.fleet.settings import FleetSettings
+from segue.handoff.ticket import verify
+from segue.observe.metrics import Metrics
+from segue.session.node import SessionNode
+
+SECRET = b"a secret of enough bytes"
+LIMITS = Limits(max_queue=8)
+
+
+class Leader:
+    """One replica's leader. `behave` says what it does with a Submit."""
+
+    def __init__(self, role: Role, behave: str = "serve", load_balance: str = "round_robin") -> None:
+        self.role = role
+        self.behave = behave
+        self.load_balance = load_balance
+        self.submits: list[Submit] = []
+        self.cancels: list[Cancel] = []
+        self.news = asyncio.Event()
+        self.session: Any = None
+        self.node = SessionNode(
+            incarnation=new_incarnation(),
+            role=role,
+            dp_rank=0,
+            secret=SECRET,
+            handler=self,
+            message_type=ControlMessage,
+            limits=LIMITS,
+        )
+
+    async def start(self) -> InstanceRecord:
+        host, port = await self.node.listen("127.0.0.1", 0)
+        return InstanceRecord(
+            incarnation=self.node.incarnation,
+            role=self.role,
+            model="m",
+            served_model="tiny",
+            context_tokens=100,
+            load_balance=self.load_balance,
+            replicas=[ReplicaRecord(dp_rank=0, host=host, port=port)],
+        )
+
+    def hello(self) -> bytes:
+        return b""
+
+    def accept(self, peer: object) -> None: ...
+
+    def closed(self, session: object, error: SegueError) -> None: ...
+
+    def opened(self, session: Any) -> None:
+        self.session = session
+        session.send(Load(dp_rank=0, running=0, waiting=0, tokens=0, pages_free=9, pages_total=9))
+
+    def received(self, session: Any, message: object) -> None:
+        if isinstance(message, Cancel):
+            self.cancels.append(message)
+        elif isinstance(message, Submit):
+            self.submits.append(message)
+            verify(message.ticket, SECRET, session.peer.incarnation, 0.0)
+            self.answer(session, message)
+        self.news.set()
+
+    def answer(self, session: Any, submit: Submit) -> None:
+        rid = submit.request.request_id
+        if self.behave.startswith("fail:"):
+            code = ErrorCode(self.behave.removeprefix("fail:"))
+            info = ErrorInfo(code=code, text="as told", retryable=True)
+            session.send(Outputs([Output(request_id=rid, error=info)]))
+        elif self.role is not Role.PREFILL and self.behave in ("serve", "one", "flood"):
+            n = {"serve": submit.request.sampling.max_tokens, "one": 1, "flood": 50}[self.behave]
+            for i in range(n):
+                finish = FinishReason.LENGTH if self.behave == "serve" and i == n - 1 else None
+                session.send(Outputs([Output(request_id=rid, position=i, token_ids=[i + 5], finish=finish)]))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.news.clear()
+                await self.news.wait()
+
+
+class FakeRegistry:
+    """A list of instances that tests change."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, InstanceRecord] = {}
+        self._waiters: list[asyncio.Event] = []
+
+    def put(self, record: InstanceRecord) -> None:
+        self.records[record.incarnation] = record
+        self._wake()
+
+    def drop(self, incarnation: str) -> None:
+        del self.records[incarnation]
+        self._wake()
+
+    def _wake(self) -> None:
+        for event in self._waiters:
+            event.set()
+
+    async def watch(self) -> AsyncIterator[list[InstanceRecord]]:
+        event = asyncio.Event()
+        self._waiters.append(event)
+        while True:
+            event.clear()
+            yield list(self.records.values())
+            await event.wait()
+
+
+class Rig:
+    def __init__(self, **settings: Any) -> None:
+        self.registry = FakeRegistry()
+        self.metrics = Metrics()
+        settings.setdefault("no_replica_wait_s", 0.05)
+        self.fleet = Fleet(
+            self.registry,
+            FleetSettings(served_model="tiny", **settings),
+            secret=SECRET,
+            limits=LIMITS,
+            metrics=self.metrics,
+        )
+        self.leaders: list[Leader] = []
+        self.serial = 0
+
+    async def add(self, role: Role, behave: str = "serve", **kw: Any) -> Leader:
+        leader = Leader(role, behave, **kw)
+        self.leaders.append(leader)
+        self.registry.put(await leader.start())
+        await self.until(
+            lambda: any(
+                r.leader.incarnation == leader.node.incarnation for r in self.fleet.router.usable(role)
+            )
+        )
+        return leader
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await self.fleet.changed()
+
+    def request(self, max_tokens: int = 3, prompt: list[int] | None = None) -> Request:
+        self.serial += 1
+        return Request(
+            request_id=f"r{self.serial}",
+            prompt=prompt or [1, 2, 3],
+            sampling=SamplingParams(max_tokens=max_tokens),
+        )
+
+    async def run(self, request: Request | None = None, budget_s: float = 10.0) -> list[int]:
+        stream = self.fleet.submit(request or self.request(), budget_s=budget_s)
+        return [t async for output in stream for t in output.token_ids]
+
+    def at_rest(self) -> bool:
+        return self.fleet.in_flight == 0 and all(
+            not r.running and r.tokens == 0 for r in self.fleet.membership.replicas.values()
+        )
+
+
+def run(test: Callable[[Rig], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        rig = Rig(**settings)
+        rig.fleet.start()
+        try:
+            async with asyncio.timeout(30):
+                await test(rig)
+            assert rig.at_rest(), "something of a request was left behind"
+        finally:
+            await rig.fleet.close()
+            for leader in rig.leaders:
+                await leader.node.close()
+
+    asyncio.run(main())

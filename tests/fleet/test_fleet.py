@@ -1,0 +1,342 @@
+"""`Fleet` against leaders that are real sessions and fake models."""
+
+import asyncio
+import contextlib
+
+import msgspec
+import pytest
+from fleet_rig import Leader, Rig, run
+
+from segue.balance.attempts import Next
+from segue.core.control import Load
+from segue.core.errors import (
+    AbortedByClient,
+    BootstrapUnreachable,
+    DeadlineExceeded,
+    Draining,
+    ErrorCode,
+    ErrorInfo,
+    OutOfCapacity,
+    PeerLost,
+    SegueError,
+    Starting,
+    TransferFailed,
+)
+from segue.core.types import Role
+from segue.frontend.ready import keep_proving
+
+
+def test_both_halves_get_the_same_signed_ticket_and_decode_is_streamed() -> None:
+    async def test(rig: Rig) -> None:
+        p, d = await rig.add(Role.PREFILL), await rig.add(Role.DECODE)
+        assert rig.fleet.can_serve
+        assert not rig.fleet.proven
+        assert await rig.run() == [5, 6, 7]
+        assert rig.fleet.proven
+        await p.until(lambda: len(p.submits) == 1)
+        assert p.submits == d.submits
+        ticket = d.submits[0].ticket
+        assert (ticket.prefill.incarnation, ticket.decode.incarnation) == (
+            p.node.incarnation,
+            d.node.incarnation,
+        )
+        assert 9 < ticket.budget_s <= 10
+        assert p.cancels == d.cancels == []
+        assert rig.fleet.context_tokens == 100
+
+    run(test)
+
+
+def test_a_unified_replica_serves_alone() -> None:
+    async def test(rig: Rig) -> None:
+        u = await rig.add(Role.UNIFIED)
+        assert await rig.run() == [5, 6, 7]
+        assert u.submits[0].ticket.prefill == u.submits[0].ticket.decode
+        assert len(u.submits) == 1
+
+    run(test)
+
+
+def test_nobody_to_serve_is_a_clear_503() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        assert not rig.fleet.can_serve
+        with pytest.raises(Starting, match=r"is starting.*1 prefill, 0 decode.*waiting for decode to"):
+            await rig.run()
+
+    run(test)
+
+
+def test_who_was_there_and_left_is_not_awaited_as_at_the_start() -> None:
+    async def test(rig: Rig) -> None:
+        with pytest.raises(Starting, match="waiting for prefill and decode"):
+            await rig.run()
+        await rig.add(Role.PREFILL)
+        d = await rig.add(Role.DECODE)
+        assert await rig.run() == [5, 6, 7]
+        await d.node.close()
+        while rig.fleet.can_serve:
+            await rig.fleet.changed()
+        with pytest.raises(
+            BootstrapUnreachable, match=r"nobody can serve: .*1 prefill, 0 decode.*1 that are"
+        ):
+            await rig.run()
+        rig.fleet.drain()
+        assert rig.fleet.lacking().info.code is ErrorCode.DRAINING
+
+    run(test)
+
+
+def test_lesson_10_an_error_on_prefill_ends_decode_at_once() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL, "fail:LAYOUT_MISMATCH")
+        d = await rig.add(Role.DECODE, "hang")
+        with pytest.raises(SegueError) as caught:
+            await rig.run()
+        assert caught.value.info.code in (ErrorCode.LAYOUT_MISMATCH,)
+        await d.until(lambda: bool(d.cancels))
+
+    run(test, retry_budget=0.0)
+
+
+def test_an_error_on_decode_ends_prefill_at_once() -> None:
+    async def test(rig: Rig) -> None:
+        p = await rig.add(Role.PREFILL, "hang")
+        await rig.add(Role.DECODE, "fail:INTERNAL")
+        with pytest.raises(SegueError) as caught:
+            await rig.run()
+        assert caught.value.info.origin.startswith("decode ")
+        await p.until(lambda: bool(p.cancels))
+
+    run(test, retry_budget=0.0)
+
+
+def test_before_the_first_token_a_failure_is_tried_on_another_worker() -> None:
+    async def test(rig: Rig) -> None:
+        p = await rig.add(Role.PREFILL)
+        bad = await rig.add(Role.DECODE, "fail:TRANSFER_FAILED")
+        good = await rig.add(Role.DECODE)
+        for _ in range(4):
+            assert await rig.run() == [5, 6, 7]
+        await p.until(lambda: len(p.submits) == len(bad.submits) + len(good.submits))
+        assert len(bad.submits) == 1, "it is avoided after its failure"
+        retry = next(s for s in good.submits if s.ticket.attempt == 1)
+        assert retry.ticket.room != bad.submits[0].ticket.room
+        assert retry.request.request_id != bad.submits[0].request.request_id
+        value = rig.metrics.registry.get_sample_value
+        assert value("segue_retries_total", {"code": "TRANSFER_FAILED"}) == 1
+
+    run(test, policy="round_robin")
+
+
+def test_no_more_attempts_than_set() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        bad = [await rig.add(Role.DECODE, "fail:TRANSFER_FAILED") for _ in range(4)]
+        with pytest.raises(TransferFailed):
+            await rig.run()
+        assert [len(b.submits) for b in bad].count(1) == 3
+
+    run(test, max_attempts=3)
+
+
+def test_the_retry_budget_is_for_the_whole_fleet() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        bad = [await rig.add(Role.DECODE, "fail:TRANSFER_FAILED") for _ in range(4)]
+        for _ in range(3):
+            with pytest.raises(TransferFailed):
+                await rig.run()
+        assert sum(len(b.submits) for b in bad) == 3 + 2
+
+    run(test, retry_budget=2.0)
+
+
+def test_a_continuation_takes_from_the_budget_as_any_retry_does() -> None:
+    async def test(rig: Rig) -> None:
+        left = [rig.fleet.router.may_retry(ErrorCode.INTERNAL, Next.CONTINUE) for _ in range(3)]
+        assert left == [True, True, False]
+
+    run(test, retry_budget=2.0)
+
+
+def test_a_lost_session_fails_exactly_its_requests() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        d1, d2 = await rig.add(Role.DECODE, "one"), await rig.add(Role.DECODE, "one")
+        streams = [rig.fleet.submit(rig.request(), budget_s=10) for _ in range(4)]
+        for stream in streams:
+            await anext(stream)
+        on_d1 = {s.request.request_id for s in d1.submits}
+        assert len(on_d1) == len(d2.submits) == 2
+        d1.session.close(PeerLost("gone"))
+        await rig.until(lambda: rig.fleet.in_flight == 2)
+        for i, stream in enumerate(streams, 1):
+            if f"r{i}" in on_d1:
+                with pytest.raises(PeerLost):
+                    await anext(stream)
+            else:
+                rig.fleet.cancel(f"r{i}", ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
+
+    run(test, policy="round_robin", max_attempts=1)
+
+
+def test_lesson_09_a_restarted_worker_serves_the_next_request() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        old = await rig.add(Role.DECODE)
+        assert await rig.run() == [5, 6, 7]
+        await old.node.close()
+        await rig.until(lambda: not rig.fleet.can_serve)
+        assert not rig.fleet.proven
+        rig.registry.drop(old.node.incarnation)
+        new = await rig.add(Role.DECODE)
+        assert not rig.fleet.proven, "the new incarnation has proven nothing yet"
+        assert await rig.run() == [5, 6, 7]
+        assert len(new.submits) == 1
+        assert rig.fleet.proven
+
+    run(test)
+
+
+def test_a_request_waits_a_little_for_a_worker_to_come() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        task = asyncio.create_task(rig.run())
+        await asyncio.sleep(0)
+        await rig.add(Role.DECODE)
+        assert await task == [5, 6, 7]
+
+    run(test, no_replica_wait_s=10.0)
+
+
+def test_draining_workers_are_not_chosen() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        leaving, staying = await rig.add(Role.DECODE), await rig.add(Role.DECODE)
+        leaving.session.send(
+            Load(dp_rank=0, running=0, waiting=0, tokens=0, pages_free=9, pages_total=9, draining=True)
+        )
+        await rig.until(lambda: len(rig.fleet.router.usable(Role.DECODE)) == 1)
+        for _ in range(3):
+            await rig.run()
+        assert (len(leaving.submits), len(staying.submits)) == (0, 3)
+
+    run(test, policy="round_robin")
+
+
+def test_a_full_fleet_and_a_full_worker_are_429() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        d = await rig.add(Role.DECODE, "fail:OUT_OF_CAPACITY")
+        with pytest.raises(OutOfCapacity):
+            await rig.run()
+        assert len(d.submits) == 1, "the only worker said it is full; asking again at once helps nobody"
+        requests = [rig.request() for _ in range(9)]
+        for request in requests[:8]:
+            rig.fleet.submit(request, budget_s=10)
+        with pytest.raises(OutOfCapacity, match="8 requests"):
+            rig.fleet.submit(requests[8], budget_s=10)
+        for request in requests:
+            rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="x"))
+
+    run(test)
+
+
+def test_a_client_that_leaves_ends_both_halves() -> None:
+    async def test(rig: Rig) -> None:
+        p, d = await rig.add(Role.PREFILL), await rig.add(Role.DECODE, "one")
+        request = rig.request()
+        stream = rig.fleet.submit(request, budget_s=10)
+        await anext(stream)
+        rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="left"))
+        await p.until(lambda: bool(p.cancels))
+        await d.until(lambda: bool(d.cancels))
+        assert d.cancels[0].reason.code is ErrorCode.ABORTED_BY_CLIENT
+
+    run(test)
+
+
+def test_the_deadline_ends_a_request_in_any_phase() -> None:
+    async def test(rig: Rig) -> None:
+        p, d = await rig.add(Role.PREFILL, "hang"), await rig.add(Role.DECODE, "hang")
+        with pytest.raises(DeadlineExceeded, match="prefill"):
+            await rig.run(budget_s=0.05)
+        await p.until(lambda: bool(p.cancels))
+        await d.until(lambda: bool(d.cancels))
+
+    run(test)
+
+
+def test_a_reader_that_falls_behind_is_ended_and_not_kept_in_memory() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        d = await rig.add(Role.DECODE, "flood")
+        stream = rig.fleet.submit(rig.request(max_tokens=50), budget_s=10)
+        # It asks for the first output and then never again, while fifty arrive.
+        await anext(stream)
+        await d.until(lambda: bool(d.cancels))
+        with pytest.raises(AbortedByClient, match="too slowly"):
+            await anext(stream)
+
+    run(test, backlog_outputs=10, backlog_wait_s=0.05)
+
+
+def test_a_burst_that_comes_before_the_reader_has_a_turn_is_not_the_readers_fault() -> None:
+    """As after a pause of the frontend: what decode sent meanwhile is read at once."""
+
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        d = await rig.add(Role.DECODE, "flood")
+        request = rig.request(max_tokens=50)
+        stream = rig.fleet.submit(request, budget_s=10)
+        for _ in range(45):
+            await anext(stream)
+        await asyncio.sleep(0.1)  # the limit's wait is over, and it has caught up
+        await anext(stream)
+        assert not d.cancels
+        rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="left"))
+        await d.until(lambda: bool(d.cancels))
+
+    run(test, backlog_outputs=10, backlog_wait_s=0.05)
+
+
+def test_draining_takes_nothing_new() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.UNIFIED)
+        rig.fleet.drain()
+        assert not rig.fleet.can_serve
+        with pytest.raises(Draining):
+            rig.fleet.submit(rig.request(), budget_s=10)
+
+    run(test)
+
+
+def test_another_model_is_left_alone() -> None:
+    async def test(rig: Rig) -> None:
+        leader = Leader(Role.UNIFIED)
+        rig.leaders.append(leader)
+        record = await leader.start()
+        rig.registry.put(msgspec.structs.replace(record, served_model="other"))
+        await rig.fleet.changed()
+        assert list(rig.fleet.membership.replicas.values()) == []
+
+    run(test)
+
+
+def test_lesson_09_ready_comes_from_a_canary_and_goes_with_the_workers() -> None:
+    async def test(rig: Rig) -> None:
+        canary = asyncio.create_task(keep_proving(rig.fleet, [1, 2]))
+        await rig.add(Role.PREFILL)
+        bad = await rig.add(Role.DECODE, "fail:INTERNAL")
+        await bad.until(lambda: bool(bad.submits))
+        assert not rig.fleet.proven
+        bad.behave = "serve"
+        await rig.until(lambda: rig.fleet.proven)
+        await bad.node.close()
+        await rig.until(lambda: not rig.fleet.proven)
+        canary.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await canary
+
+    run(test)
