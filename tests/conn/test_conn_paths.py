@@ -17,6 +17,7 @@ from test_manager import LIMITS, Side, ask, assert_handed_over, spec
 
 from segue.conn.config import KVConfig
 from segue.conn.peers import join
+from segue.conn.threads import ThreadPerCall
 from segue.conn.transports import Transports
 from segue.core.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.types import Incarnation, KVPoll, Role, TransferId, new_incarnation, new_room
@@ -223,7 +224,7 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
     slow = Slow()
     config = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
     memory = allocate(spec().nbytes)
-    transports = Transports(config, memory, lambda *_a, **_k: slow, lambda *_: None)  # type: ignore[arg-type, return-value]
+    transports = Transports(config, memory, lambda *_a, **_k: slow, lambda *_: None, ThreadPerCall("x"))  # type: ignore[arg-type, return-value]
     peer, other = new_incarnation(), new_incarnation()
 
     async def main() -> None:

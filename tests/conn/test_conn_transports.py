@@ -9,6 +9,7 @@ import pytest
 from test_manager import Side, spec
 
 from segue.conn.config import KVConfig
+from segue.conn.threads import ThreadPerCall
 from segue.conn.transports import Transports, incarnation_of
 from segue.core.errors import TransferFailed
 from segue.core.limits import Limits
@@ -57,7 +58,9 @@ class Made:
             role=role, model="m", spec=spec(), transports=("shm", "tcp"), limits=Limits(max_sessions=PEERS)
         )
         self.memory = allocate(self.config.spec.nbytes)
-        self.transports = Transports(self.config, self.memory, self._make, lambda _name, _event: None)
+        self.transports = Transports(
+            self.config, self.memory, self._make, lambda _name, _event: None, ThreadPerCall("x")
+        )
 
     def _make(self, name: str, on_event: Any, **options: Any) -> Any:
         self.made[name] = Recorder(name, on_event, **options)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from segue.conn.digest import Digester, Digests
+from segue.conn.digest import Digester
 from segue.conn.io import Io, IoThread
+from segue.conn.threads import ThreadPerCall
 from segue.core.limits import Limits
 from segue.core.types import ChecksumMode, Incarnation, Role, new_incarnation
 from segue.handoff.exchange import Exchange
@@ -58,7 +60,8 @@ class Runtime:
     io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
     node: Callable[..., SessionNode] = SessionNode
     transport: Callable[..., Transport] = create
-    digester: Callable[..., Digests] = Digester
+    digester: Callable[..., Digester] = Digester
+    connecting: Callable[[str], Executor] = ThreadPerCall
     exchange: Callable[..., Exchange] = Exchange
     uniform: Callable[[float, float], float] = random.uniform
 

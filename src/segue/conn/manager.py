@@ -75,7 +75,11 @@ class KVManager:
         self._timer_at = 0.0
         self._closed = False
         self._transports = Transports(
-            config, memory, runtime.transport, partial(self.io.post, self._transport_event)
+            config,
+            memory,
+            runtime.transport,
+            partial(self.io.post, self._transport_event),
+            runtime.connecting("segue-connect"),
         )
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,

@@ -6,11 +6,9 @@ A transport's peers are ranks: `incarnation/rank`. Only here is that name made a
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Container
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from functools import partial
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -24,37 +22,13 @@ from segue.session.tasks import awaited
 from segue.transport.base import Endpoint, Transport, TransportEvent
 from segue.transport.memory import Memory
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class OwnThreads(Executor):
-    """Runs each call on a thread of its own: one that hangs holds up no other one, nor the end of the
-    process. Who submits bounds how many there are."""
-
-    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """See `Executor.submit`. Raises RuntimeError when no thread can be started."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = call(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        threading.Thread(target=run, name="segue-connect", daemon=True).start()
-        return future
-
 
 class Transports:
     """One transport of each configured name, with the pool registered at each.
 
     `make` is `transport.kinds.create` or another with its arguments. `on_event` is called with
-    a transport's name and event, on any thread. Raises ConfigError for a transport that cannot be used here.
+    a transport's name and event, on any thread. What blocks runs in `threads`. Raises ConfigError for a
+    transport that cannot be used here.
     """
 
     def __init__(
@@ -63,6 +37,7 @@ class Transports:
         memory: Memory,
         make: Callable[..., Transport],
         on_event: Callable[[str, TransportEvent], None],
+        threads: Executor,
     ) -> None:
         self._sending = config.role is Role.PREFILL
         self._spec = config.spec
@@ -89,7 +64,7 @@ class Transports:
         # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
         self._chosen: dict[Incarnation, str] = {}
         self._connecting: dict[Incarnation, asyncio.Task[None]] = {}
-        self._threads = OwnThreads()
+        self._threads = threads
 
     def withdraw(self, name: str) -> bool:
         """Offer `name` to no further peer; those that use it keep it. False where nothing else is offered."""

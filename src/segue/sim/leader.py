@@ -180,8 +180,8 @@ class LeaderNode(Process):
         self.pool = PagePool(spec.pages, spec.page_tokens)
         self.faults = NodeFaults(self)
         self.host, self.port = deployment.addresses.of(spec.name)
-        self.loop = SimLoop(self, self.skewed, deployment.network, self.host)  # type: ignore[abstract]
-        self.io = SimIo(self.loop, self, deployment.timing.hop_s)
+        self.loop = SimLoop(self, self.skewed, deployment.network, self.host, deployment.timing.hop_s)  # type: ignore[abstract]
+        self.io = SimIo(self.loop)
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
         self.busy = self.draining = self.drained = False

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from segue.sim.network import Network
 from segue.sim.tcp import Listener, Socket
-from segue.sim.threads import SimThread
 from segue.sim.world import Process, SkewedClock
 
 T = TypeVar("T")
@@ -30,14 +29,19 @@ LATE_S = 1e-6
 class SimLoop(asyncio.AbstractEventLoop):
     """The loop of one process at `host`. What a callback raises ends the simulation."""
 
-    def __init__(self, process: Process, clock: SkewedClock, network: Network, host: str) -> None:
+    def __init__(
+        self, process: Process, clock: SkewedClock, network: Network, host: str, hop_s: float = 0.0
+    ) -> None:
         self.process = process
         self.network = network
         self.host = host
         self._clock = clock
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._secured: list[SSLProtocol] = []
-        self._rng = process.world.rng(f"loop {process.name}")
+        #: what other threads post is late by up to so much, and keeps its order
+        self._hop_s = hop_s
+        self._posted_at = 0.0
+        self._rng = process.world.rng(f"io {process.name}")
 
     # ---- time and callbacks ----------------------------------------------------------------------
 
@@ -60,7 +64,11 @@ class SimLoop(asyncio.AbstractEventLoop):
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)
+        world = self.process.world
+        self._posted_at = max(world.now + self._hop_s * self._rng.random(), self._posted_at + 1e-9)
+        handle = asyncio.Handle(callback, args, self, context)
+        world.at(self._posted_at, self.process, self._run, handle)
+        return handle
 
     def call_later(
         self,
@@ -151,22 +159,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run_in_executor(
         self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """`func` runs a little later, on a thread that may wait; threads interleave where they do."""
-        future: asyncio.Future[T] = self.create_future()
-
-        def run() -> None:
-            try:
-                result = func(*args)
-            except Exception as error:
-                if not future.cancelled():
-                    self.enter(future.set_exception, error)
-            else:
-                if not future.cancelled():
-                    self.enter(future.set_result, result)
-
-        thread = SimThread(self.process, run)
-        self.process.after(self.network.timing.latency_s * self._rng.random(), thread.run)
-        return future
+        """As asyncio, with an executor of the process's own; its threads are those of the simulation."""
+        return asyncio.wrap_future(executor.submit(func, *args), loop=self)
 
     # ---- the network -----------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from segue.bootstrap.records import InstanceRecord
 from segue.conn.config import KVConfig, Runtime
-from segue.conn.digest import DigestQueue
+from segue.conn.digest import Digester
 from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
+from segue.conn.threads import ThreadPerCall
 from segue.core.errors import SegueError
 from segue.core.types import Incarnation, Role, TransferId
 from segue.handoff import events
@@ -28,7 +29,8 @@ from segue.sim.datapath import DataPath, ShmPath, SimShm, SimTcp, SimTransport, 
 from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
-from segue.sim.runtime import SimSessionNode
+from segue.sim.runtime import SimSessionNode, SimWorker
+from segue.sim.threads import SimThread
 from segue.sim.world import Violation
 from segue.transport.base import EventSink
 from segue.transport.memory import Memory, host_region
@@ -165,29 +167,6 @@ class SimManager(KVManager):
             node.faults.reached(f"<{type(message).__name__}", message)
 
 
-class SimDigests(DigestQueue):
-    """Production's queue of checksums; what is read is looked at, and reading may fail."""
-
-    def __init__(self, node: KVNode, memory: Memory, max_waiting: int) -> None:
-        rng = node.world.rng(f"digests {node.name}")
-        if "full queues" in node.deployment.scenario.features:
-            max_waiting = rng.choice((1, 4, max_waiting))
-        super().__init__(memory, max_waiting, inline_bytes=rng.choice((0, 0, 256)))
-        self._node = node
-
-    def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
-        """As production, at one moment."""
-        node = self._node
-        size = node.engine.spec.page_tokens
-        pages = {
-            page
-            for slot, tokens in effect.content.runs
-            for page in range(slot // size, -(-(slot + tokens) // size))
-        }
-        node.checked(node.deployment.checks.hashing, node, effect.transfer, pages)
-        return super().hash(effect)
-
-
 class _Unreadable:
     """Memory that cannot be read."""
 
@@ -196,50 +175,53 @@ class _Unreadable:
         raise Injected("injected into a checksum")
 
 
-class SimDigester:
-    """As `conn.digest.Digester`: what waits is hashed a little later, one after the other."""
+class SimDigester(Digester):
+    """Production's; what is read is looked at, reading may take its time and fail, and a bit may have changed
+    in what has landed."""
 
     def __init__(self, node: KVNode, memory: Memory, answer: Callable[..., None], max_waiting: int) -> None:
+        rng = node.world.rng(f"digests {node.name}")
+        if "full queues" in node.deployment.scenario.features:
+            max_waiting = rng.choice((1, 4, max_waiting))
+        worker = partial(SimWorker, node, self._takes_s)
+        super().__init__(memory, answer, max_waiting, inline_bytes=rng.choice((0, 0, 256)), worker=worker)
         self._node = node
-        self._answer = answer
-        self._queue = SimDigests(node, memory, max_waiting)
-        self._memory = memory
-        self._busy = False
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def close(self) -> None:
-        """As production."""
-        self._queue.close()
+        self._fails = False
 
     def submit(self, effect: events.ComputeChecksum) -> None:
-        """As production; a bit may have changed in what has landed."""
+        """As production."""
         node = self._node
         if node.faults.page_flips and node.spec.role is Role.DECODE:
             node.faults.page_flips -= 1
             node.deployment.checks.flips.page(node, effect, node.rng)
-        answer = self._queue.submit(effect)
-        if answer is not None:
-            self._answer(answer)
-        elif not self._busy:
-            self._next()
+        super().submit(effect)
 
-    def _next(self) -> None:
-        node, effect = self._node, self._queue.take()
-        self._busy = effect is not None
-        if effect is not None:
-            took_s = node.world_timing.slice_s * 2 * node.rng.random()
-            slow_s = node.faults.digests.pop(0) if node.faults.digests else 0.0
-            if slow_s:
-                node.reads_until = node.world.now + took_s + slow_s
-            node.after(took_s + (slow_s or 0.0), self._read, effect, slow_s is None)
+    def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
+        """As production, at one moment."""
+        node, memory = self._node, self._memory
+        size = node.engine.spec.page_tokens
+        pages = {
+            page
+            for slot, tokens in effect.content.runs
+            for page in range(slot // size, -(-(slot + tokens) // size))
+        }
+        node.checked(node.deployment.checks.hashing, node, effect.transfer, pages)
+        if self._fails:
+            self._memory, self._fails = _Unreadable(), False  # type: ignore[assignment]
+        try:
+            return super().hash(effect)
+        finally:
+            self._memory = memory
 
-    def _read(self, effect: events.ComputeChecksum, fails: bool) -> None:
-        self._queue._memory = _Unreadable() if fails else self._memory  # type: ignore[assignment]
-        self._answer(self._queue.hash(effect))
-        self._queue._memory = self._memory
-        self._next()
+    def _takes_s(self) -> float:
+        """How long the next one takes, and whether it fails."""
+        node = self._node
+        took_s = node.world_timing.slice_s * 2 * node.rng.random()
+        slow_s = node.faults.digests.pop(0) if node.faults.digests else 0.0
+        self._fails = slow_s is None
+        if slow_s:
+            node.reads_until = node.world.now + took_s + slow_s
+        return took_s + (slow_s or 0.0)
 
 
 class KVNode(LeaderNode):
@@ -279,6 +261,7 @@ class KVNode(LeaderNode):
             node=partial(SimSessionNode, loop=self.loop),
             transport=self._make_transport,
             digester=partial(SimDigester, self),
+            connecting=lambda name: ThreadPerCall(name, self._spawn),
             exchange=partial(CheckedExchange, self),
             uniform=rng.uniform,
         )
@@ -291,6 +274,10 @@ class KVNode(LeaderNode):
         make = SimShm if self.deployment.one_sided else SimTcp
         self.transport = make(self, name, on_event, **options)
         return self.transport
+
+    def _spawn(self, _name: str, run: Callable[[], None]) -> None:
+        """A thread of this process that may wait; it begins a little later."""
+        self.after(self.world_timing.latency_s * self.rng.random(), SimThread(self, run).run)
 
     def _listen(self) -> None:
         self._node = self.manager._node

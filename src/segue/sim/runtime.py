@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from segue.conn.io import LoopIo
 from segue.core.errors import ErrorCode
 from segue.core.types import Incarnation
 from segue.session.api import Session
@@ -12,6 +14,7 @@ from segue.session.connection import Connection
 from segue.session.node import SessionNode
 from segue.sim.faults import Injected
 from segue.sim.loop import SimLoop
+from segue.sim.threads import SimThread
 from segue.sim.world import Process, Violation
 
 T = TypeVar("T")
@@ -20,15 +23,14 @@ T = TypeVar("T")
 PORT = 7000
 
 
-class SimIo:
+class SimIo(LoopIo):
     """The I/O thread of a process: what others post arrives a little later, in order."""
 
-    def __init__(self, loop: SimLoop, process: Process, hop_s: float) -> None:
-        self.loop = loop
-        self._process = process
-        self._hop_s = hop_s
-        self._rng = process.world.rng(f"io {process.name}")
-        self._ready_at = 0.0
+    loop: SimLoop
+
+    def __init__(self, loop: SimLoop) -> None:
+        super().__init__(loop)
+        self._process = loop.process
 
     @property
     def running(self) -> bool:
@@ -37,17 +39,13 @@ class SimIo:
     def start(self) -> None:
         """It runs as long as its process."""
 
-    def post(self, function: Callable[..., object], *args: object) -> None:
-        world = self._process.world
-        at = world.now + self._hop_s * self._rng.random()
-        self._ready_at = at = max(at, self._ready_at + 1e-9)
-        world.at(at, self._process, self.loop.enter, function, *args)
-
-    def let_others_run(self) -> None:
-        """A step of the simulation is nobody's turn but its own."""
+    def stop(self) -> None:
+        """It ends with its process."""
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Only of what needs no wait, such as listening."""
+        """As production, on a thread that may wait. Elsewhere only what needs no wait, such as listening."""
+        if SimThread.current is not None:
+            return super().call(coroutine, timeout_s)
         try:
             self.loop.enter(coroutine.send, None)
         except StopIteration as done:
@@ -55,8 +53,52 @@ class SimIo:
             return result
         raise RuntimeError(f"{coroutine} waits for something")
 
-    def stop(self) -> None:
-        """It ends with its process."""
+    def wait(self, future: Future[T], timeout_s: float) -> T:
+        """As production, in virtual time."""
+        thread, world = SimThread.current, self._process.world
+        assert thread is not None
+        future.add_done_callback(lambda _: thread.woken())
+        ends_at = world.now + timeout_s
+        while not future.done() and world.now < ends_at:
+            thread.sleep(ends_at - world.now + 1e-6)
+        return future.result(0)
+
+
+class SimWorker:
+    """As `conn.threads.WorkerThread`: work takes `takes_s()` seconds, one piece after the other."""
+
+    def __init__(
+        self, process: Process, takes_s: Callable[[], float], work: Callable[[], object], _name: str
+    ) -> None:
+        self._process = process
+        self._takes_s = takes_s
+        self._work = work
+        self._turns = 0
+        self._busy = self._ended = False
+
+    def start(self) -> None:
+        """It runs as long as its process."""
+
+    def wake(self) -> None:
+        """Do it once more."""
+        self._turns += 1
+        if not self._busy:
+            self._next()
+
+    def end(self) -> None:
+        """What waits is not done any more."""
+        self._ended = True
+
+    def _next(self) -> None:
+        self._busy = self._turns > 0 and not self._ended
+        if self._busy:
+            self._turns -= 1
+            self._process.after(self._takes_s(), self._do)
+
+    def _do(self) -> None:
+        if not self._ended:
+            self._work()
+        self._next()
 
 
 class SimSessionNode(SessionNode):
@@ -125,4 +167,4 @@ class SimSessionNode(SessionNode):
         process.world.fail(Violation("13", f"{process.name} {text}"))
 
 
-__all__ = ["PORT", "SimIo", "SimSessionNode"]
+__all__ = ["PORT", "SimIo", "SimSessionNode", "SimWorker"]

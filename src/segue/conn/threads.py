@@ -1,0 +1,79 @@
+"""The threads of a leader beside its I/O loop. Nothing is decided here; a simulator has its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Worker(Protocol):
+    """Somebody who does the same piece of work as often as it is woken; a `WorkerThread` in a process."""
+
+    def start(self) -> None: ...
+    def wake(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class WorkerThread:
+    """A thread that does `work`, which must not raise, once for each `wake`, until its `end`."""
+
+    def __init__(self, work: Callable[[], object], name: str) -> None:
+        self._work = work
+        self._turns = threading.Semaphore(0)
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Do it once more."""
+        self._turns.release()
+
+    def end(self) -> None:
+        """End the thread after the work that it is at, and wait for that. Idempotent."""
+        self._ended = True
+        self._turns.release()
+        if self._thread.is_alive():
+            self._thread.join(10)
+
+    def _run(self) -> None:
+        while self._turns.acquire() and not self._ended:
+            self._work()
+
+
+def start_thread(name: str, run: Callable[[], None]) -> None:
+    """Run `run` on a thread of its own. Raises RuntimeError when no thread can be started."""
+    threading.Thread(target=run, name=name, daemon=True).start()
+
+
+class ThreadPerCall(Executor):
+    """Runs each call on a thread of its own: one that hangs holds up no other one, nor the end of the
+    process. Who submits bounds how many there are."""
+
+    def __init__(self, name: str, spawn: Callable[[str, Callable[[], None]], None] = start_thread) -> None:
+        self._name = name
+        self._spawn = spawn
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `Executor.submit`. Raises what `start_thread` does."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = call(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._spawn(self._name, run)
+        return future
