@@ -252,7 +252,7 @@ def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object],
                 said.put(record.getMessage())
 
     handler = Listen()
-    logging.getLogger("segue.conn").addHandler(handler)
+    logging.getLogger("segue.session").addHandler(handler)
     try:
         with sides(**options) as (prefill, decode):
             assert text in said.get(timeout=10)
@@ -268,7 +268,7 @@ def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object],
                 ErrorCode.UNAUTHORIZED,
             )
     finally:
-        logging.getLogger("segue.conn").removeHandler(handler)
+        logging.getLogger("segue.session").removeHandler(handler)
 
 
 def test_nothing_is_left_after_close() -> None:
@@ -357,7 +357,7 @@ def test_what_the_engine_says_too_late_is_dropped_quietly(caplog: pytest.LogCapt
         forgotten = threading.Event()
 
         def forget() -> None:
-            prefill.manager.exchange._absent.ended.clear()
+            prefill.manager.exchange._tombstones.ended.clear()
             forgotten.set()
 
         prefill.manager.io.post(forget)
