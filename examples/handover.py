@@ -8,7 +8,7 @@ import torch
 
 from segue.conn.config import KVConfig
 from segue.conn.manager import KVManager
-from segue.core.types import KVPoll, Role, Span, TransferId, new_incarnation, new_room
+from segue.core.types import Incarnation, KVPoll, LeaderId, Role, Span, TransferId, new_incarnation, new_room
 from segue.handoff.messages import Metadata
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import allocate
@@ -19,12 +19,13 @@ SPEC = PoolSpec(shape=SHAPE, page_tokens=8, pages=len(PAGES), layer_count=30, he
 COMPUTED = (torch.arange(SPEC.nbytes // 2) % 2039).half()  # what a model would have computed
 
 transport, *told = sys.argv[1:] or ["shm"]
-room, prefill, decode = told or (str(new_room()), new_incarnation(), new_incarnation())
+room, *names = told or (str(new_room()), new_incarnation(), new_incarnation())
+prefill, decode = (LeaderId(Incarnation(name)) for name in names)
 transfer = TransferId(int(room), 0, prefill, decode)
 role, me = (Role.PREFILL, prefill) if told else (Role.DECODE, decode)
 memory, changes = allocate(SPEC.nbytes), queue.Queue()
 pool = torch.frombuffer(memory.buffer, dtype=torch.float16)
-config = KVConfig(role=role, model="demo", spec=SPEC, transports=[transport], incarnation=me)
+config = KVConfig(role=role, model="demo", spec=SPEC, transports=[transport], me=me)
 manager = KVManager(config, memory, on_change=changes.put)
 _host, port = manager.start()
 
@@ -46,7 +47,7 @@ if role is Role.PREFILL:  # the child: decode starts this file again
     handle.clear()
     manager.close()
 else:
-    with Popen([sys.executable, __file__, transport, room, prefill, decode], stdout=PIPE, text=True) as child:
+    with Popen([sys.executable, __file__, transport, room, *names], stdout=PIPE, text=True) as child:
         manager.add_peer(prefill, "127.0.0.1", int(child.stdout.readline()))
         handle = manager.receiver(transfer)
         handle.init(TOKENS, budget_s=10)

@@ -677,7 +677,7 @@ MUTANTS = (
     Mutant(
         "a lost session is no event",
         MANAGER,
-        "            dialer.lost()\n        self._handle(events.PeerDown(incarnation, error.info))",
+        "            dialer.lost()\n        self._handle(events.PeerDown(leader, error.info))",
         "            dialer.lost()",
         "hand-offs of an ended session go on waiting",
     ),
@@ -698,8 +698,8 @@ MUTANTS = (
     Mutant(
         "a dead process is not reported",
         MANAGER,
-        "            self._handle(events.PeerDown(incarnation, event.error.info, dead=event.proven))",
-        "            self._handle(events.PeerDown(incarnation, event.error.info, dead=False))",
+        "            self._handle(events.PeerDown(leader, event.error.info, dead=event.proven))",
+        "            self._handle(events.PeerDown(leader, event.error.info, dead=False))",
         "the kernel's word that nothing can land any more is thrown away",
     ),
     Mutant(
@@ -786,8 +786,8 @@ MUTANTS = (
     Mutant(
         "whoever answers will do",
         NODE,
-        "if connection.expect is not None and hello.incarnation != connection.expect:",
-        "if connection.expect is not None and not hello.incarnation:",
+        "if expect is not None and hello.leader != expect:",
+        "if expect is not None and not hello.leader:",
         "an address is taken for a peer: its successor there, or another role, is talked to in its name",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from segue.conn import digest as conn_digest
 from segue.conn.digest import INLINE_BYTES, Digester
 from segue.conn.handles import KVReceiver, KVSender
 from segue.core.errors import ErrorCode, OutOfCapacity
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, Role, Span, TransferId
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff import events
 from segue.handoff.messages import HandoffMessage, Metadata
 from segue.layout.content import Content, Plane, checksum
@@ -224,7 +224,7 @@ def test_lesson_22_a_range_that_cannot_be_read_fails_its_hand_off_and_the_thread
 
 
 def digest_of(tag: int, nbytes: int) -> events.ComputeChecksum:
-    transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("b" * 32))
+    transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32)))
     return events.ComputeChecksum(transfer, tag, 0, Content((Plane(0, 1, 1),), ((0, nbytes),)))
 
 

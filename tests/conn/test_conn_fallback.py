@@ -23,7 +23,7 @@ def _over_tcp(side: Side) -> threading.Event:
 
     def watched(session: Session) -> None:
         opened(session)
-        if side.manager._peers[session.peer.incarnation].transport == "tcp":
+        if side.manager._peers[session.peer.leader].transport == "tcp":
             there.set()
 
     side.manager.opened = watched  # type: ignore[method-assign]
@@ -72,7 +72,7 @@ def test_what_a_peer_was_told_decides_although_it_is_not_offered_any_more() -> N
 
     def joined(what: bytes) -> str:
         return manager._join(
-            PeerInfo(decode.me, Role.DECODE, 0, "there", decode.manager.hello(), what)
+            PeerInfo(decode.me, Role.DECODE, "there", decode.manager.hello(), what)
         ).transport
 
     assert (joined(told), joined(manager.hello())) == ("shm", "tcp")

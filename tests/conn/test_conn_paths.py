@@ -18,9 +18,18 @@ from test_manager import LIMITS, Side, ask, assert_handed_over, spec
 from segue.conn.config import KVConfig
 from segue.conn.peers import join
 from segue.conn.threads import ThreadPerCall
-from segue.conn.transports import Transports
+from segue.conn.transports import Transports, rank_name
 from segue.core.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
-from segue.core.types import Incarnation, KVPoll, Role, TransferId, new_incarnation, new_room
+from segue.core.types import (
+    Incarnation,
+    KVPoll,
+    LeaderId,
+    RankId,
+    Role,
+    TransferId,
+    new_incarnation,
+    new_room,
+)
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
 from segue.session.api import PeerInfo
 from segue.session.dialer import Dialer
@@ -39,7 +48,6 @@ def info(**changes: Any) -> LeaderInfo:
     fields: dict[str, Any] = {
         "protocol": PROTOCOL_VERSION,
         "model": "m",
-        "dp_rank": 0,
         "dp_size": 1,
         "ranks": [spec()],
         "endpoints": {"tcp": [endpoint_bytes(100)]},
@@ -53,9 +61,8 @@ def test_an_endpoint_of_an_impossible_size_is_refused_when_it_is_read(nbytes: in
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(endpoint_bytes(nbytes), type=Endpoint)
     peer = PeerInfo(
-        new_incarnation(),
+        LeaderId(new_incarnation()),
         Role.DECODE,
-        0,
         "here",
         msgspec.msgpack.encode(info(endpoints={"tcp": [endpoint_bytes(nbytes)]})),
     )
@@ -64,11 +71,7 @@ def test_an_endpoint_of_an_impossible_size_is_refused_when_it_is_read(nbytes: in
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    st.dictionaries(
-        st.sampled_from(["protocol", "dp_rank", "dp_size", "max_transfers", "nbytes", "ranks"]), HOSTILE
-    )
-)
+@given(st.dictionaries(st.sampled_from(["protocol", "dp_size", "max_transfers", "nbytes", "ranks"]), HOSTILE))
 def test_no_number_of_a_peer_makes_joining_fail_but_typed(numbers: dict[str, int]) -> None:
     nbytes = numbers.pop("nbytes", 100)
     ranks = numbers.pop("ranks", 1) % 4
@@ -79,7 +82,7 @@ def test_no_number_of_a_peer_makes_joining_fail_but_typed(numbers: dict[str, int
     }
     hello = msgspec.msgpack.encode(msgspec.to_builtins(info()) | msgspec.to_builtins(changes))
     try:
-        joined = join(Role.PREFILL, info(), PeerInfo(new_incarnation(), Role.DECODE, 0, "here", hello))
+        joined = join(Role.PREFILL, info(), PeerInfo(LeaderId(new_incarnation()), Role.DECODE, "here", hello))
     except (PeerRefused, LayoutMismatch):
         return
     assert joined.transport == "tcp"
@@ -109,7 +112,7 @@ def test_a_bug_while_a_path_is_opened_ends_that_session_typed_and_no_other(bug: 
         connect = prefill.manager._transports._by_name["shm"].connect
 
         def broken(peer: str, endpoint: Endpoint, timeout_s: float) -> None:
-            if peer.startswith(decode.me):
+            if peer == rank_name(RankId(decode.me)):
                 raise bug
             connect(peer, endpoint, timeout_s)
 
@@ -191,7 +194,7 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
             good.manager.start()
             good.manager.add_peer(prefill.me, *prefill.manager.address)
             assert_handed_over(prefill, good, 8, 8)
-            assert ended == [f"{good.me}/0"]
+            assert ended == [rank_name(RankId(good.me))]
     finally:
         for side in (*bad, good, prefill):
             side.close()
@@ -225,7 +228,7 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
     config = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
     memory = allocate(spec().nbytes)
     transports = Transports(config, memory, lambda *_a, **_k: slow, lambda *_: None, ThreadPerCall("x"))  # type: ignore[arg-type, return-value]
-    peer, other = new_incarnation(), new_incarnation()
+    peer, other = LeaderId(new_incarnation()), LeaderId(new_incarnation())
 
     async def main() -> None:
         for each in (peer, other):
@@ -240,7 +243,7 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
         others = asyncio.ensure_future(transports.connect(other, info(), 60.0))
         await asyncio.to_thread(slow.began.acquire)
         await asyncio.to_thread(slow.began.acquire)
-        assert slow.running == {f"{peer}/0": 1, f"{other}/0": 1}
+        assert slow.running == {rank_name(RankId(peer)): 1, rank_name(RankId(other)): 1}
         slow.let_go.set()
         await asyncio.gather(last, others)
         assert slow.most == 1
@@ -278,7 +281,7 @@ def test_a_bug_does_not_end_the_dialling_of_a_peer(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("port", [-1, 0, 65536, 2**31, 2**63])
 def test_a_port_that_is_none_is_a_typed_refusal_of_what_waits_for_that_peer(port: int) -> None:
     decode = Side(Role.DECODE)
-    absent = Incarnation("e" * 32)
+    absent = LeaderId(Incarnation("e" * 32))
     try:
         decode.manager.start()
         decode.manager.add_peer(absent, "127.0.0.1", port)

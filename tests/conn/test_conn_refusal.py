@@ -8,7 +8,7 @@ from segue.conn.config import KVConfig
 from segue.conn.manager import KVManager
 from segue.core.errors import ErrorCode, Internal
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import allocate
@@ -26,8 +26,8 @@ def test_a_refused_hand_off_is_reported_and_forgotten(role: Role, reason: str) -
     config = KVConfig(role=role, model="m", spec=SPEC, transports=["fake"], limits=limits)
     manager = KVManager(config, memory, changes.append)
     try:
-        other = Incarnation("d" * 32)
-        ids = (config.incarnation, other) if role is Role.PREFILL else (other, config.incarnation)
+        other = LeaderId(Incarnation("d" * 32))
+        ids = (config.me, other) if role is Role.PREFILL else (other, config.me)
         first = TransferId(5, 0, *ids)
         second = TransferId(6, 0, *ids) if reason == "too many" else first
         open_half = events.OpenSender if role is Role.PREFILL else events.OpenReceiver
@@ -50,6 +50,6 @@ def test_a_refused_hand_off_is_reported_and_forgotten(role: Role, reason: str) -
 
 
 def test_only_opening_can_be_refused() -> None:
-    transfer = TransferId(5, 0, Incarnation("a" * 32), Incarnation("d" * 32))
+    transfer = TransferId(5, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)))
     with pytest.raises(Internal, match="a bug"):
         events.refusal(events.AbortTransfer(transfer, Internal("x").info), Internal("a bug").info)

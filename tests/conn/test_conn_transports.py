@@ -10,10 +10,10 @@ from test_manager import Side, spec
 
 from segue.conn.config import KVConfig
 from segue.conn.threads import ThreadPerCall
-from segue.conn.transports import Transports, incarnation_of
+from segue.conn.transports import Transports, rank_name, rank_of
 from segue.core.errors import TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role, TransferId, new_incarnation
+from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
 from segue.handoff import events
 from segue.transport.base import Endpoint
 from segue.transport.memory import allocate
@@ -66,33 +66,33 @@ class Made:
         self.made[name] = Recorder(name, on_event, **options)
         return self.made[name]
 
-    def transfer(self, peer: Incarnation) -> TransferId:
-        me = self.config.incarnation
+    def transfer(self, peer: LeaderId) -> TransferId:
+        me = self.config.me
         return TransferId(1, 0, me, peer) if self.config.role is Role.PREFILL else TransferId(1, 0, peer, me)
 
 
 def test_an_effect_goes_to_the_transport_of_its_peer_by_the_name_of_its_rank() -> None:
     made = Made(Role.PREFILL)
-    near, far = new_incarnation(), new_incarnation()
+    near, far = LeaderId(new_incarnation()), LeaderId(new_incarnation(), 1)
     made.transports.choose(near, "shm", {near})
     made.transports.choose(far, "tcp", {near, far})
     made.transports.move(events.PostWrite(made.transfer(near), 7, 1, 0, 2, ()))
     made.transports.move(events.Fence(made.transfer(far), 8))
-    assert made.made["shm"].asked == [("write", f"{near}/2", 7, 1)]
-    assert made.made["tcp"].asked == [("fence", f"{far}/0", 8)]
-    assert made.made["shm"].options["me"] == f"{made.config.incarnation}/0"
-    assert incarnation_of(f"{far}/3") == far
+    assert made.made["shm"].asked == [("write", rank_name(RankId(near, 2)), 7, 1)]
+    assert made.made["tcp"].asked == [("fence", rank_name(RankId(far)), 8)]
+    assert made.made["shm"].options["me"] == rank_name(RankId(made.config.me))
+    assert rank_of(rank_name(RankId(far, 3))) == RankId(far, 3)
     made.transports.close()
     assert all(transport.closed for transport in made.made.values())
     made.memory.close()
 
 
 def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
-    made, peer = Made(Role.DECODE), new_incarnation()
+    made, peer = Made(Role.DECODE), LeaderId(new_incarnation())
     made.transports.choose(peer, "tcp", {peer})
     made.transports.move(events.Grant(made.transfer(peer), 7, (3, 1)))
     ((what, name, epoch, area),) = made.made["tcp"].asked
-    assert (what, name, epoch) == ("grant", f"{peer}/0", 7)
+    assert (what, name, epoch) == ("grant", rank_name(RankId(peer)), 7)
     pool = made.config.spec
     size = pool.page_tokens
     found = {at for row in area.rows() for at in range(row.offset, row.offset + row.row_bytes)}
@@ -111,15 +111,15 @@ def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role) -> None:
     made = Made(role)
-    stays = new_incarnation()
+    stays = LeaderId(new_incarnation())
     made.transports.choose(stays, "tcp", {stays})
-    others = [new_incarnation() for _ in range(20)]
+    others = [LeaderId(new_incarnation()) for _ in range(20)]
     for other in others:
         made.transports.choose(other, "shm", {stays, other})
     # A fence may come after its session, so the last ones that left are still known.
     for known in (stays, *others[-(PEERS - 1) :]):
         made.transports.move(events.Fence(made.transfer(known), 1))
-    assert [ask[1] for ask in made.made["tcp"].asked] == [f"{stays}/0"]
+    assert [ask[1] for ask in made.made["tcp"].asked] == [rank_name(RankId(stays))]
     assert len(made.made["shm"].asked) == PEERS - 1
     with pytest.raises(KeyError):
         made.transports.move(events.Fence(made.transfer(others[0]), 1))
@@ -128,11 +128,11 @@ def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role)
 
 def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
     made, side = Made(Role.PREFILL), Side(Role.DECODE)
-    peer = new_incarnation()
+    peer = LeaderId(new_incarnation())
     made.transports.choose(peer, "shm", {peer})
     info = side.manager.info
     asyncio.run(made.transports.connect(peer, info, 1.0))
-    assert made.made["shm"].asked == [("connect", f"{peer}/0", "shm", 1.0)]
+    assert made.made["shm"].asked == [("connect", rank_name(RankId(peer)), "shm", 1.0)]
     info.endpoints["shm"][0] = b"\xc1"
     with pytest.raises(TransferFailed, match="unreadable endpoint"):
         asyncio.run(made.transports.connect(peer, info, 1.0))

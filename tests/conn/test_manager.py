@@ -47,7 +47,7 @@ class Side:
         options = {"model": "m", "limits": LIMITS, "transports": [transport], **options}
         config = KVConfig(role=role, spec=self.spec, **options)
         self.manager = KVManager(config, self.memory, self.changes.put)
-        self.me = config.incarnation
+        self.me = config.me
 
     def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
         while handle.poll() is not phase:

@@ -13,7 +13,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams
-from segue.core.types import FinishReason, Role, new_incarnation
+from segue.core.types import FinishReason, LeaderId, Role, new_incarnation
 from segue.fleet.fleet import Fleet
 from segue.fleet.settings import FleetSettings
 from segue.handoff.ticket import verify
@@ -36,9 +36,8 @@ class Leader:
         self.news = asyncio.Event()
         self.session: Any = None
         self.node = SessionNode(
-            incarnation=new_incarnation(),
+            me=LeaderId(new_incarnation()),
             role=role,
-            dp_rank=0,
             secret=SECRET,
             handler=self,
             message_type=ControlMessage,
@@ -48,7 +47,7 @@ class Leader:
     async def start(self) -> InstanceRecord:
         host, port = await self.node.listen("127.0.0.1", 0)
         return InstanceRecord(
-            incarnation=self.node.incarnation,
+            incarnation=self.node.me.incarnation,
             role=self.role,
             model="m",
             served_model="tiny",
@@ -73,7 +72,7 @@ class Leader:
             self.cancels.append(message)
         elif isinstance(message, Submit):
             self.submits.append(message)
-            verify(message.ticket, SECRET, session.peer.incarnation, 0.0)
+            verify(message.ticket, SECRET, session.peer.leader.incarnation, 0.0)
             self.answer(session, message)
         self.news.set()
 
@@ -143,11 +142,7 @@ class Rig:
         leader = Leader(role, behave, **kw)
         self.leaders.append(leader)
         self.registry.put(await leader.start())
-        await self.until(
-            lambda: any(
-                r.leader.incarnation == leader.node.incarnation for r in self.fleet.router.usable(role)
-            )
-        )
+        await self.until(lambda: any(r.leader == leader.node.me for r in self.fleet.router.usable(role)))
         return leader
 
     async def until(self, condition: Callable[[], bool]) -> None:

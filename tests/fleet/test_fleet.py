@@ -36,9 +36,9 @@ def test_both_halves_get_the_same_signed_ticket_and_decode_is_streamed() -> None
         await p.until(lambda: len(p.submits) == 1)
         assert p.submits == d.submits
         ticket = d.submits[0].ticket
-        assert (ticket.prefill.incarnation, ticket.decode.incarnation) == (
-            p.node.incarnation,
-            d.node.incarnation,
+        assert (ticket.prefill, ticket.decode) == (
+            p.node.me,
+            d.node.me,
         )
         assert 9 < ticket.budget_s <= 10
         assert p.cancels == d.cancels == []
@@ -189,7 +189,7 @@ def test_lesson_09_a_restarted_worker_serves_the_next_request() -> None:
         await old.node.close()
         await rig.until(lambda: not rig.fleet.can_serve)
         assert not rig.fleet.proven
-        rig.registry.drop(old.node.incarnation)
+        rig.registry.drop(old.node.me.incarnation)
         new = await rig.add(Role.DECODE)
         assert not rig.fleet.proven, "the new incarnation has proven nothing yet"
         assert await rig.run() == [5, 6, 7]

@@ -82,8 +82,8 @@ async def add(rig: Rig, role: Role, cut: int | None = None, error: SegueError | 
 
 
 def usable(rig: Rig, worker: Leader) -> bool:
-    me = worker.node.incarnation
-    return any(r.leader.incarnation == me for r in rig.fleet.router.usable(worker.role))
+    me = worker.node.me
+    return any(r.leader == me for r in rig.fleet.router.usable(worker.role))
 
 
 def request(name: str = "r", count: int = COUNT, **sampling: Any) -> Request:
@@ -175,7 +175,7 @@ def test_workers_that_die_one_after_the_other() -> None:
         coming = asyncio.ensure_future(outputs(rig, request()))
         for worker in dying:
             await worker.until(lambda at=worker: bool(at.submits))
-            rig.registry.drop(worker.node.incarnation)
+            rig.registry.drop(worker.node.me.incarnation)
         last = await add(rig, Role.DECODE)
         assert tokens(await coming) == WANTED
         assert [w.submits[0].ticket.attempt for w in (*dying, last)][-1] == 2
@@ -190,7 +190,7 @@ def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -
         await add(rig, Role.PREFILL)
         dying = [await add(rig, Role.DECODE, cut) for cut in (1, 1, 1, 1, 1)]
         for worker in dying:
-            worker.error = PeerLost("lost its card", origin=f"decode {worker.node.incarnation[:8]} dp0")
+            worker.error = PeerLost("lost its card", origin=f"decode {worker.node.me}")
         # The one that gives its token last in the row cannot give a second: all die at token 1.
         with pytest.raises(PeerLost) as caught:
             await outputs(rig, request())
@@ -212,7 +212,7 @@ def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> N
         stream = rig.fleet.submit(request(), budget_s=20)
         found = [await anext(stream), await anext(stream)]
         # It listens still, so it would take the request again; but it is said to be gone.
-        rig.registry.drop(dying.node.incarnation)
+        rig.registry.drop(dying.node.me.incarnation)
         successor = Worker(Role.DECODE)
         rig.leaders.append(successor)
         rig.registry.put(await successor.start())
@@ -230,7 +230,7 @@ def test_nobody_left_is_said_with_what_came_before() -> None:
         dying = await add(rig, Role.DECODE, cut=2)
         stream = rig.fleet.submit(request(), budget_s=20)
         await anext(stream)
-        rig.registry.drop(dying.node.incarnation)
+        rig.registry.drop(dying.node.me.incarnation)
         await anext(stream)
         with pytest.raises(
             BootstrapUnreachable, match=r"0 decode.*after 2 tokens; before it: PEER_LOST"
@@ -274,7 +274,7 @@ def test_the_deadline_stays_the_one_of_the_request() -> None:
         stream = rig.fleet.submit(request(), budget_s=0.4)
         await anext(stream)
         rig.registry.put(await silent.start())
-        rig.registry.drop(dying.node.incarnation)
+        rig.registry.drop(dying.node.me.incarnation)
         await anext(stream)
         with pytest.raises(DeadlineExceeded, match=r"during decode.*after 2 tokens"):
             await anext(stream)
@@ -313,7 +313,7 @@ def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_ne
         await silent.until(lambda: len(silent.submits) == 3)
         assert [len(p.submits) for p in prefills] == [1, 1]
         third = silent.submits[2]
-        assert third.ticket.prefill.incarnation == last.node.incarnation
+        assert third.ticket.prefill == last.node.me
         silent.session.send(
             Outputs([Output(request_id=third.request.request_id, token_ids=[9], finish=FinishReason.LENGTH)])
         )
@@ -338,8 +338,8 @@ def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept
             code=ErrorCode.PEER_LOST,
             text="its process is gone",
             phase="TRANSFERRING",
-            origin=f"{kept} {there.node.incarnation[:8]} dp0",
-            peer=f"{gone} {lost.node.incarnation[:8]} dp0",
+            origin=f"{kept} {there.node.me}",
+            peer=f"{gone} {lost.node.me}",
             retryable=True,
         )
         there.session.send(Outputs([Output(request_id="r", error=info)]))
@@ -348,7 +348,7 @@ def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept
         assert len(lost.submits) == 1
         if gone is Role.DECODE:
             again = other.submits[0].ticket
-            assert again.prefill.incarnation == there.node.incarnation, "it has the KV"
+            assert again.prefill == there.node.me, "it has the KV"
         await lost.until(lambda: bool(lost.cancels))
         assert lost.cancels[0].reason == info
         rig.fleet.cancel("r", ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
@@ -423,14 +423,14 @@ def test_a_reported_loss_of_the_only_pair_costs_a_moment_and_not_the_request() -
         d = await add(rig, Role.DECODE, 2)
         d.error = PeerLost(
             "the link broke",
-            origin=f"decode {d.node.incarnation[:8]} dp0",
-            peer=f"prefill {p.node.incarnation[:8]} dp0",
+            origin=f"decode {d.node.me}",
+            peer=f"prefill {p.node.me}",
         )
         stream = rig.fleet.submit(request(), budget_s=10)
         found = [await anext(stream), await anext(stream)]
         d.cut = None
         found += [output async for output in stream]
         assert tokens(found) == WANTED
-        assert [s.ticket.prefill.incarnation for s in d.submits] == [p.node.incarnation] * 2
+        assert [s.ticket.prefill for s in d.submits] == [p.node.me] * 2
 
     run(test, reported_loss_wait_s=0.05, replacement_wait_s=0.05)

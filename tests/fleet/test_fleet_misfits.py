@@ -15,12 +15,12 @@ from segue.core.types import Role
 
 
 class Refusing(Leader):
-    """A leader that cannot be joined with the replica `misfit` (an incarnation)."""
+    """A leader that cannot be joined with the replica `misfit` (a `LeaderId`)."""
 
     misfit = ""
 
     def answer(self, session: Any, submit: Submit) -> None:
-        if self.misfit in (submit.ticket.prefill.incarnation, submit.ticket.decode.incarnation):
+        if self.misfit in (submit.ticket.prefill, submit.ticket.decode):
             info = ErrorInfo(code=ErrorCode.PEER_REFUSED, text="no common transport", retryable=False)
             session.send(Outputs([Output(request_id=submit.request.request_id, error=info)]))
         else:
@@ -31,10 +31,7 @@ async def add(rig: Rig, leader: Leader, **record: Any) -> None:
     rig.leaders.append(leader)
     rig.registry.put(msgspec.structs.replace(await leader.start(), **record))
     await rig.until(
-        lambda: any(
-            r.leader.incarnation == leader.node.incarnation and r.usable
-            for r in rig.fleet.membership.replicas.values()
-        )
+        lambda: any(r.leader == leader.node.me and r.usable for r in rig.fleet.membership.replicas.values())
     )
 
 
@@ -94,7 +91,7 @@ def test_a_pair_that_refuses_one_another_costs_one_attempt_in_its_life(role: Rol
         assert await rig.run() == [5, 6, 7]
         misfit = Refusing(role)
         for leader in (*made, misfit):
-            leader.misfit = misfit.node.incarnation
+            leader.misfit = misfit.node.me
         await add(rig, misfit)
         for _ in range(30):
             assert await rig.run() == [5, 6, 7]
@@ -107,7 +104,7 @@ def test_a_pair_that_refuses_one_another_costs_one_attempt_in_its_life(role: Rol
 def test_a_pair_that_refuses_one_another_and_is_alone_ends_the_request_at_once() -> None:
     async def test(rig: Rig) -> None:
         prefill, decode = Leader(Role.PREFILL), Refusing(Role.DECODE)
-        decode.misfit = prefill.node.incarnation
+        decode.misfit = prefill.node.me
         await add(rig, prefill)
         await add(rig, decode)
         with pytest.raises(SegueError, match="no common transport") as caught:

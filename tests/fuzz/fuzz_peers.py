@@ -41,7 +41,7 @@ from segue.sim.engine import LineageEngine, lineage_spec
 from segue.transport.base import Endpoint
 
 SECRET = b"a secret of the tests"
-P, D, F = Incarnation("a" * 32), Incarnation("d" * 32), Incarnation("f" * 32)
+P, D, F = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)), Incarnation("f" * 32)
 TRANSFER = TransferId(7, 0, P, D)
 BROKEN = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, text="it broke", room=7, retryable=True)
 SPEC = lineage_spec(32, 4)
@@ -53,7 +53,6 @@ def info(**changes: Any) -> LeaderInfo:
     fields: dict[str, Any] = {
         "protocol": PROTOCOL_VERSION,
         "model": "lineage-1",
-        "dp_rank": 0,
         "dp_size": 1,
         "ranks": [SPEC],
         "endpoints": {"fake": [endpoint]},
@@ -66,7 +65,7 @@ def info(**changes: Any) -> LeaderInfo:
 
 
 def _join(data: bytes) -> str:
-    peer = PeerInfo(P, Role.PREFILL, 0, "127.0.0.1:1", data)
+    peer = PeerInfo(P, Role.PREFILL, "127.0.0.1:1", data)
     return f"joined over {join(Role.DECODE, info(), peer).transport}"
 
 
@@ -118,7 +117,7 @@ def _destination() -> HandoffMessage:
     )
 
 
-def _exchange(role: Role, peer: Incarnation) -> Exchange:
+def _exchange(role: Role, peer: LeaderId) -> Exchange:
     me = P if role is Role.PREFILL else D
     exchange = Exchange(role, me, f"{role.value} x", Limits(), info(), "fake")
     exchange.handle(events.PeerUp(peer, info(), "fake"), 0.0)
@@ -143,7 +142,7 @@ def _decode(data: bytes) -> str:
     return _deliver(exchange, P, data)
 
 
-def _deliver(exchange: Exchange, peer: Incarnation, data: bytes) -> str:
+def _deliver(exchange: Exchange, peer: LeaderId, data: bytes) -> str:
     """Up to three messages, each a msgpack value after the other."""
     told = []
     for piece in data.split(b"\xc1")[:3]:  # a byte that msgpack never uses

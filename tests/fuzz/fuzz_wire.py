@@ -17,7 +17,7 @@ from segue.conn.manager import LeaderMessage
 from segue.core.control import Cancel
 from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role, TransferId
+from segue.core.types import Incarnation, LeaderId, Role, TransferId
 from segue.handoff.messages import Committed
 from segue.serve.lifeline import CannotStart, Ready, decode_report
 from segue.session import frames
@@ -98,9 +98,8 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
     async def main() -> str:
         owner = _Owner()
         me = SessionNode(
-            incarnation=MINE,
+            me=LeaderId(MINE),
             role=Role.DECODE,
-            dp_rank=0,
             secret=SECRET,
             handler=owner,  # type: ignore[arg-type]
             message_type=LeaderMessage,

@@ -16,7 +16,7 @@ import numpy as np
 
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, Role, Span, TransferId
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
@@ -35,7 +35,6 @@ def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
     return LeaderInfo(
         protocol=PROTOCOL_VERSION,
         model=model,
-        dp_rank=0,
         dp_size=1,
         ranks=[spec],
         endpoints={},
@@ -69,7 +68,7 @@ class Write:
     """One write in flight. `landed` before `finished`: the bytes are there, nobody knows yet."""
 
     effect: events.PostWrite
-    by: Incarnation
+    by: LeaderId
     landed: bool = False
     cut: bool = False
 
@@ -80,10 +79,10 @@ class Node:
     def __init__(self, world: World, role: Role, me: str, pages: int, page_tokens: int, limits: Limits):
         self.world = world
         self.role = role
-        self.me = Incarnation(me)
+        self.me = LeaderId(Incarnation(me))
         self.spec = pool_spec(pages, page_tokens)
         self.info = leader(self.spec)
-        name = f"{role} {me[:8]} dp0"
+        name = f"{role} {self.me}"
         self.exchange = Exchange(role, self.me, name, limits, self.info, "fake", world.kv_checksum)
         self.jobs: dict[TransferId, Job] = {}
         self.free = set(range(pages))
@@ -152,7 +151,7 @@ class World:
         self.births = 0
         self.up = False
         self.notices: list[tuple[Node, events.PeerDown]] = []
-        self.queues: dict[Role, deque[tuple[Incarnation, HandoffMessage]]] = {}
+        self.queues: dict[Role, deque[tuple[LeaderId, HandoffMessage]]] = {}
         self.writes: list[Write] = []
         self.log: list[tuple[str, object]] = []
         self.fault: Callable[[Node, events.Event], None] | None = None

@@ -9,17 +9,17 @@ import pytest
 
 from segue.core.errors import Internal, PeerLost
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role, TransferId
+from segue.core.types import Incarnation, LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, Drained, LeaderInfo
 from segue.layout.spec import KVShape, PoolSpec
 
-P, D = Incarnation("a" * 32), Incarnation("d" * 32)
+P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
 SHAPE = KVShape(layers=1, kv_heads=1, k_dim=1, v_dim=1, dtype="x", item_bytes=8)
 SPEC = PoolSpec(shape=SHAPE, pages=8, page_tokens=4, layer_count=1, head_count=1)
 INFO = LeaderInfo(
-    protocol=PROTOCOL_VERSION, model="m", dp_rank=0, dp_size=1, ranks=[SPEC], endpoints={}, max_transfers=8
+    protocol=PROTOCOL_VERSION, model="m", dp_size=1, ranks=[SPEC], endpoints={}, max_transfers=8
 )
 TRANSFER = TransferId(1, 0, P, D)
 

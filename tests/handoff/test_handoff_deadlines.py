@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.core.types import TransferId, new_incarnation
+from segue.core.types import LeaderId, TransferId, new_incarnation
 from segue.handoff.timers import Deadlines, Timer
 
-ONE = TransferId(1, 0, new_incarnation(), new_incarnation())
+ONE = TransferId(1, 0, LeaderId(new_incarnation()), LeaderId(new_incarnation()))
 STEP = st.one_of(
     st.tuples(st.just("add"), st.integers(0, 9)),
     st.tuples(st.just("cancel"), st.integers(0, 99)),

@@ -6,12 +6,12 @@ from handoff_world import leader, pool_spec
 
 from segue.core.errors import ErrorCode, PeerLost
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import Destination, Failed, Gone
 
-ME, ONE, TWO = (Incarnation(letter * 32) for letter in "abc")
+ME, ONE, TWO = (LeaderId(Incarnation(letter * 32)) for letter in "abc")
 SPEC = pool_spec(8, 4)
 
 

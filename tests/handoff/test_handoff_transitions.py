@@ -20,7 +20,7 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
+from segue.core.types import Incarnation, KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.lease import LEASE_TABLE, Lease, LeaseState, LeaseStep
@@ -160,7 +160,7 @@ def test_every_pair_of_state_and_step_moves_as_the_table_says_or_raises_unchange
     for state in table:
         for step in steps:
             local = world.prefill.exchange._local
-            machine = kind(MachineArgs(local, world.new_transfer(), world.decode.me, "peer", 1, 1.0, now=0.0))
+            machine = kind(MachineArgs(local, world.new_transfer(), world.decode.me, 1, 1.0, now=0.0))
             machine.state = state
             if step in table[state]:
                 machine.go(step)
@@ -493,7 +493,7 @@ def test_an_impossible_destination_fails_its_transfer(
     assert error.code is code
     assert words in error.text
     assert error.origin == w.prefill.exchange._local.origin
-    assert (error.phase, error.peer) == ("BOOTSTRAPPING", f"decode {w.decode.me[:8]} dp0")
+    assert (error.phase, error.peer) == ("BOOTSTRAPPING", f"decode {w.decode.me}")
 
 
 def test_an_epoch_used_for_two_hand_offs_is_refused() -> None:
@@ -800,7 +800,7 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
         (lambda w: events.Received(w.prefill.me, w.metadata()), False),
         (lambda w: events.PeerDown(w.prefill.me, PeerLost("cut").info), False),
         (lambda w: events.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True), True),
-        (lambda w: events.PeerDown(Incarnation("e" * 32), PeerLost("dead").info, dead=True), False),
+        (lambda w: events.PeerDown(LeaderId(Incarnation("e" * 32)), PeerLost("dead").info, dead=True), False),
         (lambda w: events.AbortTransfer(w.transfer, CLIENT), False),
         (lambda w: events.Tick(), False),
     ],
@@ -840,7 +840,7 @@ def test_another_incarnation_is_no_proof() -> None:
     w.cut()
     w.notice()
     w.notice()
-    stranger = Incarnation("9" * 32)
+    stranger = LeaderId(Incarnation("9" * 32))
     effects = w.tell(w.decode, events.PeerUp(stranger, w.prefill.info))
     assert effects == []
     for message in (Drained(w.transfer), Gone(w.transfer)):
@@ -875,7 +875,7 @@ def test_messages_for_what_is_unknown_are_answered_gone_or_not_at_all() -> None:
 
 def test_messages_of_a_wrong_side_peer_or_incarnation_are_dropped_and_counted() -> None:
     w = Case().waiting()
-    stranger = Incarnation("9" * 32)
+    stranger = LeaderId(Incarnation("9" * 32))
     w.tell(w.prefill, events.PeerUp(stranger, w.decode.info))
     other = TransferId(w.transfer.room, 0, stranger, w.decode.me)
     for peer, message in (
@@ -883,7 +883,7 @@ def test_messages_of_a_wrong_side_peer_or_incarnation_are_dropped_and_counted() 
         (stranger, Failed(w.transfer, CLIENT)),
         (w.decode.me, Abort(other)),
         (w.decode.me, w.chunk()),
-        (Incarnation("8" * 32), Abort(w.transfer)),
+        (LeaderId(Incarnation("8" * 32)), Abort(w.transfer)),
     ):
         assert w.tell(w.prefill, events.Received(peer, message)) == []
     assert w.sender_state == "WAITING_FOR_INPUT"
@@ -1049,7 +1049,7 @@ def test_a_peer_that_does_not_fit_fails_its_hand_offs_at_once(
     info: Any, code: ErrorCode, before: bool
 ) -> None:
     for role, event in ((Role.DECODE, events.OpenReceiver), (Role.PREFILL, events.OpenSender)):
-        me, peer = Incarnation("a" * 32), Incarnation("b" * 32)
+        me, peer = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32))
         exchange = Exchange(role, me, "here", Limits(), leader(pool_spec(24, 4)), "fake")
         ids = (peer, me) if role is Role.DECODE else (me, peer)
         cases = [event(TransferId(1, 0, *ids), 4, 9.0), events.PeerUp(peer, info)]
@@ -1063,17 +1063,50 @@ def test_a_peer_that_does_not_fit_fails_its_hand_offs_at_once(
         exchange.check_integrity()
 
 
-def test_two_leaders_cannot_share_an_incarnation() -> None:
-    w = World()
-    with pytest.raises(IllegalEvent, match="incarnation of its own"):
-        w.prefill.exchange.handle(
-            events.PeerUp(w.decode.me, msgspec.structs.replace(w.decode.info, dp_rank=1)), w.now
-        )
+@pytest.mark.parametrize("lost", [0, 1])
+def test_two_leaders_of_one_incarnation_are_two_peers_and_one_loss_ends_its_own_hand_off_only(
+    lost: int,
+) -> None:
+    me, other = LeaderId(Incarnation("a" * 32)), Incarnation("b" * 32)
+    spec = pool_spec(24, 4)
+    exchange = Exchange(Role.DECODE, me, "here", Limits(), leader(spec), "fake")
+    peers = [LeaderId(other, 0), LeaderId(other, 1)]
+    transfers = [TransferId(1, 0, peer, me) for peer in peers]
+    for peer, transfer in zip(peers, transfers, strict=True):
+        exchange.handle(events.PeerUp(peer, leader(spec)), 0.0)
+        exchange.handle(events.OpenReceiver(transfer, 4, 9.0), 0.0)
+        exchange.handle(events.Publish(transfer, (peer.dp_rank,), 0), 0.0)
+    # A word about the other one's hand-off is nobody's.
+    assert not exchange.handle(events.Received(peers[1 - lost], Failed(transfers[lost], CLIENT)), 1.0)
+    assert exchange.counters["stray_messages"] == 1
+    effects = exchange.handle(events.PeerDown(peers[lost], PeerLost("dead").info, dead=True), 2.0)
+    [failed] = [e for e in effects if isinstance(e, events.Phase)]
+    assert failed.transfer == transfers[lost]
+    assert failed.error is not None
+    assert failed.error.peer == f"prefill {other[:8]} dp{lost}"
+    assert exchange.phase(transfers[1 - lost]) is KVPoll.WAITING_FOR_INPUT
+    exchange.check_integrity()
+
+
+def test_the_epochs_of_two_leaders_of_one_incarnation_differ() -> None:
+    epochs = set()
+    peer, spec = LeaderId(Incarnation("a" * 32)), pool_spec(24, 4)
+    for rank in (0, 1):
+        me = LeaderId(Incarnation("b" * 32), rank)
+        exchange = Exchange(Role.DECODE, me, "here", Limits(), leader(spec), "fake")
+        transfer = TransferId(1, 0, peer, me)
+        exchange.handle(events.PeerUp(peer, leader(spec)), 0.0)
+        exchange.handle(events.OpenReceiver(transfer, 4, 9.0), 0.0)
+        effects = exchange.handle(events.Publish(transfer, (0,), 0), 0.0)
+        epochs |= {e.epoch for e in effects if isinstance(e, events.Grant)}
+    assert len(epochs) == 2
 
 
 def test_a_role_without_hand_offs_has_no_exchange() -> None:
     with pytest.raises(IllegalEvent):
-        Exchange(Role.FRONTEND, Incarnation("a" * 32), "x", Limits(), leader(pool_spec(1, 1)), "fake")
+        Exchange(
+            Role.FRONTEND, LeaderId(Incarnation("a" * 32)), "x", Limits(), leader(pool_spec(1, 1)), "fake"
+        )
 
 
 def test_epochs_rise_are_never_zero_and_differ_between_incarnations() -> None:

@@ -42,7 +42,7 @@ class Node:
         chunk_tokens: int = 16,
         max_batch: int = 8,
     ):
-        self.me = Incarnation(incarnation * 32)
+        self.me = LeaderId(Incarnation(incarnation * 32))
         self.kind = kind
         self.clock = clock
         self.engine = LineageEngine(lineage_spec(pages, page_tokens), vocab_size=VOCAB)
@@ -50,7 +50,6 @@ class Node:
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
             model="lineage-1",
-            dp_rank=0,
             dp_size=1,
             ranks=[self.engine.spec],
             endpoints={"fake": [b""]},
@@ -151,8 +150,8 @@ class Pair:
         ticket = Ticket(
             room=self.rooms,
             attempt=0,
-            prefill=LeaderId(self.prefill.me),
-            decode=LeaderId(self.decode.me),
+            prefill=self.prefill.me,
+            decode=self.decode.me,
             budget_s=budget_s,
         )
         message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)

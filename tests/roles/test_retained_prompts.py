@@ -46,8 +46,8 @@ def ask(
     ticket = Ticket(
         room=pair.rooms,
         attempt=attempt,
-        prefill=LeaderId(pair.prefill.me),
-        decode=LeaderId(pair.decode.me),
+        prefill=pair.prefill.me,
+        decode=pair.decode.me,
         budget_s=budget_s,
     )
     request = Request(request_id=name, prompt=prompt, sampling=sampling, output=output or [])
@@ -239,7 +239,7 @@ def job(prompt: list[int], seed: int = 1, deadline: float = 10.0) -> RequestStat
     return RequestState(
         origin=FRONT,
         request=Request(request_id="r", prompt=prompt, sampling=SamplingParams(seed=seed)),
-        ticket=Ticket(room=1, attempt=0, prefill=LeaderId(p), decode=LeaderId(d), budget_s=1.0),
+        ticket=Ticket(room=1, attempt=0, prefill=p, decode=d, budget_s=1.0),
         seq_id=1,
         entered=0.0,
         deadline=deadline,
@@ -248,7 +248,7 @@ def job(prompt: list[int], seed: int = 1, deadline: float = 10.0) -> RequestStat
 
 
 def metadata() -> Metadata:
-    transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("d" * 32))
+    transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)))
     return Metadata(transfer=transfer, prompt_tokens=1, first_token=1)
 
 

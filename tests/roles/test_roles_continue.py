@@ -47,7 +47,7 @@ class Alone:
 
     def __init__(self, pages: int = 64) -> None:
         self.clock = VirtualClock()
-        self.me = Incarnation("e" * 32)
+        self.me = LeaderId(Incarnation("e" * 32))
         self.engine = LineageEngine(lineage_spec(pages, 4), vocab_size=VOCAB, context_tokens=200)
         self.scheduler = UnifiedScheduler(
             self.engine, PagePool(pages, 4), me=self.me, name="unified", limits=Limits(), chunk_tokens=16
@@ -56,7 +56,7 @@ class Alone:
 
     def run(self, output: list[int], count: int = COUNT, prompt_tokens: int = 13) -> list[Output]:
         self.rooms += 1
-        here = LeaderId(self.me)
+        here = self.me
         ticket = Ticket(room=self.rooms, attempt=0, prefill=here, decode=here, budget_s=10.0)
         request = Request(
             request_id=f"r{self.rooms}",

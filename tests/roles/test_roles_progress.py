@@ -19,7 +19,7 @@ from segue.engine.pages import PagePool
 from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec
 
-ME, FRONT = Incarnation("a" * 32), Incarnation("f" * 32)
+ME, FRONT = LeaderId(Incarnation("a" * 32)), Incarnation("f" * 32)
 NEVER_S = 1e6
 
 
@@ -42,7 +42,7 @@ def unified(pages: int, page_tokens: int, chunk_tokens: int, max_batch: int = 8)
 
 
 def submit(scheduler: UnifiedScheduler, name: str, prompt: list[int], max_tokens: int, room: int) -> None:
-    here = LeaderId(ME)
+    here = ME
     ticket = Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=NEVER_S)
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     scheduler.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), 0.0)

@@ -8,7 +8,6 @@ from pair import FRONT, VOCAB, Node, Pair
 from segue.core.control import Submit
 from segue.core.errors import ErrorCode
 from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import LeaderId
 from segue.sim.engine import reference
 
 
@@ -21,8 +20,8 @@ def test_a_room_in_use_is_an_invalid_request_and_not_a_bug(side: str) -> None:
     ticket = Ticket(
         room=pair.rooms,
         attempt=0,
-        prefill=LeaderId(pair.prefill.me),
-        decode=LeaderId(pair.decode.me),
+        prefill=pair.prefill.me,
+        decode=pair.decode.me,
         budget_s=50.0,
     )
     request = Request(request_id="second", prompt=[4, 5], sampling=SamplingParams(max_tokens=2))

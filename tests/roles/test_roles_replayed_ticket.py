@@ -9,7 +9,7 @@ from pair import FRONT, VOCAB, Node, Pair
 from segue.core.control import Submit
 from segue.core.errors import AbortedByClient, ErrorCode
 from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, LeaderId
+from segue.core.types import Incarnation
 from segue.handoff.ticket import sign
 from segue.sim.engine import reference
 
@@ -21,8 +21,8 @@ def ticket(pair: Pair, room: int, *, budget_s: float = 100.0, origin: Incarnatio
     unsigned = Ticket(
         room=room,
         attempt=0,
-        prefill=LeaderId(pair.prefill.me),
-        decode=LeaderId(pair.decode.me),
+        prefill=pair.prefill.me,
+        decode=pair.decode.me,
         budget_s=budget_s,
     )
     return sign(unsigned, SECRET, origin)

@@ -18,7 +18,7 @@ from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 
 ROOMS = itertools.count(1)
-ME = Incarnation("a" * 32)
+ME = LeaderId(Incarnation("a" * 32))
 FRONT = Incarnation("f" * 32)
 VOCAB = 1000
 
@@ -40,7 +40,7 @@ def submit(
     now: float = 0,
 ) -> SamplingParams:
     sampling = SamplingParams(max_tokens=max_tokens, seed=len(prompt))
-    here = LeaderId(ME)
+    here = ME
     ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=budget_s)
     scheduler.submit(FRONT, Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket), now)
     return sampling
@@ -227,7 +227,7 @@ def test_an_answer_ends_with_the_first_stop_after_min_tokens_others(
         lineage_spec(8), vocab_size=VOCAB, eos_token_ids=frozenset(() if by_request else stops)
     )
     scheduler = UnifiedScheduler(engine, PagePool(8, 4), me=ME, name="unified", limits=Limits())
-    here = LeaderId(ME)
+    here = ME
     if by_request:
         sampling = structs.replace(sampling, stop_token_ids=stops)
     ticket = Ticket(room=next(ROOMS), attempt=0, prefill=here, decode=here, budget_s=9.0)

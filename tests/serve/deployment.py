@@ -15,7 +15,7 @@ from segue.core.config import InstanceConfig, LimitsConfig, ModelConfig
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import AbortedByClient, SegueError
 from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, LeaderId, Role, new_incarnation, new_room
+from segue.core.types import LeaderId, Role, new_incarnation, new_room
 from segue.engine.base import Engine
 from segue.roles.scheduler import Scheduler
 from segue.serve.instance import Instance
@@ -33,20 +33,19 @@ class Front:
     """The least that a frontend is: sessions to leaders, requests out, outputs in."""
 
     def __init__(self) -> None:
-        self.me = new_incarnation()
+        self.me = LeaderId(new_incarnation())
         self.io = IoThread()
         self.outputs: dict[str, list[Output]] = {}
         self.done: dict[str, threading.Event] = {}
-        self.sessions: dict[Incarnation, Session] = {}
-        self.loads: dict[Incarnation, Load] = {}
+        self.sessions: dict[LeaderId, Session] = {}
+        self.loads: dict[LeaderId, Load] = {}
         self.io.start()
         self.node = self.io.call(self._make(), 5)
 
     async def _make(self) -> SessionNode:
         return SessionNode(
-            incarnation=self.me,
+            me=self.me,
             role=Role.FRONTEND,
-            dp_rank=0,
             secret=None,
             handler=self,
             message_type=ControlMessage,
@@ -74,8 +73,8 @@ class Front:
         ticket = Ticket(
             room=new_room(),
             attempt=0,
-            prefill=LeaderId(prefill.me),
-            decode=LeaderId(decode.me),
+            prefill=prefill.me,
+            decode=decode.me,
             budget_s=budget_s,
         )
         self.done[name] = threading.Event()
@@ -115,7 +114,7 @@ class Front:
 
     def received(self, session: Session, message: object) -> None:
         if isinstance(message, Load):
-            self.loads[session.peer.incarnation] = message
+            self.loads[session.peer.leader] = message
         if isinstance(message, Outputs):
             for output in message.outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)

@@ -23,7 +23,7 @@ from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.core.errors import PeerLost
-from segue.core.types import Incarnation, Role
+from segue.core.types import LeaderId, Role
 from segue.engine.base import OnStored, SequenceResult, SequenceStep
 from segue.fleet.fleet import Fleet
 from segue.fleet.settings import FleetSettings
@@ -89,7 +89,7 @@ class Cluster:
         self.registry = self.io.call(serve_registry("127.0.0.1", 0, secret=None, limits=self.limits), 5)
         self.url = f"http://127.0.0.1:{self.registry.port}"
         self.running: list[Running] = []
-        self.steps: dict[Incarnation, Steps] = {}
+        self.steps: dict[LeaderId, Steps] = {}
         for role in roles:
             self.add(role)
         self._door = self.io.call(self._open(tokenizer), 10)

@@ -90,7 +90,7 @@ def disturbed(made: Cluster, ask: Callable[[], Any], step: int) -> Any:
     assert made.replaced == before + 1, "continued once, and by nobody else"
     made.seen(1, Role.DECODE)
     [alive] = made.fleet.router.usable(Role.DECODE)
-    [dead] = [r for r in decodes if r.instance.me != alive.leader.incarnation]
+    [dead] = [r for r in decodes if r.instance.me != alive.leader]
     made.leave(dead)
     made.add(Role.DECODE)
     made.seen(2, Role.DECODE)

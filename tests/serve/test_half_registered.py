@@ -12,7 +12,7 @@ from deployment import LIMITS, VOCAB, Running, deployment
 from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.errors import ErrorCode
-from segue.core.types import Incarnation, Role, new_incarnation
+from segue.core.types import LeaderId, Role, new_incarnation
 from segue.sim.engine import reference
 
 
@@ -20,7 +20,7 @@ from segue.sim.engine import reference
 class Named:
     """As much of an instance as a ticket names."""
 
-    me: Incarnation
+    me: LeaderId
 
 
 def record(listener: socket.socket, dp_rank: int) -> InstanceRecord:
@@ -48,7 +48,7 @@ def test_decode_dials_an_instance_only_when_its_last_rank_has_registered() -> No
             )
             made.io.call(client.register(first), 10)
             # A hand-off with it alone ends typed, by its deadline.
-            made.front.submit("half", [1, 2, 3], Named(first.incarnation), d, budget_s=0.4, only=d)
+            made.front.submit("half", [1, 2, 3], Named(LeaderId(first.incarnation)), d, budget_s=0.4, only=d)
             error = made.front.wait("half")[-1].error
             assert error is not None
             assert error.code in (ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT)

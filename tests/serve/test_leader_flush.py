@@ -13,7 +13,7 @@ from segue.core.clock import VirtualClock
 from segue.core.control import Load
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation, KVPoll, TransferId
+from segue.core.types import Incarnation, KVPoll, LeaderId, TransferId
 from segue.engine.base import OnStored, SequenceResult, SequenceStep
 from segue.handoff import events
 from segue.serve.leader import LOAD_INTERVAL_S, QUIET_S, Drain, Leader
@@ -171,7 +171,7 @@ def test_the_load_after_the_last_forward_is_told_once_its_results_have_left() ->
 
 def test_that_bytes_move_does_not_wake_a_leader_but_every_other_change_does() -> None:
     leader = leader_of(Busy(0), VirtualClock(), 0.1, [])
-    transfer = TransferId(1, 0, Incarnation("a" * 32), Incarnation("b" * 32))
+    transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32)))
     leader.changed(events.Phase(transfer, KVPoll.TRANSFERRING))
     assert leader.inbox.empty()
     changes = [

@@ -14,7 +14,7 @@ import uvloop
 
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.api import PeerInfo, Session
 from segue.session.frames import (
     HEADER,
@@ -55,6 +55,10 @@ def incarnation(letter: str) -> Incarnation:
     return Incarnation(letter * 32)
 
 
+def leader(letter: str, dp_rank: int = 0) -> LeaderId:
+    return LeaderId(incarnation(letter), dp_rank)
+
+
 @dataclass
 class Events:
     """A SessionHandler that writes everything down and wakes who waits for it."""
@@ -79,7 +83,7 @@ class Events:
 
     def opened(self, session: Session) -> None:
         self.sessions.append(session)
-        self._add("opened", session.peer.incarnation)
+        self._add("opened", session.peer.leader)
 
     def received(self, session: Session, message: object) -> None:
         self._add("received", message)
@@ -106,9 +110,8 @@ class Events:
 
 def node(letter: str, handler: Events, **changes: Any) -> SessionNode:
     settings: dict[str, Any] = {
-        "incarnation": incarnation(letter),
+        "me": leader(letter),
         "role": Role.PREFILL,
-        "dp_rank": 0,
         "secret": SECRET,
         "handler": handler,
         "message_type": Message,

@@ -26,7 +26,7 @@ from session_peers import (
     RawPeer,
     closing,
     hello,
-    incarnation,
+    leader,
     node,
 )
 
@@ -60,7 +60,7 @@ def test_a_flood_of_strangers_keeps_nobody_out_and_stays_bounded(runner: str) ->
             address = await listener.listen("127.0.0.1", 0)
             strangers = [await RawPeer.dial(*address) for _ in range(100)]
             session = await dialler.connect(*address, timeout_s=DEADLINE_S)
-            assert session.peer.incarnation == incarnation("a")
+            assert session.peer.leader == leader("a")
             assert listener.strangers <= 16
             assert listener.stats.strangers_dropped >= 100 - 16
             for stranger in strangers:
@@ -88,7 +88,7 @@ def test_200_strangers_keep_nobody_out_and_leave_no_descriptor(runner: str, open
             for stranger in strangers:
                 stranger.writer.write(opening)
             session = await dialler.connect(*address, timeout_s=DEADLINE_S)
-            assert session.peer.incarnation == incarnation("a")
+            assert session.peer.leader == leader("a")
             # 200 of theirs, two of the session, and at most as many of ours as strangers may wait.
             assert descriptors() - before <= 200 + 2 + 128
             assert listener.strangers <= 128
@@ -204,7 +204,7 @@ def test_lesson_17_a_message_that_does_not_decode_is_counted_and_ends_only_that_
             await broken.ended()
             session.send(Note(1))
             assert await here.wait("received") == [Note(1)]
-            assert list(listener.sessions) == [incarnation("b")]
+            assert list(listener.sessions) == [leader("b")]
             assert listener.stats.bad_frames == 1
             assert isinstance(here.of("closed")[0], PeerLost)
             await broken.close()
@@ -380,8 +380,8 @@ def test_a_silent_peer_is_lost_and_talking_ones_are_kept(runner: str) -> None:
             assert "silent" in str(lost)
             # The silent peer heard us all the time: keepalive runs in both directions by itself.
             assert (await silent.ended()).count(encode_frame(Ping())) >= 3
-            assert list(listener.sessions) == [incarnation("b")]
-            assert list(talker.sessions) == [incarnation("a")]
+            assert list(listener.sessions) == [leader("b")]
+            assert list(talker.sessions) == [leader("a")]
             await silent.close()
 
     LOOPS[runner](main())
@@ -411,7 +411,7 @@ def test_one_slow_peer_does_not_delay_the_detection_of_anothers_silence(runner: 
 
             talking = asyncio.create_task(talk())
             await here.wait("closed")
-            assert list(listener.sessions) == [incarnation("b")]
+            assert list(listener.sessions) == [leader("b")]
             talking.cancel()
             await silent.close()
             await slow.close()

@@ -17,7 +17,7 @@ from session_peers import (
     Question,
     RawPeer,
     closing,
-    incarnation,
+    leader,
     node,
 )
 
@@ -45,15 +45,15 @@ from segue.session.node import is_loopback
 def test_messages_arrive_in_order_both_ways(runner: str, mine: str, theirs: str) -> None:
     async def main() -> None:
         here, there = Events(payload=b"h" * 100_000), Events(payload=b"there")
-        listener, dialler = node(mine, here), node(theirs, there, role=Role.DECODE, dp_rank=3)
+        listener, dialler = node(mine, here), node(theirs, there, role=Role.DECODE, me=leader(theirs, 3))
         async with closing(dialler, listener):
             host, port = await listener.listen("127.0.0.1", 0)
-            session = await dialler.connect(host, port, expect=incarnation(mine), timeout_s=DEADLINE_S)
+            session = await dialler.connect(host, port, expect=leader(mine), timeout_s=DEADLINE_S)
             assert session.peer.hello == b"h" * 100_000
             assert session.peer.address == f"{host}:{port}"
             await here.wait("opened")
             assert here.peers[0].role is Role.DECODE
-            assert here.peers[0].dp_rank == 3
+            assert here.peers[0].leader.dp_rank == 3
             big = bytes(range(256)) * 12_000
             sent = [Note(i, big if i % 7 == 3 else b"") for i in range(40)]
             for note in sent:
@@ -61,7 +61,7 @@ def test_messages_arrive_in_order_both_ways(runner: str, mine: str, theirs: str)
                 here.sessions[0].send(Question(note.number))
             assert await here.wait("received", 40) == sent
             assert await there.wait("received", 40) == [Question(i) for i in range(40)]
-            assert list(listener.sessions) == [incarnation(theirs)]
+            assert list(listener.sessions) == [leader(theirs, 3)]
         assert [e.code for e in here.of("closed")] == ["DRAINING"]
         assert len(there.of("closed")) == 1
         assert not listener.sessions
@@ -112,15 +112,12 @@ def test_connects_at_the_same_time_share_one_session() -> None:
         async with closing(dialler, listener):
             host, port = await listener.listen("127.0.0.1", 0)
             many = await asyncio.gather(
-                *(
-                    dialler.connect(host, port, expect=incarnation("a"), timeout_s=DEADLINE_S)
-                    for _ in range(5)
-                ),
+                *(dialler.connect(host, port, expect=leader("a"), timeout_s=DEADLINE_S) for _ in range(5)),
                 *(dialler.connect(host, port, expect=None, timeout_s=DEADLINE_S) for _ in range(5)),
                 *(dialler.connect("localhost", port, expect=None, timeout_s=DEADLINE_S) for _ in range(5)),
             )
             assert len(set(map(id, many))) == 1
-            assert many[0] is dialler.sessions[incarnation("a")]
+            assert many[0] is dialler.sessions[leader("a")]
             many[0].send(Note(1))
             await here.wait("received")
             assert len(here.of("opened")) == 1
@@ -137,8 +134,8 @@ def test_two_nodes_that_dial_each_other_agree_on_one_session(runner: str) -> Non
         async with closing(a, b):
             at_a, at_b = await a.listen("127.0.0.1", 0), await b.listen("127.0.0.1", 0)
             first, second = await asyncio.gather(
-                a.connect(*at_b, expect=incarnation("b"), timeout_s=DEADLINE_S),
-                b.connect(*at_a, expect=incarnation("a"), timeout_s=DEADLINE_S),
+                a.connect(*at_b, expect=leader("b"), timeout_s=DEADLINE_S),
+                b.connect(*at_a, expect=leader("a"), timeout_s=DEADLINE_S),
             )
             first.send(Note(1))
             second.send(Note(2))
@@ -202,7 +199,7 @@ def test_a_session_that_only_one_side_still_believes_in_is_replaced(mine: str, t
             old.close()
             await there.wait("closed")
             assert not here.of("closed")
-            new = await dialler.connect(*address, expect=incarnation(mine), timeout_s=DEADLINE_S)
+            new = await dialler.connect(*address, expect=leader(mine), timeout_s=DEADLINE_S)
             assert new is not old
             new.send(Note(5))
             await here.wait("received")
@@ -279,7 +276,7 @@ def test_another_protocol_version_is_refused_with_both_versions(runner: str) -> 
         listener, dialler = node("a", here), node("b", Events(), protocol=7)
         async with closing(dialler, listener):
             address = await listener.listen("127.0.0.1", 0)
-            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 2"):
+            with pytest.raises(PeerRefused, match=r"speaks 7.*speaks 3"):
                 await dialler.connect(*address, timeout_s=DEADLINE_S)
             assert not here.log
 
@@ -449,7 +446,7 @@ def test_lesson_09_a_restart_at_the_same_address_ends_the_old_session_and_the_ne
             # The old decode vanished without a word: its connection stays, nothing comes from it.
             vanished = await RawPeer.dial(*address)
             reborn = node("c", Events(), role=Role.DECODE)
-            other = node("d", Events(), role=Role.DECODE, dp_rank=1)
+            other = node("d", Events(), role=Role.DECODE, me=leader("d", 1))
             async with closing(reborn, other):
                 at = await reborn.listen("127.0.0.1", 0)
                 await vanished.open("b", advertised=f"{at[0]}:{at[1]}")
@@ -461,11 +458,11 @@ def test_lesson_09_a_restart_at_the_same_address_ends_the_old_session_and_the_ne
                 await here.wait("received")
                 assert [what for what, _ in here.log] == ["opened", "opened", "closed", "opened", "received"]
                 assert isinstance(here.of("closed")[0], PeerRestarted)
-                assert set(prefill.sessions) == {incarnation("c"), incarnation("d")}
+                assert set(prefill.sessions) == {leader("c"), leader("d", 1)}
                 # And from our side: we still expect the old one at that address.
                 with pytest.raises(PeerRestarted, match="restarted"):
-                    await prefill.connect(*at, expect=incarnation("b"), timeout_s=DEADLINE_S)
-                assert incarnation("c") in prefill.sessions
+                    await prefill.connect(*at, expect=leader("b"), timeout_s=DEADLINE_S)
+                assert leader("c") in prefill.sessions
             await vanished.close()
 
     asyncio.run(main())
@@ -483,10 +480,10 @@ def test_lesson_09_dialling_a_restarted_peer_ends_its_old_session_and_the_next_c
             await here.wait("opened")
             # expect another incarnation: the old one's session must end although nothing opens.
             with pytest.raises(PeerRestarted):
-                await prefill.connect(*at, expect=incarnation("e"), timeout_s=DEADLINE_S)
+                await prefill.connect(*at, expect=leader("e"), timeout_s=DEADLINE_S)
             assert isinstance((await here.wait("closed"))[0], PeerRestarted)
-            session = await prefill.connect(*at, expect=incarnation("c"), timeout_s=DEADLINE_S)
-            assert session.peer.incarnation == incarnation("c")
+            session = await prefill.connect(*at, expect=leader("c"), timeout_s=DEADLINE_S)
+            assert session.peer.leader == leader("c")
             await vanished.close()
 
     asyncio.run(main())
@@ -499,13 +496,13 @@ def test_an_instance_that_comes_back_in_another_role_ends_its_old_session() -> N
         prefill, decode = node("b", Events()), node("c", Events(), role=Role.DECODE)
         async with closing(front, decode):
             address = await prefill.listen("127.0.0.1", 0)
-            await front.connect(*address, expect=incarnation("b"), timeout_s=DEADLINE_S)
+            await front.connect(*address, expect=leader("b"), timeout_s=DEADLINE_S)
             await prefill._gate.close()  # its socket is another's from now on; nobody is told
             prefill._listener.close()  # type: ignore[union-attr]
             await decode.listen(*address)
-            await front.connect(*address, expect=incarnation("c"), timeout_s=DEADLINE_S)
+            await front.connect(*address, expect=leader("c"), timeout_s=DEADLINE_S)
             assert isinstance((await here.wait("closed"))[0], PeerRestarted)
-            assert set(front.sessions) == {incarnation("c")}
+            assert set(front.sessions) == {leader("c")}
             await prefill.close()
 
     asyncio.run(main())
@@ -534,10 +531,10 @@ def test_two_that_name_the_same_listener_behind_one_address_translator_are_two()
             for letter, to in (("b", one), ("c", other)):
                 gate = await asyncio.start_server(partial(forward, to), "127.0.0.1", 0)
                 host, port = gate.sockets[0].getsockname()
-                await front.connect(host, port, expect=incarnation(letter), timeout_s=DEADLINE_S)
+                await front.connect(host, port, expect=leader(letter), timeout_s=DEADLINE_S)
                 gate.close()
             # Both say that they listen at this port, and both are seen at 127.0.0.1.
-            assert set(front.sessions) == {incarnation("b"), incarnation("c")}
+            assert set(front.sessions) == {leader("b"), leader("c")}
             assert not here.of("closed")
 
     asyncio.run(main())

@@ -10,12 +10,12 @@ import random
 from typing import Any
 
 import pytest
-from session_peers import SECRET, Message, Note, incarnation
+from session_peers import SECRET, Message, Note, leader
 from turn_loop import TurnLoop
 
 from segue.core.errors import Draining, PeerRestarted, SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import LeaderId, Role
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 
@@ -29,7 +29,7 @@ class Owner:
     """A `SessionHandler` that checks the order of what it is told."""
 
     def __init__(self) -> None:
-        self.open: dict[Incarnation, Session] = {}
+        self.open: dict[LeaderId, Session] = {}
         self.ends: list[SegueError] = []
         self.problems: list[str] = []
 
@@ -40,12 +40,12 @@ class Owner:
         pass
 
     def opened(self, session: Session) -> None:
-        if session.peer.incarnation in self.open:
+        if session.peer.leader in self.open:
             self.problems.append("opened while the last session with this peer is not closed")
-        self.open[session.peer.incarnation] = session
+        self.open[session.peer.leader] = session
 
     def received(self, session: Session, message: object) -> None:
-        if self.open.get(session.peer.incarnation) is not session:
+        if self.open.get(session.peer.leader) is not session:
             self.problems.append("a message of a session that is not the open one")
         assert isinstance(message, Note)
         if message.number == CLOSE:
@@ -54,9 +54,9 @@ class Owner:
             raise KeyError("a bug in one request")
 
     def closed(self, session: Session, error: SegueError) -> None:
-        if self.open.get(session.peer.incarnation) is not session:
+        if self.open.get(session.peer.leader) is not session:
             self.problems.append("closed names another session than the one that was opened")
-        self.open.pop(session.peer.incarnation, None)
+        self.open.pop(session.peer.leader, None)
         self.ends.append(error)
 
 
@@ -72,9 +72,8 @@ class Net:
     def start(self, name: str, host: str, bound: str = "") -> SessionNode:
         """A node that is reached at `host` and listens at `bound`, which no peer can see."""
         node = SessionNode(
-            incarnation=incarnation(name),
+            me=leader(name),
             role=Role.PREFILL,
-            dp_rank=0,
             secret=SECRET,
             handler=Owner(),
             message_type=Message,
@@ -101,7 +100,7 @@ class Net:
             await self.nodes[a].connect(
                 peer.host,
                 PORT,
-                expect=peer.incarnation,
+                expect=peer.me,
                 timeout_s=3.0,  # type: ignore[attr-defined]
             )
         except SegueError:
@@ -110,7 +109,7 @@ class Net:
     def step(self, what: str, a: int, b: int) -> None:
         names = list(self.nodes)
         one, other = names[a % len(names)], names[b % len(names)]
-        session = self.nodes[one].sessions.get(incarnation(other))
+        session = self.nodes[one].sessions.get(leader(other))
         ends = self.loop.ends
         match what:
             case "turn":
@@ -143,8 +142,8 @@ class Net:
         for name, node in self.nodes.items():
             assert self.owner(name).open == dict(node.sessions), f"{seed}: the owner believes something else"
             for peer in node.sessions:
-                other = next(n for n in self.nodes.values() if n.incarnation == peer)
-                assert node.incarnation in other.sessions, f"{seed}: one side has a session, the other none"
+                other = next(n for n in self.nodes.values() if n.me == peer)
+                assert node.me in other.sessions, f"{seed}: one side has a session, the other none"
         self.check(seed)
 
 
@@ -202,7 +201,7 @@ def test_lesson_09_a_restart_behind_an_address_translator_is_told_as_soon_as_it_
     net.dial("d", "a")
     net.loop.settle()  # in no time
     assert [type(end) for end in net.owner("a").ends] == [PeerRestarted]
-    assert set(net.nodes["a"].sessions) == {incarnation("c"), incarnation("d")}
+    assert set(net.nodes["a"].sessions) == {leader("c"), leader("d")}
 
 
 @pytest.mark.parametrize("frame", range(3))
@@ -212,9 +211,9 @@ def test_a_new_session_in_the_turn_in_which_the_old_one_is_given_up_is_told_afte
     net = Net({"a": "10.0.0.1", "b": "10.0.0.2"})
     net.dial("b", "a")
     net.loop.settle()
-    old: Any = net.nodes["a"].sessions[incarnation("b")]
+    old: Any = net.nodes["a"].sessions[leader("b")]
     stale = {end for end in net.loop.ends if end.protocol is old or end.other.protocol is old}
-    net.loop.enter(net.nodes["b"].sessions[incarnation("a")].close)
+    net.loop.enter(net.nodes["b"].sessions[leader("a")].close)
     net.dial("b", "a")
     came = 0
     for _ in range(40):
@@ -227,4 +226,4 @@ def test_a_new_session_in_the_turn_in_which_the_old_one_is_given_up_is_told_afte
             end.deliver()
     assert came > frame, "there are fewer frames than this"
     net.rest()
-    assert net.nodes["a"].sessions[incarnation("b")] is not old
+    assert net.nodes["a"].sessions[leader("b")] is not old

@@ -5,12 +5,12 @@ import pytest
 from segue.core.control import ControlMessage, Load
 from segue.core.errors import BootstrapUnreachable, PeerRestarted, SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import Role
 from segue.sim.loop import SimLoop
 from segue.sim.network import Network
 from segue.sim.runtime import PORT, SimSessionNode
 from segue.sim.timing import Timing
-from segue.sim.world import Process, SkewedClock, Violation, World
+from segue.sim.world import Process, SkewedClock, Violation, World, new_leader
 
 PEERS = []
 
@@ -32,13 +32,12 @@ class Peer(Process):
         super().__init__(world, name)
         self.loop = SimLoop(self, SkewedClock(world, 1000.0, rate), network, host)
         PEERS.append(self)
-        self.me = Incarnation(f"{world.rng(name).getrandbits(128):032x}")
+        self.me = new_leader(world.rng(name))
         self.got, self.ends, self.opened_with = [], [], []
         self.node = SimSessionNode(
             loop=self.loop,
-            incarnation=self.me,
+            me=self.me,
             role=Role.FRONTEND,
-            dp_rank=0,
             secret=b"a secret of the tests",
             handler=self,
             message_type=ControlMessage,
@@ -52,7 +51,7 @@ class Peer(Process):
         pass
 
     def opened(self, session):
-        self.opened_with.append(session.peer.incarnation)
+        self.opened_with.append(session.peer.leader)
 
     def received(self, session, message):
         self.got.append(message)

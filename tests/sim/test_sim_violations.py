@@ -20,7 +20,7 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.request import Request, SamplingParams, Ticket, Usage
-from segue.core.types import KVPoll, LeaderId, Role, TransferId
+from segue.core.types import KVPoll, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Destination, Drained, Metadata
 from segue.roles.decode import DecodeScheduler
@@ -80,9 +80,9 @@ class Stage:
 
     def job(self, node: KVNode) -> RequestState:
         """A request of the first frontend, in the tables of `node` as if it were served."""
-        prefill, decode = LeaderId(self.prefill.me), LeaderId(self.decode.me)
+        prefill, decode = self.prefill.me, self.decode.me
         job = RequestState(
-            origin=self.front.me,
+            origin=self.front.me.incarnation,
             request=Request(request_id="left", prompt=[1, 2], sampling=SamplingParams()),
             ticket=Ticket(room=self.transfer.room, attempt=0, prefill=prefill, decode=decode, budget_s=1.0),
             seq_id=1,
@@ -537,8 +537,8 @@ def quarantined_at_rest(stage: Stage) -> None:
 
 #: What the role broke on, while all that it speaks of is still there.
 LEFT: dict[str, Callable[[Stage], Item]] = {
-    "cancel": lambda s: FromFrontend(s.front.me, Cancel("left", Internal("x").info)),
-    "gone": lambda s: FrontendGone(s.front.me, Internal("x").info),
+    "cancel": lambda s: FromFrontend(s.front.me.incarnation, Cancel("left", Internal("x").info)),
+    "gone": lambda s: FrontendGone(s.front.me.incarnation, Internal("x").info),
     "phase": lambda s: events.Phase(s.transfer, F),
     "release": lambda s: events.Release(s.transfer),
     "quarantined": lambda s: events.Quarantined(s.transfer, 1),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, LeaderId, Role
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,10 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int = 0
     draining: bool = False
     replicas: list[ReplicaRecord] = []
+
+    def leaders(self) -> Iterator[tuple[LeaderId, ReplicaRecord]]:
+        """The leaders of this instance, and where each one listens."""
+        return ((LeaderId(self.incarnation, where.dp_rank), where) for where in self.replicas)
 
     @property
     def ready(self) -> bool:

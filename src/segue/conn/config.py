@@ -12,7 +12,7 @@ from segue.conn.digest import Digester
 from segue.conn.io import Io, IoThread
 from segue.conn.threads import ThreadPerCall
 from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, Role, new_incarnation
+from segue.core.types import ChecksumMode, LeaderId, Role, new_incarnation
 from segue.handoff.exchange import Exchange
 from segue.layout.spec import PoolSpec
 from segue.session.node import SessionNode
@@ -44,12 +44,11 @@ class KVConfig:
     advertise_port: int | None = None
     advertise_transport_port: int | None = None
     secret: bytes | None = None
-    dp_rank: int = 0
     dp_size: int = 1
     kv_checksum: ChecksumMode = ChecksumMode.FULL
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
-    incarnation: Incarnation = field(default_factory=new_incarnation)
+    me: LeaderId = field(default_factory=lambda: LeaderId(new_incarnation()))
 
 
 @dataclass(frozen=True, kw_only=True)

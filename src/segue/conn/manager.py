@@ -19,11 +19,11 @@ from segue.conn.config import HOST, KVConfig, Runtime
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.peers import Joined, PathSpeed, Peer, join
-from segue.conn.transports import Transports, incarnation_of
+from segue.conn.transports import Transports, rank_of
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
 from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
-from segue.core.types import Incarnation, Role, TransferId
+from segue.core.types import LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.session.api import PeerInfo, Session, SessionHandler
@@ -69,8 +69,8 @@ class KVManager:
         self._control = control
         self._on_change = on_change
         self._handles: dict[TransferId, KVSender | KVReceiver] = {}
-        self._peers: dict[Incarnation, Peer] = {}
-        self._dialers: dict[Incarnation, Dialer] = {}
+        self._peers: dict[LeaderId, Peer] = {}
+        self._dialers: dict[LeaderId, Dialer] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
@@ -84,7 +84,6 @@ class KVManager:
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
             model=config.model,
-            dp_rank=config.dp_rank,
             dp_size=config.dp_size,
             ranks=[config.spec],
             endpoints=self._transports.endpoints,
@@ -95,8 +94,8 @@ class KVManager:
         self._said = {self._hello: self.info}
         self.exchange = runtime.exchange(
             role=config.role,
-            me=config.incarnation,
-            origin=f"{config.role.value} {config.incarnation[:8]} dp{config.dp_rank}",
+            me=config.me,
+            origin=f"{config.role.value} {config.me}",
             limits=config.limits,
             info=self.info,
             kv_checksum=config.kv_checksum,
@@ -105,9 +104,8 @@ class KVManager:
             memory, partial(self.io.post, self._handle), config.limits.max_transfers
         )
         self._node = runtime.node(
-            incarnation=config.incarnation,
+            me=config.me,
             role=config.role,
-            dp_rank=config.dp_rank,
             secret=config.secret,
             handler=self,
             message_type=LeaderMessage,
@@ -182,22 +180,22 @@ class KVManager:
         """The engine has dropped its handle of `transfer`."""
         self._handles.pop(transfer, None)
 
-    def add_peer(self, incarnation: Incarnation, host: str, port: int) -> None:
+    def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
         """Keep a session to this leader from now on; a lost one is dialled again. Idempotent."""
-        self.io.post(self._add_peer, incarnation, host, port)
+        self.io.post(self._add_peer, leader, host, port)
 
-    def remove_peer(self, incarnation: Incarnation) -> None:
+    def remove_peer(self, leader: LeaderId) -> None:
         """Do not dial this leader any more (it left the registry). An open session goes on."""
-        self.io.post(self._remove_peer, incarnation)
+        self.io.post(self._remove_peer, leader)
 
     @property
-    def sessions(self) -> Mapping[Incarnation, Session]:
+    def sessions(self) -> Mapping[LeaderId, Session]:
         """The open sessions, peers' and frontends'; a live view for the I/O thread."""
         return self._node.sessions
 
     def problems(self) -> list[str]:
         """What is wrong with the tables, whatever happens at the moment; call it on the I/O thread."""
-        found = [f"no session for peer {name[:8]}" for name in self._peers if name not in self.sessions]
+        found = [f"no session for peer {leader}" for leader in self._peers if leader not in self.sessions]
         try:
             self.exchange.check_integrity()
         except SegueError as error:
@@ -270,8 +268,8 @@ class KVManager:
             case _:
                 self._end_later(effect.transfer, error)
 
-    def _part(self, incarnation: Incarnation, error: SegueError) -> None:
-        peer = self._peers.get(incarnation)
+    def _part(self, leader: LeaderId, error: SegueError) -> None:
+        peer = self._peers.get(leader)
         if peer is not None:
             peer.session.close(error)
 
@@ -328,9 +326,9 @@ class KVManager:
 
     def _move(self, effect: events.PostWrite | events.Grant | events.Fence) -> None:
         transfer = effect.transfer
-        incarnation = self._transports.peer_of(transfer)
-        if isinstance(effect, events.PostWrite) and incarnation not in self._peers:
-            gone = TransferFailed(f"the session to {incarnation[:8]} has ended", room=transfer.room)
+        leader = self._transports.peer_of(transfer)
+        if isinstance(effect, events.PostWrite) and leader not in self._peers:
+            gone = TransferFailed(f"the session to {leader} has ended", room=transfer.room)
             self.io.loop.call_soon(self._handle, events.WriteBroken(transfer, effect.tag, gone.info))
         else:
             self._transports.move(effect)
@@ -354,39 +352,35 @@ class KVManager:
     # ---- transports --------------------------------------------------------------------------
 
     def _transport_event(self, name: str, event: transport_base.TransportEvent) -> None:
-        incarnation = incarnation_of(event.peer)
+        leader = rank_of(event.peer).leader
         if isinstance(event, transport_base.PeerGone):
-            self._handle(events.PeerDown(incarnation, event.error.info, dead=event.proven))
-            peer = self._peers.get(incarnation)
+            self._handle(events.PeerDown(leader, event.error.info, dead=event.proven))
+            peer = self._peers.get(leader)
             if peer is not None and peer.transport == name:
                 peer.session.close(event.error)
             return
-        transfer = self.exchange.transfer_of(incarnation, event.epoch)
+        transfer = self.exchange.transfer_of(leader, event.epoch)
         if transfer is None:
             return  # ended meanwhile; the exchange needs no proof any more
         match event:
             case transport_base.Written():
-                self._measure(incarnation, event)
+                self._measure(leader, event)
                 self._handle(events.WriteLanded(transfer, event.tag, event.seconds))
             case transport_base.WriteFailed():
                 self._handle(events.WriteBroken(transfer, event.tag, event.error.info, event.refused))
             case transport_base.Fenced():
                 self._handle(events.FenceDone(transfer, event.proven))
 
-    def _measure(self, incarnation: Incarnation, event: transport_base.Written) -> None:
+    def _measure(self, leader: LeaderId, event: transport_base.Written) -> None:
         """A slow path must not be taken silently: its speed is logged once, and shown for ever."""
-        peer = self._peers.get(incarnation)
+        peer = self._peers.get(leader)
         if peer is not None and peer.speed.add(event.nbytes, event.seconds):
-            log.info(
-                "path measured peer=%s transport=%s mib_per_s=%.1f",
-                incarnation[:8],
-                peer.transport,
-                peer.speed.bytes_per_s / 2**20,
-            )
+            mib_per_s = peer.speed.bytes_per_s / 2**20
+            log.info("path measured peer=%s transport=%s mib_per_s=%.1f", leader, peer.transport, mib_per_s)
 
     def paths(self) -> dict[str, PathSpeed]:
-        """What the path to each live peer has carried, by the first digits of its incarnation."""
-        return {name[:8]: peer.speed for name, peer in self._peers.items()}
+        """What the path to each live peer has carried, by its name."""
+        return {str(leader): peer.speed for leader, peer in self._peers.items()}
 
     # ---- sessions (SessionHandler) -----------------------------------------------------------
 
@@ -426,17 +420,18 @@ class KVManager:
             return
         joined = self._join(session.peer)
         peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
-        self._peers[session.peer.incarnation] = peer
-        self._transports.choose(session.peer.incarnation, joined.transport, self._peers)
+        leader = session.peer.leader
+        self._peers[leader] = peer
+        self._transports.choose(leader, joined.transport, self._peers)
         log.info(
-            "peer joined role=%s incarnation=%s address=%s transport=%s",
+            "peer joined role=%s leader=%s address=%s transport=%s",
             session.peer.role.value,
-            session.peer.incarnation[:8],
+            leader,
             session.peer.address,
             joined.transport,
         )
         if self.config.role is Role.PREFILL:
-            name = f"opening the path to {session.peer.incarnation[:8]}"
+            name = f"opening the path to {leader}"
             peer.opening = background(
                 self._open_path(peer), name=name, failed=session.close, loop=self.io.loop
             )
@@ -445,20 +440,20 @@ class KVManager:
 
     async def _open_path(self, peer: Peer) -> None:
         """Prefill: connect the transport (it may block) before the first message is handled."""
-        incarnation = peer.session.peer.incarnation
+        leader = peer.session.peer.leader
         try:
-            await self._transports.connect(incarnation, peer.info, self.config.limits.connect_s)
+            await self._transports.connect(leader, peer.info, self.config.limits.connect_s)
         except OutOfCapacity as error:
             raise self._withdraw(peer.transport, error) from error
-        if self._peers.get(incarnation) is peer:
+        if self._peers.get(leader) is peer:
             self._ready(peer)
 
     def _ready(self, peer: Peer) -> None:
         peer.opening = None
-        self._handle(events.PeerUp(peer.session.peer.incarnation, peer.info, peer.transport))
+        self._handle(events.PeerUp(peer.session.peer.leader, peer.info, peer.transport))
         early, peer.early = peer.early, []
         for message in early:
-            self._handle(events.Received(peer.session.peer.incarnation, message))
+            self._handle(events.Received(peer.session.peer.leader, message))
 
     def received(self, session: Session, message: object) -> None:
         """A message of a peer leader goes to the protocol, one of a frontend to `control`."""
@@ -466,7 +461,7 @@ class KVManager:
             if self._control is not None:
                 self._control.received(session, message)
             return
-        peer = self._peers.get(session.peer.incarnation)
+        peer = self._peers.get(session.peer.leader)
         if peer is None or peer.session is not session:
             return
         if not isinstance(message, HandoffMessage):
@@ -476,39 +471,39 @@ class KVManager:
                 session.close(TransferFailed("too many messages before the path is open"))
             peer.early.append(message)
         else:
-            self._handle(events.Received(session.peer.incarnation, message))
+            self._handle(events.Received(session.peer.leader, message))
 
     def closed(self, session: Session, error: SegueError) -> None:
         """The session ended: exactly its transfers fail."""
-        incarnation = session.peer.incarnation
+        leader = session.peer.leader
         if session.peer.role not in KV_ROLES:
             if self._control is not None:
                 self._control.closed(session, error)
             return
-        peer = self._peers.get(incarnation)
+        peer = self._peers.get(leader)
         if peer is None or peer.session is not session:
             return
-        del self._peers[incarnation]
+        del self._peers[leader]
         if peer.opening is not None:
             peer.opening.cancel()
         level = logging.INFO if isinstance(error, Draining) else logging.WARNING
-        log.log(level, "peer left incarnation=%s reason=%s", incarnation[:8], error)
-        if (dialer := self._dialers.get(incarnation)) is not None:
+        log.log(level, "peer left leader=%s reason=%s", leader, error)
+        if (dialer := self._dialers.get(leader)) is not None:
             dialer.lost()
-        self._handle(events.PeerDown(incarnation, error.info))
+        self._handle(events.PeerDown(leader, error.info))
 
-    def _add_peer(self, incarnation: Incarnation, host: str, port: int) -> None:
-        if incarnation in self._dialers or self._closed:
+    def _add_peer(self, leader: LeaderId, host: str, port: int) -> None:
+        if leader in self._dialers or self._closed:
             return
 
         async def connect() -> object:
             limit_s = self.config.limits.connect_s
-            return await self._node.connect(host, port, expect=incarnation, timeout_s=limit_s)
+            return await self._node.connect(host, port, expect=leader, timeout_s=limit_s)
 
         def refused(error: SegueError) -> None:
             # What waits for this peer need not wait for its deadline to hear why.
-            if incarnation not in self._peers:
-                self._handle(events.PeerDown(incarnation, error.info))
+            if leader not in self._peers:
+                self._handle(events.PeerDown(leader, error.info))
 
         dialer = Dialer(
             connect,
@@ -517,11 +512,11 @@ class KVManager:
             patience_s=self.config.limits.connect_s,
             uniform=self._uniform,
         )
-        self._dialers[incarnation] = dialer
+        self._dialers[leader] = dialer
         dialer.start(self.io.loop)
 
-    def _remove_peer(self, incarnation: Incarnation) -> None:
-        if (dialer := self._dialers.pop(incarnation, None)) is not None:
+    def _remove_peer(self, leader: LeaderId) -> None:
+        if (dialer := self._dialers.pop(leader, None)) is not None:
             dialer.stop()
 
     def _loop_error(self, context: dict[str, object]) -> None:

@@ -1,7 +1,4 @@
-"""The transports of one leader, and which of them leads to which peer.
-
-A transport's peers are ranks: `incarnation/rank`. Only here is that name made and taken apart.
-"""
+"""The transports of one leader, and which of them leads to which peer."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import msgspec
 
 from segue.conn.config import KVConfig
 from segue.core.errors import DECODE_ERRORS, TransferFailed
-from segue.core.types import Incarnation, Role, TransferId
+from segue.core.types import Incarnation, LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import LeaderInfo
 from segue.layout.content import whole_pages
@@ -46,7 +43,7 @@ class Transports:
             name: make(
                 name,
                 partial(on_event, name),
-                me=_rank_name(config.incarnation, 0),
+                me=rank_name(RankId(config.me)),
                 host=config.host,
                 port=config.transport_port,
                 advertise=config.advertise,
@@ -62,8 +59,8 @@ class Transports:
             for name, transport in self._by_name.items()
         }
         # Outlives the session: a fence may come after it. One string per peer ever seen, bounded.
-        self._chosen: dict[Incarnation, str] = {}
-        self._connecting: dict[Incarnation, asyncio.Task[None]] = {}
+        self._chosen: dict[LeaderId, str] = {}
+        self._connecting: dict[LeaderId, asyncio.Task[None]] = {}
         self._threads = threads
 
     def withdraw(self, name: str) -> bool:
@@ -73,31 +70,31 @@ class Transports:
         self.endpoints = {other: data for other, data in self.endpoints.items() if other != name}
         return True
 
-    def choose(self, peer: Incarnation, name: str, live: Container[Incarnation]) -> None:
+    def choose(self, peer: LeaderId, name: str, live: Container[LeaderId]) -> None:
         """From now on `peer` is reached by the transport `name`. No `live` peer is forgotten for it."""
         self._chosen[peer] = name
         while len(self._chosen) > self._max_peers:
             oldest = next(known for known in self._chosen if known not in live)
             del self._chosen[oldest]
 
-    async def connect(self, peer: Incarnation, info: LeaderInfo, timeout_s: float) -> None:
+    async def connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
         """Open the path to each rank of a peer that was chosen a transport for. It may block, so it does so
         on a thread of its own: a peer that swallows packets keeps nobody waiting but itself, for what
         it was asked before is waited for. Raises what `Transport.connect` does."""
         while (earlier := self._connecting.get(peer)) is not None:
             await asyncio.wait({earlier})
-        task = awaited(self._connect(peer, info, timeout_s), name=f"connecting to {peer[:8]}")
+        task = awaited(self._connect(peer, info, timeout_s), name=f"connecting to {peer}")
         self._connecting[peer] = task
         task.add_done_callback(lambda _: self._connected(peer, task))
         # Who is cancelled (the session has ended) leaves a thread behind that cannot be.
         await asyncio.shield(task)
 
-    def _connected(self, peer: Incarnation, task: asyncio.Task[None]) -> None:
+    def _connected(self, peer: LeaderId, task: asyncio.Task[None]) -> None:
         del self._connecting[peer]
         if not task.cancelled():
             task.exception()  # seen: who asked may be gone
 
-    async def _connect(self, peer: Incarnation, info: LeaderInfo, timeout_s: float) -> None:
+    async def _connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
         name = self._chosen[peer]
         connect = self._by_name[name].connect
         for rank, data in enumerate(info.endpoints[name]):
@@ -106,10 +103,10 @@ class Transports:
             except DECODE_ERRORS as exc:
                 raise TransferFailed(f"unreadable endpoint: {exc}") from exc
             await asyncio.get_running_loop().run_in_executor(
-                self._threads, connect, _rank_name(peer, rank), endpoint, timeout_s
+                self._threads, connect, rank_name(RankId(peer, rank)), endpoint, timeout_s
             )
 
-    def peer_of(self, transfer: TransferId) -> Incarnation:
+    def peer_of(self, transfer: TransferId) -> LeaderId:
         """The other side of a transfer."""
         return transfer.decode if self._sending else transfer.prefill
 
@@ -119,13 +116,13 @@ class Transports:
         transport = self._by_name[self._chosen[peer]]
         match effect:
             case events.PostWrite():
-                name = _rank_name(peer, effect.target)
+                name = rank_name(RankId(peer, effect.target))
                 transport.write(name, effect.epoch, effect.tag, effect.blocks)
             case events.Grant():
                 area = whole_pages(self._spec, effect.pages)
-                transport.grant(_rank_name(peer, 0), effect.epoch, area)
+                transport.grant(rank_name(RankId(peer)), effect.epoch, area)
             case events.Fence():
-                transport.fence(_rank_name(peer, 0), effect.epoch)
+                transport.fence(rank_name(RankId(peer)), effect.epoch)
 
     def close(self) -> None:
         """End all of them; no event after it returns."""
@@ -133,10 +130,12 @@ class Transports:
             transport.close()
 
 
-def _rank_name(incarnation: Incarnation, rank: int) -> str:
-    return f"{incarnation}/{rank}"
+def rank_name(rank: RankId) -> str:
+    """As transports still name it."""
+    return f"{rank.leader.incarnation}/{rank.leader.dp_rank}/{rank.rank}"
 
 
-def incarnation_of(rank_name: str) -> Incarnation:
-    """Whose rank a transport's event speaks of."""
-    return Incarnation(rank_name.split("/", 1)[0])
+def rank_of(name: str) -> RankId:
+    """Whose event a transport's event is."""
+    incarnation, dp_rank, rank = name.split("/")
+    return RankId(LeaderId(Incarnation(incarnation), int(dp_rank)), int(rank))

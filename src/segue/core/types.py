@@ -60,40 +60,9 @@ class ChecksumMode(enum.StrEnum):
     OFF = "off"
 
 
-class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The identity of one hand-off; never reused.
-
-    `room` is a non-zero unsigned 64-bit integer, `attempt` counts retries from 0, and the two
-    incarnations are those of the prefill and the decode instance.
-    """
-
-    room: int
-    attempt: int
-    prefill: Incarnation
-    decode: Incarnation
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.room <= MAX_ROOM:
-            raise ValueError(f"room must be in 1 … 2**64 - 1, not {self.room}")
-        if not 0 <= self.attempt < 2**16:
-            raise ValueError(f"attempt must be in 0 … 65535, not {self.attempt}")
-
-    def __str__(self) -> str:
-        return f"{self.room:x}.{self.attempt}@{self.prefill[:8]}>{self.decode[:8]}"
-
-
-class RankCoord(msgspec.Struct, frozen=True, order=True):
-    """The coordinates of one rank (worker process) in its instance."""
-
-    dp: int = 0
-    pp: int = 0
-    cp: int = 0
-    tp: int = 0
-
-
-class LeaderId(msgspec.Struct, frozen=True, order=True):
+class LeaderId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """The leader of one replica: an incarnation and a data-parallel rank. Sessions, hand-offs, candidates and
-    error records know a replica by this, and by nothing else."""
+    error records know a replica by this, and by nothing else. A frontend has one too, of rank 0."""
 
     incarnation: Incarnation
     dp_rank: int = 0
@@ -110,6 +79,37 @@ class RankId(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"{self.leader} rank {self.rank}"
+
+
+class TransferId(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=True):
+    """The identity of one hand-off; never reused.
+
+    `room` is a non-zero unsigned 64-bit integer, `attempt` counts retries from 0, and the two
+    leaders are those of the prefill and the decode replica.
+    """
+
+    room: int
+    attempt: int
+    prefill: LeaderId
+    decode: LeaderId
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.room <= MAX_ROOM:
+            raise ValueError(f"room must be in 1 … 2**64 - 1, not {self.room}")
+        if not 0 <= self.attempt < 2**16:
+            raise ValueError(f"attempt must be in 0 … 65535, not {self.attempt}")
+
+    def __str__(self) -> str:
+        return f"{self.room:x}.{self.attempt} ({self.prefill} > {self.decode})"
+
+
+class RankCoord(msgspec.Struct, frozen=True, order=True):
+    """The coordinates of one rank (worker process) in its instance."""
+
+    dp: int = 0
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -72,9 +72,8 @@ class Membership:
         self._dialers: dict[LeaderId, Dialer] = {}
         self._watch: asyncio.Task[None] | None = None
         self._node = make_node(
-            incarnation=incarnation or new_incarnation(),
+            me=LeaderId(incarnation or new_incarnation()),
             role=Role.FRONTEND,
-            dp_rank=0,
             secret=secret,
             handler=self,
             message_type=ControlMessage,
@@ -105,7 +104,7 @@ class Membership:
 
     def signed(self, ticket: Ticket) -> Ticket:
         """`ticket` with this frontend's signature."""
-        return sign(ticket, self._secret or b"", self._node.incarnation)
+        return sign(ticket, self._secret or b"", self._node.me.incarnation)
 
     # ---- the registry ---------------------------------------------------------------------------
 
@@ -125,8 +124,7 @@ class Membership:
                     self._served_model,
                 )
             elif record.ready and record.role in SERVING:
-                for where in record.replicas:
-                    listed[LeaderId(record.incarnation, where.dp_rank)] = (record, where)
+                listed |= {leader: (record, where) for leader, where in record.leaders()}
         for leader, (record, where) in listed.items():
             known = self.replicas.get(leader)
             if known is None:
@@ -159,17 +157,8 @@ class Membership:
         where = replica.where
 
         async def connect() -> None:
-            session = await self._node.connect(
-                where.host,
-                where.port,
-                expect=replica.record.incarnation,
-                timeout_s=self._limits.connect_s + self._limits.handshake_s,
-            )
-            if session.peer.dp_rank != where.dp_rank:
-                raise PeerRefused(
-                    f"{where.host}:{where.port} is dp rank {session.peer.dp_rank}, "
-                    f"not {where.dp_rank} as registered"
-                )
+            timeout_s = self._limits.connect_s + self._limits.handshake_s
+            await self._node.connect(where.host, where.port, expect=replica.leader, timeout_s=timeout_s)
 
         dialer = Dialer(connect, replica.name, uniform=self._uniform)
         self._dialers[replica.leader] = dialer
@@ -179,12 +168,12 @@ class Membership:
         return b""
 
     def accept(self, peer: PeerInfo) -> None:
-        if LeaderId(peer.incarnation, peer.dp_rank) not in self.replicas:
-            raise PeerRefused(f"{peer.role} {peer.incarnation[:8]} is not in the registry's list")
+        if peer.leader not in self.replicas:
+            raise PeerRefused(f"{peer.role} {peer.leader} is not in the registry's list")
 
     def opened(self, session: Session) -> None:
         peer = session.peer
-        replica = self.replicas.get(LeaderId(peer.incarnation, peer.dp_rank))
+        replica = self.replicas.get(peer.leader)
         if replica is None:
             session.close(PeerRefused("it has left the registry's list"))
             return
@@ -195,7 +184,7 @@ class Membership:
 
     def received(self, session: Session, message: object) -> None:
         peer = session.peer
-        replica = self.replicas.get(LeaderId(peer.incarnation, peer.dp_rank))
+        replica = self.replicas.get(peer.leader)
         if replica is None:
             return
         if isinstance(message, Outputs):
@@ -212,7 +201,7 @@ class Membership:
                 self._changed()
 
     def closed(self, session: Session, error: SegueError) -> None:
-        replica = self.replicas.get(LeaderId(session.peer.incarnation, session.peer.dp_rank))
+        replica = self.replicas.get(session.peer.leader)
         if replica is None or replica.session is not session:
             return
         replica.session = None

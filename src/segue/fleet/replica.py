@@ -52,7 +52,7 @@ class Replica:
     @property
     def name(self) -> str:
         """As `ErrorInfo.origin` names it."""
-        return f"{self.role} {self.record.incarnation[:8]} dp{self.where.dp_rank}"
+        return f"{self.role} {self.leader}"
 
     @property
     def usable(self) -> bool:

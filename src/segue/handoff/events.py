@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from segue.core.errors import ErrorInfo
-from segue.core.types import Incarnation, KVPoll, Span, TransferId
+from segue.core.types import KVPoll, LeaderId, Span, TransferId
 from segue.handoff.messages import HandoffMessage, LeaderInfo, Metadata
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
@@ -82,24 +82,24 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    """Session: a peer leader is connected and compatible. Each leader has an incarnation of its own.
+    """Session: a peer leader is connected and compatible.
 
     `transport` is the one chosen for this peer; empty means the one the `Exchange` was made with.
     """
 
-    peer: Incarnation
+    peer: LeaderId
     info: LeaderInfo
     transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDown:
-    """Session: the session to this incarnation has ended; fails exactly its transfers.
+    """Session: the session to this leader has ended; fails exactly its transfers.
 
     `dead` is True when the kernel or the transport proved that its process is gone.
     """
 
-    peer: Incarnation
+    peer: LeaderId
     error: ErrorInfo
     dead: bool = False
 
@@ -108,7 +108,7 @@ class PeerDown:
 class Received:
     """Session: a message of this peer."""
 
-    peer: Incarnation
+    peer: LeaderId
     message: HandoffMessage
 
 
@@ -179,7 +179,7 @@ Event = (
 class Send:
     """Give `message` to the session of `peer`; if there is none any more, drop it."""
 
-    peer: Incarnation
+    peer: LeaderId
     message: HandoffMessage
 
 

@@ -11,9 +11,11 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from segue.core.errors import Internal, InvalidRequest, OutOfCapacity, SegueError, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, Role, TransferId
+from segue.core.types import ChecksumMode, KVPoll, LeaderId, Role, TransferId
 from segue.handoff.events import (
     AbortTransfer,
     ChecksumReady,
@@ -61,7 +63,7 @@ _TO_DECODE = frozenset({Accepted, Moved, ChunkPosted, Metadata, Failed, Drained,
 
 
 class Exchange:
-    """All hand-offs of one leader in one incarnation.
+    """All hand-offs of one leader.
 
     `origin` is how errors that begin here name this side (`prefill 3fa94c01 dp0`). `kv_checksum` is what a
     sender's checksums cover; a receiver verifies whatever it is given. `handle` raises a
@@ -72,7 +74,7 @@ class Exchange:
     def __init__(
         self,
         role: Role,
-        me: Incarnation,
+        me: LeaderId,
         origin: str,
         limits: Limits,
         info: LeaderInfo,
@@ -84,12 +86,12 @@ class Exchange:
         self._local = LocalLeader(role, me, origin, limits, info, kv_checksum)
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
-        self._links: dict[Incarnation, PeerLink] = {}
+        self._links: dict[LeaderId, PeerLink] = {}
         # The transport speaks of epochs; an entry lives as long as its machine.
-        self._epochs: dict[tuple[Incarnation, int], Machine] = {}
+        self._epochs: dict[tuple[LeaderId, int], Machine] = {}
         self._deadlines = Deadlines()
-        # Epochs of two incarnations at one address differ as well, whatever the transport checks.
-        high = int.from_bytes(hashlib.blake2b(me.encode(), digest_size=4).digest(), "big")
+        # Epochs of two leaders at one address differ as well, whatever the transport checks.
+        high = int.from_bytes(hashlib.blake2b(msgspec.msgpack.encode(me), digest_size=4).digest(), "big")
         self._last_epoch = high << 32
         #: Things that were dropped or answered without a machine; each is harmless, many are a sign.
         self.counters: dict[str, int] = dict.fromkeys(
@@ -134,7 +136,7 @@ class Exchange:
         ended = self._tombstones.ended.get(transfer)
         return ended.phase if ended is not None and ended.opened else None
 
-    def transfer_of(self, peer: Incarnation, epoch: int) -> TransferId | None:
+    def transfer_of(self, peer: LeaderId, epoch: int) -> TransferId | None:
         """Which live transfer with `peer` writes under `epoch`; None if it is over or never was."""
         machine = self._epochs.get((peer, epoch))
         return None if machine is None else machine.transfer
@@ -188,10 +190,8 @@ class Exchange:
         if link is not None:
             self._run(machine, now, out, machine.peer_up, link)
 
-    def _machine_args(self, event: OpenSender | OpenReceiver, peer: Incarnation, now: float) -> MachineArgs:
-        link = self._links.get(peer)
-        name = link.name if link is not None else self._local.name_of(peer)
-        return MachineArgs(self._local, event.transfer, peer, name, event.prompt_tokens, event.deadline, now)
+    def _machine_args(self, event: OpenSender | OpenReceiver, peer: LeaderId, now: float) -> MachineArgs:
+        return MachineArgs(self._local, event.transfer, peer, event.prompt_tokens, event.deadline, now)
 
     def _check_open(self, transfer: TransferId, prompt_tokens: int, role: Role) -> None:
         mine = transfer.prefill if self._local.role is Role.PREFILL else transfer.decode
@@ -282,12 +282,6 @@ class Exchange:
     # ---- the session ---------------------------------------------------------------------------
 
     def _peer_up(self, event: PeerUp, now: float, out: list[Effect]) -> None:
-        old = self._links.get(event.peer)
-        if old is not None and old.info.dp_rank != event.info.dp_rank:
-            raise IllegalEvent(
-                f"DP ranks {old.info.dp_rank} and {event.info.dp_rank} came as one peer {event.peer[:8]}; "
-                "each leader needs an incarnation of its own"
-            )
         link = make_link(self._local, event, self._transport)
         self._links[event.peer] = link
         for machine in self._bound_to(event.peer):
@@ -295,13 +289,12 @@ class Exchange:
         self._tombstones.peer_up(event.peer, out)
 
     def _peer_down(self, event: PeerDown, now: float, out: list[Effect]) -> None:
-        link = self._links.pop(event.peer, None)
-        name = link.name if link is not None else self._local.name_of(event.peer)
-        self._tombstones.peer_down(event.peer, event.error, name, now)
+        self._links.pop(event.peer, None)
+        self._tombstones.peer_down(event.peer, event.error, now)
         for machine in self._bound_to(event.peer):
             self._run(machine, now, out, machine.peer_down, event.error, event.dead)
 
-    def _bound_to(self, peer: Incarnation) -> list[Machine]:
+    def _bound_to(self, peer: LeaderId) -> list[Machine]:
         return [m for m in self._machines.values() if m.peer == peer]
 
     def _received(self, event: Received, now: float, out: list[Effect]) -> None:
@@ -313,7 +306,7 @@ class Exchange:
             legal, mine, theirs = _TO_DECODE, transfer.decode, transfer.prefill
         link = self._links.get(event.peer)
         kind = type(message)
-        # Not even `Gone` is said for another incarnation: we can prove nothing about its writes.
+        # Not even `Gone` is said for another leader: we can prove nothing about its writes.
         if link is None or kind not in legal or mine != self._local.me or theirs != event.peer:
             self.counters["stray_messages"] += 1
             return

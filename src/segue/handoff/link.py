@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from segue.core.errors import ErrorInfo, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, Role
+from segue.core.types import ChecksumMode, LeaderId, Role
 from segue.handoff.events import PeerUp
 from segue.handoff.messages import LeaderInfo
 from segue.layout.planner import PairPlan, plan_pair
@@ -17,25 +17,24 @@ class LocalLeader:
     """This side, as all its machines know it."""
 
     role: Role
-    me: Incarnation
+    me: LeaderId
     origin: str
     limits: Limits
     info: LeaderInfo
     kv_checksum: ChecksumMode
 
-    def name_of(self, peer: Incarnation) -> str:
-        """How errors name a peer of which nothing but the incarnation is known."""
+    def name_of(self, peer: LeaderId) -> str:
+        """How errors name a peer."""
         other = Role.DECODE if self.role is Role.PREFILL else Role.PREFILL
-        return f"{other} {peer[:8]}"
+        return f"{other} {peer}"
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
     """A peer whose session is up. Exactly one of `plan` and `error` is set."""
 
-    peer: Incarnation
+    peer: LeaderId
     info: LeaderInfo
-    name: str
     transport: str
     plan: PairPlan | None
     error: ErrorInfo | None
@@ -51,7 +50,6 @@ def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
     """What we can do with this peer. A mismatch fails its hand-offs, and nothing else: the session
     normally refuses such a peer before it comes this far."""
     info = event.info
-    name = f"{local.name_of(event.peer)} dp{info.dp_rank}"
     transport = event.transport or transport
     prefill, decode = (local.info, info) if local.role is Role.PREFILL else (info, local.info)
     try:
@@ -67,7 +65,6 @@ def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
             )
         plan = plan_pair(prefill.ranks, decode.ranks)
     except SegueError as error:
-        return PeerLink(
-            event.peer, info, name, transport, None, error.at(origin=local.origin, peer=name).info
-        )
-    return PeerLink(event.peer, info, name, transport, plan, None)
+        where = {"origin": local.origin, "peer": local.name_of(event.peer)}
+        return PeerLink(event.peer, info, transport, None, error.at(**where).info)
+    return PeerLink(event.peer, info, transport, plan, None)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
-from segue.core.types import Incarnation, KVPoll, TransferId
+from segue.core.types import KVPoll, LeaderId, TransferId
 from segue.handoff.events import ChecksumReady, Effect, Send
 from segue.handoff.lease import Lease, LeaseState
 from segue.handoff.link import LocalLeader, PeerLink
@@ -30,13 +30,11 @@ class IllegalEvent(Internal):
 
 @dataclass(frozen=True, slots=True)
 class MachineArgs:
-    """What a machine knows from its beginning. `peer_name` is how errors name the peer; `deadline` and
-    `now` are the caller's clock."""
+    """What a machine knows from its beginning. `deadline` and `now` are the caller's clock."""
 
     local: LocalLeader
     transfer: TransferId
-    peer: Incarnation
-    peer_name: str
+    peer: LeaderId
     prompt_tokens: int
     deadline: float
     now: float
@@ -72,7 +70,8 @@ class Machine:
         self.local = args.local
         self.transfer = args.transfer
         self.peer = args.peer
-        self.peer_name = args.peer_name
+        #: how errors name the peer
+        self.peer_name = args.local.name_of(args.peer)
         self.prompt_tokens = args.prompt_tokens
         self.deadline = args.deadline
         self.opened_at = args.now

@@ -14,7 +14,7 @@ from segue.core.request import TokenLogprob
 from segue.core.types import Span, TransferId
 from segue.layout.spec import PoolSpec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,6 @@ class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     protocol: int
     model: str
-    dp_rank: int
     dp_size: int
     ranks: list[PoolSpec]
     endpoints: dict[str, list[bytes]]

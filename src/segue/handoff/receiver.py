@@ -150,14 +150,13 @@ class ReceiverMachine(Machine):
     # ---- the peer ------------------------------------------------------------------------------
 
     def peer_up(self, link: PeerLink, now: float, out: list[Effect]) -> None:
-        self.peer_name = link.name
         if self.state is ReceiverState.BOOTSTRAPPING:
             self.plan = link.usable_plan()
             self.transport = link.transport
             self.go(ReceiverStep.PEER_UP)
             out.append(Phase(self.transfer, KVPoll.WAITING_FOR_INPUT))
         elif self.state is ReceiverState.QUARANTINED:
-            # The same incarnation is back: its word is proof, so ask for it again.
+            # The same leader is back: its word is proof, so ask for it again.
             self.resend_failure(out)
             out.append(Send(self.peer, Abort(self.transfer)))
 

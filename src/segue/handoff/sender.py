@@ -201,7 +201,6 @@ class SenderMachine(Machine):
         if self.state is not SenderState.BOOTSTRAPPING:
             return
         plan = link.usable_plan()
-        self.peer_name = link.name
         self.transport = link.transport
         self._check(message, plan)
         self.go(SenderStep.DESTINATION)
@@ -253,7 +252,6 @@ class SenderMachine(Machine):
         out.append(Release(self.transfer))
 
     def peer_up(self, link: PeerLink, now: float, out: list[Effect]) -> None:
-        self.peer_name = link.name
         self.resend_failure(out)
         if link.error is not None and not self.phase.terminal:
             raise link.error.exception()

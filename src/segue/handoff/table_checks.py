@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, TransferId
+from segue.core.types import LeaderId, TransferId
 from segue.handoff.machine import Machine
 from segue.handoff.tombstones import ParkedDestination, Tombstone
 
@@ -18,7 +18,7 @@ class Tables:
     machines: Mapping[TransferId, Machine]
     parked: Mapping[TransferId, ParkedDestination]
     ended: Mapping[TransferId, Tombstone]
-    epochs: Mapping[tuple[Incarnation, int], Machine]
+    epochs: Mapping[tuple[LeaderId, int], Machine]
 
     def problems(self, live_timers: int, limits: Limits) -> list[str]:
         """Every rule that does not hold, in words; empty if all is well. Looks at everything."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from segue.core.errors import ErrorInfo, OutOfCapacity, TransferFailed
-from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.core.types import KVPoll, LeaderId, Role, TransferId
 from segue.handoff.events import Effect, Phase, Received, Release, Send
 from segue.handoff.link import LocalLeader, PeerLink
 from segue.handoff.machine import Machine
@@ -24,7 +24,7 @@ _UNANSWERED = frozenset({Gone, Drained, Committed})
 class ParkedDestination:
     """A parked destination; `timer.at` is its own deadline."""
 
-    peer: Incarnation
+    peer: LeaderId
     destination: Destination
     timer: Timer
 
@@ -94,7 +94,7 @@ class Tombstones:
                 f"{len(self.parked)} destinations wait for requests that prefill has not seen, as many as "
                 "limits.max_early_destinations allows"
             )
-            error = self._record(OutOfCapacity(text).info, message.transfer, link.name)
+            error = self._record(OutOfCapacity(text).info, message.transfer, link.peer)
             # If the request comes after all, it fails at once for the same reason.
             self._add_unopened(message.transfer, error, now + limits.request_budget_s, now)
             out.append(Send(link.peer, Failed(message.transfer, error)))
@@ -132,7 +132,7 @@ class Tombstones:
         self._counters["gone_answers"] += 1
         out.append(Send(event.peer, Gone(transfer)))
 
-    def peer_up(self, peer: Incarnation, out: list[Effect]) -> None:
+    def peer_up(self, peer: LeaderId, out: list[Effect]) -> None:
         """A failure while there was no session must not stay one-way: the peer's half may be waiting,
         or still to come."""
         for transfer, ended in self.ended.items():
@@ -140,22 +140,23 @@ class Tombstones:
             if ended.error is not None and not ended.peer_notified and other == peer:
                 out.append(Send(peer, Failed(transfer, ended.error)))
 
-    def peer_down(self, peer: Incarnation, error: ErrorInfo, name: str, now: float) -> None:
+    def peer_down(self, peer: LeaderId, error: ErrorInfo, now: float) -> None:
         """The session ended: what came early over it is void."""
         for transfer in [t for t, parked in self.parked.items() if parked.peer == peer]:
-            self._end_parked(transfer, self._record(error, transfer, name), now)
+            self._end_parked(transfer, self._record(error, transfer, peer), now)
 
     def _end_parked(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
         parked = self.parked.pop(transfer)
         self._deadlines.cancel(parked.timer)
         self._add_unopened(transfer, error, parked.timer.at, now)
 
-    def _aborted(self, transfer: TransferId, peer: Incarnation) -> ErrorInfo:
+    def _aborted(self, transfer: TransferId, peer: LeaderId) -> ErrorInfo:
         text = "the peer ended this hand-off before it began here"
-        return self._record(TransferFailed(text).info, transfer, self._local.name_of(peer))
+        return self._record(TransferFailed(text).info, transfer, peer)
 
-    def _record(self, error: ErrorInfo, transfer: TransferId, peer: str) -> ErrorInfo:
-        where = {"phase": KVPoll.BOOTSTRAPPING.name, "origin": self._local.origin, "peer": peer}
+    def _record(self, error: ErrorInfo, transfer: TransferId, peer: LeaderId) -> ErrorInfo:
+        name = self._local.name_of(peer)
+        where = {"phase": KVPoll.BOOTSTRAPPING.name, "origin": self._local.origin, "peer": name}
         return error.exception().at(room=transfer.room, **where).info
 
     # ---- tombstones ------------------------------------------------------------------------------

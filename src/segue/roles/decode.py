@@ -36,7 +36,7 @@ class DecodeScheduler(Scheduler):
     # ---- admission ----------------------------------------------------------------------------
 
     def _admit(self, state: RequestState, now: float) -> None:
-        if state.ticket.decode.incarnation != self.me or state.ticket.decode.dp_rank != self.dp_rank:
+        if state.ticket.decode != self.me:
             raise InvalidRequest("the ticket names another decode replica")
         self.table.check_free(state)
         receiver = self.handoffs.receiver(state.transfer)

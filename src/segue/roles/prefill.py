@@ -44,7 +44,7 @@ class PrefillScheduler(Scheduler):
     # ---- admission ----------------------------------------------------------------------------
 
     def _admit(self, state: RequestState, now: float) -> None:
-        if state.ticket.prefill.incarnation != self.me or state.ticket.prefill.dp_rank != self.dp_rank:
+        if state.ticket.prefill != self.me:
             raise InvalidRequest("the ticket names another prefill replica")
         self.table.check_free(state)
         sender = self.handoffs.sender(state.transfer)

@@ -70,7 +70,7 @@ class RequestState:
     def transfer(self) -> TransferId:
         """The hand-off's identity (meaningless on a unified instance)."""
         t = self.ticket
-        return TransferId(t.room, t.attempt, t.prefill.incarnation, t.decode.incarnation)
+        return TransferId(t.room, t.attempt, t.prefill, t.decode)
 
     @property
     def prompt_hash(self) -> int:

@@ -24,7 +24,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation, TransferId
+from segue.core.types import Incarnation, LeaderId, TransferId
 from segue.engine.base import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree, allocate_evicting
@@ -45,11 +45,10 @@ class Scheduler(ABC):
         engine: Engine,
         pool: PagePool,
         *,
-        me: Incarnation,
+        me: LeaderId,
         name: str,
         limits: Limits,
         chunk_tokens: int = 512,
-        dp_rank: int = 0,
         secret: bytes = b"",
     ) -> None:
         self.engine = engine
@@ -59,7 +58,6 @@ class Scheduler(ABC):
         self.name = name
         self.limits = limits
         self.chunk_tokens = chunk_tokens
-        self.dp_rank = dp_rank
         self.secret = secret
         self.outbox: list[tuple[Incarnation, Output]] = []
         self.bugs: list[tuple[str, Exception]] = []
@@ -236,7 +234,7 @@ class Scheduler(ABC):
     def _located(
         self, error: ErrorInfo, room: int, state: RequestState | None = None, now: float = 0.0
     ) -> ErrorInfo:
-        raised = error.exception().at(origin=f"{self.name} dp{self.dp_rank}", room=room)
+        raised = error.exception().at(origin=self.name, room=room)
         if state is not None:
             raised.at(phase=state.phase, elapsed_s=now - state.entered)
         return raised.info
@@ -296,7 +294,7 @@ class Scheduler(ABC):
         """What placement needs."""
         running = self._running()
         return Load(
-            dp_rank=self.dp_rank,
+            dp_rank=self.me.dp_rank,
             running=running,
             waiting=len(self.requests) - running,
             tokens=self._tokens(),

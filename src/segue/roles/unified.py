@@ -39,7 +39,7 @@ class UnifiedScheduler(Scheduler):
         """Nobody has to be told: the pages are where they are needed."""
 
     def _admit(self, state: RequestState, now: float) -> None:
-        if state.ticket.decode.incarnation != self.me:
+        if state.ticket.decode != self.me:
             raise InvalidRequest("the ticket names another instance")
         self.queue.add(state)
 

@@ -12,7 +12,7 @@ from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import PeerRefused, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
@@ -41,23 +41,25 @@ class FrontendSessions:
         """Every frontend that knows the secret is welcome, and nobody else comes here."""
         if peer.role is not Role.FRONTEND:
             raise PeerRefused(f"this instance has no hand-offs with a {peer.role.value} instance")
+        if peer.leader.dp_rank:
+            raise PeerRefused(f"a frontend has no data-parallel ranks, and this one says {peer.leader}")
 
     def opened(self, session: Session) -> None:
         """Tell a new frontend the load at once: placement needs it."""
-        self.sessions[session.peer.incarnation] = session
+        self.sessions[session.peer.leader.incarnation] = session
         if self.load is not None:
             session.send(self.load)
 
     def received(self, session: Session, message: object) -> None:
         """Only `Submit` and `Cancel` go this way."""
         if self.deliver is not None and isinstance(message, Submit | Cancel):
-            self.deliver(FromFrontend(session.peer.incarnation, message))
+            self.deliver(FromFrontend(session.peer.leader.incarnation, message))
         else:
             log.warning("a frontend sent a %s", type(message).__name__)
 
     def closed(self, session: Session, error: SegueError) -> None:
         """Nobody is left to read its outputs."""
-        incarnation = session.peer.incarnation
+        incarnation = session.peer.leader.incarnation
         if self.sessions.get(incarnation) is session:
             del self.sessions[incarnation]
             if self.deliver is not None:
@@ -82,7 +84,7 @@ class Host(Protocol):
     address: tuple[str, int]
 
     @property
-    def sessions(self) -> Mapping[Incarnation, Session]: ...
+    def sessions(self) -> Mapping[LeaderId, Session]: ...
     def start(self) -> tuple[str, int]: ...
     def close(self) -> None: ...
     def sizes(self) -> dict[str, int]: ...
@@ -97,7 +99,7 @@ class ControlHost:
         self,
         handler: FrontendSessions,
         *,
-        incarnation: Incarnation,
+        me: LeaderId,
         host: str,
         port: int,
         secret: bytes | None,
@@ -110,9 +112,8 @@ class ControlHost:
         self.address = (host, port)
         self._limits = limits
         self._node = SessionNode(
-            incarnation=incarnation,
+            me=me,
             role=Role.UNIFIED,
-            dp_rank=0,
             secret=secret,
             handler=handler,
             message_type=ControlMessage,
@@ -134,7 +135,7 @@ class ControlHost:
         return self.address
 
     @property
-    def sessions(self) -> Mapping[Incarnation, Session]:
+    def sessions(self) -> Mapping[LeaderId, Session]:
         """As `KVManager.sessions`."""
         return self._node.sessions
 

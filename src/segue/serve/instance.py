@@ -27,7 +27,7 @@ from segue.conn.io import MonotonicClock
 from segue.conn.manager import KVManager
 from segue.core.config import InstanceConfig
 from segue.core.errors import SegueError
-from segue.core.types import ChecksumMode, Incarnation, Role, new_incarnation
+from segue.core.types import ChecksumMode, LeaderId, Role, new_incarnation
 from segue.engine.base import Engine
 from segue.engine.pages import PagePool
 from segue.roles.decode import DecodeScheduler
@@ -62,13 +62,13 @@ class Instance:
         self.limits = config.limit.limits()
         self.tls = tls.from_config(config.tls, config.peer_host)
         self.frontends = FrontendSessions()
-        self.me = new_incarnation()
+        self.me = LeaderId(new_incarnation())
         self.model = f"{engine.info.fingerprint}/{engine.info.dtype}"
         self.host: Host
         pool = PagePool(engine.spec.pages, engine.spec.page_tokens)
         common: dict[str, Any] = {
             "me": self.me,
-            "name": f"{config.label} {self.me[:8]}",
+            "name": f"{config.label} {self.me}",
             "limits": self.limits,
             "chunk_tokens": config.engine.chunk_tokens,
             "secret": config.secret,
@@ -100,7 +100,7 @@ class Instance:
         config = self.config
         return ControlHost(
             self.frontends,
-            incarnation=self.me,
+            me=self.me,
             host=config.host,
             port=config.port,
             secret=config.secret or None,
@@ -128,7 +128,7 @@ class Instance:
             kv_checksum=ChecksumMode.OFF if config.transport == "fake" else ChecksumMode(config.kv_checksum),
             limits=self.limits,
             tls=self.tls,
-            incarnation=self.me,
+            me=self.me,
         )
         return KVManager(kv, memory, self._changed, control=self.frontends)
 
@@ -156,7 +156,7 @@ class Instance:
         self._registry = registry
         self._stack.push_async_callback(registry.aclose)
         await registry.register(self._record())
-        self._spawn(registry.keep_alive(self.me), "keep-alive")
+        self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
         if isinstance(self.host, KVManager) and config.role is Role.DECODE:
             self._spawn(self._follow_prefill(registry, self.host), "watch")
         if config.http_port is not None:
@@ -172,7 +172,7 @@ class Instance:
             about={
                 "disaggregation_mode": config.role.value,
                 "served_model_name": config.served_model,
-                "incarnation": self.me,
+                "incarnation": self.me.incarnation,
                 "tp_size": 1,
                 "dp_size": 1,
                 "load_balance_method": "round_robin",  # of one rank
@@ -187,14 +187,14 @@ class Instance:
     def _record(self) -> InstanceRecord:
         port = self.config.advertise_port or self.host.address[1]
         return InstanceRecord(
-            incarnation=self.me,
+            incarnation=self.me.incarnation,
             role=self.config.role,
             model=self.model,
             served_model=self.config.served_model,
             # What every request gets that is accepted: no sequence is longer than the pool.
             context_tokens=self.scheduler.room_tokens,
             source=self.config.model,
-            replicas=[ReplicaRecord(dp_rank=0, host=self.config.peer_host, port=port)],
+            replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.config.peer_host, port=port)],
         )
 
     def _spawn(
@@ -216,14 +216,13 @@ class Instance:
 
     async def _follow_prefill(self, registry: Registry, manager: KVManager) -> None:
         """Keep a session to every prefill leader that the registry names, and to no other host."""
-        known: dict[Incarnation, InstanceRecord] = {}
+        known: dict[LeaderId, ReplicaRecord] = {}
         async for records in registry.watch(Role.PREFILL):
-            now = {record.incarnation: record for record in records}
-            for incarnation in known.keys() - now.keys():
-                manager.remove_peer(incarnation)
-            for incarnation in now.keys() - known.keys():
-                replica = now[incarnation].replicas[0]
-                manager.add_peer(incarnation, replica.host, replica.port)
+            now = {leader: where for record in records for leader, where in record.leaders()}
+            for leader in known.keys() - now.keys():
+                manager.remove_peer(leader)
+            for leader in now.keys() - known.keys():
+                manager.add_peer(leader, now[leader].host, now[leader].port)
             known = now
 
     def run(self) -> None:
@@ -240,7 +239,9 @@ class Instance:
         registry = self._registry
         if registry is not None:
             # Without the registry's ear the leader still refuses what is new, and leaves when it is done.
-            self._spawn(registry.set_draining(self.me, True), "saying that it drains", _registry_trouble)
+            self._spawn(
+                registry.set_draining(self.me.incarnation, True), "saying that it drains", _registry_trouble
+            )
 
     def close(self) -> None:
         """Leave the registry, end sessions, transports and threads. Idempotent."""
@@ -252,7 +253,7 @@ class Instance:
 
     async def _leave(self, registry: Registry) -> None:
         self._registry = None
-        await registry.leave(self.me)
+        await registry.leave(self.me.incarnation)
         await self._stack.aclose()
 
 
@@ -307,9 +308,7 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
         if not instance.start():
             return 0
         host, port = instance.host.address
-        log.info(
-            "serving role=%s incarnation=%s address=%s:%d", config.role.value, instance.me[:8], host, port
-        )
+        log.info("serving role=%s leader=%s address=%s:%d", config.role.value, instance.me, host, port)
         on_ready(f"{host}:{port}")
         instance.run()
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from segue.core.errors import DeadlineExceeded, Draining
-from segue.core.types import Incarnation
+from segue.core.types import LeaderId
 from segue.observe.integrity import NodeState, busy, process_facts
 from segue.roles.scheduler import Scheduler
 from segue.serve.control import Host
@@ -17,7 +17,7 @@ ANSWER_S = 10.0
 _Seen = tuple[dict[str, int], dict[str, int], list[str]]
 
 
-async def look(leader: Leader, host: Host, *, role: str, me: Incarnation) -> NodeState:
+async def look(leader: Leader, host: Host, *, role: str, me: LeaderId) -> NodeState:
     """The state of the instance; call it on its I/O loop. Raises Draining when its leader has left,
     DeadlineExceeded when it does not answer."""
     if not leader.running:
@@ -47,11 +47,11 @@ async def look(leader: Leader, host: Host, *, role: str, me: Incarnation) -> Nod
     descriptors, segments, rss_bytes = process_facts()
     return NodeState(
         role=role,
-        incarnation=me,
+        incarnation=me.incarnation,
         at_rest=at_rest,
         problems=problems,
         tables=tables,
-        sessions=sorted(name[:8] for name in host.sessions),
+        sessions=sorted(map(str, host.sessions)),
         pages=pages,
         descriptors=descriptors,
         segments=segments,

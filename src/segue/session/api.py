@@ -1,4 +1,4 @@
-"""The face of `session`: ordered, authenticated, typed messages between two incarnations.
+"""The face of `session`: ordered, authenticated, typed messages between leaders and frontends.
 
 Everything runs on one asyncio loop (the process's I/O thread). One TCP connection is one session;
 a broken connection is the end of the session, seen by both sides; it never heals silently.
@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from segue.core.errors import SegueError
-from segue.core.types import Incarnation, Role
+from segue.core.types import LeaderId, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,8 @@ class PeerInfo:
     """Who is at the other end, as proven in the handshake. `hello` is the peer's own payload
     (msgpack bytes that session does not interpret), `told` the one that it was given of us."""
 
-    incarnation: Incarnation
+    leader: LeaderId
     role: Role
-    dp_rank: int
     address: str
     hello: bytes
     told: bytes = b""

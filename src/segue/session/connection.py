@@ -25,7 +25,7 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.limits import Limits
-from segue.core.types import Incarnation
+from segue.core.types import LeaderId
 from segue.session import tls
 from segue.session.api import PeerInfo, SessionHandler
 from segue.session.frames import (
@@ -132,7 +132,7 @@ class Connection(asyncio.BufferedProtocol):
         self.outcome: asyncio.Future[bool] | None = loop.create_future() if dialling else None
         self.state = State.PREAMBLE
         self.handshake = owner.new_handshake(dialling)
-        self.expect: Incarnation | None = None
+        self.expect: LeaderId | None = None
         #: Where the peer listens, if it does: no two processes hold one address.
         self.place = ""
         self.error: SegueError | None = None
@@ -188,12 +188,12 @@ class Connection(asyncio.BufferedProtocol):
         self._end_later(error or PeerLost(f"the session with {self.describe()} was closed"), tell=True)
 
     def describe(self) -> str:
-        """For texts: role, rank, start of the incarnation and address of the peer."""
+        """For texts: role, leader and address of the peer."""
         hello = self.handshake.peer
         address = self._peer.address if self._peer else self.remote_address()
         if hello is None:
             return address
-        return f"{hello.role} {hello.incarnation[:8]} dp{hello.dp_rank} at {address}"
+        return f"{hello.role} {hello.leader} at {address}"
 
     # ---- asyncio --------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class Connection(asyncio.BufferedProtocol):
             me, peer = self.handshake.me, self.describe()
             self.refuse(
                 PeerRefused(
-                    f"session protocol versions differ: {me.role} {me.incarnation[:8]} speaks {ours}, "
+                    f"session protocol versions differ: {me.role} {me.leader} speaks {ours}, "
                     f"{peer} speaks {theirs}; run the same version on both sides"
                 )
             )
@@ -397,9 +397,8 @@ class Connection(asyncio.BufferedProtocol):
         assert welcome is not None
         self._max_out_bytes = min(welcome.max_frame_bytes, self._owner.limits.max_frame_bytes)
         self._peer = PeerInfo(
-            incarnation=hello.incarnation,
+            leader=hello.leader,
             role=hello.role,
-            dp_rank=hello.dp_rank,
             address=self.place or self.remote_address(),
             hello=welcome.payload,
             told=self._introduction(),

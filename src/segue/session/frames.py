@@ -22,10 +22,10 @@ import msgspec
 import xxhash
 
 from segue.core.errors import ErrorInfo
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, LeaderId, Role
 
 #: Compared when a session opens. Raise it whenever a frame or a message changes its meaning.
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 #: No frame before authentication is larger, so that a stranger costs next to nothing.
 HANDSHAKE_FRAME_BYTES: Final = 4096
@@ -60,6 +60,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     keyed: bool
     keepalive_s: Annotated[float, msgspec.Meta(gt=0)]
+
+    @property
+    def leader(self) -> LeaderId:
+        """Whose session this is to be."""
+        return LeaderId(self.incarnation, self.dp_rank)
 
 
 class Proof(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ A proof is HMAC-SHA256 under a key derived from the shared secret, over the dire
 version and both Hellos (nonces, incarnations, roles, ranks, listeners). The direction in it makes a
 proof useless when sent back to its author, the nonces make it useless later.
 
-**Who decides.** The side with the smaller incarnation. It alone opens, so two connections that two
+**Who decides.** The side with the smaller `LeaderId`. It alone opens, so two connections that two
 nodes dial to each other at the same moment cannot both win or both lose: the first one that it
 opens stays, and later ones are answered `Duplicate` as long as the other side still knows the first
 (its `others`). If the other side no longer does, the old one is broken and the new one replaces it.
@@ -116,7 +116,7 @@ class Handshake:
     def decides(self) -> bool:
         """True if this side opens the session (known once the peer's Hello is)."""
         assert self.peer is not None
-        return self.me.incarnation < self.peer.incarnation
+        return self.me.leader < self.peer.leader
 
     def receive(self, frame: SessionFrame, peer_silence_s: float) -> Progress:
         """Take the peer's next frame. Raises our refusal, which the caller sends as `Refused`.
@@ -162,8 +162,8 @@ class Handshake:
 
     def _on_hello(self, hello: Hello, peer_silence_s: float) -> Progress:
         self.peer = hello
-        if hello.incarnation == self.me.incarnation:
-            raise PeerRefused("the address belongs to this very process: a node does not connect to itself")
+        if hello.leader == self.me.leader:
+            raise PeerRefused("the address belongs to this very leader: a node does not connect to itself")
         if hello.nonce == self.me.nonce:
             raise Unauthorized("the peer sent our own nonce back")
         if hello.keyed and not self.me.keyed:

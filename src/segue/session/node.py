@@ -29,7 +29,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.strangers import MAX_STRANGERS
-from segue.core.types import Incarnation, Role
+from segue.core.types import LeaderId, Role
 from segue.session.api import Session, SessionHandler
 from segue.session.connection import Connection, State
 from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
@@ -84,9 +84,8 @@ class SessionNode:
     def __init__(
         self,
         *,
-        incarnation: Incarnation,
+        me: LeaderId,
         role: Role,
-        dp_rank: int,
         secret: bytes | None,
         handler: SessionHandler,
         message_type: Any,
@@ -105,9 +104,8 @@ class SessionNode:
                 f"keepalive_s ({limits.keepalive_s}) must be smaller than peer_silence_s "
                 f"({limits.peer_silence_s})"
             )
-        self.incarnation = incarnation
+        self.me = me
         self.role = role
-        self.dp_rank = dp_rank
         self.handler = handler
         self.limits = limits
         self.protocol = protocol
@@ -129,12 +127,12 @@ class SessionNode:
         self._listen = ""
         self._listener: socket.socket | None = None
         self._connections: dict[Connection, None] = {}
-        self._open: dict[Incarnation, Connection] = {}
+        self._open: dict[LeaderId, Connection] = {}
         #: the sessions whose `opened` the handler has heard and whose `closed` it has not
-        self._told: dict[Incarnation, Connection] = {}
+        self._told: dict[LeaderId, Connection] = {}
         self._places: dict[str, Connection] = {}
-        self._arrivals: dict[Incarnation, list[asyncio.Future[None]]] = {}
-        self._dials: dict[tuple[str, int, Incarnation | None], _Dial] = {}
+        self._arrivals: dict[LeaderId, list[asyncio.Future[None]]] = {}
+        self._dials: dict[tuple[str, int, LeaderId | None], _Dial] = {}
         self._quiet: asyncio.Future[None] | None = None
         self._turns = 0
         self._batch_depth = 0
@@ -144,8 +142,8 @@ class SessionNode:
     # ---- the face -------------------------------------------------------------------------------
 
     @property
-    def sessions(self) -> Mapping[Incarnation, Session]:
-        """The open sessions by the peer's incarnation; a live view."""
+    def sessions(self) -> Mapping[LeaderId, Session]:
+        """The open sessions by their peer; a live view."""
         return MappingProxyType(self._open)
 
     @property
@@ -176,15 +174,16 @@ class SessionNode:
         self._gate.open(listener)
 
     async def connect(
-        self, host: str, port: int, *, expect: Incarnation | None = None, timeout_s: float
+        self, host: str, port: int, *, expect: LeaderId | None = None, timeout_s: float
     ) -> Session:
         """An open session with whoever listens at `host` and `port`, which must be `expect` if
-        that is given. Returns the session that already exists with that incarnation, if any;
+        that is given. Returns the session that already exists with that leader, if any;
         callers that connect to the same place at the same time share one attempt.
 
         BootstrapUnreachable: nobody is there, or it went away. BootstrapTimeout: no session within
         `timeout_s`. Unauthorized: no or another secret. PeerRestarted: another incarnation than
-        `expect` answers. Any other SegueError: the peer's own refusal, unchanged.
+        that of `expect` answers. PeerRefused: another of its ranks does. Any other SegueError: the
+        peer's own refusal, unchanged.
         """
         if self._closed:
             raise Draining("this node is closed")
@@ -219,7 +218,7 @@ class SessionNode:
         """Stop listening and end every session with `error` (default Draining). Returns when all
         sockets are gone; one that does not take its last frame is cut within a second."""
         self._closed = True
-        reason = error or Draining(f"{self.role} {self.incarnation[:8]} dp{self.dp_rank} is leaving")
+        reason = error or Draining(f"{self.role} {self.me} is leaving")
         await self._gate.close()
         tasks = [dial.task for dial in self._dials.values()]
         for task in tasks:
@@ -243,7 +242,7 @@ class SessionNode:
 
     # ---- dialling -------------------------------------------------------------------------------
 
-    async def _dial(self, host: str, port: int, expect: Incarnation | None) -> Connection:
+    async def _dial(self, host: str, port: int, expect: LeaderId | None) -> Connection:
         loop = asyncio.get_running_loop()
         try:
             infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -288,20 +287,20 @@ class SessionNode:
             return connection
         # The other side keeps another session with us; it may still be on its way to us.
         assert connection.handshake.peer is not None
-        return await self._arrival(connection.handshake.peer.incarnation)
+        return await self._arrival(connection.handshake.peer.leader)
 
-    async def _arrival(self, incarnation: Incarnation) -> Connection:
-        """The session with `incarnation`, once it is open; the caller bounds the wait."""
-        while (session := self._open.get(incarnation)) is None:
+    async def _arrival(self, leader: LeaderId) -> Connection:
+        """The session with `leader`, once it is open; the caller bounds the wait."""
+        while (session := self._open.get(leader)) is None:
             arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            waiting = self._arrivals.setdefault(incarnation, [])
+            waiting = self._arrivals.setdefault(leader, [])
             waiting.append(arrival)
             try:
                 await arrival
             finally:
                 waiting.remove(arrival)
-                if not waiting and self._arrivals.get(incarnation) is waiting:
-                    del self._arrivals[incarnation]
+                if not waiting and self._arrivals.get(leader) is waiting:
+                    del self._arrivals[leader]
         return session
 
     def _dial_failure(self, host: str, port: int, error: OSError) -> SegueError:
@@ -317,9 +316,9 @@ class SessionNode:
 
     def new_handshake(self, dialling: bool) -> Handshake:
         me = Hello(
-            incarnation=self.incarnation,
+            incarnation=self.me.incarnation,
             role=self.role,
-            dp_rank=self.dp_rank,
+            dp_rank=self.me.dp_rank,
             advertised=self._advertised(),
             nonce=self._random_bytes(NONCE_BYTES),
             keyed=self._key is not None,
@@ -346,22 +345,21 @@ class SessionNode:
         hello = connection.handshake.peer
         assert hello is not None
         self._end_predecessor(connection, hello)
-        if connection.expect is not None and hello.incarnation != connection.expect:
-            raise PeerRestarted(
-                f"{connection.describe()} answers where {connection.expect[:8]} was expected: the peer was "
-                "restarted"
-            )
+        expect = connection.expect
+        if expect is not None and hello.leader != expect:
+            answers = f"{connection.describe()} answers where {expect}"
+            if hello.incarnation == expect.incarnation:
+                raise PeerRefused(f"{answers} was expected: an instance has registered the wrong ports")
+            raise PeerRestarted(f"{answers} was expected: the peer was restarted")
         if self._closed:
-            raise Draining(f"{self.role} {self.incarnation[:8]} dp{self.dp_rank} is leaving")
+            raise Draining(f"{self.role} {self.me} is leaving")
         # Lingering ends and strangers have their own bounds and are not counted here.
         proven = sum(1 for c in self._connections if c.handshake.authenticated and c.state is not State.ENDED)
         if proven > self.limits.max_sessions:
-            raise OutOfCapacity(
-                f"{self.role} {self.incarnation[:8]} already has {self.limits.max_sessions} sessions"
-            )
+            raise OutOfCapacity(f"{self.role} {self.me} already has {self.limits.max_sessions} sessions")
 
     def _end_predecessor(self, connection: Connection, hello: Hello) -> None:
-        """A new incarnation where an old one was reached proves that the old one is gone: two processes
+        """Another leader where an old one was reached proves that the old one is gone: two
         cannot hold one listening address. Its sessions end now, not after a silence."""
         if connection.dialling:
             # Not what it says of itself: this is where it was reached.
@@ -371,13 +369,8 @@ class SessionNode:
             # networks with the same addresses, others share both.
             connection.place = _place(hello.advertised, connection.remote_host())
         old = self._places.get(connection.place)
-        if old is not None and old.peer.incarnation != hello.incarnation:
-            old.end(
-                PeerRestarted(
-                    f"{old.describe()} was restarted and is now incarnation {hello.incarnation[:8]}"
-                ),
-                tell=True,
-            )
+        if old is not None and old.peer.leader != hello.leader:
+            old.end(PeerRestarted(f"{old.describe()} was restarted and is now {hello.leader}"), tell=True)
 
     def next_turn(self) -> int:
         self._turns += 1
@@ -393,11 +386,11 @@ class SessionNode:
             and other.state is not State.ENDED
             and other.handshake.authenticated
             and other.handshake.peer is not None
-            and other.handshake.peer.incarnation == mine.peer.incarnation
+            and other.handshake.peer.leader == mine.peer.leader
         ][:64]
 
     def decide(self, connection: Connection) -> bool:
-        old = self._open.get(connection.peer.incarnation)
+        old = self._open.get(connection.peer.leader)
         if old is None:
             return True
         # A list from before `old` opened cannot name it: both sides have dialled at the same time.
@@ -405,20 +398,20 @@ class SessionNode:
         return fresh and old.handshake.id not in connection.handshake.others
 
     def opened(self, connection: Connection) -> None:
-        incarnation = connection.peer.incarnation
-        old = self._open.get(incarnation)
+        leader = connection.peer.leader
+        old = self._open.get(leader)
         if old is not None:
             old.end(PeerLost(f"{old.describe()} gave this session up and opened another"), tell=False)
-        told = self._told.get(incarnation)
+        told = self._told.get(leader)
         if told is not None:
             # It has ended in this very turn, and its `closed` waits for the next one.
             told.deliver_closed()
-        self._open[incarnation] = connection
-        self._told[incarnation] = connection
+        self._open[leader] = connection
+        self._told[leader] = connection
         if connection.place:
             self._places[connection.place] = connection
         self.stats.opened += 1
-        for arrival in self._arrivals.pop(incarnation, []):
+        for arrival in self._arrivals.pop(leader, []):
             if not arrival.done():
                 arrival.set_result(None)
         try:
@@ -430,8 +423,8 @@ class SessionNode:
 
     def ended(self, connection: Connection) -> None:
         hello = connection.handshake.peer
-        if hello is not None and self._open.get(hello.incarnation) is connection:
-            del self._open[hello.incarnation]
+        if hello is not None and self._open.get(hello.leader) is connection:
+            del self._open[hello.leader]
             self.stats.ended += 1
             log.info("session ended: %s", connection.error)
         elif not connection.dialling:
@@ -441,8 +434,8 @@ class SessionNode:
 
     def closed(self, connection: Connection, error: SegueError) -> None:
         hello = connection.handshake.peer
-        if hello is not None and self._told.get(hello.incarnation) is connection:
-            del self._told[hello.incarnation]
+        if hello is not None and self._told.get(hello.leader) is connection:
+            del self._told[hello.leader]
         try:
             self.handler.closed(connection, error)
         except Exception:

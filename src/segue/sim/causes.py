@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from segue.core.errors import ErrorCode, ErrorInfo
-from segue.core.types import Incarnation
+from segue.core.types import LeaderId
 from segue.sim.world import Process
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Cause:
     """Between `since` and `until` (seconds) an attempt that has all of `who` in its route may fail."""
 
     kind: str
-    who: frozenset[Incarnation]
+    who: frozenset[LeaderId]
     since: float
     until: float
 
@@ -121,7 +121,7 @@ class Route:
     """Who serves an attempt, and the nearest deadline that any of them was given."""
 
     call: Call
-    who: set[Incarnation]
+    who: set[LeaderId]
     placed_at: float
     deadline: float
     #: its first failure was explained, or its frontend has given it up: the rest follows from that
@@ -137,7 +137,7 @@ class Causes:
         self._found: list[Cause] = []
         self._routes: dict[int, Route] = {}
         #: until when requests waited on an instance
-        self._short: dict[Incarnation, float] = {}
+        self._short: dict[LeaderId, float] = {}
 
     # ---- what is entered -------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Causes:
         until = inf if for_ever else now + seconds + self._deployment.checks.bound_s
         self._found.append(Cause(kind, frozenset(p.me for p in who), now, until))  # type: ignore[attr-defined]
 
-    def placed(self, room: int, call: Call, who: set[Incarnation]) -> None:
+    def placed(self, room: int, call: Call, who: set[LeaderId]) -> None:
         """An attempt begins."""
         route = self._routes.get(room)
         if route is None:
@@ -230,11 +230,11 @@ class Causes:
         )
 
     def _nodes(self, route: Route) -> list[Process]:
-        found = self._deployment.by_incarnation
+        found = self._deployment.by_leader
         return [found[me] for me in sorted(route.who)]
 
     def _specs(self, route: Route) -> list[NodeSpec]:
-        processes = (self._deployment.by_incarnation[me] for me in route.who)
+        processes = (self._deployment.by_leader[me] for me in route.who)
         return [spec for spec in (getattr(p, "spec", None) for p in processes) if spec is not None]
 
     def _mismatched(self, route: Route) -> bool:

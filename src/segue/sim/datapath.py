@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from segue.conn.transports import rank_of
 from segue.core.errors import TransferFailed
-from segue.core.types import Incarnation
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.sim.faults import Injected
@@ -320,7 +320,7 @@ class SimTransport:
         self.net.io.end()
 
     def _path(self, peer: str) -> DataPath:
-        reader = self._node.deployment.by_incarnation[Incarnation(peer.split("/", 1)[0])]
+        reader = self._node.deployment.by_leader[rank_of(peer).leader]
         assert isinstance(reader, type(self._node))
         return self._node.data_path(reader)
 

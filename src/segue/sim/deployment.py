@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import LeaderId, Role
 from segue.sim.addresses import Addresses
 from segue.sim.causes import CODES, Causes
 from segue.sim.datapath import DataPath, TcpPath
@@ -54,7 +54,7 @@ class Deployment:
         self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay"}
         self.causes = Causes(self)
         self.checks = Checks(self)
-        self.by_incarnation: dict[Incarnation, Process] = {}
+        self.by_leader: dict[LeaderId, Process] = {}
         self.nodes: dict[str, LeaderNode] = {}
         #: what each instance is in its next life, and where
         self.specs = {spec.name: spec for spec in scenario.nodes}
@@ -157,9 +157,9 @@ class Deployment:
         make = LeaderNode if spec.role is Role.UNIFIED else KVNode
         node = make(self, spec, life)
         self.nodes[name] = node
-        self.by_incarnation[node.me] = node
+        self.by_leader[node.me] = node
         self.causes.struck("started", node)
-        self.world.note(node.name, f"starts as {spec.role} {node.me[:8]} at {node.host}:{node.port}")
+        self.world.note(node.name, f"starts as {spec.role} {node.me} at {node.host}:{node.port}")
         self.registry.join(node)
 
     def _start_front(self, index: int) -> None:
@@ -167,7 +167,7 @@ class Deployment:
         self._lives[f"front{index}"] += 1
         front = FrontNode(self, index, life)
         self.fronts[f"front{index}"] = front
-        self.by_incarnation[front.me] = front
+        self.by_leader[front.me] = front
         self.registry.join(front)
 
     def _process(self, name: str) -> LeaderNode | FrontNode | None:

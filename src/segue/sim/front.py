@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from segue.balance.attempts import Attempts, Next
 from segue.balance.base import Candidate, PlacementRequest
 from segue.balance.policies import make_policy
-from segue.bootstrap.records import InstanceRecord
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import (
     AbortedByClient,
@@ -26,13 +26,13 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.request import Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
-from segue.core.types import Incarnation, LeaderId, Role
+from segue.core.types import LeaderId, Role
 from segue.handoff.ticket import sign
 from segue.session.api import PeerInfo, Session
 from segue.sim.loop import SimLoop
 from segue.sim.node import VOCAB
 from segue.sim.runtime import SimSessionNode
-from segue.sim.world import Process, SkewedClock, Violation
+from segue.sim.world import Process, SkewedClock, Violation, new_leader
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -75,7 +75,7 @@ class Call:
     dead: set[LeaderId] = field(default_factory=set)
     room: int = 0
     ticket: Ticket | None = None
-    legs: dict[Incarnation, Role] = field(default_factory=dict)
+    legs: dict[LeaderId, Role] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     usage: Usage | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -92,24 +92,23 @@ class FrontNode(Process):
         self.deployment = deployment
         self.index = index
         self.rng = deployment.world.rng(self.name)
-        self.me = Incarnation(f"{self.rng.getrandbits(128):032x}")
-        self.view: dict[Incarnation, InstanceRecord] = {}
-        self.ends: dict[Incarnation, Session] = {}
-        self.loads: dict[Incarnation, Load] = {}
+        self.me = new_leader(self.rng)
+        self.view: dict[LeaderId, InstanceRecord] = {}
+        self.ends: dict[LeaderId, Session] = {}
+        self.loads: dict[LeaderId, Load] = {}
         self.calls: dict[str, Call] = {}
-        self.in_flight: dict[Incarnation, int] = {}
+        self.in_flight: dict[LeaderId, int] = {}
         self.placed: list[Ticket] = []
         policy = deployment.policy
         self.policies = [make_policy(policy, self.rng.randrange) for _ in range(2)]
-        self._dialling: set[Incarnation] = set()
+        self._dialling: set[LeaderId] = set()
         clock = SkewedClock(deployment.world, 0.0, 1.0)
         host = f"127.0.2.{index + 1}"
         self.loop = SimLoop(self, clock, deployment.network, host)  # type: ignore[abstract]
         self._node = SimSessionNode(
             loop=self.loop,
-            incarnation=self.me,
+            me=self.me,
             role=Role.FRONTEND,
-            dp_rank=0,
             secret=deployment.secret,
             handler=self,
             message_type=ControlMessage,
@@ -118,31 +117,29 @@ class FrontNode(Process):
 
     # ---- the topology --------------------------------------------------------------------------
 
-    def instances_changed(self, found: dict[Incarnation, InstanceRecord]) -> None:
+    def instances_changed(self, found: dict[LeaderId, InstanceRecord]) -> None:
         """What the registry says."""
         self.view = found
-        for incarnation in found:
-            if incarnation not in self.ends:
-                self.dial(incarnation)
+        for leader in found:
+            if leader not in self.ends:
+                self.dial(leader)
 
-    def dial(self, incarnation: Incarnation) -> None:
+    def dial(self, leader: LeaderId) -> None:
         """Keep a session to this leader."""
-        record = self.view.get(incarnation)
-        if record is None or incarnation in self.ends or incarnation in self._dialling:
+        record = self.view.get(leader)
+        if record is None or leader in self.ends or leader in self._dialling:
             return
-        self._dialling.add(incarnation)
-        self.loop.enter(self.loop.create_task, self._dial(record))
+        self._dialling.add(leader)
+        self.loop.enter(self.loop.create_task, self._dial(leader, dict(record.leaders())[leader]))
 
-    async def _dial(self, record: InstanceRecord) -> None:
-        timing, replica = self.deployment.timing, record.replicas[0]
+    async def _dial(self, leader: LeaderId, where: ReplicaRecord) -> None:
+        timeout_s = 3 * self.deployment.timing.connect_s
         try:
-            await self._node.connect(
-                replica.host, replica.port, expect=record.incarnation, timeout_s=3 * timing.connect_s
-            )
+            await self._node.connect(where.host, where.port, expect=leader, timeout_s=timeout_s)
         except SegueError:
-            self.after(timing.retry_s, self.dial, record.incarnation)
+            self.after(self.deployment.timing.retry_s, self.dial, leader)
         finally:
-            self._dialling.discard(record.incarnation)
+            self._dialling.discard(leader)
 
     # ---- sessions (`SessionHandler`) -------------------------------------------------------------
 
@@ -155,11 +152,11 @@ class FrontNode(Process):
 
     def opened(self, session: Session) -> None:
         """A leader is there."""
-        self.ends[session.peer.incarnation] = session
+        self.ends[session.peer.leader] = session
 
     def received(self, session: Session, message: object) -> None:
         """Outputs or the load of a leader. What is wrong with them ends the run."""
-        self._checked(self._received, session.peer.incarnation, message)
+        self._checked(self._received, session.peer.leader, message)
 
     def _checked(self, check: Callable[..., None], *args: object) -> None:
         try:
@@ -170,14 +167,14 @@ class FrontNode(Process):
 
     def closed(self, session: Session, error: SegueError) -> None:
         """A leader is gone: its legs have failed."""
-        me = session.peer.incarnation
+        me = session.peer.leader
         if self.ends.get(me) is not session:
             return
         del self.ends[me]
-        lost = PeerLost(f"the session to {me[:8]} ended", origin=self.name, phase="session").info
+        lost = PeerLost(f"the session to {me} ended", origin=self.name, phase="session").info
         for call in [c for c in self.calls.values() if me in c.legs]:
             if not (call.begun and call.legs[me] is Role.PREFILL):
-                call.dead.add(LeaderId(me))
+                call.dead.add(me)
             self._checked(self.deployment.checks.left, call, lost)
             self._leg_failed(call, me, lost)
         self.after(self.deployment.timing.retry_s, self.dial, me)
@@ -199,9 +196,7 @@ class FrontNode(Process):
         found: dict[Role, list[Candidate]] = {Role.PREFILL: [], Role.DECODE: [], Role.UNIFIED: []}
         for i, r in sorted(self.view.items()):
             if i in self.ends and not r.draining and r.ready:
-                found[r.role].append(
-                    Candidate(LeaderId(i), load=self.loads.get(i), in_flight=self.in_flight.get(i, 0))
-                )
+                found[r.role].append(Candidate(i, load=self.loads.get(i), in_flight=self.in_flight.get(i, 0)))
         return found
 
     def _place(self, call: Call) -> None:
@@ -229,22 +224,22 @@ class FrontNode(Process):
         self.deployment.checks.placed(call, (prefill, decode), there)
         call.ticket, call.room = ticket, ticket.room
         call.rooms.append(ticket.room)
-        call.legs = {decode.incarnation: Role.DECODE, prefill.incarnation: Role.PREFILL}
+        call.legs = {decode: Role.DECODE, prefill: Role.PREFILL}
         if prefill == decode:
-            call.legs = {decode.incarnation: Role.DECODE}
+            call.legs = {decode: Role.DECODE}
         self.deployment.rooms[ticket.room] = call
-        route = {self.me, prefill.incarnation, decode.incarnation}
+        route = {self.me, prefill, decode}
         self.deployment.causes.placed(ticket.room, call, route)
         # One that somebody repeats before it was used would rob an innocent request, and nobody could know.
         late_s = max(wanted.leg_delay_s) if attempts.number == 0 else 0.0
         self.after(late_s, self.placed.append, ticket)
-        for incarnation, role in call.legs.items():
-            self.in_flight[incarnation] = self.in_flight.get(incarnation, 0) + 1
+        for leader, role in call.legs.items():
+            self.in_flight[leader] = self.in_flight.get(leader, 0) + 1
             delay_s = wanted.leg_delay_s[role is Role.PREFILL] if attempts.number == 0 else 0.0
             if delay_s:
-                self.after(delay_s, self._submit, call, attempts.number, incarnation, ticket)
+                self.after(delay_s, self._submit, call, attempts.number, leader, ticket)
             else:
-                self._submit(call, attempts.number, incarnation, ticket)
+                self._submit(call, attempts.number, leader, ticket)
 
     def _ticket(self, call: Call, room: int, prefill: LeaderId, decode: LeaderId) -> Ticket:
         bad, budget_s, attempt = call.wanted.bad, call.deadline - self.world.now, call.attempts.number
@@ -263,41 +258,43 @@ class FrontNode(Process):
         elif bad == "repeated ticket" and self.placed:
             return self.placed[self.rng.randrange(len(self.placed))]
         ticket = Ticket(room=room, attempt=attempt, prefill=prefill, decode=decode, budget_s=budget_s)
-        return sign(ticket, self.deployment.secret or b"", self.me) if 0 <= room < 2**64 else ticket
+        return (
+            sign(ticket, self.deployment.secret or b"", self.me.incarnation) if 0 <= room < 2**64 else ticket
+        )
 
-    def _submit(self, call: Call, attempt: int, incarnation: Incarnation, ticket: Ticket) -> None:
-        if call.outcome or call.attempts.number != attempt or incarnation not in call.legs:
+    def _submit(self, call: Call, attempt: int, leader: LeaderId, ticket: Ticket) -> None:
+        if call.outcome or call.attempts.number != attempt or leader not in call.legs:
             return
         wanted, request = call.wanted, call.request
         prompt = wanted.prompt
-        if wanted.bad == "mixed legs" and call.legs[incarnation] is Role.PREFILL:
+        if wanted.bad == "mixed legs" and call.legs[leader] is Role.PREFILL:
             prompt = [(prompt[0] + 1) % VOCAB, *prompt[1:]]  # a router has mixed up two requests
             request = replace(request, prompt=prompt)
-        end = self.ends.get(incarnation)
+        end = self.ends.get(leader)
         if end is None:
             gone = PeerLost("the session ended", origin=self.name, phase="submit").info
-            self._leg_failed(call, incarnation, gone)
+            self._leg_failed(call, leader, gone)
             return
-        nearer = wanted.leg_budget_s[call.legs[incarnation] is Role.PREFILL]
+        nearer = wanted.leg_budget_s[call.legs[leader] is Role.PREFILL]
         if nearer is not None and ticket.prefill != ticket.decode and not wanted.bad:
             ticket = replace(ticket, budget_s=min(ticket.budget_s, nearer), signature=b"")
-            ticket = sign(ticket, self.deployment.secret or b"", self.me)
+            ticket = sign(ticket, self.deployment.secret or b"", self.me.incarnation)
         self.deployment.causes.submitted(ticket.room, ticket.budget_s)
-        self.world.note(self.name, f"submit room={ticket.room:x} {request.request_id} to {incarnation[:8]}")
+        self.world.note(self.name, f"submit room={ticket.room:x} {request.request_id} to {leader}")
         end.send(Submit(request, ticket))
         if wanted.bad == "repeated id":
             end.send(Submit(request, ticket))
 
     # ---- what comes back -----------------------------------------------------------------------
 
-    def _received(self, leader: Incarnation, message: object) -> None:
+    def _received(self, leader: LeaderId, message: object) -> None:
         if isinstance(message, Load):
             self.loads[leader] = message
         elif isinstance(message, Outputs):
             for output in message.outputs:
                 self._output(leader, output)
 
-    def _output(self, leader: Incarnation, output: Output) -> None:
+    def _output(self, leader: LeaderId, output: Output) -> None:
         name = output.request_id.partition("~")[0]
         call = self.calls.get(name)
         if call is None or call.outcome or leader not in call.legs:
@@ -325,14 +322,14 @@ class FrontNode(Process):
         if output.finish is not None:
             self._end(call, "done")
 
-    def _leg_failed(self, call: Call, leader: Incarnation, error: ErrorInfo) -> None:
+    def _leg_failed(self, call: Call, leader: LeaderId, error: ErrorInfo) -> None:
         role = call.legs.pop(leader)
         self._left(leader)
         if role is Role.PREFILL and call.begun:
             return  # decode has everything: prefill's end no longer matters
         self._cancel(call, error)
         left_s = call.deadline - self.world.now
-        follows = call.attempts.failed(error, LeaderId(leader))
+        follows = call.attempts.failed(error, leader)
         if follows is Next.END or left_s < 0.05:
             self._end(call, "failed", call.attempts.root_cause(error))
             return
@@ -340,7 +337,7 @@ class FrontNode(Process):
         call.patient_until = self.world.now + PATIENCE_S * call.attempts.reported_by_peer
         self.after(0.01, self._place, call)
 
-    def _left(self, leader: Incarnation) -> None:
+    def _left(self, leader: LeaderId) -> None:
         self.in_flight[leader] -= 1
         if not self.in_flight[leader]:
             del self.in_flight[leader]

@@ -26,7 +26,7 @@ from segue.sim.http import SimHttp
 from segue.sim.leader import LeaderNode
 from segue.sim.loop import SimLoop
 from segue.sim.registry import CONNECT_S, HOST, PORT, TTL_S, URL
-from segue.sim.world import Process, SkewedClock, Violation
+from segue.sim.world import Process, SkewedClock, Violation, new_leader
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -52,7 +52,7 @@ class Guest(Process):
         self.loop = SimLoop(self, self.clock, deployment.network, host)  # type: ignore[abstract]
         self._registry = registry = deployment.registry.node
         #: a registry that has started anew has not heard of everybody
-        self._heard = registry is not None and node.me in registry.store._entries
+        self._heard = registry is not None and node.me.incarnation in registry.store._entries
 
     def start(self) -> None:
         """Begin."""
@@ -187,7 +187,7 @@ async def _past(guest: Guest) -> None:
     client = guest.client()
     mine = replace(
         guest.node.record(),
-        incarnation=Incarnation(f"{guest.rng.getrandbits(128):032x}"),
+        incarnation=new_leader(guest.rng).incarnation,
         replicas=[ReplicaRecord(dp_rank=0, host="127.0.6.1", port=1)],
         # It is never ready, so nobody is told of it.
         dp_size=2,
@@ -214,7 +214,7 @@ async def _wrong_secret(guest: Guest) -> None:
     await guest.told(client.register(guest.record()), ErrorCode.UNAUTHORIZED)
     await guest.told(anext(client.watch()), ErrorCode.UNAUTHORIZED)
     await guest.told(client.resolve_room(7, 1.0), ErrorCode.UNAUTHORIZED)
-    await client.leave(guest.node.me)
+    await client.leave(guest.node.me.incarnation)
     if client.last_error is None or client.last_error.info.code is not ErrorCode.UNAUTHORIZED:
         guest.wrong("could say that somebody else has left")
 
@@ -230,7 +230,7 @@ async def _elsewhere(guest: Guest) -> None:
 
 async def _rooms(guest: Guest) -> None:
     """Who asks for a room before, while and after it has an owner."""
-    one, two, me = guest.client(), guest.client(), LeaderId(guest.node.me, 0)
+    one, two, me = guest.client(), guest.client(), guest.node.me
     room, ttl_s = guest.rng.getrandbits(63) | 1, guest.rng.choice((1.0, 2.0))
     waiting = asyncio.ensure_future(one.resolve_room(room, 4.0))
     await asyncio.sleep(guest.rng.random())
@@ -240,16 +240,16 @@ async def _rooms(guest: Guest) -> None:
     if found != me:
         guest.wrong(f"room {room} belongs to {found}, not to {me}")
     await guest.told(two.register_room(room, me, ttl_s))
-    other = LeaderId(guest.node.me, 3)
+    other = LeaderId(guest.node.me.incarnation, 3)
     await guest.told(two.register_room(room, other, ttl_s), ErrorCode.DP_RANK_OUT_OF_RANGE)
     registry = guest.deployment.registry.node
     heard = registry.store._entries if registry is not None else {}
     for instance, member in guest.deployment.registry.members.items():
         if not isinstance(instance, LeaderNode) or instance is guest.node:
             continue
-        if instance.me in heard and not member.left and instance.alive:
+        if instance.me.incarnation in heard and not member.left and instance.alive:
             await guest.told(
-                two.register_room(room, LeaderId(instance.me, 0), ttl_s),
+                two.register_room(room, instance.me, ttl_s),
                 ErrorCode.DP_RANK_CONFLICT,
                 *((ErrorCode.NOT_FOUND,) if instance.was_paused or instance.died_at else ()),
             )
@@ -295,7 +295,7 @@ async def _queries(guest: Guest) -> None:
     """Queries that no client of ours would ask, and the status of each answer."""
     secret = guest.deployment.secret
     headers = {} if secret is None else {"Authorization": f"Bearer {bearer_token(secret)}"}
-    me = guest.node.me
+    me = guest.node.me.incarnation
     rank, body = f"/v1/instances/{me}/ranks/0", msgspec.json.encode(guest.record())
     async with httpx.AsyncClient(base_url=URL, transport=SimHttp(guest.loop), headers=headers) as client:
         for method, path, content, more, status in (
@@ -377,7 +377,7 @@ async def _in_process(guest: Guest) -> None:
         return
     local = LocalRegistry(registry.store, limits=Limits(), clock=registry.clock)
     records = [record async for record in _first(local)]
-    if guest.undisturbed and guest.node.me not in {record.incarnation for record in records}:
+    if guest.undisturbed and guest.node.me.incarnation not in {record.incarnation for record in records}:
         guest.wrong("is not listed")
     await local.aclose()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from segue.core.errors import ErrorInfo, Internal
-from segue.core.types import Incarnation, KVPoll, Role, TransferId
+from segue.core.types import KVPoll, LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Destination, Drained, Metadata
 from segue.sim.answer_checks import AnswerChecks
@@ -57,18 +57,18 @@ class Checks(AnswerChecks, RequestChecks):
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.world = deployment.world
-        #: (incarnation, transfer) → half
-        self.halves: dict[tuple[Incarnation, TransferId], Half] = {}
-        self.open: dict[tuple[Incarnation, TransferId], Half] = {}
-        self.reads: dict[tuple[Incarnation, Incarnation, int], TransferId] = {}
+        #: (leader, transfer) → half
+        self.halves: dict[tuple[LeaderId, TransferId], Half] = {}
+        self.open: dict[tuple[LeaderId, TransferId], Half] = {}
+        self.reads: dict[tuple[LeaderId, LeaderId, int], TransferId] = {}
         self.flips = BitFlips(deployment.counts)
         #: room whose metadata was spoiled on its way → what is wrong with it
         self.spoiled: dict[int, str] = {}
         #: rooms of which a half was told something wrong by its peer
         self.misheard: set[int] = set()
         self._turns = 0
-        self._placed: dict[tuple[Incarnation, TransferId], tuple[int, float]] = {}
-        self._orphaned: dict[tuple[Incarnation, TransferId], float] = {}
+        self._placed: dict[tuple[LeaderId, TransferId], tuple[int, float]] = {}
+        self._orphaned: dict[tuple[LeaderId, TransferId], float] = {}
         self._standing: set[LeaderNode] = set()
         timing = deployment.timing
         #: within which one side learns of the other's end (16) or gets its memory back (18)
@@ -246,7 +246,7 @@ class Checks(AnswerChecks, RequestChecks):
                 "4", f"{node.name} says {transfer} is drained while a write runs", (transfer.room,)
             )
 
-    def reading(self, node: KVNode, peer: Incarnation, epoch: int, pages: set[int]) -> None:
+    def reading(self, node: KVNode, peer: LeaderId, epoch: int, pages: set[int]) -> None:
         """3: what the transport reads on prefill is still the hand-off's own."""
         transfer = self.reads.get((node.me, peer, epoch))
         if transfer is None:
@@ -416,7 +416,7 @@ class Checks(AnswerChecks, RequestChecks):
             if not leader.paused and not leader.busy and any(leader.scheduler.sizes().values()):
                 self.node(leader)
                 self._stands(leader)
-        lives = self.deployment.by_incarnation
+        lives = self.deployment.by_leader
         for (me, transfer), half in list(self.open.items()):
             node = half.node
             if not node.alive:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.handles import Change
+from segue.conn.transports import rank_name
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage, Load
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import ChecksumMode, Incarnation, Role
+from segue.core.types import ChecksumMode, Incarnation, LeaderId, RankId, Role
 from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.roles.scheduler import Scheduler
@@ -33,7 +34,7 @@ from segue.sim.faults import Injected, NodeFaults
 from segue.sim.loop import SimLoop
 from segue.sim.runtime import SimIo, SimSessionNode
 from segue.sim.timing import Timing
-from segue.sim.world import Process, SkewedClock, Violation
+from segue.sim.world import Process, SkewedClock, Violation, new_leader
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -133,7 +134,7 @@ class Fronts(FrontendSessions):
     def closed(self, session: Session, error: SegueError) -> None:
         """As production; a frontend that was given up because it was stopped or cut off is counted."""
         node, deployment = self._node, self._node.deployment
-        front = deployment.by_incarnation[session.peer.incarnation]
+        front = deployment.by_leader[session.peer.leader]
         if "silent" in error.info.text and (front.paused or deployment.network.blocked(front, node)):
             deployment.counts["silent frontends"] += 1
         super().closed(session, error)
@@ -163,8 +164,8 @@ class LeaderNode(Process):
         self.deployment = deployment
         self.spec = spec
         self.rng: random.Random = deployment.world.rng(f"node {self.name}")
-        self.me = Incarnation(f"{self.rng.getrandbits(128):032x}")
-        self.peer_name = f"{self.me}/0"
+        self.me = new_leader(self.rng)
+        self.peer_name = rank_name(RankId(self.me))
         self.world_timing: Timing = deployment.timing
         self.skewed = SkewedClock(deployment.world, spec.clock_offset_s, spec.clock_rate)
         self.clock: Clock = self.skewed
@@ -207,7 +208,7 @@ class LeaderNode(Process):
     def _common(self) -> dict[str, Any]:
         return {
             "me": self.me,
-            "name": f"{self.spec.role.value} {self.me[:8]}",
+            "name": f"{self.spec.role.value} {self.me}",
             "limits": self.limits,
             "chunk_tokens": self.spec.chunk_tokens,
             "secret": self.deployment.secret or b"",
@@ -216,9 +217,8 @@ class LeaderNode(Process):
     def _listen(self) -> None:
         self._node: SessionNode = SimSessionNode(
             loop=self.loop,
-            incarnation=self.me,
+            me=self.me,
             role=self.spec.role,
-            dp_rank=0,
             secret=self.deployment.secret,
             handler=self.fronts,
             message_type=ControlMessage,
@@ -229,15 +229,15 @@ class LeaderNode(Process):
     def record(self) -> InstanceRecord:
         """What the registry is told."""
         return InstanceRecord(
-            incarnation=self.me,
+            incarnation=self.me.incarnation,
             role=self.spec.role,
             model=self.spec.model,
             served_model="m",
             context_tokens=CONTEXT_TOKENS,
-            replicas=[ReplicaRecord(dp_rank=0, host=self.host, port=self.port)],
+            replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.host, port=self.port)],
         )
 
-    def instances_changed(self, found: dict[Incarnation, InstanceRecord]) -> None:
+    def instances_changed(self, found: dict[LeaderId, InstanceRecord]) -> None:
         """The registry's topology; only some follow it."""
 
     # ---- the leader's thread ---------------------------------------------------------------------

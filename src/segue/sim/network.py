@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from segue.core.types import Incarnation
+from segue.core.types import LeaderId
 from segue.sim.tcp import Connection, Listener, Socket
 from segue.sim.timing import Timing
 from segue.sim.world import Process, World
@@ -24,9 +24,9 @@ class Network:
         self.timing = timing
         self.opened = 0
         self.live: dict[Process, dict[Socket, None]] = {}
-        #: what is true of an incarnation, whatever others believe: its process, and where it listens
-        self.processes: dict[Incarnation, Process] = {}
-        self.places: dict[Incarnation, tuple[str, int]] = {}
+        #: what is true of a leader, whatever others believe: its process, and where it listens
+        self.processes: dict[LeaderId, Process] = {}
+        self.places: dict[LeaderId, tuple[str, int]] = {}
         self._listeners: dict[tuple[str, int], Listener] = {}
         #: since when nothing gets from the first to the second
         self._blocked: dict[tuple[Process, Process], float] = {}

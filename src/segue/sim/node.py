@@ -16,7 +16,7 @@ from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
 from segue.conn.threads import ThreadPerCall
 from segue.core.errors import SegueError
-from segue.core.types import Incarnation, Role, TransferId
+from segue.core.types import LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
@@ -139,7 +139,7 @@ class SimManager(KVManager):
         message, lost = self._sim_node.faults.metadata(metadata)
         if lost:
             deployment = self._sim_node.deployment
-            deployment.break_session(self._sim_node, deployment.by_incarnation[effect.peer])
+            deployment.break_session(self._sim_node, deployment.by_leader[effect.peer])
         return replace(effect, message=message)
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
@@ -151,8 +151,8 @@ class SimManager(KVManager):
 
     def opened(self, session: Session) -> None:
         super().opened(session)
-        node, me = self._sim_node, session.peer.incarnation
-        peer = node.deployment.by_incarnation[me]
+        node, me = self._sim_node, session.peer.leader
+        peer = node.deployment.by_leader[me]
         if me in self._peers and isinstance(peer, KVNode):
             node.checked(node.deployment.checks.joined, node, peer)
 
@@ -230,7 +230,7 @@ class KVNode(LeaderNode):
     scheduler: PrefillScheduler | DecodeScheduler
 
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
-        self.paths: dict[Incarnation, DataPath] = {}
+        self.paths: dict[LeaderId, DataPath] = {}
         self.hearing = Hearing(self)
         #: when the last checksum that a fault made slow has been computed: they wait for one another
         self.reads_until = 0.0
@@ -239,7 +239,7 @@ class KVNode(LeaderNode):
         self.grants: Sized = ()
         self.transport: SimTransport
         self._pool_at = 0
-        self._targets: dict[Incarnation, InstanceRecord] = {}
+        self._targets: dict[LeaderId, InstanceRecord] = {}
         super().__init__(deployment, spec, life)
 
     def _make_scheduler(self) -> Scheduler:
@@ -253,7 +253,7 @@ class KVNode(LeaderNode):
             secret=self.deployment.secret,
             kv_checksum=self.spec.kv_checksum,
             limits=self.limits,
-            incarnation=self.me,
+            me=self.me,
         )
         rng = self.deployment.world.rng(f"dialer {self.name}")
         runtime = Runtime(
@@ -298,7 +298,7 @@ class KVNode(LeaderNode):
         return self.manager._handles
 
     @property
-    def peers(self) -> dict[Incarnation, Any]:
+    def peers(self) -> dict[LeaderId, Any]:
         """The peers that hand-offs are possible with now."""
         return self.manager._peers
 
@@ -325,7 +325,7 @@ class KVNode(LeaderNode):
         offset = address - self._pool_at
         return offset if 0 <= offset <= self.engine.spec.nbytes - nbytes else None
 
-    def check_source(self, peer: Incarnation, epoch: int, ranges: list[tuple[int, int]]) -> None:
+    def check_source(self, peer: LeaderId, epoch: int, ranges: list[tuple[int, int]]) -> None:
         """Invariant 3, on prefill: what is being read still belongs to its hand-off."""
         pages = {page for at, size in ranges for page in self.pages_at(at, size)}
         self.deployment.checks.reading(self, peer, epoch, pages)
@@ -341,14 +341,14 @@ class KVNode(LeaderNode):
 
     # ---- the registry ------------------------------------------------------------------------------
 
-    def instances_changed(self, found: dict[Incarnation, InstanceRecord]) -> None:
+    def instances_changed(self, found: dict[LeaderId, InstanceRecord]) -> None:
         """As `Instance._follow_prefill`: decode keeps a session to every prefill leader, and no other."""
         if self.spec.role is not Role.DECODE:
             return
         now = {i: r for i, r in found.items() if r.role is Role.PREFILL}
-        for incarnation in sorted(self._targets.keys() - now.keys()):
-            self.manager.remove_peer(incarnation)
-        for incarnation in sorted(now.keys() - self._targets.keys()):
-            replica = now[incarnation].replicas[0]
-            self.manager.add_peer(incarnation, replica.host, replica.port)
+        for leader in sorted(self._targets.keys() - now.keys()):
+            self.manager.remove_peer(leader)
+        for leader in sorted(now.keys() - self._targets.keys()):
+            where = dict(now[leader].leaders())[leader]
+            self.manager.add_peer(leader, where.host, where.port)
         self._targets = now

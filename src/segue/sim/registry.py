@@ -18,7 +18,7 @@ from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import AwakeClock
 from segue.core.errors import DpRankConflict, ErrorCode, SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.sim.front import FrontNode
 from segue.sim.http import SimGuardedServer, SimHttp
 from segue.sim.leader import LeaderNode
@@ -84,7 +84,7 @@ class CheckedStore(RegistryStore):
         """As production. But whoever knows the secret is believed about somebody whom this registry does not
         know, and no guest is to harm anybody: what is not true is refused then, as it is otherwise."""
         self.expire()
-        process = self.deployment.by_incarnation.get(record.incarnation)
+        process = self.deployment.by_leader.get(LeaderId(record.incarnation, dp_rank))
         by_guest = record in self.deployment.registry.said_by_guests
         if by_guest and isinstance(process, LeaderNode) and record.incarnation not in self._entries:
             honest = process.alive and record == process.record()
@@ -154,7 +154,7 @@ class Member:
         self.joined_at: float | None = None
         self.left = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.view: dict[Incarnation, InstanceRecord] = {}
+        self.view: dict[LeaderId, InstanceRecord] = {}
         self.client = RegistryClient(
             URL,
             secret=deployment.secret,
@@ -195,7 +195,7 @@ class Member:
         self.joined_at = self.deployment.world.now
         if node.draining:
             self.say_draining()
-        self._spawn(self._or_drain("keep-alive", self.client.keep_alive, node.me))
+        self._spawn(self._or_drain("keep-alive", self.client.keep_alive, node.me.incarnation))
         if isinstance(node, KVNode) and node.spec.role is Role.DECODE:
             self._spawn(self._or_drain("watch", self._follow, Role.PREFILL))
 
@@ -215,12 +215,12 @@ class Member:
         """SIGTERM: say that nothing new is taken."""
         node = self.process
         if self.joined_at is not None and not self.left:
-            self._spawn(self._or_drain("drain", self.client.set_draining, node.me, True))
+            self._spawn(self._or_drain("drain", self.client.set_draining, node.me.incarnation, True))
 
     async def leave(self) -> None:
         """As `Instance._leave`."""
         self.left = True
-        await self.client.leave(self.process.me)
+        await self.client.leave(self.process.me.incarnation)
         for task in self._tasks:
             task.cancel()
         await self.client.aclose()
@@ -231,7 +231,7 @@ class Member:
         while not self.left:
             try:
                 async for records in self.client.watch(role):
-                    self.view = {record.incarnation: record for record in records}
+                    self.view = {leader: record for record in records for leader, _ in record.leaders()}
                     self.process.instances_changed(self.view)
                 return
             except SegueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from segue.core.control import Submit
-from segue.core.types import Incarnation, KVPoll, TransferId
+from segue.core.types import KVPoll, LeaderId, TransferId
 from segue.handoff import events
 from segue.serve.leader import FromFrontend, FrontendGone, Item
 from segue.sim.world import Violation
@@ -23,8 +23,8 @@ class RequestChecks:
     world: World
     #: who stood still when last looked at, and has had no turn since
     _standing: set[LeaderNode]
-    #: (incarnation, ticket) → the one job it has placed, and until when it may place no other
-    _placed: dict[tuple[Incarnation, TransferId], tuple[int, float]]
+    #: (leader, ticket) → the one job it has placed, and until when it may place no other
+    _placed: dict[tuple[LeaderId, TransferId], tuple[int, float]]
 
     def _tickets(self, node: LeaderNode) -> None:
         """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
@@ -46,7 +46,7 @@ class RequestChecks:
         if node.was_paused:
             return
         for job in scheduler.requests.values():
-            front = self.deployment.by_incarnation.get(job.origin)
+            front = self.deployment.by_leader.get(LeaderId(job.origin))
             if job.ended or front is None or not self._is_gone(node, front):
                 continue
             state = "silent" if front.alive else "dead"

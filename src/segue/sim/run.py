@@ -165,7 +165,7 @@ def describe(what: Any) -> str:
         return f"← {describe(what.message)}"
     if isinstance(what, events.PeerUp | events.PeerDown):
         why = f" dead={what.dead} ({what.error.text})" if isinstance(what, events.PeerDown) else ""
-        return f"{type(what).__name__} {what.peer[:8]}{why}"
+        return f"{type(what).__name__} {what.peer}{why}"
     parts = [type(what).__name__]
     if isinstance(what, events.Effect):
         parts.insert(0, " ")

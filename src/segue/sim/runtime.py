@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from segue.conn.io import LoopIo
 from segue.core.errors import ErrorCode
-from segue.core.types import Incarnation
+from segue.core.types import LeaderId
 from segue.session.api import Session
 from segue.session.connection import Connection
 from segue.session.node import SessionNode
@@ -103,14 +103,14 @@ class SimWorker:
 
 class SimSessionNode(SessionNode):
     """Production's node, listening in the simulated network, and what 13 says of its sessions: each is with
-    the incarnation that was asked for, nobody is said to be gone who is there and could say so, and two
-    incarnations at one address are never both taken for alive."""
+    the leader that was asked for, nobody is said to be gone who is there and could say so, and two
+    leaders at one address are never both taken for alive."""
 
     def __init__(self, *, loop: SimLoop, **options: Any) -> None:
         rng = loop.process.world.rng(f"nonces {loop.process.name}")
         super().__init__(**options, random_bytes=rng.randbytes)
         self._sim_loop = loop
-        loop.network.processes[self.incarnation] = loop.process
+        loop.network.processes[self.me] = loop.process
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Bind nothing; the network is what we accept from. Behind an address translator it listens
@@ -119,11 +119,11 @@ class SimSessionNode(SessionNode):
         listener = self._sim_loop.network.listen(self._sim_loop, port)
         everywhere = "0.0.0.0" if self._sim_loop.network.translator else host
         self._listen_on(listener, everywhere, port)  # type: ignore[arg-type]
-        self._sim_loop.network.places[self.incarnation] = (host, port)
+        self._sim_loop.network.places[self.me] = (host, port)
         return host, port
 
     async def connect(
-        self, host: str, port: int, *, expect: Incarnation | None = None, timeout_s: float
+        self, host: str, port: int, *, expect: LeaderId | None = None, timeout_s: float
     ) -> Session:
         """As production; an address is not a peer."""
         faults = getattr(self._sim_loop.process, "faults", None)
@@ -131,8 +131,8 @@ class SimSessionNode(SessionNode):
             faults.dial_fails -= 1
             raise Injected("injected into a dial")
         session = await super().connect(host, port, expect=expect, timeout_s=timeout_s)
-        if expect is not None and session.peer.incarnation != expect:
-            self._wrong(f"dialled {expect[:8]} and took {session.peer.incarnation[:8]} for it")
+        if expect is not None and session.peer.leader != expect:
+            self._wrong(f"dialled {expect} and took {session.peer.leader} for it")
         return session
 
     def authenticated(self, connection: Connection) -> None:
@@ -141,16 +141,16 @@ class SimSessionNode(SessionNode):
             super().authenticated(connection)
         finally:
             hello, places = connection.handshake.peer, self._sim_loop.network.places
-            place = places.get(hello.incarnation) if hello is not None else None
+            place = places.get(hello.leader) if hello is not None else None
             for other in self._open:
-                if hello is not None and other != hello.incarnation and place and places.get(other) == place:
-                    self._wrong(f"keeps {other[:8]} where it has just met {hello.incarnation[:8]}: {place}")
+                if hello is not None and other != hello.leader and place and places.get(other) == place:
+                    self._wrong(f"keeps {other} where it has just met {hello.leader}: {place}")
 
     def ended(self, connection: Connection) -> None:
         """As production."""
         hello, error = connection.handshake.peer, connection.error
-        open_here = hello is not None and self._open.get(hello.incarnation) is connection
-        who = hello.incarnation if hello is not None and open_here else connection.expect
+        open_here = hello is not None and self._open.get(hello.leader) is connection
+        who = hello.leader if hello is not None and open_here else connection.expect
         super().ended(connection)
         if who is None or error is None:
             return
@@ -158,9 +158,9 @@ class SimSessionNode(SessionNode):
         peer, us = network.processes[who], self._sim_loop.process
         could_speak = peer.alive and not (peer.was_paused or us.was_paused or network.ever_blocked)
         if open_here and could_speak and "silent" in error.info.text:
-            self._wrong(f"takes {who[:8]} for dead, which nothing kept from speaking: {error}")
+            self._wrong(f"takes {who} for dead, which nothing kept from speaking: {error}")
         if error.info.code is ErrorCode.PEER_RESTARTED and peer.alive:
-            self._wrong(f"says that {who[:8]} was restarted, which lives: {error}")
+            self._wrong(f"says that {who} was restarted, which lives: {error}")
 
     def _wrong(self, text: str) -> None:
         process = self._sim_loop.process

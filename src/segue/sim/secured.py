@@ -14,10 +14,10 @@ from typing import Any
 from segue.core.config import TlsConfig
 from segue.core.control import Cancel
 from segue.core.errors import AbortedByClient, ConfigError, ErrorCode, SegueError
-from segue.core.types import Incarnation
 from segue.session.node import SessionNode
 from segue.session.tls import Tls, from_config, load
 from segue.sim.visitor import Visitor
+from segue.sim.world import new_leader
 
 #: A key and a certificate for each address that a visitor may come from.
 OURS = """\
@@ -91,8 +91,8 @@ class Secured(Visitor):
         listener: Any = self.loop.network.listen(self.loop, port)
         server = self.node(tls=_contexts(*theirs)[1])
         server._listen_on(listener, host, port)
-        other = Incarnation(f"{self.rng.getrandbits(128):032x}")
-        client = self.node(incarnation=other, tls=None if mine is None else _contexts(*mine)[1])
+        other = new_leader(self.rng)
+        client = self.node(me=other, tls=None if mine is None else _contexts(*mine)[1])
         try:
             session = await client.connect(host, port, timeout_s=10.0)
         except SegueError as error:

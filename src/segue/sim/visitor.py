@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from segue.core.control import ControlMessage
 from segue.core.errors import ErrorCode, PeerRefused, SegueError
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import LeaderId, Role
 from segue.session.api import PeerInfo, Session
 from segue.session.connection import Connection
 from segue.session.frames import (
@@ -28,7 +28,7 @@ from segue.session.inbox import Inbox
 from segue.session.node import SessionNode
 from segue.sim.leader import LeaderNode
 from segue.sim.loop import SimLoop
-from segue.sim.world import Process, SkewedClock, Violation
+from segue.sim.world import Process, SkewedClock, Violation, new_leader
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -94,13 +94,13 @@ class Visitor(Process):
         self.kind = kind
         self._work = work
         self.rng = deployment.world.rng(name)
-        self.me = Incarnation(f"{self.rng.getrandbits(128):032x}")
+        self.me = new_leader(self.rng)
         clock = SkewedClock(deployment.world, 0.0, 1.0)
         host = f"127.0.4.{1 + self.rng.randrange(3)}"
         self.loop = SimLoop(self, clock, deployment.network, host)  # type: ignore[abstract]
         self.ends: list[SegueError] = []
         self.sessions_ended = asyncio.Event()
-        deployment.by_incarnation[self.me] = self
+        deployment.by_leader[self.me] = self
         deployment.network.processes[self.me] = self
 
     def start(self) -> None:
@@ -205,9 +205,9 @@ class Visitor(Process):
     def my_hello(self, **changes: Any) -> Hello:
         """Our claims."""
         claims: dict[str, Any] = {
-            "incarnation": self.me,
+            "incarnation": self.me.incarnation,
             "role": Role.FRONTEND,
-            "dp_rank": 0,
+            "dp_rank": self.me.dp_rank,
             "advertised": "",
             "nonce": self.rng.randbytes(NONCE_BYTES),
             "keyed": self.deployment.secret is not None,
@@ -224,21 +224,20 @@ class Visitor(Process):
             )
         timing = self.deployment.timing
         given: dict[str, Any] = {
-            "incarnation": self.me,
+            "me": self.me,
             "role": Role.FRONTEND,
             "limits": Limits(keepalive_s=timing.keepalive_s, peer_silence_s=timing.silence_s),
             "message_type": ControlMessage,
         }
         return SessionNode(
             **{**given, **options},
-            dp_rank=0,
             secret=secret,
             handler=self,
             random_bytes=self.rng.randbytes,
         )
 
     async def dials(
-        self, node: SessionNode, *codes: ErrorCode, expect: Incarnation | None = None
+        self, node: SessionNode, *codes: ErrorCode, expect: LeaderId | None = None
     ) -> Connection | None:
         """A session with the target, which is refused with one of `codes`, or given if there are none."""
         try:

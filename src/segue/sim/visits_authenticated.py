@@ -9,7 +9,7 @@ from typing import Any
 
 from segue.core.control import Cancel
 from segue.core.errors import AbortedByClient, ErrorCode, SegueError
-from segue.core.types import Incarnation, Role
+from segue.core.types import Role
 from segue.session.frames import (
     KIND_MESSAGE,
     KIND_SESSION,
@@ -21,6 +21,7 @@ from segue.session.frames import (
 from segue.session.tls import Tls
 from segue.sim.visitor import RawConnection, Visitor, Visits
 from segue.sim.visits_unauthenticated import changed_frame, header_of
+from segue.sim.world import new_leader
 
 AUTHENTICATED = Visits()
 
@@ -57,13 +58,13 @@ async def _tls_there(visitor: Visitor) -> None:
     listener: Any = visitor.loop.network.listen(visitor.loop, port)
     node = visitor.node(tls=tls_of_nobody())
     node._listen_on(listener, host, port)
-    other = Incarnation(f"{visitor.rng.getrandbits(128):032x}")
+    other = new_leader(visitor.rng)
     for tls, codes in (
         (None, (ErrorCode.PEER_REFUSED,)),
         (tls_of_nobody(), (ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.UNAUTHORIZED)),
     ):
         try:
-            await visitor.node(incarnation=other, tls=tls).connect(host, port, timeout_s=10.0)
+            await visitor.node(me=other, tls=tls).connect(host, port, timeout_s=10.0)
         except SegueError as error:
             if error.info.code not in codes:
                 visitor.wrong(f"was told {error}")
@@ -88,7 +89,7 @@ async def _role(visitor: Visitor) -> None:
 
 @AUTHENTICATED.kind("expects another")
 async def _another(visitor: Visitor) -> None:
-    expected = Incarnation(f"{visitor.rng.getrandbits(128):032x}")
+    expected = new_leader(visitor.rng)
     await visitor.dials(visitor.node(), ErrorCode.PEER_RESTARTED, expect=expected)
 
 

@@ -85,7 +85,7 @@ def _wrong_key(visitor: Visitor) -> list[bytes]:
 
 
 def _itself(visitor: Visitor) -> list[bytes]:
-    return [encode_frame(visitor.my_hello(incarnation=visitor.target.me))]
+    return [encode_frame(visitor.my_hello(incarnation=visitor.target.me.incarnation))]
 
 
 def _false_proof(visitor: Visitor) -> list[bytes]:

@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from segue.core.types import Incarnation, LeaderId
+
 
 class Violation(AssertionError):
     """An invariant does not hold. `rule` is its number in `handoff.md`, or a short name."""
@@ -20,6 +22,11 @@ class Violation(AssertionError):
         super().__init__(f"[{rule}] {text}")
         self.rule = rule
         self.rooms = rooms
+
+
+def new_leader(rng: random.Random) -> LeaderId:
+    """A leader (or a frontend) in an incarnation of its own."""
+    return LeaderId(Incarnation(f"{rng.getrandbits(128):032x}"))
 
 
 class World:
