@@ -36,6 +36,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import whole_pages
 from segue.layout.spec import KVShape, PoolSpec
@@ -47,7 +48,7 @@ from segue.transport.memory import Memory, allocate
 SHAPE = KVShape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="bfloat16", item_bytes=2)
 TOKENS = 512
 EPOCH = 7
-WRITER, READER = "aa/0", "bb/0"
+WRITER, READER = (RankId(LeaderId(Incarnation(digit * 32))) for digit in "ab")
 
 
 class Hello(msgspec.Struct):

@@ -18,6 +18,8 @@ import numpy as np
 from conformance_tls import make_by_name
 
 from areas import whole
+from ranks import rank
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import PoolSpec
 from segue.transport.base import Endpoint, EventSink, Fenced, Transport, TransportEvent, WriteFailed, Written
@@ -31,7 +33,7 @@ E = TypeVar("E", bound=TransportEvent)
 class Side:
     """One transport with its memory and the events it told."""
 
-    def __init__(self, name: str, me: str, nbytes: int, net: FakeNet) -> None:
+    def __init__(self, name: RankId, me: RankId, nbytes: int, net: FakeNet) -> None:
         self.me = me
         self.log: list[TransportEvent] = []
         self._changed = threading.Condition()
@@ -86,7 +88,7 @@ class Side:
             (end,) = ends()
         return end
 
-    def fence(self, peer: str, epoch: int) -> Fenced:
+    def fence(self, peer: RankId, epoch: int) -> Fenced:
         self.transport.fence(peer, epoch)
         return self.take(Fenced, peer=peer, epoch=epoch)
 
@@ -100,7 +102,7 @@ class Side:
         return np.frombuffer(self.memory.buffer, np.uint8)
 
 
-def make(name: str, sink: EventSink, me: str, net: FakeNet) -> Transport:
+def make(name: RankId, sink: EventSink, me: RankId, net: FakeNet) -> Transport:
     if name == "fake":
         return FakeTransport(sink, me=me, net=net, copy=True)
     return make_by_name(name, sink, me)
@@ -109,10 +111,10 @@ def make(name: str, sink: EventSink, me: str, net: FakeNet) -> Transport:
 class Pair:
     """A connected writer and reader in this process."""
 
-    def __init__(self, name: str, nbytes: int, target_bytes: int | None = None) -> None:
+    def __init__(self, name: RankId, nbytes: int, target_bytes: int | None = None) -> None:
         self.net = FakeNet()
-        self.writer = Side(name, "aaaa/0", nbytes, self.net)
-        self.reader = Side(name, "bbbb/0", target_bytes or nbytes, self.net)
+        self.writer = Side(name, rank("aaaa"), nbytes, self.net)
+        self.reader = Side(name, rank("bbbb"), target_bytes or nbytes, self.net)
         self.writer.transport.connect(self.reader.me, self.reader.endpoint, 5)
 
     def grant(self, epoch: int) -> None:
@@ -133,10 +135,10 @@ class Pair:
 class PeerProcess:
     """A side in a process of its own (see `peer_process.py`), driven by lines of JSON."""
 
-    def __init__(self, name: str, me: str, nbytes: int) -> None:
+    def __init__(self, name: RankId, me: RankId, nbytes: int) -> None:
         script = Path(__file__).with_name("peer_process.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), name, me, str(nbytes)],
+            [sys.executable, str(script), name, msgspec.json.encode(me).decode(), str(nbytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -162,7 +164,7 @@ class PeerProcess:
 
     def tell(self, command: str, **arguments: object) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
+        self.process.stdin.write(msgspec.json.encode({"do": command, **arguments}).decode() + "\n")
         self.process.stdin.flush()
 
     def ask(self, command: str, **arguments: object) -> dict[str, object]:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from segue.core.types import RankId
 from segue.session.tls import load
 from segue.transport.base import EventSink, Transport
 from segue.transport.kinds import create
@@ -14,7 +15,7 @@ TCP_TLS = "tcp+tls"
 _VARIABLE = "CONFORMANCE_TLS_FOLDER"
 
 
-def make_by_name(name: str, sink: EventSink, me: str) -> Transport:
+def make_by_name(name: RankId, sink: EventSink, me: RankId) -> Transport:
     """`create`, which also knows `tcp+tls`."""
     if name != TCP_TLS:
         return create(name, sink, me=me)

@@ -9,10 +9,11 @@ import pytest
 from conformance_harness import Pair, PeerProcess, until
 from conformance_tls import TCP_TLS, make_files, remove_files
 
+from segue.core.types import RankId
 from segue.transport.kinds import NAMES, OK, available
 
 
-def marks(name: str, reason: str, test: str) -> list[pytest.MarkDecorator]:
+def marks(name: RankId, reason: str, test: str) -> list[pytest.MarkDecorator]:
     """Why `test` does not run now for the transport `name`, if it does not."""
     if reason != OK:
         return [pytest.mark.skip(f"{name}: {reason}")]
@@ -66,7 +67,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
-def pair(name: str) -> Iterator[Callable[..., Pair]]:
+def pair(name: RankId) -> Iterator[Callable[..., Pair]]:
     """Makes connected pairs of the transport and closes them."""
     pairs: list[Pair] = []
 
@@ -80,13 +81,13 @@ def pair(name: str) -> Iterator[Callable[..., Pair]]:
 
 
 @pytest.fixture
-def peer(name: str) -> Iterator[Callable[[str, int], PeerProcess]]:
+def peer(name: RankId) -> Iterator[Callable[[RankId, int], PeerProcess]]:
     """Starts processes that hold the other side, and ends them."""
     if name == "fake":
         pytest.skip("fake moves no byte between processes")
     peers: list[PeerProcess] = []
 
-    def start(me: str, nbytes: int) -> PeerProcess:
+    def start(me: RankId, nbytes: int) -> PeerProcess:
         peers.append(PeerProcess(name, me, nbytes))
         return peers[-1]
 

@@ -12,6 +12,7 @@ import numpy as np
 from conformance_tls import make_by_name
 
 from segue.core.errors import SegueError
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content, Plane
 from segue.transport.base import Endpoint, TransportEvent
@@ -28,36 +29,37 @@ def say(**line: object) -> None:
 
 def sink(event: TransportEvent) -> None:
     fields = {k: getattr(event, k) for k in ("peer", "epoch", "tag", "proven") if k in event.__slots__}
-    say(event=type(event).__name__, **fields)
+    say(event=type(event).__name__, **msgspec.to_builtins(fields))
 
 
-def main(name: str, me: str, nbytes: int) -> None:
+def main(name: RankId, me: RankId, nbytes: int) -> None:
     memory = allocate(nbytes)
     transport = make_by_name(name, sink, me)
     say(endpoint=msgspec.json.encode(transport.register(memory)).decode())
     for line in sys.stdin:
         command = json.loads(line)
+        peer = msgspec.convert(command.get("peer"), RankId | None)
         match command["do"]:
             case "connect":
                 try:
                     endpoint = msgspec.json.decode(command["endpoint"], type=Endpoint)
-                    transport.connect(command["peer"], endpoint, 5)
+                    transport.connect(peer, endpoint, 5)
                     say(connect="ok")
                 except SegueError as exc:
                     say(connect=str(exc))
             case "grant":
                 area = Content((Plane(0, 1, 1),), ((0, nbytes),))
-                transport.grant(command["peer"], command["epoch"], area)
+                transport.grant(peer, command["epoch"], area)
                 say(grant="ok")
             case "fence":
-                transport.fence(command["peer"], command["epoch"])
+                transport.fence(peer, command["epoch"])
             case "fill":
                 np.frombuffer(memory.buffer, np.uint8)[:] = command["byte"]
                 say(fill="ok")
             case "write":
                 block = CopyBlock(*command["block"])
                 for tag in range(command.get("times", 1)):
-                    transport.write(command["peer"], command["epoch"], tag, [block])
+                    transport.write(peer, command["epoch"], tag, [block])
                 say(write="ok")
             case "count":
                 say(count=int(np.count_nonzero(np.frombuffer(memory.buffer, np.uint8) == command["byte"])))
@@ -67,4 +69,4 @@ def main(name: str, me: str, nbytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=RankId), int(sys.argv[3]))

@@ -12,19 +12,22 @@ import pytest
 from conformance_harness import PeerProcess, Side, until
 
 from areas import whole
+from ranks import rank
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import PeerGone, WriteFailed, Written
 from segue.transport.fake import FakeNet
 
 MiB = 2**20
-Peers = Callable[[str, int], PeerProcess]
+Peers = Callable[[RankId, int], PeerProcess]
+Sides = Callable[[RankId, int], Side]
 
 
 @pytest.fixture
-def side(name: str) -> Iterator[Callable[[str, int], Side]]:
+def side(name: str) -> Iterator[Sides]:
     sides: list[Side] = []
 
-    def make(me: str, nbytes: int) -> Side:
+    def make(me: RankId, nbytes: int) -> Side:
         sides.append(Side(name, me, nbytes, FakeNet()))
         return sides[-1]
 
@@ -38,8 +41,8 @@ def join(writer: PeerProcess, reader: Side) -> None:
     assert writer.ask("connect", peer=reader.me, endpoint=endpoint)["connect"] == "ok"
 
 
-def test_writes_from_another_process(peer: Peers, side: Callable[[str, int], Side]) -> None:
-    reader, writer = side("bbbb/0", 8 * MiB), peer("aaaa/0", 8 * MiB)
+def test_writes_from_another_process(peer: Peers, side: Sides) -> None:
+    reader, writer = side(rank("bbbb"), 8 * MiB), peer(rank("aaaa"), 8 * MiB)
     join(writer, reader)
     writer.ask("fill", byte=5)
     reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
@@ -49,8 +52,8 @@ def test_writes_from_another_process(peer: Peers, side: Callable[[str, int], Sid
     assert (reader.array[4096 : 4096 + 100] == 5).all()
 
 
-def test_writes_into_another_process(peer: Peers, side: Callable[[str, int], Side]) -> None:
-    writer, reader = side("aaaa/0", 8 * MiB), peer("bbbb/0", 8 * MiB)
+def test_writes_into_another_process(peer: Peers, side: Sides) -> None:
+    writer, reader = side(rank("aaaa"), 8 * MiB), peer(rank("bbbb"), 8 * MiB)
     writer.array[:] = 6
     writer.transport.connect(reader.me, reader.endpoint, 5)
     reader.ask("grant", peer=writer.me, epoch=3)
@@ -62,9 +65,9 @@ def test_writes_into_another_process(peer: Peers, side: Callable[[str, int], Sid
     assert reader.ask("count", byte=6)["count"] == 5 * MiB
 
 
-def test_a_writer_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Side]) -> None:
+def test_a_writer_killed_in_mid_write(peer: Peers, side: Sides) -> None:
     """`PeerGone(proven=True)`, and from then on not one byte changes."""
-    reader, writer = side("bbbb/0", 256 * MiB), peer("aaaa/0", 256 * MiB)
+    reader, writer = side(rank("bbbb"), 256 * MiB), peer(rank("aaaa"), 256 * MiB)
     join(writer, reader)
     writer.ask("fill", byte=5)
     reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
@@ -78,8 +81,8 @@ def test_a_writer_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Si
     assert not reader.array.any()
 
 
-def test_a_reader_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Side]) -> None:
-    writer, reader = side("aaaa/0", 256 * MiB), peer("bbbb/0", 256 * MiB)
+def test_a_reader_killed_in_mid_write(peer: Peers, side: Sides) -> None:
+    writer, reader = side(rank("aaaa"), 256 * MiB), peer(rank("bbbb"), 256 * MiB)
     writer.transport.connect(reader.me, reader.endpoint, 5)
     reader.ask("grant", peer=writer.me, epoch=3)
     for tag in range(200):  # more than can land before the kill, however late that comes
@@ -92,17 +95,17 @@ def test_a_reader_killed_in_mid_write(peer: Peers, side: Callable[[str, int], Si
     writer.fence(reader.me, 3)
 
 
-def test_an_idle_peer_that_dies_is_noticed(peer: Peers, side: Callable[[str, int], Side]) -> None:
-    reader, writer = side("bbbb/0", MiB), peer("aaaa/0", MiB)
+def test_an_idle_peer_that_dies_is_noticed(peer: Peers, side: Sides) -> None:
+    reader, writer = side(rank("bbbb"), MiB), peer(rank("aaaa"), MiB)
     join(writer, reader)
     writer.tell("vanish")
     assert reader.take(PeerGone, peer=writer.me).proven
     assert reader.fence(writer.me, 1).proven
 
 
-def test_a_paused_writer_cannot_write_after_the_abort(peer: Peers, side: Callable[[str, int], Side]) -> None:
+def test_a_paused_writer_cannot_write_after_the_abort(peer: Peers, side: Sides) -> None:
     """Stopped in mid-write, fenced, continued: its late write fails; memory is quiet once proven."""
-    reader, writer = side("bbbb/0", 256 * MiB), peer("aaaa/0", 256 * MiB)
+    reader, writer = side(rank("bbbb"), 256 * MiB), peer(rank("aaaa"), 256 * MiB)
     join(writer, reader)
     writer.ask("fill", byte=5)
     reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))

@@ -12,6 +12,7 @@ import pytest
 from conformance_harness import Pair, Side, content, each_token
 
 from areas import whole
+from ranks import rank
 from segue.core.errors import ConfigError, PeerRefused, SegueError
 from segue.core.types import RankCoord
 from segue.layout.blocks import CopyBlock
@@ -207,7 +208,7 @@ def test_an_epoch_that_was_not_granted_does_not_land(pair: Pairs) -> None:
     p = pair(MiB)
     fill(p.writer)
     p.grant(3)
-    p.reader.transport.grant("cccc/0", 4, whole(MiB))
+    p.reader.transport.grant(rank("cccc"), 4, whole(MiB))
     for epoch in (4, 5):
         failed = p.move(epoch, 1, CopyBlock(0, 0, 1, 5000))
         assert isinstance(failed, WriteFailed)
@@ -245,7 +246,7 @@ def test_lesson_07_an_epoch_ended_at_the_writer_starts_nothing(pair: Pairs) -> N
 def test_fence_is_idempotent_and_answers_for_the_unknown(pair: Pairs) -> None:
     p = pair(MiB)
     p.grant(3)
-    for side, peer in ((p.writer, p.reader.me), (p.reader, p.writer.me), (p.writer, "cccc/0")):
+    for side, peer in ((p.writer, p.reader.me), (p.reader, p.writer.me), (p.writer, rank("cccc"))):
         side.fence(peer, 3)
         side.fence(peer, 3)
         side.fence(peer, 99)
@@ -254,15 +255,15 @@ def test_fence_is_idempotent_and_answers_for_the_unknown(pair: Pairs) -> None:
 
 def test_a_write_to_a_stranger_fails(pair: Pairs) -> None:
     p = pair(MiB)
-    p.writer.transport.write("cccc/0", 3, 1, [CopyBlock(0, 0, 1, 1)])
+    p.writer.transport.write(rank("cccc"), 3, 1, [CopyBlock(0, 0, 1, 1)])
     failed = p.writer.outcome(3, 1)
     assert isinstance(failed, WriteFailed)
-    assert failed.peer == "cccc/0"
+    assert failed.peer == rank("cccc")
 
 
 def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
     p = pair(MiB)
-    stranger = Side(name, "cccc/0", MiB, p.net)
+    stranger = Side(name, rank("cccc"), MiB, p.net)
     try:
         address = msgspec.msgpack.decode(p.reader.endpoint.data)
         address["key"] = bytes(len(address["key"]))
@@ -285,7 +286,7 @@ def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
 def test_an_unreadable_endpoint_is_refused(name: str, pair: Pairs, data: bytes) -> None:
     p = pair(MiB)
     with pytest.raises(PeerRefused):
-        p.writer.transport.connect("cccc/0", Endpoint(name, MiB, data), 5)
+        p.writer.transport.connect(rank("cccc"), Endpoint(name, MiB, data), 5)
 
 
 def test_another_version_or_transport_is_refused(name: str, pair: Pairs) -> None:
@@ -294,16 +295,16 @@ def test_another_version_or_transport_is_refused(name: str, pair: Pairs) -> None
     newer = msgspec.msgpack.encode({**address, "version": 2})
     for endpoint in (Endpoint(name, MiB, newer), Endpoint("other", MiB, p.reader.endpoint.data)):
         with pytest.raises(PeerRefused):
-            p.writer.transport.connect("cccc/0", endpoint, 5)
+            p.writer.transport.connect(rank("cccc"), endpoint, 5)
 
 
 def test_connect_is_idempotent_and_fails_when_nobody_listens(name: str, pair: Pairs) -> None:
     p = pair(MiB)
     p.writer.transport.connect(p.reader.me, p.reader.endpoint, 5)
-    gone = Side(name, "cccc/0", MiB, p.net)
+    gone = Side(name, rank("cccc"), MiB, p.net)
     gone.close()
     with pytest.raises(SegueError):
-        p.writer.transport.connect("cccc/0", gone.endpoint, 5)
+        p.writer.transport.connect(rank("cccc"), gone.endpoint, 5)
     p.grant(3)
     assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 1)), Written)
 
@@ -383,13 +384,13 @@ def test_close_of_the_receiver_in_flight_fails_the_writes(pair: Pairs) -> None:
 
 
 def test_close_is_idempotent_and_ends_everything(name: str) -> None:
-    side = Side(name, "aaaa/0", MiB, FakeNet())
+    side = Side(name, rank("aaaa"), MiB, FakeNet())
     side.transport.close()
     side.transport.close()
-    side.transport.grant("bbbb/0", 1, whole(MiB))
-    side.transport.fence("bbbb/0", 1)
+    side.transport.grant(rank("bbbb"), 1, whole(MiB))
+    side.transport.fence(rank("bbbb"), 1)
     with pytest.raises(SegueError):
-        side.transport.connect("bbbb/0", side.endpoint, 1)
+        side.transport.connect(rank("bbbb"), side.endpoint, 1)
     assert side.log == []
     side.memory.close()
 

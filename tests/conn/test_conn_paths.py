@@ -18,7 +18,7 @@ from test_manager import LIMITS, Side, ask, assert_handed_over, spec
 from segue.conn.config import KVConfig
 from segue.conn.peers import join
 from segue.conn.threads import ThreadPerCall
-from segue.conn.transports import Transports, rank_name
+from segue.conn.transports import Transports
 from segue.core.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.types import (
     Incarnation,
@@ -111,8 +111,8 @@ def test_a_bug_while_a_path_is_opened_ends_that_session_typed_and_no_other(bug: 
     try:
         connect = prefill.manager._transports._by_name["shm"].connect
 
-        def broken(peer: str, endpoint: Endpoint, timeout_s: float) -> None:
-            if peer == rank_name(RankId(decode.me)):
+        def broken(peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
+            if peer == RankId(decode.me):
                 raise bug
             connect(peer, endpoint, timeout_s)
 
@@ -162,13 +162,13 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
     good = Side(Role.DECODE, transport="tcp")
     bad = [Side(Role.DECODE, transport="tcp") for _ in range(8)]
     began = threading.Semaphore(0)
-    ended: list[str] = []
+    ended: list[RankId] = []
     try:
         with swallowing() as port:
             tcp: Any = prefill.manager._transports._by_name["tcp"]
             connect = tcp.connect
 
-            def noted(peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+            def noted(peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
                 began.release()
                 try:
                     connect(peer, endpoint, timeout_s)
@@ -194,7 +194,7 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
             good.manager.start()
             good.manager.add_peer(prefill.me, *prefill.manager.address)
             assert_handed_over(prefill, good, 8, 8)
-            assert ended == [rank_name(RankId(good.me))]
+            assert ended == [RankId(good.me)]
     finally:
         for side in (*bad, good, prefill):
             side.close()
@@ -204,7 +204,7 @@ class Slow:
     """A transport whose connects hang until they are let go."""
 
     def __init__(self) -> None:
-        self.running: dict[str, int] = {}
+        self.running: dict[RankId, int] = {}
         self.most = 0
         self.let_go = threading.Event()
         self.began = threading.Semaphore(0)
@@ -213,7 +213,7 @@ class Slow:
     def register(self, memory: object) -> Endpoint:
         return Endpoint("tcp", 1, b"")
 
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         with self._lock:
             self.running[peer] = self.running.get(peer, 0) + 1
             self.most = max(self.most, self.running[peer])
@@ -243,7 +243,7 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
         others = asyncio.ensure_future(transports.connect(other, info(), 60.0))
         await asyncio.to_thread(slow.began.acquire)
         await asyncio.to_thread(slow.began.acquire)
-        assert slow.running == {rank_name(RankId(peer)): 1, rank_name(RankId(other)): 1}
+        assert slow.running == {RankId(peer): 1, RankId(other): 1}
         slow.let_go.set()
         await asyncio.gather(last, others)
         assert slow.most == 1

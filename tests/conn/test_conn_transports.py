@@ -1,4 +1,4 @@
-"""Which transport leads to which peer: what is remembered of peers is bounded, and ranks have one name."""
+"""Which transport leads to which peer: what is remembered of peers is bounded, and a rank is typed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_manager import Side, spec
 
 from segue.conn.config import KVConfig
 from segue.conn.threads import ThreadPerCall
-from segue.conn.transports import Transports, rank_name, rank_of
+from segue.conn.transports import Transports
 from segue.core.errors import TransferFailed
 from segue.core.limits import Limits
 from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
@@ -33,16 +33,16 @@ class Recorder:
     def register(self, memory: Any) -> Endpoint:
         return Endpoint(self.name, memory.nbytes, b"")
 
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         self.asked.append(("connect", peer, endpoint.transport, timeout_s))
 
-    def grant(self, peer: str, epoch: int, area: Any) -> None:
+    def grant(self, peer: RankId, epoch: int, area: Any) -> None:
         self.asked.append(("grant", peer, epoch, area))
 
-    def fence(self, peer: str, epoch: int) -> None:
+    def fence(self, peer: RankId, epoch: int) -> None:
         self.asked.append(("fence", peer, epoch))
 
-    def write(self, peer: str, epoch: int, tag: int, blocks: Any) -> None:
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Any) -> None:
         self.asked.append(("write", peer, epoch, tag))
 
     def close(self) -> None:
@@ -71,17 +71,16 @@ class Made:
         return TransferId(1, 0, me, peer) if self.config.role is Role.PREFILL else TransferId(1, 0, peer, me)
 
 
-def test_an_effect_goes_to_the_transport_of_its_peer_by_the_name_of_its_rank() -> None:
+def test_an_effect_goes_to_the_transport_of_its_peer_and_names_its_rank() -> None:
     made = Made(Role.PREFILL)
     near, far = LeaderId(new_incarnation()), LeaderId(new_incarnation(), 1)
     made.transports.choose(near, "shm", {near})
     made.transports.choose(far, "tcp", {near, far})
     made.transports.move(events.PostWrite(made.transfer(near), 7, 1, 0, 2, ()))
     made.transports.move(events.Fence(made.transfer(far), 8))
-    assert made.made["shm"].asked == [("write", rank_name(RankId(near, 2)), 7, 1)]
-    assert made.made["tcp"].asked == [("fence", rank_name(RankId(far)), 8)]
-    assert made.made["shm"].options["me"] == rank_name(RankId(made.config.me))
-    assert rank_of(rank_name(RankId(far, 3))) == RankId(far, 3)
+    assert made.made["shm"].asked == [("write", RankId(near, 2), 7, 1)]
+    assert made.made["tcp"].asked == [("fence", RankId(far), 8)]
+    assert made.made["shm"].options["me"] == RankId(made.config.me)
     made.transports.close()
     assert all(transport.closed for transport in made.made.values())
     made.memory.close()
@@ -92,7 +91,7 @@ def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
     made.transports.choose(peer, "tcp", {peer})
     made.transports.move(events.Grant(made.transfer(peer), 7, (3, 1)))
     ((what, name, epoch, area),) = made.made["tcp"].asked
-    assert (what, name, epoch) == ("grant", rank_name(RankId(peer)), 7)
+    assert (what, name, epoch) == ("grant", RankId(peer), 7)
     pool = made.config.spec
     size = pool.page_tokens
     found = {at for row in area.rows() for at in range(row.offset, row.offset + row.row_bytes)}
@@ -119,7 +118,7 @@ def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role)
     # A fence may come after its session, so the last ones that left are still known.
     for known in (stays, *others[-(PEERS - 1) :]):
         made.transports.move(events.Fence(made.transfer(known), 1))
-    assert [ask[1] for ask in made.made["tcp"].asked] == [rank_name(RankId(stays))]
+    assert [ask[1] for ask in made.made["tcp"].asked] == [RankId(stays)]
     assert len(made.made["shm"].asked) == PEERS - 1
     with pytest.raises(KeyError):
         made.transports.move(events.Fence(made.transfer(others[0]), 1))
@@ -132,7 +131,7 @@ def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
     made.transports.choose(peer, "shm", {peer})
     info = side.manager.info
     asyncio.run(made.transports.connect(peer, info, 1.0))
-    assert made.made["shm"].asked == [("connect", rank_name(RankId(peer)), "shm", 1.0)]
+    assert made.made["shm"].asked == [("connect", RankId(peer), "shm", 1.0)]
     info.endpoints["shm"][0] = b"\xc1"
     with pytest.raises(TransferFailed, match="unreadable endpoint"):
         asyncio.run(made.transports.connect(peer, info, 1.0))

@@ -28,7 +28,7 @@ from segue.conn.manager import LeaderMessage
 from segue.core.control import ControlMessage, Outputs
 from segue.core.errors import ErrorInfo
 from segue.core.request import Ticket
-from segue.core.types import TransferId
+from segue.core.types import RankId, TransferId
 from segue.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from segue.handoff.messages import HandoffMessage, LeaderInfo
 from segue.layout.spec import PoolSpec
@@ -84,16 +84,16 @@ JOIN = Types(
 HOSTS = st.sampled_from(("127.0.0.1", "::1", "localhost", "", "a\0b", "é" * 100, "256.1.1.1", "127.1"))
 
 
-def _handshake(name: str, group: bytes, index: int, streams: int) -> bytes:
+def _handshake(peer: RankId, group: bytes, index: int, streams: int) -> bytes:
     listener = handshake.Listener(fuzz_wire.KEY)
     listener._nonce = b"n" * 16
-    hello = handshake.Hello(name, group, index, streams)
+    hello = handshake.Hello(peer, group, index, streams)
     return handshake.Writer(fuzz_wire.KEY, hello).respond(listener.challenge())
 
 
 _handshakes = st.builds(
     _handshake,
-    st.text("abc/019 \0", max_size=20),
+    st.binary(min_size=24, max_size=24).map(handshake.unpack_rank),
     st.binary(min_size=16, max_size=16),
     st.integers(0, 255),
     st.integers(0, 255),

@@ -13,6 +13,7 @@ import numpy as np
 from fuzz_loop import Target
 from fuzz_mutate import as_json, msgpack
 
+from ranks import rank
 from segue.conn.manager import LeaderMessage
 from segue.core.control import Cancel
 from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
@@ -24,7 +25,7 @@ from segue.session import frames
 from segue.session.connection import Connection, State
 from segue.session.handshake import Handshake, session_key
 from segue.session.node import SessionNode
-from segue.transport import handshake, registry, shm_out, tcp, tcp_wire
+from segue.transport import handshake, kinds, shm_out, tcp, tcp_wire
 from segue.transport.base import Endpoint
 from segue.transport.host import host_id
 from segue.transport.memory import allocate
@@ -194,7 +195,7 @@ def _listener(data: bytes) -> str:
 
 
 def _writer(data: bytes) -> str:
-    door = handshake.Writer(KEY, handshake.Hello("a/0", bytes(16), 0, 1))
+    door = handshake.Writer(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1))
     challenge, verdict = data[: handshake.CHALLENGE_BYTES], data[handshake.CHALLENGE_BYTES :]
     # Both are read with `exactly`: other lengths cannot come here.
     door.respond(challenge.ljust(handshake.CHALLENGE_BYTES, b"\0"))
@@ -205,7 +206,7 @@ def _writer(data: bytes) -> str:
 def _response() -> bytes:
     listener = handshake.Listener(KEY)
     listener._nonce = b"n" * 16
-    return handshake.Writer(KEY, handshake.Hello("a/0", bytes(16), 0, 1)).respond(listener.challenge())
+    return handshake.Writer(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1)).respond(listener.challenge())
 
 
 def _verdict_seeds() -> list[bytes]:
@@ -214,7 +215,7 @@ def _verdict_seeds() -> list[bytes]:
     return [listener.challenge() + verdict, listener.challenge() + listener.refuse("no")]
 
 
-_GOOD = handshake.Hello("a/0", bytes(16), 0, 1)
+_GOOD = handshake.Hello(rank("a"), bytes(16), 0, 1)
 
 
 # ---- tcp ----------------------------------------------------------------------------------------
@@ -277,12 +278,12 @@ def _nowhere(*_arguments: Any, **_options: Any) -> Any:
 def _tcp_endpoint(data: bytes) -> str:
     """`connect` to what a peer calls its endpoint. Addresses are looked up, never dialled."""
     memory = allocate(4096)
-    transport = tcp.TcpTransport(lambda _event: None, me="a/0")
+    transport = tcp.TcpTransport(lambda _event: None, me=rank("a"))
     real = socket.socket.connect
     try:
         transport.register(memory)
         socket.socket.connect = _nowhere  # type: ignore[method-assign, assignment]
-        transport.connect("b/0", Endpoint("tcp", 4096, data), 1.0)
+        transport.connect(rank("b"), Endpoint("tcp", 4096, data), 1.0)
         return "connected"
     except TransferFailed:
         return "no path"
@@ -312,8 +313,8 @@ def _tcp_endpoint_seeds() -> list[bytes]:
 
 def _shm_endpoint(data: bytes) -> str:
     ours = {"shm": Endpoint("shm", 4096, _shm_endpoint_seeds()[0])}
-    registry.choose(ours, {"shm": Endpoint("shm", 4096, data)})
-    shm_out.map_peer("a/0", "b/0", Endpoint("shm", 4096, data), 0.2)
+    kinds.choose(ours, {"shm": Endpoint("shm", 4096, data)})
+    shm_out.map_peer(rank("a"), rank("b"), Endpoint("shm", 4096, data), 0.2)
     return "connected"
 
 

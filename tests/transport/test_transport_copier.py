@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from segue.core.errors import Internal, TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent, WriteFailed, Written
 from segue.transport.copier import Copier
@@ -28,7 +29,7 @@ SLICE = 10
 MEMORY = mmap.mmap(-1, 4096)
 
 
-def job(peer: str, epoch: int, tag: int, count: int) -> CopyJob:
+def job(peer: RankId, epoch: int, tag: int, count: int) -> CopyJob:
     """A write of `count` slices."""
     blocks = [CopyBlock(0, 0, 1, SLICE) for _ in range(count)]
     return CopyJob(peer, epoch, tag, blocks, count * SLICE, MEMORY, MEMORY, lambda: True)
@@ -38,7 +39,7 @@ def job(peer: str, epoch: int, tag: int, count: int) -> CopyJob:
 class Fence:
     """A question that must be answered once nothing it asks about is written any more."""
 
-    peer: str
+    peer: RankId
     epoch: int | None
     about: list[CopyJob]
     answered: bool = False
@@ -73,7 +74,7 @@ class Interleavings(RuleBasedStateMachine):
         self.submit("a", 2, 3)
 
     @rule(peer=st.sampled_from("ab"), epoch=st.integers(1, 2), count=st.integers(0, 4))
-    def submit(self, peer: str, epoch: int, count: int) -> None:
+    def submit(self, peer: RankId, epoch: int, count: int) -> None:
         if self.failed:
             return
         self.tag += 1
@@ -119,7 +120,7 @@ class Interleavings(RuleBasedStateMachine):
         self.emit(self.to_tell.pop(n % len(self.to_tell)))
 
     @rule(peer=st.sampled_from("ab"), epoch=st.sampled_from([1, 2, None]))
-    def fence(self, peer: str, epoch: int | None) -> None:
+    def fence(self, peer: RankId, epoch: int | None) -> None:
         about = [j for j in self.jobs if j.peer == peer and epoch in (None, j.epoch) and not self.events[j]]
         fence = Fence(peer, epoch, about)
         idle, waits = self.queue.cancel(peer, epoch, TransferFailed("fenced"), partial(self.report, fence))
@@ -222,7 +223,7 @@ class Held:
         if job.tag in self.bad:
             raise KeyError("a bug while copying")
 
-    def submit(self, tag: int, *, epoch: int = 1, slices: int = 1, peer: str = "a") -> bool:
+    def submit(self, tag: int, *, epoch: int = 1, slices: int = 1, peer: RankId = "a") -> bool:
         self.go.setdefault(tag, threading.Event())
         return self.copier.submit(job(peer, epoch, tag, slices))
 
@@ -230,7 +231,7 @@ class Held:
         for _ in range(count):
             assert self.entered.acquire(timeout=30)
 
-    def fence(self, epoch: int | None = 1, peer: str = "a", word: str = "fenced") -> None:
+    def fence(self, epoch: int | None = 1, peer: RankId = "a", word: str = "fenced") -> None:
         now = self.copier.cancel(peer, epoch, TransferFailed("fenced"), partial(self.fenced, word))
         if now is not None:
             now()

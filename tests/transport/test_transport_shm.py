@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from areas import whole
+from ranks import rank
 from segue.core.errors import BootstrapTimeout, ConfigError, OutOfCapacity, PeerRefused
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake
 from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
@@ -22,25 +24,26 @@ from segue.transport.shm_table import SLOTS, GrantTable, GrantView
 from segue.transport.shm_wire import ShmAddress
 
 MiB = 2**20
+ROGUE = rank("rogue")
 
 
 class Reader:
     def __init__(self, **options: float) -> None:
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.memory = allocate(MiB)
-        self.transport = ShmTransport(self.events.put, me="bbbb/0", **options)  # type: ignore[arg-type]
+        self.transport = ShmTransport(self.events.put, me=rank("bbbb"), **options)  # type: ignore[arg-type]
         self.endpoint = self.transport.register(self.memory)
         self.address = msgspec.msgpack.decode(self.endpoint.data, type=ShmAddress)
 
     def next(self) -> TransportEvent:
         return self.events.get(timeout=30)
 
-    def enter(self, name: str = "rogue/0") -> tuple[socket.socket, list[int]]:
+    def enter(self, peer: RankId = ROGUE) -> tuple[socket.socket, list[int]]:
         """A hand-made writer, so that it can misbehave."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(30)
         sock.connect(self.address.name)
-        door = handshake.Writer(self.address.key, handshake.Hello(name, bytes(16), 0, 1))
+        door = handshake.Writer(self.address.key, handshake.Hello(peer, bytes(16), 0, 1))
         sock.send(door.respond(sock.recv(1000)))
         verdict, fds, _, _ = socket.recv_fds(sock, 1000, 2)
         door.finish(verdict)
@@ -60,9 +63,9 @@ def test_a_closed_socket_of_a_living_process_is_no_proof(reader: Reader) -> None
     sock.close()
     gone = reader.next()
     assert isinstance(gone, PeerGone)
-    assert (gone.peer, gone.proven) == ("rogue/0", False)
-    reader.transport.fence("rogue/0", 1)
-    assert reader.next() == Fenced("rogue/0", 1, proven=False)
+    assert (gone.peer, gone.proven) == (rank("rogue"), False)
+    reader.transport.fence(rank("rogue"), 1)
+    assert reader.next() == Fenced(rank("rogue"), 1, proven=False)
     for fd in fds:
         os.close(fd)
 
@@ -83,8 +86,8 @@ def test_a_second_connection_of_a_name_keeps_it_alive(reader: Reader) -> None:
     second, fds2 = reader.enter()
     first.send(b"goodbye")
     first.close()
-    reader.transport.fence("rogue/0", 1)
-    assert reader.next() == Fenced("rogue/0", 1, proven=False)
+    reader.transport.fence(rank("rogue"), 1)
+    assert reader.next() == Fenced(rank("rogue"), 1, proven=False)
     second.send(b"goodbye")
     second.close()
     gone = reader.next()
@@ -168,7 +171,7 @@ def test_connect_has_a_deadline(reader: Reader) -> None:
     address = msgspec.structs.replace(reader.address, name=b"\0segue-test-silent-%d" % os.getpid())
     endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(address))
     with pytest.raises(BootstrapTimeout):
-        reader.transport.connect("cccc/0", endpoint, 0.1)
+        reader.transport.connect(rank("cccc"), endpoint, 0.1)
     silent.close()
 
 
@@ -176,17 +179,17 @@ def test_another_host_is_refused(reader: Reader) -> None:
     address = msgspec.structs.replace(reader.address, host="elsewhere")
     endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(address))
     with pytest.raises(PeerRefused, match="one host"):
-        reader.transport.connect("cccc/0", endpoint, 5)
+        reader.transport.connect(rank("cccc"), endpoint, 5)
 
 
 def test_an_endpoint_that_promises_too_much_is_refused(reader: Reader) -> None:
     endpoint = msgspec.structs.replace(reader.endpoint, nbytes=2 * MiB)
     with pytest.raises(PeerRefused, match="not what its endpoint says"):
-        reader.transport.connect("bbbb/0", endpoint, 5)
+        reader.transport.connect(rank("bbbb"), endpoint, 5)
 
 
 def test_memory_that_can_shrink_is_refused() -> None:
-    transport = ShmTransport(lambda _e: None, me="aaaa/0")
+    transport = ShmTransport(lambda _e: None, me=rank("aaaa"))
     fd = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     memory = Memory([replace(host_region(mmap.mmap(fd, 4096)), fd=fd)])
@@ -199,9 +202,9 @@ def test_memory_that_can_shrink_is_refused() -> None:
 def test_writing_to_itself(reader: Reader) -> None:
     """Both ends in one process, even in one transport."""
     reader.memory.buffer[:3] = b"abc"
-    reader.transport.connect("bbbb/0", reader.endpoint, 5)
-    reader.transport.grant("bbbb/0", 3, whole(MiB))
-    reader.transport.write("bbbb/0", 3, 1, [CopyBlock(0, 100, 1, 3)])
+    reader.transport.connect(rank("bbbb"), reader.endpoint, 5)
+    reader.transport.grant(rank("bbbb"), 3, whole(MiB))
+    reader.transport.write(rank("bbbb"), 3, 1, [CopyBlock(0, 100, 1, 3)])
     assert isinstance(reader.next(), Written)
     assert reader.memory.buffer[100:103] == b"abc"
 
@@ -212,17 +215,17 @@ def test_grants_are_bounded_and_found() -> None:
     from segue.transport.shm_table import token
 
     for epoch in range(1, SLOTS + 1):
-        table.add("aaaa/0", epoch)
-    table.add("aaaa/0", 5)  # again: the same slot
+        table.add(rank("aaaa"), epoch)
+    table.add(rank("aaaa"), 5)  # again: the same slot
     with pytest.raises(OutOfCapacity):
-        table.add("aaaa/0", SLOTS + 1)
-    slot = view.find(token("aaaa/0", 77))
+        table.add(rank("aaaa"), SLOTS + 1)
+    slot = view.find(token(rank("aaaa"), 77))
     assert slot >= 0
-    assert view.holds(slot, token("aaaa/0", 77))
-    table.remove("aaaa/0", 77)
-    assert not view.holds(slot, token("aaaa/0", 77))
-    assert view.find(token("bbbb/0", 78)) == -1
-    table.remove_peer("aaaa/0")
+    assert view.holds(slot, token(rank("aaaa"), 77))
+    table.remove(rank("aaaa"), 77)
+    assert not view.holds(slot, token(rank("aaaa"), 77))
+    assert view.find(token(rank("bbbb"), 78)) == -1
+    table.remove_peer(rank("aaaa"))
     assert len(table) == 0
     view.close()
     table.close()

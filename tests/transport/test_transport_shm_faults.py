@@ -21,7 +21,9 @@ import msgspec
 import pytest
 
 from areas import whole
+from ranks import rank
 from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, host, kinds, memory, shm_in, shm_out
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
@@ -36,7 +38,7 @@ MiB = 2**20
 class Side:
     """A transport with its memory and the events it told."""
 
-    def __init__(self, me: str, nbytes: int = MiB, **options: Any) -> None:
+    def __init__(self, me: RankId, nbytes: int = MiB, **options: Any) -> None:
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.me = me
         self.memory = allocate(nbytes)
@@ -65,7 +67,7 @@ class Side:
         assert busy.wait(30)
         return free
 
-    def writers(self) -> set[str]:
+    def writers(self) -> set[RankId]:
         incoming = self.transport._incoming
         assert incoming is not None
         return set(self.on_loop(lambda: set(incoming.writers)))
@@ -79,7 +81,7 @@ class Side:
 def sides() -> Iterator[tuple[Side, Side]]:
     """A writer and a reader that are not connected; afterwards no descriptor and no mapping is left."""
     before, maps = descriptors(), mappings()
-    writer, reader = Side("aaaa/0"), Side("bbbb/0")
+    writer, reader = Side(rank("aaaa")), Side(rank("bbbb"))
     yield writer, reader
     writer.close()
     reader.close()
@@ -107,12 +109,12 @@ def works(writer: Side, reader: Side, epoch: int = 7) -> None:
     assert reader.memory.buffer[100:103] == b"abc"
 
 
-def begin(reader: Side, name: str) -> tuple[socket.socket, handshake.Writer, bytes]:
+def begin(reader: Side, peer: RankId) -> tuple[socket.socket, handshake.Writer, bytes]:
     """A hand-made writer that has been asked who it is, and what it will answer."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(30)
     sock.connect(reader.address.name)
-    proof = handshake.Writer(reader.address.key, handshake.Hello(name, bytes(16), 0, 1))
+    proof = handshake.Writer(reader.address.key, handshake.Hello(peer, bytes(16), 0, 1))
     return sock, proof, proof.respond(sock.recv(1000))
 
 
@@ -136,7 +138,7 @@ def test_a_stale_death_does_not_reach_the_peer_that_joined_meanwhile(
     obey, order = os.pipe()
     leaver = os.fork()
     if leaver == 0:
-        sock, proof, answer = begin(reader, "leaves/0")
+        sock, proof, answer = begin(reader, rank("leaves"))
         sock.send(answer)
         take(sock, proof)
         if goodbye_first:
@@ -150,7 +152,7 @@ def test_a_stale_death_does_not_reach_the_peer_that_joined_meanwhile(
         os.read(obey, 1)
         os._exit(0)
     assert os.read(told, 1) == b"1"
-    joins, proof, answer = begin(reader, "joins/0")
+    joins, proof, answer = begin(reader, rank("joins"))
     knocks = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     free = reader.busy()
     os.write(order, b"1")
@@ -163,10 +165,10 @@ def test_a_stale_death_does_not_reach_the_peer_that_joined_meanwhile(
     fds = take(joins, proof)
     gone = reader.next()
     assert isinstance(gone, PeerGone)
-    assert (gone.peer, gone.proven) == ("leaves/0", True)
-    assert reader.writers() == {"joins/0"}
-    reader.transport.fence("joins/0", 1)
-    assert reader.next() == Fenced("joins/0", 1, proven=False)
+    assert (gone.peer, gone.proven) == (rank("leaves"), True)
+    assert reader.writers() == {rank("joins")}
+    reader.transport.fence(rank("joins"), 1)
+    assert reader.next() == Fenced(rank("joins"), 1, proven=False)
     for fd in (*fds, told, tell, obey, order):
         os.close(fd)
     joins.send(GOODBYE)
@@ -309,7 +311,7 @@ def test_a_writer_that_cannot_map_is_no_writer(
     fault: Callable[[pytest.MonkeyPatch], Any], nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A typed error, nothing left at either end, and the reader has the proof that nothing is mapped."""
-    writer, reader = Side("aaaa/0"), Side("bbbb/0", nbytes)
+    writer, reader = Side(rank("aaaa")), Side(rank("bbbb"), nbytes)
     held, mapped = descriptors(), mappings()
     for _ in range(3):
         with fault(monkeypatch), pytest.raises(OutOfCapacity, match="cannot be mapped here"):
@@ -346,7 +348,7 @@ def test_a_table_that_cannot_be_mapped_leaves_no_pool_mapped(
 class reader_lost:
     """Equal to any `PeerGone` of this peer and proof."""
 
-    def __init__(self, peer: str, proven: bool) -> None:
+    def __init__(self, peer: RankId, proven: bool) -> None:
         self.fields = (peer, proven)
 
     def __eq__(self, other: object) -> bool:
@@ -387,7 +389,7 @@ class Calls:
         self._nth = 0
         return self.names[:]
 
-    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, name: RankId, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is self._thread:
                 self.names.append(name)
@@ -405,7 +407,7 @@ class Epoll:
         self._real = real
         self.register = wrap("epoll_ctl", real.register)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: RankId) -> Any:
         return getattr(self._real, name)
 
 
@@ -416,7 +418,7 @@ def test_no_system_call_of_the_accept_path_ends_the_loop(code: int, monkeypatch:
     while nth <= len(names):
         nth += 1
         before = descriptors()
-        reader, victim, other = Side("bbbb/0"), Side("aaaa/0"), Side("cccc/0")
+        reader, victim, other = Side(rank("bbbb")), Side(rank("aaaa")), Side(rank("cccc"))
         with monkeypatch.context() as patch:
             calls = Calls(patch, reader.transport._loop, nth, code)
             try:
@@ -512,15 +514,15 @@ def test_connections_that_never_say_goodbye_are_few(sides: tuple[Side, Side]) ->
     """Each keeps a descriptor of the reader's until its process ends."""
     _, reader = sides
     held = descriptors()
-    for _ in range(shm_in.MAX_PER_NAME):
-        sock, proof, answer = begin(reader, "rude/0")
+    for _ in range(shm_in.MAX_PER_RANK):
+        sock, proof, answer = begin(reader, rank("rude"))
         sock.send(answer)
         for fd in take(sock, proof):
             os.close(fd)
         sock.close()
-        assert reader.next() == reader_lost("rude/0", proven=False)
-    assert descriptors() == held + shm_in.MAX_PER_NAME
-    sock, proof, answer = begin(reader, "rude/0")
+        assert reader.next() == reader_lost(rank("rude"), proven=False)
+    assert descriptors() == held + shm_in.MAX_PER_RANK
+    sock, proof, answer = begin(reader, rank("rude"))
     sock.send(answer)
     with pytest.raises(PeerRefused, match="goodbye"):
         take(sock, proof)
@@ -528,15 +530,15 @@ def test_connections_that_never_say_goodbye_are_few(sides: tuple[Side, Side]) ->
 
 
 def test_the_oldest_stranger_makes_room_long_before_its_deadline() -> None:
-    reader = Side("bbbb/0", max_strangers=2, handshake_s=3600.0)
-    waiting = [begin(reader, f"slow{n}/0") for n in range(3)]
+    reader = Side(rank("bbbb"), max_strangers=2, handshake_s=3600.0)
+    waiting = [begin(reader, rank(f"slow{n}")) for n in range(3)]
     assert waiting[0][0].recv(1000) == b"", "it was one too many"
     for n, (sock, proof, answer) in enumerate(waiting[1:], 1):
         sock.send(answer)
         for fd in take(sock, proof):
             os.close(fd)
         sock.send(GOODBYE)
-        assert reader.next() == reader_lost(f"slow{n}/0", proven=True)
+        assert reader.next() == reader_lost(rank(f"slow{n}"), proven=True)
     for sock, _, _ in waiting:
         sock.close()
     reader.close()
@@ -544,12 +546,12 @@ def test_the_oldest_stranger_makes_room_long_before_its_deadline() -> None:
 
 def test_a_writer_that_gave_up_before_it_was_answered_is_no_writer(sides: tuple[Side, Side]) -> None:
     _, reader = sides
-    sock, _, answer = begin(reader, "hasty/0")
+    sock, _, answer = begin(reader, rank("hasty"))
     free = reader.busy()
     sock.send(answer)
     sock.close()
     free.set()
-    assert reader.next() == reader_lost("hasty/0", proven=True)
+    assert reader.next() == reader_lost(rank("hasty"), proven=True)
     assert reader.writers() == set()
 
 
@@ -564,7 +566,7 @@ def _fallocate(fd: int, mode: int, start: int, nbytes: int) -> int:
 
 def test_what_a_peer_can_do_with_the_descriptor_of_the_pool(sides: tuple[Side, Side]) -> None:
     writer, reader = sides
-    sock, proof, answer = begin(reader, "rogue/0")
+    sock, proof, answer = begin(reader, rank("rogue"))
     sock.send(answer)
     pool, table = take(sock, proof)
     for seal in (0x1, 0x2, 0x4, 0x8, 0x10):  # the last two: WRITE and FUTURE_WRITE
@@ -601,7 +603,7 @@ def test_a_full_table_of_grants_refuses_and_frees(sides: tuple[Side, Side]) -> N
 
 
 def test_more_writes_than_can_wait_fail_one_by_one() -> None:
-    writer, reader = Side("aaaa/0", max_writes=2, copy_threads=1), Side("bbbb/0")
+    writer, reader = Side(rank("aaaa"), max_writes=2, copy_threads=1), Side(rank("bbbb"))
     writer.transport.connect(reader.me, reader.endpoint, 30)
     reader.transport.grant(writer.me, 3, whole(MiB))
     inside, go = threading.Event(), threading.Event()
@@ -719,7 +721,7 @@ def test_what_was_not_granted_is_refused_and_the_grants_of_who_has_gone_are_over
     assert failed.refused
     assert reader.memory.buffer[200:203] == bytes(3)
     table = reader.transport._table
-    reader.transport.grant("other/0", 9, whole(MiB))
+    reader.transport.grant(rank("other"), 9, whole(MiB))
     assert len(table) == 2
     path = writer.transport._peers[reader.me]
     writer.on_loop(lambda: path._gone("the test says so"))

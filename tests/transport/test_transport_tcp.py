@@ -20,7 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areas import whole
+from ranks import rank
 from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import whole_pages
 from segue.layout.spec import KVShape, PoolSpec
@@ -34,13 +36,14 @@ from segue.transport.tcp_in import InStream
 from segue.transport.tcp_out import PeerWriter
 
 MiB = 2**20
+ROGUE = rank("rogue")
 
 
 class Reader:
     def __init__(self, **options: float) -> None:
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.memory = allocate(MiB)
-        self.transport = TcpTransport(self.events.put, me="bbbb/0", **options)  # type: ignore[arg-type]
+        self.transport = TcpTransport(self.events.put, me=rank("bbbb"), **options)  # type: ignore[arg-type]
         self.endpoint = self.transport.register(self.memory)
         self.address = msgspec.msgpack.decode(self.endpoint.data, type=TcpAddress)
 
@@ -52,10 +55,10 @@ class Reader:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
 
-    def enter(self, name: str = "rogue/0", group: bytes = bytes(16)) -> socket.socket:
+    def enter(self, peer: RankId = ROGUE, group: bytes = bytes(16)) -> socket.socket:
         """A hand-made writer, so that it can misbehave."""
         sock = self.knock()
-        door = handshake.Writer(self.address.key, handshake.Hello(name, group, 0, 1))
+        door = handshake.Writer(self.address.key, handshake.Hello(peer, group, 0, 1))
         sock.sendall(door.respond(exactly(sock, handshake.CHALLENGE_BYTES)))
         door.finish(exactly(sock, handshake.VERDICT_BYTES))
         return sock
@@ -102,7 +105,7 @@ def reader() -> Iterator[Reader]:
 
 
 def test_a_part_lands_and_is_answered(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9, whole(MiB))
+    reader.transport.grant(rank("rogue"), 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(100, 3), (10, 2)], ident=77) + b"abcde")
     assert answer(sock) == (tcp_wire.LANDED, 77)
@@ -111,17 +114,17 @@ def test_a_part_lands_and_is_answered(reader: Reader) -> None:
 
 
 def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9, whole(MiB))
+    reader.transport.grant(rank("rogue"), 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(0, 6)]) + b"abc")
     while reader.memory.buffer[:3] != b"abc":
         pass
-    reader.transport.fence("rogue/0", 9)
-    assert reader.next() == Fenced("rogue/0", 9, proven=True)
+    reader.transport.fence(rank("rogue"), 9)
+    assert reader.next() == Fenced(rank("rogue"), 9, proven=True)
     sock.sendall(b"def")
     assert answer(sock) == (tcp_wire.REFUSED, 1)
     assert reader.memory.buffer[:6] == b"abc\0\0\0"
-    reader.transport.grant("rogue/0", 10, whole(MiB))  # the stream is in step for the next part
+    reader.transport.grant(rank("rogue"), 10, whole(MiB))  # the stream is in step for the next part
     sock.sendall(part(10, [(0, 1)], ident=2) + b"z")
     assert answer(sock) == (tcp_wire.LANDED, 2)
     sock.close()
@@ -130,7 +133,7 @@ def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
 def test_the_rest_of_a_part_wakes_the_reader_however_little_it_is() -> None:
     """Found by the bench: with less left than the low-water mark the stream slept until it was cut."""
     reader = Reader(slice_bytes=1000, lowat_bytes=1000)
-    reader.transport.grant("rogue/0", 9, whole(MiB))
+    reader.transport.grant(rank("rogue"), 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(0, 17_200)]) + b"a" * 500)
     while reader.memory.buffer[499:500] != b"a":
@@ -148,7 +151,7 @@ def test_the_rest_of_a_part_wakes_the_reader_however_little_it_is() -> None:
 def test_a_range_outside_the_pool_ends_the_streams_of_that_peer(
     reader: Reader, rows: list[tuple[int, int]]
 ) -> None:
-    reader.transport.grant("rogue/0", 9, whole(MiB))
+    reader.transport.grant(rank("rogue"), 9, whole(MiB))
     refused(reader, 9, rows)
     assert not np.frombuffer(reader.memory.buffer, np.uint8).any()
 
@@ -159,7 +162,7 @@ def refused(reader: Reader, epoch: int, rows: list[tuple[int, int]]) -> None:
     sock.sendall(part(epoch, rows) + b"x" * sum(n for _, n in rows))
     gone = reader.next()
     assert isinstance(gone, PeerGone)
-    assert (gone.peer, gone.proven) == ("rogue/0", True)
+    assert (gone.peer, gone.proven) == (rank("rogue"), True)
     assert "outside the pages granted" in str(gone.error)
     with contextlib.suppress(ConnectionResetError):  # it may have had more to say
         assert sock.recv(1) == b""
@@ -192,17 +195,17 @@ def test_a_writer_that_writes_outside_its_own_pages_is_cut_and_nothing_lands(
     reader: Reader, rows: list[tuple[int, int]]
 ) -> None:
     """Hole 11: a peer that was granted an epoch wrote into another request's pages, which then was taken."""
-    reader.transport.grant("rogue/0", 9, whole_pages(SPEC, [7, 2]))
+    reader.transport.grant(rank("rogue"), 9, whole_pages(SPEC, [7, 2]))
     reader.transport.grant(
-        "rogue/0", 10, whole_pages(SPEC, [6, 8, 9])
+        rank("rogue"), 10, whole_pages(SPEC, [6, 8, 9])
     )  # its other hand-off: not this epoch's
-    reader.transport.grant("other/0", 9, whole_pages(SPEC, [6, 8, 9]))
+    reader.transport.grant(rank("other"), 9, whole_pages(SPEC, [6, 8, 9]))
     refused(reader, 9, rows)
     assert not np.frombuffer(reader.memory.buffer, np.uint8).any()
 
 
 def test_a_write_of_all_of_its_own_pages_lands(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9, whole_pages(SPEC, [7, 2, 3]))
+    reader.transport.grant(rank("rogue"), 9, whole_pages(SPEC, [7, 2, 3]))
     sock = reader.enter()
     rows = [
         (SPEC.offset(layer, value, page * 4), pages * (V_BYTES if value else K_BYTES))
@@ -220,9 +223,9 @@ def test_a_write_of_all_of_its_own_pages_lands(reader: Reader) -> None:
 def test_a_writer_into_a_grant_without_pages_is_cut_and_ends_nobody_else(reader: Reader) -> None:
     """The grant of a prompt that decode had whole in its cache: there is nothing to write, and a peer that
     wrote all the same ended the thread under everybody's streams."""
-    reader.transport.grant("rogue/0", 9, whole_pages(SPEC, []))
+    reader.transport.grant(rank("rogue"), 9, whole_pages(SPEC, []))
     refused(reader, 9, [(0, 1)])
-    reader.transport.grant("rogue/0", 10, whole_pages(SPEC, [0]))
+    reader.transport.grant(rank("rogue"), 10, whole_pages(SPEC, [0]))
     sock = reader.enter()
     sock.sendall(part(10, [(0, 1)]) + b"x")
     assert answer(sock) == (tcp_wire.LANDED, 1)
@@ -230,7 +233,7 @@ def test_a_writer_into_a_grant_without_pages_is_cut_and_ends_nobody_else(reader:
 
 
 def test_a_grant_that_is_no_part_of_the_memory_ends_nobody_else(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9, whole(MiB + 1))  # a bug of ours: it must not become a wild write
+    reader.transport.grant(rank("rogue"), 9, whole(MiB + 1))  # a bug of ours: it must not become a wild write
     sock = reader.enter()
     sock.sendall(part(9, [(MiB, 1)]) + b"x")
     gone = reader.next()
@@ -255,13 +258,13 @@ def test_a_grant_that_is_no_part_of_the_memory_ends_nobody_else(reader: Reader) 
     ],
 )
 def test_an_illegal_part_ends_the_streams_of_that_peer_only(reader: Reader, frame: bytes) -> None:
-    for peer in ("rogue/0", "other/0"):
+    for peer in (rank("rogue"), rank("other")):
         reader.transport.grant(peer, 9, whole(MiB))
-    other, sock = reader.enter("other/0"), reader.enter()
+    other, sock = reader.enter(rank("other")), reader.enter()
     sock.sendall(frame)
     gone = reader.next()
     assert isinstance(gone, PeerGone)
-    assert (gone.peer, gone.proven) == ("rogue/0", True)
+    assert (gone.peer, gone.proven) == (rank("rogue"), True)
     assert not np.frombuffer(reader.memory.buffer, np.uint8).any()
     other.sendall(part(9, [(0, 1)]) + b"z")
     assert answer(other) == (tcp_wire.LANDED, 1)
@@ -281,7 +284,7 @@ def test_lesson_17_random_bytes_before_the_handshake(shared: Reader, data: bytes
     except ConnectionResetError:
         pass
     sock.close()
-    shared.enter("after/0").close()
+    shared.enter(rank("after")).close()
     assert isinstance(shared.next(), PeerGone)
     assert not np.frombuffer(shared.memory.buffer, np.uint8).any()
 
@@ -323,7 +326,7 @@ def test_a_flood_of_strangers_keeps_no_peer_out() -> None:
     reader = Reader()
     strangers = [reader.knock() for _ in range(200)]
     good = reader.enter()
-    reader.transport.grant("rogue/0", 9, whole(MiB))
+    reader.transport.grant(rank("rogue"), 9, whole(MiB))
     good.sendall(part(9, [(0, 3)]) + b"abc")
     assert answer(good) == (tcp_wire.LANDED, 1)
     for sock in (*strangers, good):
@@ -366,7 +369,7 @@ def no_descriptors() -> Iterator[None]:
 
 def test_a_writer_that_stalls_in_a_part_is_cut() -> None:
     reader = Reader(stall_s=0.2)
-    reader.transport.grant("rogue/0", 9, whole(MiB))
+    reader.transport.grant(rank("rogue"), 9, whole(MiB))
     sock = reader.enter()
     sock.sendall(part(9, [(0, 6)]) + b"abc")
     gone = reader.next()
@@ -400,17 +403,17 @@ def _mute_pair(stall_s: float) -> tuple[Reader, Mute, socket.socket]:
     admitted: list[socket.socket] = []
     thread = threading.Thread(target=lambda: admitted.append(mute.admit()))
     thread.start()
-    writer.transport.connect("mute/0", endpoint, 30)
+    writer.transport.connect(rank("mute"), endpoint, 30)
     thread.join()
     return writer, mute, admitted[0]
 
 
 def test_a_receiver_that_never_answers_is_gone_in_bounded_time() -> None:
     writer, mute, sock = _mute_pair(0.2)
-    writer.transport.write("mute/0", 9, 1, [CopyBlock(0, 0, 1, 100)])
-    writer.transport.fence("mute/0", 9)
+    writer.transport.write(rank("mute"), 9, 1, [CopyBlock(0, 0, 1, 100)])
+    writer.transport.fence(rank("mute"), 9)
     assert isinstance(writer.next(), WriteFailed)
-    assert writer.next() == Fenced("mute/0", 9, proven=False)  # bytes may be under way
+    assert writer.next() == Fenced(rank("mute"), 9, proven=False)  # bytes may be under way
     gone = writer.next()
     assert isinstance(gone, PeerGone)
     assert not gone.proven
@@ -426,7 +429,7 @@ def test_a_receiver_that_takes_everything_and_answers_nothing_is_gone_all_the_sa
     while writer.events.empty():
         tag += 1
         assert tag < 1000, "each write put the end off"
-        writer.transport.write("mute/0", 9, tag, [CopyBlock(0, 0, 1, 100)])
+        writer.transport.write(rank("mute"), 9, tag, [CopyBlock(0, 0, 1, 100)])
         threading.Event().wait(0.02)
     failed = writer.next()
     assert isinstance(failed, WriteFailed)
@@ -483,7 +486,7 @@ def test_a_reader_that_keeps_up_does_not_keep_the_writer_from_its_other_work() -
     channel, loop, told = Greedy(), Watched(), queue.SimpleQueue[TransportEvent]()
     path = PeerWriter(
         loop,  # type: ignore[arg-type]
-        "bbbb/0",
+        rank("bbbb"),
         [channel],  # type: ignore[list-item]
         Memory([Region(0, MiB)]),
         MiB,
@@ -569,11 +572,11 @@ def test_a_writer_that_is_never_behind_does_not_keep_the_reader_from_its_other_w
     comes between two turns, and no byte lands after it."""
     channel, loop, grants = Tireless(part_bytes, 9), Watched(), Grants()
     if granted:
-        grants.add("aaaa/0", 9, whole(MiB))
+        grants.add(rank("aaaa"), 9, whole(MiB))
     stream = InStream(
         loop,  # type: ignore[arg-type]
         channel,  # type: ignore[arg-type]
-        "aaaa/0",
+        rank("aaaa"),
         Memory([Region(0, MiB)]),
         grants,
         lambda error: pytest.fail(str(error)),
@@ -587,7 +590,7 @@ def test_a_writer_that_is_never_behind_does_not_keep_the_reader_from_its_other_w
         assert 0 < channel.taken - before < 2500 + part_bytes
     landed = {tcp_wire.LANDED if granted else tcp_wire.REFUSED}
     assert {status for status, _ in channel.answers} == landed
-    grants.remove("aaaa/0", 9)
+    grants.remove(rank("aaaa"), 9)
     told = len(channel.answers)
     for _ in range(20):
         loop.ready(select.EPOLLIN)
@@ -625,13 +628,13 @@ def test_a_listener_that_does_not_know_the_key_gets_no_kv(reader: Reader) -> Non
         sock, _ = mute.listener.accept()
         sock.sendall(handshake.Listener(mute.key).challenge())
         exactly(sock, handshake.RESPONSE_BYTES)
-        sock.sendall(struct.pack(">4sHB32s128s", b"SGUE", 1, 1, bytes(32), b""))
+        sock.sendall(struct.pack(">4sHB32s128s", b"SGUE", handshake.VERSION, 1, bytes(32), b""))
         sock.close()
 
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(PeerRefused, match="could not prove"):
-        reader.transport.connect("mute/0", endpoint, 30)
+        reader.transport.connect(rank("mute"), endpoint, 30)
     thread.join()
     mute.listener.close()
 
@@ -641,12 +644,12 @@ def test_connect_has_a_deadline(reader: Reader) -> None:
     address = TcpAddress(version=1, host="127.0.0.1", port=silent.getsockname()[1], key=bytes(16))
     endpoint = msgspec.structs.replace(reader.endpoint, data=msgspec.msgpack.encode(address))
     with pytest.raises(BootstrapTimeout):
-        reader.transport.connect("cccc/0", endpoint, 0.1)
+        reader.transport.connect(rank("cccc"), endpoint, 0.1)
     silent.close()
 
 
 def test_a_port_in_use_is_one_sentence(reader: Reader) -> None:
-    transport = TcpTransport(lambda _e: None, me="aaaa/0", port=reader.address.port)
+    transport = TcpTransport(lambda _e: None, me=rank("aaaa"), port=reader.address.port)
     memory = allocate(4096)
     with pytest.raises(ConfigError, match="choose another port"):
         transport.register(memory)
@@ -655,7 +658,7 @@ def test_a_port_in_use_is_one_sentence(reader: Reader) -> None:
 
 
 def test_a_peer_that_connects_anew_replaces_its_old_streams(reader: Reader) -> None:
-    reader.transport.grant("rogue/0", 9, whole(MiB))
+    reader.transport.grant(rank("rogue"), 9, whole(MiB))
     old = reader.enter(group=b"1" * 16)
     new = reader.enter(group=b"2" * 16)
     assert old.recv(1) == b""
@@ -672,11 +675,11 @@ def test_streams_share_a_write_and_it_is_told_once(streams: int) -> None:
     reader = Reader()
     source = allocate(MiB)
     source.buffer[:] = np.random.default_rng(1).bytes(MiB)
-    writer = TcpTransport(events.put, me="aaaa/0", streams=streams, part_bytes=50_000)
+    writer = TcpTransport(events.put, me=rank("aaaa"), streams=streams, part_bytes=50_000)
     writer.register(source)
-    writer.connect("bbbb/0", reader.endpoint, 30)
-    reader.transport.grant("aaaa/0", 9, whole(MiB))
-    writer.write("bbbb/0", 9, 1, [CopyBlock(0, 0, 1, MiB)])
+    writer.connect(rank("bbbb"), reader.endpoint, 30)
+    reader.transport.grant(rank("aaaa"), 9, whole(MiB))
+    writer.write(rank("bbbb"), 9, 1, [CopyBlock(0, 0, 1, MiB)])
     done = events.get(timeout=30)
     assert isinstance(done, Written)
     assert done.nbytes == MiB

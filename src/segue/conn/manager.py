@@ -19,7 +19,7 @@ from segue.conn.config import HOST, KVConfig, Runtime
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.peers import Joined, PathSpeed, Peer, join
-from segue.conn.transports import Transports, rank_of
+from segue.conn.transports import Transports
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage
 from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
@@ -352,7 +352,7 @@ class KVManager:
     # ---- transports --------------------------------------------------------------------------
 
     def _transport_event(self, name: str, event: transport_base.TransportEvent) -> None:
-        leader = rank_of(event.peer).leader
+        leader = event.peer.leader
         if isinstance(event, transport_base.PeerGone):
             self._handle(events.PeerDown(leader, event.error.info, dead=event.proven))
             peer = self._peers.get(leader)

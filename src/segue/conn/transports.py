@@ -11,7 +11,7 @@ import msgspec
 
 from segue.conn.config import KVConfig
 from segue.core.errors import DECODE_ERRORS, TransferFailed
-from segue.core.types import Incarnation, LeaderId, RankId, Role, TransferId
+from segue.core.types import LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import LeaderInfo
 from segue.layout.content import whole_pages
@@ -43,7 +43,7 @@ class Transports:
             name: make(
                 name,
                 partial(on_event, name),
-                me=rank_name(RankId(config.me)),
+                me=RankId(config.me),
                 host=config.host,
                 port=config.transport_port,
                 advertise=config.advertise,
@@ -103,7 +103,7 @@ class Transports:
             except DECODE_ERRORS as exc:
                 raise TransferFailed(f"unreadable endpoint: {exc}") from exc
             await asyncio.get_running_loop().run_in_executor(
-                self._threads, connect, rank_name(RankId(peer, rank)), endpoint, timeout_s
+                self._threads, connect, RankId(peer, rank), endpoint, timeout_s
             )
 
     def peer_of(self, transfer: TransferId) -> LeaderId:
@@ -116,26 +116,15 @@ class Transports:
         transport = self._by_name[self._chosen[peer]]
         match effect:
             case events.PostWrite():
-                name = rank_name(RankId(peer, effect.target))
-                transport.write(name, effect.epoch, effect.tag, effect.blocks)
+                rank = RankId(peer, effect.target)
+                transport.write(rank, effect.epoch, effect.tag, effect.blocks)
             case events.Grant():
                 area = whole_pages(self._spec, effect.pages)
-                transport.grant(rank_name(RankId(peer)), effect.epoch, area)
+                transport.grant(RankId(peer), effect.epoch, area)
             case events.Fence():
-                transport.fence(rank_name(RankId(peer)), effect.epoch)
+                transport.fence(RankId(peer), effect.epoch)
 
     def close(self) -> None:
         """End all of them; no event after it returns."""
         for transport in self._by_name.values():
             transport.close()
-
-
-def rank_name(rank: RankId) -> str:
-    """As transports still name it."""
-    return f"{rank.leader.incarnation}/{rank.leader.dp_rank}/{rank.rank}"
-
-
-def rank_of(name: str) -> RankId:
-    """Whose event a transport's event is."""
-    incarnation, dp_rank, rank = name.split("/")
-    return RankId(LeaderId(Incarnation(incarnation), int(dp_rank)), int(rank))

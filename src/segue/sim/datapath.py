@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from segue.conn.transports import rank_of
 from segue.core.errors import TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.sim.faults import Injected
@@ -77,7 +77,7 @@ class DataPath:
             if key not in self.lied:
                 self.lied.add(key)
                 error = TransferFailed("the transport reported an error")
-                self.writer.transport.tell(WriteFailed(self.reader.peer_name, *key, error))
+                self.writer.transport.tell(WriteFailed(self.reader.rank, *key, error))
                 return
 
     def cut(self) -> None:
@@ -281,7 +281,7 @@ class SimTransport:
         """As production."""
         return self.inner.register(memory)
 
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """As production."""
         if self.connect_raises:
             self.connect_raises -= 1
@@ -289,11 +289,11 @@ class SimTransport:
             raise Injected("injected into connect")
         self.inner.connect(peer, endpoint, timeout_s)
 
-    def grant(self, peer: str, epoch: int, area: Content) -> None:
+    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """As production."""
         self.inner.grant(peer, epoch, area)
 
-    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """As production; its event is waited for."""
         path = self._path(peer)
         path.running[epoch, tag] = None
@@ -302,7 +302,7 @@ class SimTransport:
             blocks = wrong
         self.inner.write(peer, epoch, tag, blocks)
 
-    def fence(self, peer: str, epoch: int) -> None:
+    def fence(self, peer: RankId, epoch: int) -> None:
         """As production."""
         self.inner.fence(peer, epoch)
 
@@ -319,8 +319,8 @@ class SimTransport:
         assert self.net.io is not None
         self.net.io.end()
 
-    def _path(self, peer: str) -> DataPath:
-        reader = self._node.deployment.by_leader[rank_of(peer).leader]
+    def _path(self, peer: RankId) -> DataPath:
+        reader = self._node.deployment.by_leader[peer.leader]
         assert isinstance(reader, type(self._node))
         return self._node.data_path(reader)
 

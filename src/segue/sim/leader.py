@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.handles import Change
-from segue.conn.transports import rank_name
 from segue.core.clock import Clock
 from segue.core.control import ControlMessage, Load
 from segue.core.errors import SegueError
@@ -165,7 +164,7 @@ class LeaderNode(Process):
         self.spec = spec
         self.rng: random.Random = deployment.world.rng(f"node {self.name}")
         self.me = new_leader(self.rng)
-        self.peer_name = rank_name(RankId(self.me))
+        self.rank = RankId(self.me)
         self.world_timing: Timing = deployment.timing
         self.skewed = SkewedClock(deployment.world, spec.clock_offset_s, spec.clock_rate)
         self.clock: Clock = self.skewed

@@ -17,6 +17,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from segue.core.errors import SegueError
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport.memory import Memory, MemoryKind
@@ -37,7 +38,7 @@ class Written:
     `nbytes` moved; `seconds` from the moment the write was given to the transport.
     """
 
-    peer: str
+    peer: RankId
     epoch: int
     tag: int
     nbytes: int
@@ -49,7 +50,7 @@ class WriteFailed:
     """The write `tag` of `epoch` did not land, or only in part. No further event for it. `refused`: the
     receiver does not grant `epoch` (any more), and nothing else is wrong."""
 
-    peer: str
+    peer: RankId
     epoch: int
     tag: int
     error: SegueError
@@ -65,7 +66,7 @@ class Fenced:
     any more; if not, the owner needs the peer's word or the peer's death.
     """
 
-    peer: str
+    peer: RankId
     epoch: int
     proven: bool
 
@@ -78,7 +79,7 @@ class PeerGone:
     process, a closed TCP stream that we ourselves read); False when it is only unreachable.
     """
 
-    peer: str
+    peer: RankId
     proven: bool
     error: SegueError
 
@@ -89,7 +90,7 @@ EventSink = Callable[[TransportEvent], None]
 
 class Transport(Protocol):
     """Moves bytes between registered memories, of the kinds that `memory_kinds` names. `peer` is the
-    caller's name for the other side: the 32 hex digits of its incarnation, followed by `/` and the rank."""
+    rank at the other side."""
 
     name: str
     memory_kinds: frozenset[MemoryKind]
@@ -100,13 +101,13 @@ class Transport(Protocol):
         a kind that this transport cannot register."""
         ...
 
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """Writing side: open the path to `peer`. Idempotent. Raises TransferFailed, PeerRefused
         (wrong key, wrong user, version), BootstrapTimeout, or OutOfCapacity: this process cannot have
         what such a path takes, so another transport should be used. Then nothing of it is left."""
         ...
 
-    def grant(self, peer: str, epoch: int, area: Content) -> None:
+    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """Receiving side: from now on writes of `epoch` by `peer` may land, inside `area` of our memory.
 
         Where this side performs the writes (`tcp`), a row outside `area` ends the peer's streams before
@@ -114,13 +115,13 @@ class Transport(Protocol):
         the area is not looked at, and what protects is that only processes of our own user get in."""
         ...
 
-    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """Writing side: move `blocks` from our memory into the peer's. Exactly one `Written` or
         `WriteFailed` with `tag` follows, unless `close` comes first. Blocks outside
         either memory are refused before a byte moves."""
         ...
 
-    def fence(self, peer: str, epoch: int) -> None:
+    def fence(self, peer: RankId, epoch: int) -> None:
         """Either side: end `epoch`. Queued writes fail, running ones are waited for or cut;
         exactly one `Fenced` follows. Idempotent, also for an unknown epoch or peer."""
         ...

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from segue.core.errors import Internal, SegueError, TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent
 from segue.transport.copy_queue import CopyJob, CopyQueue, Then
@@ -81,7 +82,7 @@ class Copier:
             self._wake.notify(-(-job.nbytes // self._slice_bytes) or 1)
         return True
 
-    def cancel(self, peer: str, epoch: int | None, error: SegueError, then: Then) -> Then | None:
+    def cancel(self, peer: RankId, epoch: int | None, error: SegueError, then: Then) -> Then | None:
         """End the jobs of `peer` (of `epoch`, or of all if None) with `error`, and then run `then`.
 
         What nobody copies right now never starts again. `then` runs when the ends of all of them were told;
@@ -137,9 +138,7 @@ class Copier:
         try:
             if job.error is None and not job.allowed():
                 refused = True
-                error = TransferFailed(
-                    f"epoch {job.epoch:x} is not granted by {job.peer[:8]}", retryable=False
-                )
+                error = TransferFailed(f"epoch {job.epoch:x} is not granted by {job.peer}", retryable=False)
             elif job.error is None:
                 self._copy(job, blocks)
         except BaseException as exc:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from segue.core.errors import SegueError
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent, WriteFailed, Written
 from segue.transport.memory import HostBytes
@@ -27,7 +28,7 @@ Then = Callable[[], None]
 class CopyJob:
     """One write. `allowed` says whether the receiver still grants its epoch."""
 
-    peer: str
+    peer: RankId
     epoch: int
     tag: int
     blocks: Sequence[CopyBlock]
@@ -136,7 +137,7 @@ class CopyQueue:
         return ready
 
     def cancel(
-        self, peer: str, epoch: int | None, error: SegueError, then: Then
+        self, peer: RankId, epoch: int | None, error: SegueError, then: Then
     ) -> tuple[list[CopyJob], bool]:
         """End the jobs of `peer` (of `epoch`, or of all if None) with `error`.
 

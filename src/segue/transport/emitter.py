@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from segue.core.errors import Internal
+from segue.core.types import RankId
 from segue.transport.base import EventSink, PeerGone, TransportEvent
 from segue.transport.ioloop import IoLoop
 
@@ -57,7 +58,7 @@ class EventEmitter:
         with self._lock:
             self.failure = f"the {self._name} transport has failed: {exc!r}"
 
-    def all_gone(self, peers: Iterable[str]) -> None:
+    def all_gone(self, peers: Iterable[RankId]) -> None:
         """After `fail`: tell what was still to be told, and that none of `peers` can be reached any more,
         which proves nothing of them."""
         while self._pending:

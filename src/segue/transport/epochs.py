@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from segue.core.errors import OutOfCapacity
+from segue.core.types import RankId
 from segue.layout.content import Content
 
 MAX_GRANTS = 16384
@@ -18,20 +19,20 @@ class Grants:
 
     def __init__(self, limit: int = MAX_GRANTS) -> None:
         self._limit = limit
-        self._of: dict[str, dict[int, Content]] = {}
+        self._of: dict[RankId, dict[int, Content]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, key: tuple[str, int]) -> bool:
+    def __contains__(self, key: tuple[RankId, int]) -> bool:
         return key[1] in self._of.get(key[0], ())
 
-    def area(self, peer: str, epoch: int) -> Content | None:
+    def area(self, peer: RankId, epoch: int) -> Content | None:
         """Where writes of `epoch` by `peer` may land; None if nowhere (any more)."""
         return self._of.get(peer, {}).get(epoch)
 
-    def add(self, peer: str, epoch: int, area: Content) -> bool:
+    def add(self, peer: RankId, epoch: int, area: Content) -> bool:
         """True when it is new. Raises OutOfCapacity when `limit` grants live."""
         epochs = self._of.get(peer)
         if epochs is not None and epoch in epochs:
@@ -42,7 +43,7 @@ class Grants:
         self._count += 1
         return True
 
-    def remove(self, peer: str, epoch: int) -> bool:
+    def remove(self, peer: RankId, epoch: int) -> bool:
         """True when it was there."""
         epochs = self._of.get(peer)
         if epochs is None or epoch not in epochs:
@@ -53,7 +54,7 @@ class Grants:
             del self._of[peer]
         return True
 
-    def remove_peer(self, peer: str) -> set[int]:
+    def remove_peer(self, peer: RankId) -> set[int]:
         """End all grants of `peer`; which they were."""
         epochs = self._of.pop(peer, {})
         self._count -= len(epochs)
@@ -66,12 +67,12 @@ class FencedEpochs:
 
     def __init__(self, limit: int = MAX_FENCED) -> None:
         self._limit = limit
-        self._keys: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._keys: OrderedDict[tuple[RankId, int], None] = OrderedDict()
 
-    def __contains__(self, key: tuple[str, int]) -> bool:
+    def __contains__(self, key: tuple[RankId, int]) -> bool:
         return key in self._keys
 
-    def add(self, peer: str, epoch: int) -> None:
+    def add(self, peer: RankId, epoch: int) -> None:
         """Remember it, and forget the oldest beyond the limit."""
         self._keys[peer, epoch] = None
         if len(self._keys) > self._limit:

@@ -19,6 +19,7 @@ from time import perf_counter
 import msgspec
 
 from segue.core.errors import DECODE_ERRORS, ConfigError, PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport import handshake, ranges
@@ -48,7 +49,7 @@ class FakeNet:
 class HeldWrite:
     """A write that has not landed yet."""
 
-    peer: str
+    peer: RankId
     epoch: int
     tag: int
     blocks: Sequence[CopyBlock]
@@ -76,13 +77,13 @@ class FakeTransport:
         self,
         on_event: EventSink,
         *,
-        me: str,
+        me: RankId,
         net: FakeNet | None = None,
         copy: bool = False,
         hold: bool = False,
     ) -> None:
         self._on_event = on_event
-        self._me = handshake.checked_name(me)
+        self._me = handshake.checked(me)
         self._net = net
         self._lock = net.lock if net is not None else threading.RLock()
         self._copy = copy
@@ -91,8 +92,8 @@ class FakeTransport:
         self._memory: Memory | None = None
         self._grants = Grants()
         self._fenced = FencedEpochs()
-        self._paths: dict[str, _Path] = {}
-        self._writers: set[str] = set()
+        self._paths: dict[RankId, _Path] = {}
+        self._writers: set[RankId] = set()
         self._events: deque[TransportEvent] = deque()
         self._telling = False
         self._inject: deque[SegueError] = deque()
@@ -113,7 +114,7 @@ class FakeTransport:
                 self._net.ports[self._address.port] = self
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(self._address))
 
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`; never waits."""
         try:
             address = msgspec.msgpack.decode(endpoint.data, type=FakeAddress)
@@ -137,13 +138,13 @@ class FakeTransport:
                 target._writers.add(self._me)
             self._paths[peer] = _Path(address.port, endpoint.nbytes)
 
-    def grant(self, peer: str, epoch: int, area: Content) -> None:
+    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
         with self._lock:
             if not self._closed:
                 self._grants.add(peer, epoch, area)
 
-    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
         with self._lock:
             path = self._paths.get(peer)
@@ -165,7 +166,7 @@ class FakeTransport:
                     self._events.append(self._land(held))
         self._tell()
 
-    def fence(self, peer: str, epoch: int) -> None:
+    def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence`; always proven."""
         with self._lock:
             self._grants.remove(peer, epoch)
@@ -210,9 +211,9 @@ class FakeTransport:
         target = self._net.ports.get(self._paths[w.peer].port) if self._net is not None else None
         if self._net is not None:
             if target is None or target._memory is None:
-                return WriteFailed(w.peer, w.epoch, w.tag, PeerLost(f"{w.peer} is gone", peer=w.peer))
+                return WriteFailed(w.peer, w.epoch, w.tag, PeerLost(f"{w.peer} is gone", peer=str(w.peer)))
             if (self._me, w.epoch) not in target._grants:
-                error = TransferFailed(f"epoch {w.epoch:x} is not granted by {w.peer[:8]}", retryable=False)
+                error = TransferFailed(f"epoch {w.epoch:x} is not granted by {w.peer}", retryable=False)
                 return WriteFailed(w.peer, w.epoch, w.tag, error, refused=True)
             if self._copy:
                 for block in w.blocks:
@@ -238,8 +239,8 @@ class FakeTransport:
         finally:
             self._telling = False
 
-    def _gone(self, peer: str, why: str) -> None:
-        error = PeerLost(f"{peer} is gone: {why}", peer=peer)
+    def _gone(self, peer: RankId, why: str) -> None:
+        error = PeerLost(f"{peer} is gone: {why}", peer=str(peer))
         with self._lock:
             self._grants.remove_peer(peer)
             self._writers.discard(peer)

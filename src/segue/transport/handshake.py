@@ -1,7 +1,7 @@
 """How the two ends of a stream prove that they know the Endpoint's key, without sending it.
 
     listener → Challenge (nonce) → writer
-    writer   → Response (its name, its nonce, HMAC-SHA256) → listener
+    writer   → Response (its rank, its nonce, HMAC-SHA256) → listener
     listener → Verdict (accepted with its own HMAC, or the reason) → writer
 
 Frames have a fixed size, so that a reader never trusts a length from the network. Encryption is not
@@ -17,18 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from segue.core.errors import ConfigError, PeerRefused
+from segue.core.types import Incarnation, LeaderId, RankId
 
 #: Gives that many bytes that nobody can guess.
 RandomBytes = Callable[[int], bytes]
 
 KEY_BYTES = 16
-VERSION = 1
-MAX_NAME_BYTES = 128
+VERSION = 2
 _MAGIC = b"SGUE"
 _NONCE = 16
 _MAC = 32
 _CHALLENGE = struct.Struct(f">4sH{_NONCE}s")
-_RESPONSE = struct.Struct(f">4sH{_NONCE}s16sHHB{MAX_NAME_BYTES}s{_MAC}s")
+_RANK = struct.Struct(">16sII")
+_RESPONSE = struct.Struct(f">4sH{_NONCE}s16sHH{_RANK.size}s{_MAC}s")
 _VERDICT = struct.Struct(f">4sHB{_MAC}s128s")
 CHALLENGE_BYTES = _CHALLENGE.size
 RESPONSE_BYTES = _RESPONSE.size
@@ -40,20 +41,36 @@ def new_key(random_bytes: RandomBytes = secrets.token_bytes) -> bytes:
     return random_bytes(KEY_BYTES)
 
 
-def checked_name(name: str) -> str:
-    """`name`, if it can be what peers call a side. Raises ConfigError."""
-    if not (name and name.isascii() and name.isprintable() and len(name) <= MAX_NAME_BYTES):
-        raise ConfigError(
-            f"a transport's name is 1 to {MAX_NAME_BYTES} printable ASCII characters, not {name!r}"
-        )
-    return name
+def pack_rank(rank: RankId) -> bytes:
+    """A rank as it travels. Raises ConfigError for one that cannot."""
+    leader = rank.leader
+    try:
+        incarnation = bytes.fromhex(leader.incarnation)
+        packed = _RANK.pack(incarnation, leader.dp_rank, rank.rank)
+    except (ValueError, struct.error):
+        incarnation = packed = b""
+    if len(incarnation) != 16 or incarnation.hex() != leader.incarnation:
+        raise ConfigError(f"no rank of an incarnation of 32 hex digits: {rank!r}")
+    return packed
+
+
+def unpack_rank(packed: bytes) -> RankId:
+    """The rank that `pack_rank` made so many bytes of; they are always one."""
+    incarnation, dp_rank, rank = _RANK.unpack(packed)
+    return RankId(LeaderId(Incarnation(incarnation.hex()), dp_rank), rank)
+
+
+def checked(rank: RankId) -> RankId:
+    """`rank`, if it can travel. Raises ConfigError."""
+    pack_rank(rank)
+    return rank
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Who opened a stream. `group` is one random id for all `streams` of one `connect`."""
 
-    name: str
+    rank: RankId
     group: bytes
     index: int
     streams: int
@@ -78,20 +95,17 @@ class Listener:
         """Who is there, and the verdict to send. Raises PeerRefused, whose text may be sent."""
         if len(frame) != RESPONSE_BYTES:
             raise PeerRefused("not a segue stream")
-        magic, version, nonce, group, index, streams, size, padded, mac = _RESPONSE.unpack(frame)
+        magic, version, nonce, group, index, streams, rank, mac = _RESPONSE.unpack(frame)
         if magic != _MAGIC:
             raise PeerRefused("not a segue stream")
         if version != VERSION:
             raise PeerRefused(f"stream version {version}; this side speaks {VERSION}")
         if not hmac.compare_digest(mac, _sign(self._key, b"writer", self._nonce, frame[:-_MAC])):
             raise PeerRefused("wrong key")
-        if not 1 <= size <= MAX_NAME_BYTES or not index < streams:
+        if not index < streams:
             raise PeerRefused("malformed greeting")
-        name = padded[:size].decode("ascii", "strict") if padded[:size].isascii() else ""
-        if not name.isprintable() or not name:
-            raise PeerRefused("malformed name")
         proof = _sign(self._key, b"listener", self._nonce, nonce)
-        return Hello(name, group, index, streams), _VERDICT.pack(_MAGIC, VERSION, 1, proof, b"")
+        return Hello(unpack_rank(rank), group, index, streams), _VERDICT.pack(_MAGIC, VERSION, 1, proof, b"")
 
     def refuse(self, reason: str) -> bytes:
         """The verdict that says no."""
@@ -114,7 +128,6 @@ class Writer:
             raise PeerRefused("the address of the peer does not answer as a segue transport")
         if version != VERSION:
             raise PeerRefused(f"the peer speaks stream version {version}, this side {VERSION}")
-        name = self._hello.name.encode("ascii")
         head = _RESPONSE.pack(
             _MAGIC,
             VERSION,
@@ -122,8 +135,7 @@ class Writer:
             self._hello.group,
             self._hello.index,
             self._hello.streams,
-            len(name),
-            name,
+            pack_rank(self._hello.rank),
             bytes(_MAC),
         )[:-_MAC]
         return head + _sign(self._key, b"writer", self._theirs, head)

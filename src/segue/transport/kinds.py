@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from segue.core.errors import DECODE_ERRORS, ConfigError
+from segue.core.types import RankId
 from segue.session.tls import Tls
 from segue.transport.base import Endpoint, EventSink, Transport
 
@@ -52,7 +53,7 @@ def create(
     name: str,
     on_event: EventSink,
     *,
-    me: str,
+    me: RankId,
     host: str = "127.0.0.1",
     port: int = 0,
     advertise: str | None = None,
@@ -61,8 +62,7 @@ def create(
     stall_s: float = 10.0,
     tls: Tls | None = None,
 ) -> Transport:
-    """A transport by name. `me` is what its peers call it: incarnation, `/`, rank; `grant` and
-    `PeerGone` on the other side use exactly this name.
+    """A transport by name. `me` is the rank that it moves bytes for.
 
     `host:port` (0: any free port) is where it listens, `advertise` and `advertise_port` what peers are
     told if it is something else, `streams` is the number of connections per peer, one that is silent

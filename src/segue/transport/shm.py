@@ -33,6 +33,7 @@ from functools import partial
 import msgspec
 
 from segue.core.errors import ConfigError, Internal, OutOfCapacity, SegueError, TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport import handshake, ranges
@@ -69,7 +70,7 @@ def unusable() -> str:
 
 
 class ShmTransport:
-    """`Transport` between processes of one user on one host. `me` is what peers call this side."""
+    """`Transport` between processes of one user on one host. `me` is the rank it copies for."""
 
     name = "shm"
     memory_kinds = frozenset({MemoryKind.SHARED})
@@ -78,7 +79,7 @@ class ShmTransport:
         self,
         on_event: EventSink,
         *,
-        me: str,
+        me: RankId,
         slice_bytes: int = SLICE_BYTES,
         copy_threads: int = COPY_THREADS,
         max_writes: int = 65536,
@@ -87,7 +88,7 @@ class ShmTransport:
         copy: Copy = copy_slice,
         host: ShmHost = HOST,
     ) -> None:
-        self._me = handshake.checked_name(me)
+        self._me = handshake.checked(me)
         self._max_strangers = max_strangers
         self._handshake_s = handshake_s
         self._lock = threading.RLock()
@@ -97,7 +98,7 @@ class ShmTransport:
         self._host = host
         self._table = GrantTable(host)
         self._fenced = FencedEpochs()
-        self._peers: dict[str, MappedPeer] = {}
+        self._peers: dict[RankId, MappedPeer] = {}
         self._loop = host.loop("segue-shm-io", self._crashed)
         self._copier = Copier(
             "segue-shm-copy",
@@ -145,7 +146,7 @@ class ShmTransport:
         self._loop.post(self._incoming.open)
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
 
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         with self._lock:
             if self._emitter.closed:
@@ -166,14 +167,14 @@ class ShmTransport:
             self._peers[peer] = path
         self._loop.post(path.open)
 
-    def grant(self, peer: str, epoch: int, area: Content) -> None:
+    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """See `Transport.grant`; `area` binds nobody: the peer, of our own user, writes by itself. Raises
         OutOfCapacity when too many grants live."""
         with self._lock:
             if not self._emitter.closed:
                 self._table.add(peer, epoch)
 
-    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
         error: SegueError
         with self._lock:
@@ -196,7 +197,7 @@ class ShmTransport:
                 error = exc
         self._emitter.soon(self._loop, WriteFailed(peer, epoch, tag, error))
 
-    def fence(self, peer: str, epoch: int) -> None:
+    def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence` and this module's docstring for what is proven."""
         with self._lock:
             if self._emitter.closed:
@@ -236,9 +237,9 @@ class ShmTransport:
 
     def _forget(self, path: MappedPeer) -> bool:
         with self._lock:
-            if self._peers.get(path.name) is not path:
+            if self._peers.get(path.peer) is not path:
                 return False
-            del self._peers[path.name]
+            del self._peers[path.peer]
             return True
 
     def _release(self, quiet: bool) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from segue.core.errors import PeerLost, PeerRefused
+from segue.core.types import RankId
 from segue.transport import handshake
 from segue.transport.base import PeerGone, TransportEvent
 from segue.transport.ioloop import IoLoop, Timer
@@ -27,7 +28,7 @@ from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, send
 REST_S = 0.1
 #: An honest writer has one path. One that comes again and again without a goodbye may hold as many mappings,
 #: and each costs us a descriptor until its process ends.
-MAX_PER_NAME = 8
+MAX_PER_RANK = 8
 _LEFT_AGAIN = frozenset({errno.EAGAIN, errno.EINTR, errno.ECONNABORTED})
 
 log = logging.getLogger("segue.shm")
@@ -35,11 +36,11 @@ log = logging.getLogger("segue.shm")
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A peer's socket. `name` is empty until it proved that it knows the key."""
+    """A peer's socket. `rank` is None until it proved that it knows the key."""
 
     sock: socket.socket
     proof: handshake.Listener
-    name: str = ""
+    rank: RankId | None = None
     pidfd: int | None = None
     timer: Timer | None = None
 
@@ -76,8 +77,8 @@ class ShmListener:
         self._max_strangers = max_strangers
         self._handshake_s = handshake_s
         self._strangers: dict[Incoming, None] = {}
-        #: Those who may hold a mapping, by name: one name may have come in more than once.
-        self.writers: dict[str, list[Incoming]] = {}
+        #: Those who may hold a mapping: one rank may have come in more than once.
+        self.writers: dict[RankId, list[Incoming]] = {}
 
     def open(self) -> None:
         """Start to accept; also after a rest."""
@@ -86,9 +87,9 @@ class ShmListener:
         except OSError as exc:
             self._rest(exc)
 
-    def may_write(self, name: str) -> bool:
-        """Whether a process of this name may hold a mapping (under the lock)."""
-        return name in self.writers
+    def may_write(self, rank: RankId) -> bool:
+        """Whether a process of this rank may hold a mapping (under the lock)."""
+        return rank in self.writers
 
     def close(self) -> None:
         """Close every socket, with a goodbye; no event."""
@@ -157,7 +158,7 @@ class ShmListener:
     def _greet(self, peer: Incoming, _events: int) -> None:
         try:
             hello, verdict = peer.proof.accept(peer.sock.recv(handshake.RESPONSE_BYTES + 1))
-            self._watch_process(peer, hello.name)
+            self._watch_process(peer, hello.rank)
         except PeerRefused as exc:
             send(peer.sock, peer.proof.refuse(exc.info.text))
             self._drop_stranger(peer)
@@ -169,17 +170,17 @@ class ShmListener:
         if peer.timer is not None:
             peer.timer.cancel()
         del self._strangers[peer]
-        peer.name = hello.name
+        peer.rank = hello.rank
         with self._lock:  # from here on the peer may hold a mapping
-            self.writers.setdefault(peer.name, []).append(peer)
+            self.writers.setdefault(hello.rank, []).append(peer)
         try:
             self._host.send_fds(peer.sock, verdict, [self._memory_fd, self._table.fd])
         except OSError:  # then no descriptor has left this process
             self._gone(peer, "it left before it had the memory")
 
-    def _watch_process(self, peer: Incoming, name: str) -> None:
-        if len(self.writers.get(name, ())) >= MAX_PER_NAME:
-            raise PeerRefused(f"{MAX_PER_NAME} connections of this name have not said goodbye")
+    def _watch_process(self, peer: Incoming, rank: RankId) -> None:
+        if len(self.writers.get(rank, ())) >= MAX_PER_RANK:
+            raise PeerRefused(f"{MAX_PER_RANK} connections of this rank have not said goodbye")
         peer.pidfd = self._host.peer_pidfd(peer.sock)
         if peer.pidfd is None:
             raise PeerRefused("the process is gone")
@@ -208,8 +209,9 @@ class ShmListener:
         peer.timer = self._loop.later(DEATH_GRACE_S, partial(self._silent, peer))
 
     def _silent(self, peer: Incoming) -> None:
-        error = PeerLost(f"{peer.name} closed its shm socket but its process lives", peer=peer.name)
-        self._emit(PeerGone(peer.name, False, error))
+        assert peer.rank is not None
+        text = f"{peer.rank} closed its shm socket but its process lives"
+        self._emit(PeerGone(peer.rank, False, PeerLost(text, peer=str(peer.rank))))
 
     def _died(self, peer: Incoming, _events: int) -> None:
         if peer.pidfd is not None and self._host.ended(peer.pidfd):
@@ -217,12 +219,14 @@ class ShmListener:
 
     def _gone(self, peer: Incoming, why: str) -> None:
         """Proven: nothing of this connection can land any more."""
+        rank = peer.rank
+        assert rank is not None
         self._release(peer)
         with self._lock:
-            left = self.writers[peer.name]
+            left = self.writers[rank]
             left.remove(peer)
             if left:
-                return  # another connection of this name may still write
-            del self.writers[peer.name]
-            self._table.remove_peer(peer.name)
-        self._emit(PeerGone(peer.name, True, PeerLost(f"{peer.name} is gone: {why}", peer=peer.name)))
+                return  # another connection of this rank may still write
+            del self.writers[rank]
+            self._table.remove_peer(rank)
+        self._emit(PeerGone(rank, True, PeerLost(f"{rank} is gone: {why}", peer=str(rank))))

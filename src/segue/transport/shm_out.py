@@ -24,6 +24,7 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
+from segue.core.types import RankId
 from segue.transport import handshake
 from segue.transport.base import Endpoint, PeerGone, TransportEvent
 from segue.transport.copier import Copier
@@ -61,15 +62,15 @@ class Mapped:
 
 
 class MappedPeer:
-    """The path to the receiver `name`. `forget` takes it out of the transport's table: False if it is
+    """The path to the receiver `peer`. `forget` takes it out of the transport's table: False if it is
     not there any more."""
 
     def __init__(
         self,
         loop: IoLoop,
         copier: Copier,
-        me: str,
-        name: str,
+        me: RankId,
+        peer: RankId,
         mapped: Mapped,
         emit: Callable[[TransportEvent], None],
         forget: Callable[[MappedPeer], bool],
@@ -79,7 +80,7 @@ class MappedPeer:
         self._loop = loop
         self._copier = copier
         self._me = me
-        self.name = name
+        self.peer = peer
         self.mapped = mapped
         self._emit = emit
         self._forget = forget
@@ -125,7 +126,7 @@ class MappedPeer:
         else:
             self._loop.unwatch(self.mapped.sock.fileno())
             self._loop.later(DEATH_GRACE_S, partial(self._gone, "it closed"))
-            self._cancel(PeerLost(f"{self.name} is gone", peer=self.name), lambda: None)
+            self._cancel(PeerLost(f"{self.peer} is gone", peer=str(self.peer)), lambda: None)
 
     def _died(self, _events: int) -> None:
         if self.mapped.pidfd is not None and self._host.ended(self.mapped.pidfd):
@@ -138,23 +139,23 @@ class MappedPeer:
         if self.mapped.pidfd is not None:
             self._loop.unwatch(self.mapped.pidfd)
             self._host.close(self.mapped.pidfd)
-        error = PeerLost(f"{self.name} is gone: {why}", peer=self.name)
+        error = PeerLost(f"{self.peer} is gone: {why}", peer=str(self.peer))
 
         def done() -> None:
             self.mapped.unmap()
             farewell(self.mapped.sock)
-            self._emit(PeerGone(self.name, dead, error))
+            self._emit(PeerGone(self.peer, dead, error))
 
         self._cancel(error, done)
 
     def _cancel(self, error: SegueError, then: Callable[[], None]) -> None:
         """End all our writes with `error`, and then run `then`."""
-        now = self._copier.cancel(self.name, None, error, then)
+        now = self._copier.cancel(self.peer, None, error, then)
         if now is not None:
             now()
 
 
-def map_peer(me: str, peer: str, endpoint: Endpoint, timeout_s: float, host: ShmHost = HOST) -> Mapped:
+def map_peer(me: RankId, peer: RankId, endpoint: Endpoint, timeout_s: float, host: ShmHost = HOST) -> Mapped:
     """Connect, prove, receive the descriptors and map the receiver's pool. Raises what
     `Transport.connect` does."""
     try:

@@ -13,15 +13,17 @@ import hashlib
 import numpy as np
 
 from segue.core.errors import OutOfCapacity
+from segue.core.types import RankId
+from segue.transport import handshake
 from segue.transport.shm_host import HOST, ShmHost
 
 SLOTS = 16384
 TABLE_BYTES = SLOTS * 8
 
 
-def token(peer: str, epoch: int) -> int:
+def token(peer: RankId, epoch: int) -> int:
     """What a granted (writer, epoch) pair looks like in the table: never 0, equal on both sides."""
-    digest = hashlib.blake2b(b"%d/" % epoch + peer.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(handshake.pack_rank(peer) + epoch.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") | 1
 
 
@@ -33,9 +35,9 @@ class GrantTable:
         self.fd, self._map = host.table(TABLE_BYTES)
         self._slots = np.frombuffer(self._map, np.uint64)
         self._free = list(range(SLOTS - 1, -1, -1))
-        self._of: dict[tuple[str, int], int] = {}
+        self._of: dict[tuple[RankId, int], int] = {}
 
-    def add(self, peer: str, epoch: int) -> None:
+    def add(self, peer: RankId, epoch: int) -> None:
         """Publish a grant. Raises OutOfCapacity when all slots are taken."""
         if (peer, epoch) in self._of:
             return
@@ -45,14 +47,14 @@ class GrantTable:
         self._of[peer, epoch] = slot
         self._slots[slot] = token(peer, epoch)
 
-    def remove(self, peer: str, epoch: int) -> None:
+    def remove(self, peer: RankId, epoch: int) -> None:
         """End a grant. Idempotent."""
         slot = self._of.pop((peer, epoch), None)
         if slot is not None:
             self._slots[slot] = 0
             self._free.append(slot)
 
-    def remove_peer(self, peer: str) -> None:
+    def remove_peer(self, peer: RankId) -> None:
         """End all grants of `peer`."""
         for key in [key for key in self._of if key[0] == peer]:
             self.remove(*key)

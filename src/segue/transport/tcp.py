@@ -21,6 +21,7 @@ from functools import partial
 import msgspec
 
 from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, PeerRefused, SegueError, TransferFailed
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.session.tls import GIVE_BOTH, Tls
@@ -55,7 +56,7 @@ class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TcpTransport:
-    """`Transport` over TCP. `me` is what peers call this side.
+    """`Transport` over TCP. `me` is the rank it moves bytes for.
 
     It listens on `host:port` (0: any free port) from `register` on and tells peers `advertise` and
     `advertise_port` (default: where it listens). `streams` connections are opened per peer. A peer
@@ -69,7 +70,7 @@ class TcpTransport:
         self,
         on_event: EventSink,
         *,
-        me: str,
+        me: RankId,
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str | None = None,
@@ -90,7 +91,7 @@ class TcpTransport:
             raise ConfigError(f"tcp needs 1 to {MAX_STREAMS_PER_PEER} streams per peer, not {streams}")
         if not 1 <= part_bytes <= tcp_wire.MAX_PART_BYTES:
             raise ConfigError(f"part_bytes must be in 1 … {tcp_wire.MAX_PART_BYTES}, not {part_bytes}")
-        self._me = handshake.checked_name(me)
+        self._me = handshake.checked(me)
         self._host, self._port, self._advertise = host, port, advertise or host
         self._advertise_port = advertise_port
         self._streams = streams
@@ -110,7 +111,7 @@ class TcpTransport:
         self._incoming: TcpListener | None = None
         self._grants = Grants()
         self._fenced = FencedEpochs()
-        self._peers: dict[str, PeerWriter] = {}
+        self._peers: dict[RankId, PeerWriter] = {}
         self._net = net
         self._loop = net.loop("segue-tcp", self._crashed)
         self._loop.start()
@@ -146,7 +147,7 @@ class TcpTransport:
         )
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
 
-    def connect(self, peer: str, endpoint: Endpoint, timeout_s: float) -> None:
+    def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         with self._lock:
             if self._emitter.closed:
@@ -191,13 +192,13 @@ class TcpTransport:
             self._peers[peer] = path
             self._loop.post(path.open)
 
-    def grant(self, peer: str, epoch: int, area: Content) -> None:
+    def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
         with self._lock:
             if not self._emitter.closed:
                 self._grants.add(peer, epoch, area)
 
-    def write(self, peer: str, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
         posted = self._loop.time()
         with self._lock:
@@ -217,7 +218,7 @@ class TcpTransport:
                 return
         self._emitter.soon(self._loop, failed)
 
-    def fence(self, peer: str, epoch: int) -> None:
+    def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence`; proven, except when the path broke under a write of this side."""
         with self._lock:
             if self._emitter.closed:
@@ -253,7 +254,7 @@ class TcpTransport:
         self._views.clear()
         self._memory = None
 
-    def _in_stream(self, channel: Channel, peer: str, broken: Callable[[SegueError], None]) -> InStream:
+    def _in_stream(self, channel: Channel, peer: RankId, broken: Callable[[SegueError], None]) -> InStream:
         assert self._memory is not None
         return InStream(
             self._loop,
@@ -267,16 +268,16 @@ class TcpTransport:
             stall_s=self._stall_s,
         )
 
-    def _writer_gone(self, peer: str, error: SegueError) -> None:
+    def _writer_gone(self, peer: RankId, error: SegueError) -> None:
         with self._lock:
             self._grants.remove_peer(peer)
         self._emitter.emit(PeerGone(peer, True, error))
 
     def _path_gone(self, path: PeerWriter, error: SegueError) -> None:
         with self._lock:
-            if self._peers.get(path.name) is path:
-                del self._peers[path.name]
-        self._emitter.emit(PeerGone(path.name, False, error))
+            if self._peers.get(path.peer) is path:
+                del self._peers[path.peer]
+        self._emitter.emit(PeerGone(path.peer, False, error))
 
     def _listen(self) -> socket.socket:
         try:

@@ -19,6 +19,7 @@ import numpy as np
 
 from segue.core.errors import PeerLost, PeerRefused, SegueError, TransferFailed
 from segue.core.strangers import Strangers
+from segue.core.types import RankId
 from segue.layout.content import Content
 from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
@@ -40,7 +41,7 @@ log = logging.getLogger("segue.tcp")
 class Group:
     """All streams of one `connect` of one peer."""
 
-    name: str
+    peer: RankId
     ident: bytes
     streams: list[InStream] = field(default_factory=list)
 
@@ -52,7 +53,7 @@ class InStream:
         self,
         loop: IoLoop,
         channel: Channel,
-        peer: str,
+        peer: RankId,
         memory: Memory,
         grants: Grants,
         broken: Callable[[SegueError], None],
@@ -111,7 +112,7 @@ class InStream:
         except SegueError as exc:
             self._broken(exc)
         except OSError as exc:
-            self._broken(PeerLost(f"the stream of {self._peer} broke: {exc.strerror}", peer=self._peer))
+            self._broken(PeerLost(f"the stream of {self._peer} broke: {exc.strerror}", peer=str(self._peer)))
 
     def _step(self) -> bool:
         """Read once. True when there may be more to read right now."""
@@ -191,7 +192,7 @@ class InStream:
     def _check_end(self, moved: int) -> None:
         if moved == 0:
             where = "" if self._header is None else " in the middle of a write"
-            raise PeerLost(f"{self._peer} closed its stream{where}", peer=self._peer)
+            raise PeerLost(f"{self._peer} closed its stream{where}", peer=str(self._peer))
 
     def _watch_stall(self) -> None:
         if self._stall is None:
@@ -203,7 +204,7 @@ class InStream:
         if self._header is None:
             return
         if not self._moved:
-            self._broken(PeerLost(f"{self._peer} stalled in the middle of a write", peer=self._peer))
+            self._broken(PeerLost(f"{self._peer} stalled in the middle of a write", peer=str(self._peer)))
             return
         self._watch_stall()
 
@@ -307,8 +308,8 @@ class TcpListener:
         listener: socket.socket,
         key: bytes,
         tls: ssl.SSLContext | None,
-        stream: Callable[[Channel, str, Callable[[SegueError], None]], InStream],
-        gone: Callable[[str, SegueError], None],
+        stream: Callable[[Channel, RankId, Callable[[SegueError], None]], InStream],
+        gone: Callable[[RankId, SegueError], None],
         prepare: Callable[[socket.socket], None],
         channel: Callable[[socket.socket], PlainChannel],
         *,
@@ -329,7 +330,7 @@ class TcpListener:
         self._strangers: Strangers[Stranger] = Strangers(max_strangers)
         self._count = 0
         self._pause: Timer | None = None
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[RankId, Group] = {}
 
     def open(self) -> None:
         """Start to accept."""
@@ -387,13 +388,13 @@ class TcpListener:
         self._pause = self._loop.later(REST_S, self.open)
 
     def _admit(self, stranger: Stranger, hello: handshake.Hello) -> None:
-        group = self.groups.get(hello.name)
+        group = self.groups.get(hello.rank)
         if group is not None and group.ident != hello.group:
             self._shut(group)  # the peer connects anew: what was left of the old streams is cut
             group = None
         if group is None:
-            group = self.groups[hello.name] = Group(hello.name, hello.group)
-        group.streams.append(self._stream(stranger.channel, hello.name, partial(self._broken, group)))
+            group = self.groups[hello.rank] = Group(hello.rank, hello.group)
+        group.streams.append(self._stream(stranger.channel, hello.rank, partial(self._broken, group)))
         self._count += 1
 
     def _shut(self, group: Group) -> None:
@@ -404,6 +405,6 @@ class TcpListener:
 
     def _broken(self, group: Group, error: SegueError) -> None:
         self._shut(group)
-        if self.groups.get(group.name) is group:
-            del self.groups[group.name]
-            self._gone(group.name, error)
+        if self.groups.get(group.peer) is group:
+            del self.groups[group.peer]
+            self._gone(group.peer, error)

@@ -23,6 +23,7 @@ from segue.core.errors import (
     TransferFailed,
     Unauthorized,
 )
+from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
@@ -100,7 +101,7 @@ class PeerWriter:
     def __init__(
         self,
         loop: IoLoop,
-        name: str,
+        peer: RankId,
         channels: list[Channel],
         memory: Memory,
         target_bytes: int,
@@ -112,7 +113,7 @@ class PeerWriter:
         stall_s: float,
         max_parts: int,
     ) -> None:
-        self.name = name
+        self.peer = peer
         self.target_bytes = target_bytes
         self._loop = loop
         self._memory = memory
@@ -140,7 +141,7 @@ class PeerWriter:
         write = Write(epoch, tag, nbytes, posted)
         if self._ended or len(self._queue) >= self._max_parts:
             reason = "the path has ended" if self._ended else "too many writes are waiting"
-            self._emit(WriteFailed(self.name, epoch, tag, TransferFailed(f"{self.name}: {reason}")))
+            self._emit(WriteFailed(self.peer, epoch, tag, TransferFailed(f"{self.peer}: {reason}")))
             return
         # Several streams share a large write; a small one is not worth a second header.
         share = max(self._part_bytes // 4, -(-nbytes // len(self._streams)))
@@ -164,7 +165,7 @@ class PeerWriter:
         if self._in_flight(epoch):
             self._fences[epoch] = self._fences.get(epoch, 0) + 1
         else:
-            self._emit(Fenced(self.name, epoch, True))
+            self._emit(Fenced(self.peer, epoch, True))
 
     def close(self) -> None:
         """Close every stream without an event. What was not delivered yet is thrown away."""
@@ -193,7 +194,7 @@ class PeerWriter:
             self._finish(part, error)
         for epoch, count in self._fences.items():
             for _ in range(count):
-                self._emit(Fenced(self.name, epoch, False))
+                self._emit(Fenced(self.peer, epoch, False))
         self._fences.clear()
         self._gone(self, error)
 
@@ -214,10 +215,10 @@ class PeerWriter:
 
     def _report(self, write: Write) -> None:
         if write.error is not None:
-            self._emit(WriteFailed(self.name, write.epoch, write.tag, write.error, write.refused))
+            self._emit(WriteFailed(self.peer, write.epoch, write.tag, write.error, write.refused))
         else:
             seconds = self._loop.time() - write.posted
-            self._emit(Written(self.name, write.epoch, write.tag, write.nbytes, seconds))
+            self._emit(Written(self.peer, write.epoch, write.tag, write.nbytes, seconds))
 
     def _pump_all(self) -> None:
         for stream in self._streams:
@@ -238,7 +239,7 @@ class PeerWriter:
         except SegueError as exc:
             self._end(exc)
         except OSError as exc:
-            self._end(PeerLost(f"the stream to {self.name} broke: {exc.strerror}", peer=self.name))
+            self._end(PeerLost(f"the stream to {self.peer} broke: {exc.strerror}", peer=str(self.peer)))
 
     def _pump(self, stream: OutStream) -> None:
         """Send until the socket is full, nothing is left or a slice was sent. The rest waits for the
@@ -275,7 +276,7 @@ class PeerWriter:
         if data is None:
             return
         if not data:
-            raise PeerLost(f"{self.name} closed its stream", peer=self.name)
+            raise PeerLost(f"{self.peer} closed its stream", peer=str(self.peer))
         stream.answered_at = self._loop.time()
         stream.inbox += data
         while len(stream.inbox) >= tcp_wire.ACK.size and not self._ended:
@@ -283,15 +284,15 @@ class PeerWriter:
             stream.inbox = stream.inbox[tcp_wire.ACK.size :]
             part = stream.unanswered.pop(ident, None)
             if part is None:
-                raise TransferFailed(f"{self.name} answered a part that was not sent")
+                raise TransferFailed(f"{self.peer} answered a part that was not sent")
             part.write.refused |= status == tcp_wire.REFUSED and part.write.error is None
-            self._finish(part, _refusal(self.name, part.write.epoch, status))
+            self._finish(part, _refusal(self.peer, part.write.epoch, status))
             self._settle(part.write.epoch)
 
     def _settle(self, epoch: int) -> None:
         if epoch in self._fences and not self._in_flight(epoch):
             for _ in range(self._fences.pop(epoch)):
-                self._emit(Fenced(self.name, epoch, True))
+                self._emit(Fenced(self.peer, epoch, True))
 
     def _watch_stall(self, after_s: float | None = None) -> None:
         if self._stall is None:
@@ -307,7 +308,7 @@ class PeerWriter:
             return
         left_s = min(stuck) + self._stall_s - now
         if left_s <= 0 and now - self._stall_due < self._stall_s / 2:
-            self._end(PeerLost(f"{self.name} answered nothing for {self._stall_s} s", peer=self.name))
+            self._end(PeerLost(f"{self.peer} answered nothing for {self._stall_s} s", peer=str(self.peer)))
         elif left_s <= 0:
             # We slept ourselves (a stopped process); the answers may be waiting in the socket.
             self._watch_stall(self._stall_s / 2)
@@ -315,16 +316,16 @@ class PeerWriter:
             self._watch_stall(left_s)
 
 
-def _refusal(peer: str, epoch: int, status: int) -> SegueError | None:
+def _refusal(peer: RankId, epoch: int, status: int) -> SegueError | None:
     if status == tcp_wire.LANDED:
         return None
-    return TransferFailed(f"epoch {epoch:x} is not granted by {peer[:8]}", retryable=False)
+    return TransferFailed(f"epoch {epoch:x} is not granted by {peer}", retryable=False)
 
 
 def open_streams(
     net: Net,
-    me: str,
-    peer: str,
+    me: RankId,
+    peer: RankId,
     address: tuple[str, int],
     key: bytes,
     count: int,
