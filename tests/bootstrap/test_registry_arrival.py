@@ -186,14 +186,14 @@ def test_pauses_grow_to_a_bound_and_differ_between_those_who_wait(monkeypatch: p
             now += timeout_s
             raise TimeoutError
 
-        class Door:
+        class Backend:
             def __init__(self, *_: object) -> None: ...
             async def instances(self, *_: object) -> None:
                 raise BootstrapUnreachable("nobody")
 
             async def close(self) -> None: ...
 
-        monkeypatch.setattr(module, "HttpDoor", Door)
+        monkeypatch.setattr(module, "HttpBackend", Backend)
         monkeypatch.setattr(module.time, "monotonic", lambda: now)
         monkeypatch.setattr(module.asyncio, "wait_for", pause)
         monkeypatch.setattr(module.random, "uniform", lambda low, high: low + (high - low) * seed)

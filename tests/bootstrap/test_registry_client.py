@@ -60,8 +60,8 @@ async def http() -> AsyncIterator[Registry]:
         await server.close()
 
 
-Door = Callable[[], "asyncio._AsyncGeneratorContextManager[Registry]"]  # type: ignore[name-defined]
-both = pytest.mark.parametrize("door", [local, http])
+OpenRegistry = Callable[[], "asyncio._AsyncGeneratorContextManager[Registry]"]  # type: ignore[name-defined]
+both = pytest.mark.parametrize("opened", [local, http])
 
 
 async def soon(waiting: Awaitable[list[InstanceRecord]]) -> list[InstanceRecord]:
@@ -70,9 +70,9 @@ async def soon(waiting: Awaitable[list[InstanceRecord]]) -> list[InstanceRecord]
 
 
 @both
-def test_a_watcher_sees_ready_instances_come_drain_and_leave(door: Door) -> None:
+def test_a_watcher_sees_ready_instances_come_drain_and_leave(opened: OpenRegistry) -> None:
     async def main() -> None:
-        async with door() as registry:
+        async with opened() as registry:
             watch = registry.watch(Role.PREFILL)
             assert await soon(anext(watch)) == []
             await registry.register(record(A, dp_rank=0, dp_size=2))
@@ -93,9 +93,9 @@ def test_a_watcher_sees_ready_instances_come_drain_and_leave(door: Door) -> None
 
 
 @both
-def test_keep_alive_outlives_the_ttl_and_without_it_an_instance_disappears(door: Door) -> None:
+def test_keep_alive_outlives_the_ttl_and_without_it_an_instance_disappears(opened: OpenRegistry) -> None:
     async def main() -> None:
-        async with door() as registry:
+        async with opened() as registry:
             await registry.register(record(A))
             await registry.register(record(B))
             keeping = asyncio.create_task(registry.keep_alive(A))
@@ -110,9 +110,9 @@ def test_keep_alive_outlives_the_ttl_and_without_it_an_instance_disappears(door:
 
 
 @both
-def test_a_room_query_waits_for_its_registration_and_times_out_typed(door: Door) -> None:
+def test_a_room_query_waits_for_its_registration_and_times_out_typed(opened: OpenRegistry) -> None:
     async def main() -> None:
-        async with door() as registry:
+        async with opened() as registry:
             await registry.register(record(A, dp_size=2))
             waiting = asyncio.create_task(registry.resolve_room(2**64 - 1, DEADLINE_S))
             with pytest.raises(BootstrapTimeout, match="room 6"):
@@ -131,9 +131,9 @@ def test_a_room_query_waits_for_its_registration_and_times_out_typed(door: Door)
 
 
 @both
-def test_lesson_18_typed_refusals_reach_the_caller(door: Door) -> None:
+def test_lesson_18_typed_refusals_reach_the_caller(opened: OpenRegistry) -> None:
     async def main() -> None:
-        async with door() as registry:
+        async with opened() as registry:
             await registry.register(record(A))
             with pytest.raises(DpRankConflict):
                 await registry.register(record(A, port=1))
@@ -166,9 +166,9 @@ def test_an_instance_that_leaves_in_the_turn_of_its_keep_alive_ends_it_quietly(t
 
 
 @both
-def test_lesson_09_the_old_incarnation_learns_that_it_was_replaced(door: Door) -> None:
+def test_lesson_09_the_old_incarnation_learns_that_it_was_replaced(opened: OpenRegistry) -> None:
     async def main() -> None:
-        async with door() as registry:
+        async with opened() as registry:
             await registry.register(record(A, port=9000))
             keeping = asyncio.create_task(registry.keep_alive(A))
             await registry.register(record(B, port=9000))
@@ -179,9 +179,9 @@ def test_lesson_09_the_old_incarnation_learns_that_it_was_replaced(door: Door) -
 
 
 @both
-def test_closing_ends_watches_waits_and_keep_alives_at_once(door: Door) -> None:
+def test_closing_ends_watches_waits_and_keep_alives_at_once(opened: OpenRegistry) -> None:
     async def main() -> None:
-        async with door() as registry:
+        async with opened() as registry:
             await registry.register(record(A))
             watch = registry.watch()
             await soon(anext(watch))
@@ -385,14 +385,14 @@ def test_a_drain_that_the_registry_did_not_hear_is_told_with_the_next_keep_alive
         await instance.register(record(A))
         assert [i.draining for i in await soon(anext(watch))] == [False]
         keeping = asyncio.create_task(instance.keep_alive(A))
-        door = instance._door
-        normal = door.put_draining
+        backend = instance._backend
+        normal = backend.put_draining
 
         async def away(*_: object) -> None:
-            door.put_draining = normal  # type: ignore[method-assign]
+            backend.put_draining = normal  # type: ignore[method-assign]
             raise BootstrapUnreachable("the registry is away for a moment")
 
-        door.put_draining = away  # type: ignore[method-assign]
+        backend.put_draining = away  # type: ignore[method-assign]
         await instance.set_draining(A, True)
         assert isinstance(instance.last_error, BootstrapUnreachable)
         assert [i.draining for i in await soon(anext(watch))] == [True]
@@ -411,14 +411,14 @@ def test_a_watcher_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_i
     async def main() -> None:
         asked: list[float] = []
         async with local() as registry:
-            door = registry._door  # type: ignore[attr-defined]
-            normal = door.instances
+            backend = registry._backend  # type: ignore[attr-defined]
+            normal = backend.instances
 
             async def instances(role: Role | None, version: int | None, wait_s: float) -> object:
                 asked.append(wait_s)
                 return await normal(role, version, 0.0)
 
-            door.instances = instances
+            backend.instances = instances
             watch = registry.watch()
             assert await soon(anext(watch)) == []
             await registry.register(record(A))
@@ -500,7 +500,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_believed() -> None:
         transport = httpx.MockTransport(changed)
         registry = RegistryClient("http://r:1", secret=SECRET, limits=LIMITS, transport=transport)
         with pytest.raises(ChecksumMismatch):
-            await registry._door.instances(None, None, 0.0)
+            await registry._backend.instances(None, None, 0.0)
         await registry.aclose()
 
     asyncio.run(main())

@@ -35,8 +35,8 @@ async def api(
     app = registry_app(store, secret, Limits(), waiter=waiter)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     transport = httpx.ASGITransport(app=app, client=client)
-    async with httpx.AsyncClient(transport=transport, base_url="http://registry", headers=headers) as door:
-        yield door, store
+    async with httpx.AsyncClient(transport=transport, base_url="http://registry", headers=headers) as http:
+        yield http, store
     waiter.close()
 
 
@@ -50,39 +50,39 @@ def rank(incarnation: str = A, dp_rank: object = 0) -> str:
 
 def test_register_list_drain_and_leave() -> None:
     async def main() -> None:
-        async with api() as (door, _):
+        async with api() as (http, _):
             body = msgspec.json.encode(record())
-            assert (await door.put(rank(), content=body)).status_code == 200
-            assert (await door.put(rank(), content=body)).status_code == 200
-            await door.put(f"/v1/instances/{A}/draining", json={"draining": True})
-            answer = await door.get("/v1/instances", params={"role": "prefill"})
+            assert (await http.put(rank(), content=body)).status_code == 200
+            assert (await http.put(rank(), content=body)).status_code == 200
+            await http.put(f"/v1/instances/{A}/draining", json={"draining": True})
+            answer = await http.get("/v1/instances", params={"role": "prefill"})
             (instance,) = msgspec.json.decode(answer.content, type=InstanceList).instances
             assert instance.ready
             assert instance.draining
-            assert not (await door.get("/v1/instances?role=decode")).json()["instances"]
-            assert (await door.delete(f"/v1/instances/{A}")).status_code == 200
-            assert not (await door.get("/v1/instances")).json()["instances"]
-            assert (await door.get("/v1/health")).json() == {"status": "ok"}
+            assert not (await http.get("/v1/instances?role=decode")).json()["instances"]
+            assert (await http.delete(f"/v1/instances/{A}")).status_code == 200
+            assert not (await http.get("/v1/instances")).json()["instances"]
+            assert (await http.get("/v1/health")).json() == {"status": "ok"}
 
     asyncio.run(main())
 
 
 def test_a_query_that_was_changed_on_its_way_does_nothing_and_may_be_repeated() -> None:
     async def main() -> None:
-        async with api() as (door, store):
+        async with api() as (http, store):
             body = msgspec.json.encode(record())
             digest, version = digest_of(b"PUT " + rank().encode(), body), store.version
             for path, content in (
                 (rank(), body.replace(b"127.0.0.1", b"127.0.0.3")),
                 (rank(dp_rank=1), body),
             ):
-                answer = await door.put(path, content=content, headers={DIGEST_HEADER: digest})
+                answer = await http.put(path, content=content, headers={DIGEST_HEADER: digest})
                 assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
                 assert answer.json()["error"]["retryable"]
-            assert (await door.get("/v1/instances", headers={DIGEST_HEADER: digest})).status_code == 500
+            assert (await http.get("/v1/instances", headers={DIGEST_HEADER: digest})).status_code == 500
             assert store.version == version
-            assert (await door.put(rank(), content=body, headers={DIGEST_HEADER: digest})).status_code == 200
-            answer = await door.get("/v1/instances")
+            assert (await http.put(rank(), content=body, headers={DIGEST_HEADER: digest})).status_code == 200
+            answer = await http.get("/v1/instances")
             assert answer.headers[DIGEST_HEADER] == digest_of(b"200", answer.content)
 
     asyncio.run(main())
@@ -93,7 +93,7 @@ def test_a_query_that_was_changed_on_its_way_does_nothing_and_may_be_repeated() 
 )
 def test_lesson_18_nothing_is_registered_without_the_secret(token: str | None) -> None:
     async def main() -> None:
-        async with api(SECRET) as (door, store):
+        async with api(SECRET) as (http, store):
             headers = {} if token is None else {"Authorization": f"Bearer {token}".encode()}
             calls = [
                 ("PUT", rank(), msgspec.json.encode(record())),
@@ -104,11 +104,11 @@ def test_lesson_18_nothing_is_registered_without_the_secret(token: str | None) -
                 ("GET", "/v1/rooms/5", b""),
             ]
             for method, path, body in calls:
-                answer = await door.request(method, path, content=body, headers=headers)
+                answer = await http.request(method, path, content=body, headers=headers)
                 assert answer.status_code == 401, path
                 assert code(answer) is ErrorCode.UNAUTHORIZED
             assert not store.instances().instances
-            assert (await door.get("/v1/health")).status_code == 200
+            assert (await http.get("/v1/health")).status_code == 200
 
     asyncio.run(main())
 
@@ -116,10 +116,10 @@ def test_lesson_18_nothing_is_registered_without_the_secret(token: str | None) -
 def test_with_the_secret_also_another_machine_is_answered_and_without_one_none_is() -> None:
     async def main() -> None:
         far = ("10.1.2.3", 5)
-        async with api(SECRET, token=bearer_token(SECRET), client=far) as (door, _):
-            assert (await door.get("/v1/instances")).status_code == 200
-        async with api(None, client=far) as (door, _):
-            answer = await door.get("/v1/instances")
+        async with api(SECRET, token=bearer_token(SECRET), client=far) as (http, _):
+            assert (await http.get("/v1/instances")).status_code == 200
+        async with api(None, client=far) as (http, _):
+            answer = await http.get("/v1/instances")
             assert answer.status_code == 401
             assert "own machine" in answer.json()["error"]["text"]
 
@@ -128,12 +128,12 @@ def test_with_the_secret_also_another_machine_is_answered_and_without_one_none_i
 
 def test_lesson_18_another_content_for_the_same_incarnation_is_409() -> None:
     async def main() -> None:
-        async with api() as (door, _):
-            await door.put(rank(), content=msgspec.json.encode(record()))
-            answer = await door.put(rank(), content=msgspec.json.encode(record(port=666)))
+        async with api() as (http, _):
+            await http.put(rank(), content=msgspec.json.encode(record()))
+            answer = await http.put(rank(), content=msgspec.json.encode(record(port=666)))
             assert answer.status_code == 409
             assert code(answer) is ErrorCode.DP_RANK_CONFLICT
-            listed = msgspec.json.decode((await door.get("/v1/instances")).content, type=InstanceList)
+            listed = msgspec.json.decode((await http.get("/v1/instances")).content, type=InstanceList)
             assert listed.instances[0].replicas[0].port == 9000
 
     asyncio.run(main())
@@ -158,13 +158,13 @@ BAD_BODIES = {
 @pytest.mark.parametrize("body", BAD_BODIES)
 def test_lesson_17_a_wrong_body_is_a_clear_400(body: str) -> None:
     async def main() -> None:
-        async with api() as (door, store):
-            answer = await door.put(rank(), content=BAD_BODIES[body])
+        async with api() as (http, store):
+            answer = await http.put(rank(), content=BAD_BODIES[body])
             assert answer.status_code == 400, answer.text
             assert code(answer) is ErrorCode.INVALID_REQUEST
             assert answer.json()["error"]["text"]
             assert not store.instances().instances
-            assert (await door.put(rank(), content=msgspec.json.encode(record()))).status_code == 200
+            assert (await http.put(rank(), content=msgspec.json.encode(record()))).status_code == 200
 
     asyncio.run(main())
 
@@ -188,9 +188,9 @@ def test_lesson_17_a_wrong_body_is_a_clear_400(body: str) -> None:
 )
 def test_wrong_questions_have_typed_answers(method: str, path: str, status: int) -> None:
     async def main() -> None:
-        async with api() as (door, _):
+        async with api() as (http, _):
             body = msgspec.json.encode(record()) if method == "PUT" else b""
-            answer = await door.request(method, path, content=body)
+            answer = await http.request(method, path, content=body)
             assert answer.status_code == status
             assert answer.json()["error"]["text"]
 
@@ -199,8 +199,8 @@ def test_wrong_questions_have_typed_answers(method: str, path: str, status: int)
 
 def test_a_body_beyond_the_bound_is_413() -> None:
     async def main() -> None:
-        async with api() as (door, _):
-            answer = await door.put(rank(), content=b" " * (MAX_BODY_BYTES + 1))
+        async with api() as (http, _):
+            answer = await http.put(rank(), content=b" " * (MAX_BODY_BYTES + 1))
             assert answer.status_code == 413
 
     asyncio.run(main())
@@ -210,8 +210,8 @@ def test_a_body_beyond_the_bound_is_413() -> None:
 @given(st.binary(max_size=120), st.sampled_from(["/v1/rooms/5", rank(), f"/v1/instances/{A}/draining"]))
 def test_lesson_17_no_body_breaks_the_registry(body: bytes, path: str) -> None:
     async def main() -> None:
-        async with api() as (door, _):
-            answer = await door.put(path, content=body)
+        async with api() as (http, _):
+            answer = await http.put(path, content=body)
             assert answer.status_code == 400
 
     asyncio.run(main())
@@ -219,16 +219,16 @@ def test_lesson_17_no_body_breaks_the_registry(body: bytes, path: str) -> None:
 
 def test_a_topology_query_waits_for_the_next_change_and_no_longer() -> None:
     async def main() -> None:
-        async with api() as (door, store):
-            seen = (await door.get("/v1/instances")).json()["version"]
+        async with api() as (http, store):
+            seen = (await http.get("/v1/instances")).json()["version"]
             query = {"version": seen, "wait_s": DEADLINE_S}
-            waiting = asyncio.create_task(door.get("/v1/instances", params=query))
+            waiting = asyncio.create_task(http.get("/v1/instances", params=query))
             await _until_subscribed(store)
             store.register(record(), 0)
             answer = msgspec.json.decode((await waiting).content, type=InstanceList)
             assert [i.incarnation for i in answer.instances] == [A]
             assert answer.version != seen
-            late = await door.get("/v1/instances", params={"version": answer.version, "wait_s": 0.01})
+            late = await http.get("/v1/instances", params={"version": answer.version, "wait_s": 0.01})
             assert late.json()["version"] == answer.version
             assert not store._watchers.get(0)
 
@@ -237,18 +237,18 @@ def test_a_topology_query_waits_for_the_next_change_and_no_longer() -> None:
 
 def test_a_room_query_is_released_by_its_registration() -> None:
     async def main() -> None:
-        async with api() as (door, store):
+        async with api() as (http, store):
             store.register(record(dp_size=4), 0)
             last = f"/v1/rooms/{2**64 - 1}"
-            waiting = asyncio.create_task(door.get(f"{last}?wait_s={DEADLINE_S}"))
+            waiting = asyncio.create_task(http.get(f"{last}?wait_s={DEADLINE_S}"))
             await _until_subscribed(store, 2**64 - 1)
             body = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=3, ttl_s=5))
-            assert (await door.put("/v1/rooms/7", content=body)).status_code == 200
+            assert (await http.put("/v1/rooms/7", content=body)).status_code == 200
             assert not waiting.done()
-            assert (await door.put(last, content=body)).status_code == 200
+            assert (await http.put(last, content=body)).status_code == 200
             assert msgspec.json.decode((await waiting).content, type=LeaderId) == LeaderId(A, 3)
             other = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=1, ttl_s=5))
-            assert (await door.put("/v1/rooms/7", content=other)).status_code == 409
+            assert (await http.put("/v1/rooms/7", content=other)).status_code == 409
 
     asyncio.run(main())
 

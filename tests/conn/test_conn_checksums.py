@@ -99,9 +99,9 @@ def test_what_can_be_said_is_said_before_anything_is_hashed(
     monkeypatch.setattr(Connection, "send", note)
     with sides() as (prefill, decode):
         hook.side, hook.before = prefill, lambda _memory, _content: told.append("prefill hashes")
-        let = decode.manager.io.let_others_run
+        let = decode.manager.io.yield_gil
         monkeypatch.setattr(
-            decode.manager.io, "let_others_run", lambda: (told.append("decode's engine runs"), let())
+            decode.manager.io, "yield_gil", lambda: (told.append("decode's engine runs"), let())
         )
         transfer, sender, receiver = begin(prefill, decode, 16)
         receiver.send_metadata(range(2, 2 + -(-16 // decode.spec.page_tokens)))

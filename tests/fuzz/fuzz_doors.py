@@ -142,7 +142,7 @@ def _answer(data: bytes) -> str:
             return httpx.Response(status, content=data[1:])
 
         client = RegistryClient("http://127.0.0.1:1", secret=b"s" * 16, limits=Limits())
-        door: Any = client._door
+        door: Any = client._backend
         await door._client.aclose()
         door._client = httpx.AsyncClient(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(reply))
         try:

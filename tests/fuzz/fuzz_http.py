@@ -115,7 +115,7 @@ def _guard(data: bytes) -> str:
             await turns()
 
     async def talk() -> GuardedHttp:
-        connection: GuardedHttp = server._gate.guest("10.0.0.1")
+        connection: GuardedHttp = server._listener.connection_from("10.0.0.1")
         connection.connection_made(wire)
         step = max(1, -(-len(said) // pieces))
         for at in range(0, len(said), step):
@@ -133,7 +133,7 @@ def _guard(data: bytes) -> str:
 
     connection = loop.run_until_complete(talk())
     assert not failures, failures
-    assert (server.strangers, server.members, len(server.server_state.connections)) == (0, 0, 0)
+    assert (server.pending, server.members, len(server.server_state.connections)) == (0, 0, 0)
     assert connection._late is None
     answers = _Answers()
     answers.parser.feed_data(wire.said)

@@ -92,8 +92,8 @@ class Cluster:
         self.steps: dict[LeaderId, Steps] = {}
         for role in roles:
             self.add(role)
-        self._door = self.io.call(self._open(tokenizer), 10)
-        self.http = httpx.Client(base_url=self._door, timeout=60)
+        self._backend = self.io.call(self._open(tokenizer), 10)
+        self.http = httpx.Client(base_url=self._backend, timeout=60)
 
     def add(self, role: Role) -> Running:
         """One more instance."""

@@ -61,8 +61,8 @@ def test_a_flood_of_strangers_keeps_nobody_out_and_stays_bounded(runner: str) ->
             strangers = [await RawPeer.dial(*address) for _ in range(100)]
             session = await dialler.connect(*address, timeout_s=DEADLINE_S)
             assert session.peer.leader == leader("a")
-            assert listener.strangers <= 16
-            assert listener.stats.strangers_dropped >= 100 - 16
+            assert listener.pending <= 16
+            assert listener.stats.pending_dropped >= 100 - 16
             for stranger in strangers:
                 await stranger.close()
 
@@ -91,11 +91,11 @@ def test_200_strangers_keep_nobody_out_and_leave_no_descriptor(runner: str, open
             assert session.peer.leader == leader("a")
             # 200 of theirs, two of the session, and at most as many of ours as strangers may wait.
             assert descriptors() - before <= 200 + 2 + 128
-            assert listener.strangers <= 128
+            assert listener.pending <= 128
             for stranger in strangers:
                 await stranger.close()
             async with asyncio.timeout(DEADLINE_S):
-                while listener.strangers or descriptors() > before + 2:  # noqa: ASYNC110
+                while listener.pending or descriptors() > before + 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
     LOOPS[runner](main())
@@ -113,7 +113,7 @@ def test_a_stranger_that_says_nothing_is_cut_after_the_handshake_deadline() -> N
             await mute.ended()
             await halfway.ended()
             assert listener.stats.handshakes_late == 2
-            assert not listener.strangers
+            assert not listener.pending
             await mute.close()
             await halfway.close()
 

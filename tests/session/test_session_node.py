@@ -497,8 +497,8 @@ def test_an_instance_that_comes_back_in_another_role_ends_its_old_session() -> N
         async with closing(front, decode):
             address = await prefill.listen("127.0.0.1", 0)
             await front.connect(*address, expect=leader("b"), timeout_s=DEADLINE_S)
-            await prefill._gate.close()  # its socket is another's from now on; nobody is told
-            prefill._listener.close()  # type: ignore[union-attr]
+            await prefill._listener.close()  # its socket is another's from now on; nobody is told
+            prefill._socket.close()  # type: ignore[union-attr]
             await decode.listen(*address)
             await front.connect(*address, expect=leader("c"), timeout_s=DEADLINE_S)
             assert isinstance((await here.wait("closed"))[0], PeerRestarted)
@@ -553,7 +553,7 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
         await here.wait("opened", 5)
         await listener.close()
         assert not listener._connections
-        assert not listener.strangers
+        assert not listener.pending
         assert not listener._open
         assert not listener._places
         assert not listener._arrivals

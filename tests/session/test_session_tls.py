@@ -29,7 +29,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 async def nobody_waits(listener: SessionNode) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while listener.strangers:  # noqa: ASYNC110  nothing tells of it
+        while listener.pending:  # noqa: ASYNC110  nothing tells of it
             await asyncio.sleep(0.001)
 
 
@@ -49,7 +49,7 @@ def test_sessions_run_over_mutual_tls(runner: str, authority: Authority) -> None
             assert await here.wait("received") == [Note(1, b"x" * 300_000)]
             here.sessions[0].send(Note(2, b"y" * 300_000))
             assert await there.wait("received") == [Note(2, b"y" * 300_000)]
-            assert listener.strangers == 0
+            assert listener.pending == 0
 
     LOOPS[runner](main())
 
@@ -182,8 +182,8 @@ def test_a_flood_before_tls_is_bounded_and_a_good_peer_gets_in(runner: str, auth
             address = await listener.listen("127.0.0.1", 0)
             strangers = [await RawPeer.dial(*address) for _ in range(40)]
             await dialler.connect(*address, timeout_s=DEADLINE_S)
-            assert listener.strangers <= 8
-            assert listener.stats.strangers_dropped >= 40 - 8
+            assert listener.pending <= 8
+            assert listener.stats.pending_dropped >= 40 - 8
             for each in strangers:
                 await each.close()
 

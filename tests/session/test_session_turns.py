@@ -82,7 +82,7 @@ class Net:
         )
         node.host = host  # type: ignore[attr-defined]
         node._listen = f"{bound or host}:{PORT}"
-        self.loop.listeners[host, PORT] = node._gate.guest
+        self.loop.listeners[host, PORT] = node._listener.connection_from
         self.nodes[name] = node
         return node
 

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable
 
-from segue.bootstrap.doors import HttpDoor
+from segue.bootstrap.backends import HttpBackend
 from segue.core.backoff import Backoff
 from segue.core.errors import BootstrapUnreachable, SegueError
 from segue.core.limits import Limits
@@ -36,11 +36,11 @@ async def arrival(
     """
     began = said_at = time.monotonic()
     backoff = Backoff(0.2, uniform=random.uniform)
-    door = HttpDoor(url, secret, limits, tls)
+    backend = HttpBackend(url, secret, limits, tls)
     try:
         while not stop.is_set():
             try:
-                await door.instances(None, None, 0.0)
+                await backend.instances(None, None, 0.0)
                 return True
             except SegueError as error:
                 if not error.info.retryable:
@@ -59,4 +59,4 @@ async def arrival(
                 await asyncio.wait_for(stop.wait(), min(left_s, backoff.next_s()))
         return False
     finally:
-        await door.close()
+        await backend.close()

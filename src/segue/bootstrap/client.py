@@ -1,6 +1,6 @@
 """The registry as its users see it: `Registry`, over HTTP or in the same process.
 
-Both implementations share everything but the way a question reaches the store (`Door`), so that a
+Both implementations share everything but the way a question reaches the store (`RegistryBackend`), so that a
 test with `LocalRegistry` tests what `RegistryClient` does.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import httpx
 import msgspec
 
-from segue.bootstrap.doors import Door, HttpDoor, LocalDoor
+from segue.bootstrap.backends import HttpBackend, RegistryBackend, StoreBackend
 from segue.bootstrap.records import InstanceList, InstanceRecord, RoomRecord
 from segue.bootstrap.server import MAX_WAIT_S
 from segue.bootstrap.store import RegistryStore
@@ -89,12 +89,16 @@ class Registry(Protocol):
 
 
 class _Registry:
-    """`Registry` over a door."""
+    """`Registry` over a backend."""
 
     def __init__(
-        self, door: Door, limits: Limits, on_error: ErrorReport | None, clock: Clock | None = None
+        self,
+        backend: RegistryBackend,
+        limits: Limits,
+        on_error: ErrorReport | None,
+        clock: Clock | None = None,
     ) -> None:
-        self._door = door
+        self._backend = backend
         self._clock = clock or SystemClock()
         self._ttl_s = limits.registry_ttl_s
         self._on_error = on_error
@@ -145,14 +149,14 @@ class _Registry:
         if left is not None:
             left.set()
         try:
-            await self._door.delete(incarnation)
+            await self._backend.delete(incarnation)
         except SegueError as error:
             self._report(error)  # it will hear of us no more, and drop us after its TTL
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
         record = self._mine.get(incarnation)
         if record is None:
-            await self._door.put_draining(incarnation, draining)
+            await self._backend.put_draining(incarnation, draining)
             return
         # Remembered first: a registry that is away, or restarts, learns it from the next keep-alive.
         self._mine[incarnation] = msgspec.structs.replace(record, draining=draining)
@@ -173,7 +177,7 @@ class _Registry:
         while not self._closing.is_set():
             try:
                 answer = await self._unless_closing(
-                    self._door.instances(role, view.version, view.wait_s(longest_s))
+                    self._backend.instances(role, view.version, view.wait_s(longest_s))
                 )
             except SegueError as error:
                 if self._closing.is_set():
@@ -195,14 +199,14 @@ class _Registry:
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
         body = RoomRecord(incarnation=leader.incarnation, dp_rank=leader.dp_rank, ttl_s=ttl_s)
         try:
-            await self._door.put_room(room, body)
+            await self._backend.put_room(room, body)
         except NotFound:
             record = self._mine.get(leader.incarnation)
             if record is None:
                 raise
             # The registry restarted and has not heard of us yet.
             await self._put(record)
-            await self._door.put_room(room, body)
+            await self._backend.put_room(room, body)
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
         backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
@@ -211,7 +215,9 @@ class _Registry:
             async with asyncio.timeout(timeout_s):
                 while not self._closing.is_set():
                     try:
-                        leader = await self._unless_closing(self._door.room(room, min(timeout_s, MAX_WAIT_S)))
+                        leader = await self._unless_closing(
+                            self._backend.room(room, min(timeout_s, MAX_WAIT_S))
+                        )
                     except SegueError as error:
                         if not error.info.retryable:
                             raise
@@ -229,21 +235,21 @@ class _Registry:
 
     async def aclose(self) -> None:
         self._closing.set()
-        await self._door.close()
+        await self._backend.close()
 
     # ---- inside ---------------------------------------------------------------------------------
 
     async def _put(self, record: InstanceRecord) -> None:
         for replica in record.replicas:
-            await self._door.put_rank(msgspec.structs.replace(record, replicas=[replica]), replica.dp_rank)
+            await self._backend.put_rank(msgspec.structs.replace(record, replicas=[replica]), replica.dp_rank)
 
     async def _say_draining(self, incarnation: Incarnation) -> None:
         record = self._mine[incarnation]
         try:
-            await self._door.put_draining(incarnation, record.draining)
+            await self._backend.put_draining(incarnation, record.draining)
         except NotFound:
             await self._put(record)
-            await self._door.put_draining(incarnation, record.draining)
+            await self._backend.put_draining(incarnation, record.draining)
         known = self._mine.get(incarnation)
         if known is not None and known.draining == record.draining:
             self._unsaid.discard(incarnation)
@@ -341,7 +347,7 @@ class RegistryClient(_Registry):
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(HttpDoor(url, secret, limits, tls, transport), limits, on_error, clock)
+        super().__init__(HttpBackend(url, secret, limits, tls, transport), limits, on_error, clock)
 
 
 class LocalRegistry(_Registry):
@@ -355,4 +361,4 @@ class LocalRegistry(_Registry):
         clock: Clock | None = None,
         on_error: ErrorReport | None = None,
     ) -> None:
-        super().__init__(LocalDoor(store, clock or SystemClock()), limits, on_error, clock)
+        super().__init__(StoreBackend(store, clock or SystemClock()), limits, on_error, clock)

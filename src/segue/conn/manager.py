@@ -322,7 +322,7 @@ class KVManager:
         if self._on_change is not None:
             self._on_change(change)
             if isinstance(change, events.Phase) and change.phase.terminal:
-                self.io.let_others_run()  # the engine, before the peer and the books hear of it
+                self.io.yield_gil()  # the engine, before the peer and the books hear of it
 
     def _move(self, effect: events.PostWrite | events.Grant | events.Fence) -> None:
         transfer = effect.transfer

@@ -34,12 +34,12 @@ def public_guard(
 
     One address in front of many clients is normal, so only connections without a whole head count by address.
     """
-    strangers, members = connection_bounds(descriptors or raise_descriptor_limit())
+    pending, members = connection_bounds(descriptors or raise_descriptor_limit())
     return Guard(
         head_s=head_s,
         request_s=request_s,
         idle_s=idle_s,
-        max_strangers=strangers,
+        max_pending=pending,
         max_members=members,
         head_is_proof=True,
         tls_hint=_TLS_HINT,

@@ -1,7 +1,7 @@
 """One TCP (or TLS) connection of a session: handshake, messages, backlog, end.
 
 All methods run on the event loop. What concerns more than one connection (who replaces whom, how
-many strangers are let in) is decided by the `SessionNode`, here seen as `Owner`.
+many unauthenticated ones there may be) is decided by the `SessionNode`, here seen as `Owner`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
         self.began_at = self.opened_at = 0
         #: TLS lies under this (dialled) connection.
         self.over_tls = False
-        self._turned_away: SegueError | None = None
+        self._refuse_with: SegueError | None = None
         self._owner = owner
         self._loop = loop
         self._peer: PeerInfo | None = None
@@ -209,9 +209,9 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
             return
         self._deadline = self._loop.call_later(self._owner.limits.handshake_s, self._handshake_late)
-        if self._turned_away is not None:
+        if self._refuse_with is not None:
             self._write(encode_preamble(self._owner.protocol))
-            self.refuse(self._turned_away)
+            self.refuse(self._refuse_with)
             return
         try:
             self._owner.check_address(self.remote_host())
@@ -535,12 +535,12 @@ class Connection(asyncio.BufferedProtocol):
             transport.close()
         self._deadline = self._loop.call_later(_LINGER_S, transport.abort)
 
-    def turn_away(self, error: SegueError) -> None:
-        """See `gate.Guest`."""
-        self._turned_away = error
+    def refuse_when_made(self, error: SegueError) -> None:
+        """See `PendingProtocol`."""
+        self._refuse_with = error
 
     def cut(self, error: SegueError) -> None:
-        """See `gate.Guest`; also for one that has ended and lingers."""
+        """See `PendingProtocol`; also for one that has ended and lingers."""
         self.end(error, tell=False)
         self.abort()
         # Of a connection that was never quite made uvloop does not say `connection_lost`.

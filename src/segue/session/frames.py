@@ -27,7 +27,7 @@ from segue.core.types import Incarnation, LeaderId, Role
 #: Compared when a session opens. Raise it whenever a frame or a message changes its meaning.
 PROTOCOL_VERSION: Final = 3
 
-#: No frame before authentication is larger, so that a stranger costs next to nothing.
+#: No frame before authentication is larger, so that one who proves nothing costs next to nothing.
 HANDSHAKE_FRAME_BYTES: Final = 4096
 
 KIND_SESSION: Final = 0

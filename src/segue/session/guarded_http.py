@@ -1,10 +1,11 @@
-"""uvicorn behind a `Gate`: every HTTP server of segue, the public one first. Nothing else touches uvicorn.
+"""uvicorn behind a `GuardedListener`: every HTTP server of segue. Nothing else touches uvicorn.
 
-Until one of its requests has proven itself a connection is a stranger's: there are few of them, and few
-from one address. What counts as proof is the server's to say: a secret (the registry), a whole head (the
-public door), nothing (an instance's door). Each request, also a later one, has a deadline for its head and
-for its last byte, and a bound for its head, so a slow or endless one costs one connection for seconds. When
-all places are taken, a client that waits for nothing goes first; one that is being answered never does.
+- A connection is *pending* until one of its requests has proven itself; pending ones are few, in all and from
+  one address. What is a proof is the server's choice: a secret (the registry), a whole head (the public
+  server), nothing (an instance's server).
+- Each request, also a later one, has a deadline for its head and for its last byte, and a bound for its head:
+  a slow or endless one costs one connection for seconds.
+- When all places are taken, a client that waits for nothing is closed first; one that is answered never is.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from segue.core.errors import (
     RequestTooLarge,
     SegueError,
 )
-from segue.core.strangers import MAX_STRANGERS
-from segue.session.gate import Gate
+from segue.core.pending import MAX_PENDING
+from segue.session.listener import GuardedListener
 from segue.session.tasks import awaited
 from segue.session.tls import GIVE_BOTH, HANDSHAKE_RECORD
 
@@ -78,7 +79,7 @@ class Guard:
     """What a server allows its clients; times in seconds.
 
     A request's head has `head_s` from its first byte (or the connection's start), its last byte `request_s`.
-    A connection without a request is closed after `idle_s`. At most `max_strangers` connections have proven
+    A connection without a request is closed after `idle_s`. At most `max_pending` connections have proven
     nothing, half of them from one address, and at most `max_members` have; with `head_is_proof` a
     whole head is all that must be shown. `body_of` is the body of an error that no handler answers,
     `tls_hint` what to do about a client that speaks TLS.
@@ -88,7 +89,7 @@ class Guard:
     request_s: float
     max_members: int
     idle_s: float = 5.0
-    max_strangers: int = MAX_STRANGERS
+    max_pending: int = MAX_PENDING
     head_is_proof: bool = False
     tls_hint: str = GIVE_BOTH
     body_of: Callable[[SegueError], bytes] = _as_error_body
@@ -107,19 +108,20 @@ def raise_descriptor_limit() -> int:
 
 
 def connection_bounds(descriptors: int) -> tuple[int, int]:
-    """How many strangers and members a public door may have beside what else needs descriptors."""
+    """How many pending and how many proven connections a public server may have, besides what else needs
+    descriptors."""
     places = max(8, min(MAX_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS))
-    strangers = places // 4
-    return strangers, places - strangers
+    pending = places // 4
+    return pending, places - pending
 
 
 class GuardedHttp(HttpToolsProtocol):
-    """One connection; a `gate.Guest`. `server_of` is set before anything else is called."""
+    """One connection; a `PendingProtocol`. `server_of` is set before anything else is called."""
 
     server_of: GuardedServer
     #: Which of the server's tables of members it is in, if any.
     place: _Where | None = None
-    _turned_away: SegueError | None = None
+    _refuse_with: SegueError | None = None
     _refused: SegueError | None = None
     _late: asyncio.TimerHandle | None = None
     _began_s = 0.0
@@ -130,7 +132,7 @@ class GuardedHttp(HttpToolsProtocol):
     _spoken = False
     _said = False
 
-    # ---- gate.Guest -----------------------------------------------------------------------------
+    # ---- PendingProtocol -------------------------------------------------------------------------
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -138,12 +140,12 @@ class GuardedHttp(HttpToolsProtocol):
         #: tell no other that the client has left.
         self._open: list[RequestResponseCycle] = []
 
-    def turn_away(self, error: SegueError) -> None:
-        """See `Guest`."""
-        self._turned_away = error
+    def refuse_when_made(self, error: SegueError) -> None:
+        """See `PendingProtocol`."""
+        self._refuse_with = error
 
     def cut(self, error: SegueError) -> None:
-        """See `Guest`."""
+        """See `PendingProtocol`."""
         log.debug("an http connection was ended: %s", error)
         self._stop_clock()
         self._nobody_listens()
@@ -159,9 +161,9 @@ class GuardedHttp(HttpToolsProtocol):
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._start_clock()
-        if self._turned_away is not None:
-            log.warning("%s was refused: %s", self.client, self._turned_away)
-            self._last_words(self._turned_away)
+        if self._refuse_with is not None:
+            log.warning("%s was refused: %s", self.client, self._refuse_with)
+            self._last_words(self._refuse_with)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
@@ -300,7 +302,7 @@ class GuardedHttp(HttpToolsProtocol):
             return
         self._said = True
         self._stop_clock()
-        status = 400 if self._turned_away is not None else error.status
+        status = 400 if self._refuse_with is not None else error.status
         # In the middle of another answer, or after this request's own, nobody would know what it belongs to.
         cycle = self.cycle
         unanswered = (self.answered and not self.receiving) or not (cycle is None or cycle.response_started)
@@ -341,7 +343,7 @@ class GuardedServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, int(drain_s)),
         )
         super().__init__(config)
-        # It writes a line for each request that is none: a stranger's means to fill the disk.
+        # It writes a line for each request that is none: a means for anybody to fill the disk.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self.guard = guard
         self._sock = sock
@@ -352,12 +354,12 @@ class GuardedServer(uvicorn.Server):
         self._up = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.counts: dict[str, int] = {}
-        self._gate = Gate(
+        self._listener = GuardedListener(
             self._incoming,
             server_tls=server_tls,
             handshake_s=guard.head_s,
             count=self.count,
-            max_strangers=guard.max_strangers,
+            max_pending=guard.max_pending,
             make_room=self._make_room,
         )
 
@@ -368,9 +370,9 @@ class GuardedServer(uvicorn.Server):
         return str(host), int(port)
 
     @property
-    def strangers(self) -> int:
+    def pending(self) -> int:
         """Connections that have not proven themselves."""
-        return len(self._gate.strangers)
+        return len(self._listener.pending)
 
     @property
     def members(self) -> int:
@@ -405,11 +407,11 @@ class GuardedServer(uvicorn.Server):
 
     async def stop(self) -> None:
         """Accept nobody, end what is idle, and give the rest its drain time. Frees the port. Idempotent."""
-        await self._gate.close()
+        await self._listener.close()
         self._sock.close()
         self.should_exit = True
-        for stranger in self._gate.strangers:
-            stranger.shutdown()
+        for connection in self._listener.pending:
+            connection.shutdown()
         if self._task is not None:
             await asyncio.wait({self._task})
         for left_over in list(self.server_state.connections):
@@ -423,9 +425,9 @@ class GuardedServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the gate instead of uvicorn's own servers."""
+        """Open the guarded listener instead of uvicorn's own servers."""
         self.servers = []
-        self._gate.open(self._sock)
+        self._listener.open(self._sock)
         self.started = True
         self._up.set()
 
@@ -439,7 +441,7 @@ class GuardedServer(uvicorn.Server):
             raise OutOfCapacity(f"{self.guard.max_members} clients are being answered already")
         connection.place = self._unfinished
         self._unfinished[connection] = None
-        self._gate.let_in(connection)
+        self._listener.authenticated(connection)
         self.settle(connection)
 
     def settle(self, connection: GuardedHttp) -> None:
@@ -463,7 +465,7 @@ class GuardedServer(uvicorn.Server):
         if connection.place is not None:
             del connection.place[connection]
             connection.place = None
-        self._gate.left(connection)
+        self._listener.closed(connection)
 
     def count(self, what: str) -> None:
         """One more of `what`, by name."""

@@ -3,7 +3,7 @@
     dialler                                listener
     Hello            ->                                    claims and a fresh nonce
                      <-                    Hello           claims and a fresh nonce
-    Proof            ->                                    the stranger proves itself first
+    Proof            ->                                    the dialler proves itself first
                      <-                    Proof, Welcome
     Welcome          ->                                    after its owner accepted the listener
                      <-                    Accepted        after its owner accepted the dialler
@@ -41,9 +41,9 @@ from segue.session.frames import (
     Welcome,
 )
 
-#: What a peer that has not proven itself may make us raise. Other codes would let a stranger
+#: What a peer that has not proven itself may make us raise. Other codes would let it
 #: put words into our mouth; they become PeerRefused with the text kept.
-_CODES_OF_STRANGERS = frozenset(
+_CODES_BEFORE_PROOF = frozenset(
     {ErrorCode.UNAUTHORIZED, ErrorCode.PEER_REFUSED, ErrorCode.OUT_OF_CAPACITY, ErrorCode.DRAINING}
 )
 
@@ -190,7 +190,7 @@ class Handshake:
         return Progress.AUTHENTICATED
 
     def _on_refused(self, error: ErrorInfo) -> Progress:
-        if not self.authenticated and error.code not in _CODES_OF_STRANGERS:
+        if not self.authenticated and error.code not in _CODES_BEFORE_PROOF:
             error = msgspec.structs.replace(error, code=ErrorCode.PEER_REFUSED)
         self.refusal = error
         self._expect = Expect.NOTHING

@@ -28,14 +28,14 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.limits import Limits
-from segue.core.strangers import MAX_STRANGERS
+from segue.core.pending import MAX_PENDING
 from segue.core.types import LeaderId, Role
 from segue.session.api import Session, SessionHandler
 from segue.session.connection import Connection, State
 from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
-from segue.session.gate import Gate
 from segue.session.handshake import Handshake, session_key
 from segue.session.listen import listening
+from segue.session.listener import GuardedListener
 from segue.session.tasks import awaited
 from segue.session.tls import Tls, explain, not_tls
 
@@ -52,7 +52,7 @@ class SessionStats:
     bad_frames: int = 0
     handler_errors: int = 0
     handshakes_late: int = 0
-    strangers_dropped: int = 0
+    pending_dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class SessionNode:
         tls: Tls | None = None,
         advertise: str | None = None,
         advertise_port: int | None = None,
-        max_half_open: int = MAX_STRANGERS,
+        max_half_open: int = MAX_PENDING,
         protocol: int = PROTOCOL_VERSION,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
@@ -115,17 +115,17 @@ class SessionNode:
         self.stats = SessionStats()
         self._key = session_key(secret)
         self._tls = tls
-        self._gate = Gate(
+        self._listener = GuardedListener(
             self._incoming,
             server_tls=tls.server if tls is not None else None,
             handshake_s=limits.handshake_s,
             count=self.count,
-            max_strangers=max_half_open,
+            max_pending=max_half_open,
         )
         self._advertise = advertise
         self._advertise_port = advertise_port
         self._listen = ""
-        self._listener: socket.socket | None = None
+        self._socket: socket.socket | None = None
         self._connections: dict[Connection, None] = {}
         self._open: dict[LeaderId, Connection] = {}
         #: the sessions whose `opened` the handler has heard and whose `closed` it has not
@@ -154,7 +154,7 @@ class SessionNode:
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Listen at `host` and `port` (0: any free one); returns what was bound. ConfigError if
         the port is taken, the host is not ours, or it is not loopback and there is no secret."""
-        if self._listener is not None or self._closed:
+        if self._socket is not None or self._closed:
             raise ConfigError(f"this node already listens at {self._listen or 'nothing: it is closed'}")
         sock = listening(host, port, what="this process", flag="port")
         bound_host, bound_port = sock.getsockname()[:2]
@@ -169,9 +169,9 @@ class SessionNode:
 
     def _listen_on(self, listener: socket.socket, host: str, port: int) -> None:
         """Let peers in that come to a socket which listens at `host` and `port`."""
-        self._listener = listener
+        self._socket = listener
         self._listen = f"{host}:{port}"
-        self._gate.open(listener)
+        self._listener.open(listener)
 
     async def connect(
         self, host: str, port: int, *, expect: LeaderId | None = None, timeout_s: float
@@ -219,15 +219,15 @@ class SessionNode:
         sockets are gone; one that does not take its last frame is cut within a second."""
         self._closed = True
         reason = error or Draining(f"{self.role} {self.me} is leaving")
-        await self._gate.close()
+        await self._listener.close()
         tasks = [dial.task for dial in self._dials.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        if self._socket is not None:
+            self._socket.close()
         for connection in list(self._connections):
-            # A stranger is owed no explanation, and must not make us linger for it.
+            # An unauthenticated peer is not told why, and its connection does not linger.
             connection.end(reason, tell=connection.handshake.authenticated)
         if self._connections:
             self._quiet = asyncio.get_running_loop().create_future()
@@ -341,7 +341,7 @@ class SessionNode:
             )
 
     def authenticated(self, connection: Connection) -> None:
-        self._gate.let_in(connection)
+        self._listener.authenticated(connection)
         hello = connection.handshake.peer
         assert hello is not None
         self._end_predecessor(connection, hello)
@@ -353,7 +353,7 @@ class SessionNode:
             raise PeerRestarted(f"{answers} was expected: the peer was restarted")
         if self._closed:
             raise Draining(f"{self.role} {self.me} is leaving")
-        # Lingering ends and strangers have their own bounds and are not counted here.
+        # Lingering ends and pending connections have their own bounds and are not counted here.
         proven = sum(1 for c in self._connections if c.handshake.authenticated and c.state is not State.ENDED)
         if proven > self.limits.max_sessions:
             raise OutOfCapacity(f"{self.role} {self.me} already has {self.limits.max_sessions} sessions")
@@ -444,7 +444,7 @@ class SessionNode:
 
     def lost(self, connection: Connection) -> None:
         self._connections.pop(connection, None)
-        self._gate.left(connection)
+        self._listener.closed(connection)
         if not self._connections and self._quiet is not None and not self._quiet.done():
             self._quiet.set_result(None)
 
@@ -465,9 +465,9 @@ class SessionNode:
         return True
 
     @property
-    def strangers(self) -> int:
-        """Connections that have not proven themselves and still hold a socket."""
-        return len(self._gate.strangers)
+    def pending(self) -> int:
+        """Unauthenticated connections that still hold a socket."""
+        return len(self._listener.pending)
 
     def count(self, what: str) -> None:
         setattr(self.stats, what, getattr(self.stats, what) + 1)

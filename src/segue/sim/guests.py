@@ -177,9 +177,9 @@ async def _second_writer(guest: Guest) -> None:
         ({"incarnation": Incarnation("i" * 65)}, code.INVALID_REQUEST),
     ):
         await guest.told(guest.client().register(guest.record(**changes)), expected)
-    again = guest.client()._door.put_rank(guest.record(replicas=twins), 0)
+    again = guest.client()._backend.put_rank(guest.record(replicas=twins), 0)
     await guest.told(again, code.INVALID_REQUEST)
-    await guest.told(guest.client()._door.put_rank(record, 0))
+    await guest.told(guest.client()._backend.put_rank(record, 0))
 
 
 async def _past(guest: Guest) -> None:
@@ -264,7 +264,7 @@ async def _rooms(guest: Guest) -> None:
         return
     for late_s, there in ((-0.2, True), (0.2, False)):
         await asyncio.sleep(max(0.0, began + ttl_s + late_s - guest.world.now))
-        look = await guest.told(one._door.room(room, 0.0))
+        look = await guest.told(one._backend.room(room, 0.0))
         if (look is not None) is not there:
             guest.wrong(f"room {room} after {guest.world.now - began:.3f} of {ttl_s} s: {look}")
     await guest.told(two.register_room(room, me, ttl_s))
@@ -363,9 +363,9 @@ async def _flood(guest: Guest) -> None:
     """More strangers than fit: a client of ours is let in all the same."""
     crowd = [typed for typed in [await guest.raw() for _ in range(FLOOD)] if typed is not None]
     registry = guest.deployment.registry.node
-    if registry is not None and registry.server.server.strangers > 128:
-        guest.wrong(f"{registry.server.server.strangers} strangers are kept")
-    await guest.told(guest.client()._door.put_rank(guest.record(), 0))
+    if registry is not None and registry.server.server.pending > 128:
+        guest.wrong(f"{registry.server.server.pending} pending connections are kept")
+    await guest.told(guest.client()._backend.put_rank(guest.record(), 0))
     for typed in crowd:
         await guest.is_cut(typed, Limits().handshake_s)
 

@@ -336,9 +336,9 @@ class LeaderNode(Process):
         await self._node.close()
 
     @property
-    def strangers(self) -> int:
+    def pending(self) -> int:
         """Connections here that have not proven themselves."""
-        return self._node.strangers
+        return self._node.pending
 
     @property
     def sessions(self) -> list[Session]:

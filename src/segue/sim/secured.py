@@ -110,8 +110,8 @@ class Secured(Visitor):
 
     async def _left(self, server: SessionNode) -> None:
         await server.close()
-        if server.strangers or server.sessions:
-            self.wrong(f"{server.strangers} strangers and {len(server.sessions)} sessions are left")
+        if server.pending or server.sessions:
+            self.wrong(f"{server.pending} pending connections and {len(server.sessions)} sessions are left")
 
 
 TLS_KINDS = tuple(PAIRS)

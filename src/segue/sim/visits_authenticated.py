@@ -78,8 +78,8 @@ async def _tls_there(visitor: Visitor) -> None:
     last = (await visitor.loop.create_connection(RawConnection, host, port))[1]
     await node.close()
     await visitor.is_cut(last)
-    if node.strangers:
-        visitor.wrong(f"{node.strangers} strangers are left")
+    if node.pending:
+        visitor.wrong(f"{node.pending} pending connections are left")
 
 
 @AUTHENTICATED.kind("another role")

@@ -195,7 +195,7 @@ async def _half_open(visitor: Visitor) -> None:
 async def _flood(visitor: Visitor) -> None:
     """More strangers than fit: the oldest of them go, and nobody else."""
     raws = [raw for raw in [await visitor.raw() for _ in range(FLOOD)] if raw is not None]
-    if visitor.target.strangers > 128:
-        visitor.wrong(f"{visitor.target.strangers} strangers are kept")
+    if visitor.target.pending > 128:
+        visitor.wrong(f"{visitor.target.pending} pending connections are kept")
     for raw in raws:
         await visitor.is_cut(raw)

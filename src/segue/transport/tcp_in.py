@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from segue.core.errors import PeerLost, PeerRefused, SegueError, TransferFailed
-from segue.core.strangers import Strangers
+from segue.core.pending import PendingConnections
 from segue.core.types import RankId
 from segue.layout.content import Content
 from segue.session.tls import explain
@@ -327,7 +327,7 @@ class TcpListener:
         self._channel = channel
         self._max_streams = max_streams
         self._handshake_s = handshake_s
-        self._strangers: Strangers[Stranger] = Strangers(max_strangers)
+        self._strangers: PendingConnections[Stranger] = PendingConnections(max_strangers)
         self._count = 0
         self._pause: Timer | None = None
         self.groups: dict[RankId, Group] = {}

@@ -37,7 +37,7 @@ T = TypeVar("T")
 _NOBODY_BEHIND = (502, 503, 504)
 
 
-class Door(ABC):
+class RegistryBackend(ABC):
     """The store's operations, however they are reached. Each raises SegueErrors only."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Door(ABC):
     async def close(self) -> None: ...
 
 
-class HttpDoor(Door):
+class HttpBackend(RegistryBackend):
     """To the registry at `url`, over HTTP(S); `transport` takes the place of sockets in a simulation."""
 
     def __init__(
@@ -204,7 +204,7 @@ def _ssl_error(error: BaseException) -> ssl.SSLError | None:
     return None
 
 
-class LocalDoor(Door):
+class StoreBackend(RegistryBackend):
     """To a store in this process."""
 
     def __init__(self, store: RegistryStore, clock: Clock) -> None:

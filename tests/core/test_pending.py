@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.core.strangers import Strangers
+from segue.core.pending import PendingConnections
 
 
 def test_one_address_can_only_push_out_its_own() -> None:
-    table: Strangers[str] = Strangers(8)
+    table: PendingConnections[str] = PendingConnections(8)
     assert table.add("good", "10.0.0.1") is None
     victims = [table.add(f"bad{i}", "10.9.9.9") for i in range(50)]
     assert victims[:4] == [None] * 4
@@ -20,34 +20,34 @@ def test_one_address_can_only_push_out_its_own() -> None:
 
 
 def test_many_addresses_push_out_the_oldest_of_the_greediest() -> None:
-    table: Strangers[str] = Strangers(6, per_host=3)
-    for guest, host in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b"), ("c1", "c")):
-        assert table.add(guest, host) is None
+    table: PendingConnections[str] = PendingConnections(6, per_host=3)
+    for connection, host in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("b2", "b"), ("c1", "c")):
+        assert table.add(connection, host) is None
     assert table.oldest() == "a1"
     assert table.add("d1", "d") == "a1"
     assert table.discard("a1") is False
     assert table.discard("a2") is True
     assert table.oldest() == "b1"
     with pytest.raises(ValueError, match="positive"):
-        Strangers(0)
+        PendingConnections(0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5), st.booleans()), max_size=80))
 def test_it_is_bounded_and_forgets_whoever_left(steps: list[tuple[int, int, bool]]) -> None:
-    table: Strangers[int] = Strangers(7)
+    table: PendingConnections[int] = PendingConnections(7)
     here: dict[int, int] = {}
-    for guest, host, comes in steps:
-        if comes and guest not in here:
-            victim = table.add(guest, str(host))
+    for connection, host, comes in steps:
+        if comes and connection not in here:
+            victim = table.add(connection, str(host))
             if victim is not None:
                 del here[victim]
-            here[guest] = host
+            here[connection] = host
         elif not comes:
-            assert table.discard(guest) is (here.pop(guest, None) is not None)
+            assert table.discard(connection) is (here.pop(connection, None) is not None)
         assert set(table) == set(here)
         assert len(table) <= 7
         assert all(list(here.values()).count(h) <= 3 for h in set(here.values()))
-    for guest in list(here):
-        table.discard(guest)
+    for connection in list(here):
+        table.discard(connection)
     assert not len(table)
     assert table.oldest() is None

@@ -1,6 +1,6 @@
-"""A listening socket that strangers cannot exhaust: bounded, deadlined, and TLS for whoever begins it.
+"""A listening socket whose unauthenticated connections are bounded in number and time, with TLS or without.
 
-Shared by everything that listens on an asyncio loop: sessions, the registry, an instance's HTTP door.
+Used by everything that listens on an asyncio loop: sessions, the registry, the HTTP servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from segue.core.errors import (
     SegueError,
     Unauthorized,
 )
-from segue.core.strangers import MAX_STRANGERS, Strangers
+from segue.core.pending import MAX_PENDING, PendingConnections
 from segue.session import tls
 from segue.session.tasks import awaited, keep_running
 
@@ -35,26 +35,27 @@ _PAUSE_S: Final = 0.1
 _AT_ONCE: Final = 16
 
 
-class Guest(Protocol):
-    """One incoming connection's protocol, from before its first byte on."""
+class PendingProtocol(Protocol):
+    """The protocol of one incoming connection, from before its first byte on."""
 
-    def turn_away(self, error: SegueError) -> None:
-        """Called before `connection_made`: tell the peer, in plain bytes, and close."""
+    def refuse_when_made(self, error: SegueError) -> None:
+        """Called before `connection_made`: once it is made, tell the peer in plain bytes, and close."""
         ...
 
     def cut(self, error: SegueError) -> None:
-        """End now. The connection was not made, took too long, or must make room for others."""
+        """Close now. The connection was not made, took too long, or others need its place."""
         ...
 
 
-class Gate:
-    """Accepts connections until `close`. `make` makes the protocol of each, which is also a `Guest`.
+class GuardedListener:
+    """Accepts connections until `close`.
 
-    A guest is a stranger from the first byte until `let_in` or `left`; strangers are bounded as
-    `Strangers` says. Whether a TLS or a plain peer has come is seen from its first byte, so a
-    plain one is told why it is turned away instead of reading garbage. `count` hears of each
-    `refused` and of `strangers_dropped`. Without descriptors the oldest stranger goes, or else somebody
-    whom `make_room` chooses.
+    - `make` makes the protocol of each connection; it is a `PendingProtocol` too.
+    - A connection is *pending* from the first byte until `authenticated` or `closed`; `PendingConnections`
+      bounds how many there are.
+    - The first byte tells TLS from plain, so that a peer of the wrong kind is told why it is refused.
+    - `count` is called with `refused` or `pending_dropped` for each such connection.
+    - Without file descriptors the oldest pending connection is closed, or else one that `make_room` chooses.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class Gate:
         server_tls: ssl.SSLContext | None,
         handshake_s: float,
         count: Callable[[str], None],
-        max_strangers: int = MAX_STRANGERS,
+        max_pending: int = MAX_PENDING,
         make_room: Callable[[], object] = lambda: None,
     ) -> None:
         self._make = make
         self._tls = server_tls
         self._handshake_s = handshake_s
-        self.strangers: Strangers[Any] = Strangers(max_strangers)
+        self.pending: PendingConnections[Any] = PendingConnections(max_pending)
         self._count = count
         self._make_room = make_room
         self._admissions: dict[Any, tuple[asyncio.Task[Any], socket.socket]] = {}
@@ -90,19 +91,19 @@ class Gate:
                 _hang_up(sock)
             await asyncio.wait({task for task, _ in self._admissions.values()})
 
-    def guest(self, host: str) -> Any:
-        """The protocol of one more connection, from `host`; another stranger may have to go for it."""
-        guest = self._make()
-        self._throw_out(self.strangers.add(guest, host))
-        return guest
+    def connection_from(self, host: str) -> Any:
+        """The protocol of one more connection, from `host`; another pending one may be closed for it."""
+        protocol = self._make()
+        self._drop(self.pending.add(protocol, host))
+        return protocol
 
-    def let_in(self, guest: Guest) -> None:
-        """It has proven itself."""
-        self.strangers.discard(guest)
+    def authenticated(self, protocol: PendingProtocol) -> None:
+        """Its peer is authenticated."""
+        self.pending.discard(protocol)
 
-    def left(self, guest: Guest) -> None:
-        """Its socket is gone."""
-        self.strangers.discard(guest)
+    def closed(self, protocol: PendingProtocol) -> None:
+        """Its socket is closed."""
+        self.pending.discard(protocol)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -119,8 +120,8 @@ class Gate:
                     log.warning("a connection was lost while it was accepted: %s", error)
                     continue
                 log.error("cannot accept connections: %s", error.strerror)
-                if self.strangers:
-                    self._throw_out(self.strangers.oldest())
+                if self.pending:
+                    self._drop(self.pending.oldest())
                 else:
                     self._make_room()
                 await asyncio.sleep(_PAUSE_S)
@@ -129,15 +130,15 @@ class Gate:
 
     def _admit(self, sock: socket.socket, where: tuple[Any, ...]) -> None:
         host, port = (str(where[0]), where[1]) if where else ("", 0)
-        guest = self.guest(host)
-        task = awaited(self._make_connection(guest, sock))
-        self._admissions[guest] = (task, sock)
-        task.add_done_callback(lambda task: self._made(task, guest, sock, f"{host}:{port}"))
+        protocol = self.connection_from(host)
+        task = awaited(self._make_connection(protocol, sock))
+        self._admissions[protocol] = (task, sock)
+        task.add_done_callback(lambda task: self._made(task, protocol, sock, f"{host}:{port}"))
 
-    async def _make_connection(self, guest: Any, sock: socket.socket) -> None:
+    async def _make_connection(self, protocol: Any, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         if self._tls is None:
-            await loop.connect_accepted_socket(lambda: guest, sock)
+            await loop.connect_accepted_socket(lambda: protocol, sock)
             return
         try:
             async with asyncio.timeout(self._handshake_s):
@@ -145,22 +146,22 @@ class Gate:
         except TimeoutError:
             raise BootstrapUnreachable(f"it said nothing for {self._handshake_s} s") from None
         if first != tls.HANDSHAKE_RECORD:
-            guest.turn_away(
+            protocol.refuse_when_made(
                 PeerRefused(f"only TLS is spoken here and the other side began without; {tls.GIVE_BOTH}")
             )
-            await loop.connect_accepted_socket(lambda: guest, sock)
+            await loop.connect_accepted_socket(lambda: protocol, sock)
             return
         await loop.connect_accepted_socket(
-            lambda: guest, sock, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+            lambda: protocol, sock, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
         )
 
-    def _made(self, task: asyncio.Task[Any], guest: Any, sock: socket.socket, where: str) -> None:
-        del self._admissions[guest]
+    def _made(self, task: asyncio.Task[Any], protocol: Any, sock: socket.socket, where: str) -> None:
+        del self._admissions[protocol]
         failure = asyncio.CancelledError() if task.cancelled() else task.exception()
         if failure is None:
             return
         sock.close()
-        self.strangers.discard(guest)
+        self.pending.discard(protocol)
         error: SegueError
         if isinstance(failure, ssl.SSLError):
             self._count("refused")
@@ -172,17 +173,17 @@ class Gate:
             error = BootstrapUnreachable(f"a connection was not made: {failure or type(failure).__name__}")
             if not isinstance(failure, OSError | asyncio.CancelledError):
                 log.error("a connection could not be accepted", exc_info=failure)
-        guest.cut(error)
+        protocol.cut(error)
 
-    def _throw_out(self, guest: Any | None) -> None:
-        if guest is None:
+    def _drop(self, protocol: Any | None) -> None:
+        if protocol is None:
             return
-        self.strangers.discard(guest)
-        self._count("strangers_dropped")
-        admission = self._admissions.get(guest)
+        self.pending.discard(protocol)
+        self._count("pending_dropped")
+        admission = self._admissions.get(protocol)
         if admission is not None:
             _hang_up(admission[1])
-        guest.cut(OutOfCapacity("too many connections that have not proven themselves"))
+        protocol.cut(OutOfCapacity("too many connections that have not proven themselves"))
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -1,0 +1,70 @@
+"""Unauthenticated connections, bounded in all and per address. Pure.
+
+One more than fit closes an older one: the oldest of its own address if that has too many, else the oldest of
+the address that has most. So a flood has to outrun a handshake (milliseconds) of its own address, instead
+of filling a table once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Generic, TypeVar
+
+#: Unauthenticated connections of one listening socket.
+MAX_PENDING: Final = 128
+
+ConnectionT = TypeVar("ConnectionT")
+
+
+class PendingConnections(Generic[ConnectionT]):
+    """At most `limit` connections, at most `per_host` of them (default: half) from one address."""
+
+    def __init__(self, limit: int = MAX_PENDING, per_host: int | None = None) -> None:
+        if limit < 1:
+            raise ValueError(f"limit must be positive, not {limit}")
+        self._limit = limit
+        self._per_host = per_host or max(1, limit // 2)
+        self._host_of: dict[ConnectionT, str] = {}
+        self._of: dict[str, dict[ConnectionT, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._host_of)
+
+    def __iter__(self) -> Iterator[ConnectionT]:
+        return iter(list(self._host_of))
+
+    def __contains__(self, connection: ConnectionT) -> bool:
+        return connection in self._host_of
+
+    def add(self, connection: ConnectionT, host: str) -> ConnectionT | None:
+        """Note `connection`. Returns the one to close for it, already forgotten here."""
+        victim = None
+        if len(self._of.get(host, ())) >= self._per_host:
+            victim = self._oldest_of(host)
+        elif len(self._host_of) >= self._limit:
+            victim = self.oldest()
+        if victim is not None:
+            self.discard(victim)
+        self._host_of[connection] = host
+        self._of.setdefault(host, {})[connection] = None
+        return victim
+
+    def oldest(self) -> ConnectionT | None:
+        """The oldest of the address that has most, or None without any."""
+        if not self._of:
+            return None
+        return self._oldest_of(max(self._of, key=lambda host: len(self._of[host])))
+
+    def discard(self, connection: ConnectionT) -> bool:
+        """It is authenticated, or closed. False if it was not here."""
+        host = self._host_of.pop(connection, None)
+        if host is None:
+            return False
+        of_host = self._of[host]
+        del of_host[connection]
+        if not of_host:
+            del self._of[host]
+        return True
+
+    def _oldest_of(self, host: str) -> ConnectionT:
+        return next(iter(self._of[host]))
