@@ -46,6 +46,7 @@ class Line:
     """A session that takes everything, or breaks on messages of one hand-off."""
 
     breaks: TransferId | None = None
+    closing = False
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -283,3 +284,13 @@ def test_the_late_end_of_a_session_is_not_the_end_of_the_one_after_it(rig: Rig) 
     rig.manager.closed(old, OutOfCapacity("x"))  # type: ignore[arg-type]
     assert rig.manager._peers[PREFILL].session is new  # type: ignore[comparison-overlap]
     assert not rig.changes
+
+
+def test_a_peer_without_a_session_is_a_problem_unless_the_end_of_its_session_is_still_to_be_told(
+    rig: Rig,
+) -> None:
+    """Between `Session.close` and `closed` lies a turn of the loop, in which nothing is wrong."""
+    [found] = rig.manager.problems()
+    assert found == f"no session for peer {PREFILL}"
+    rig.line.closing = True
+    assert rig.manager.problems() == []

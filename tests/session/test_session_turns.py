@@ -132,6 +132,9 @@ class Net:
     def check(self, seed: int = -1) -> None:
         assert not [problem for name in self.nodes for problem in self.owner(name).problems], seed
         assert not self.loop.errors, seed
+        for name, node in self.nodes.items():
+            for peer, session in self.owner(name).open.items():
+                assert session.closing == (node.sessions.get(peer) is not session), seed
 
     def rest(self, seed: int = -1) -> None:
         """Nothing new is done; what was begun ends."""

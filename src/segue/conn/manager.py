@@ -195,7 +195,11 @@ class KVManager:
 
     def problems(self) -> list[str]:
         """What is wrong with the tables, whatever happens at the moment; call it on the I/O thread."""
-        found = [f"no session for peer {leader}" for leader in self._peers if leader not in self.sessions]
+        found = [
+            f"no session for peer {leader}"
+            for leader, peer in self._peers.items()
+            if leader not in self.sessions and not peer.session.closing
+        ]
         try:
             self.exchange.check_integrity()
         except SegueError as error:

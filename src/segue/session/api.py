@@ -33,6 +33,11 @@ class Session(Protocol):
     @property
     def peer(self) -> PeerInfo: ...
 
+    @property
+    def closing(self) -> bool:
+        """It has ended, and `SessionHandler.closed` is still to come: in the loop's next turn."""
+        ...
+
     def send(self, message: msgspec.Struct) -> None:
         """Queue `message`; never blocks. After the end it is dropped. A peer that does not read
         (bounded backlog exceeded) ends the session with PeerLost. RequestTooLarge if the encoded

@@ -183,6 +183,11 @@ class Connection(asyncio.BufferedProtocol):
             )
             self._end_later(error, tell=False)
 
+    @property
+    def closing(self) -> bool:
+        """See `Session.closing`."""
+        return self._closed_due
+
     def close(self, error: SegueError | None = None) -> None:
         """See `Session.close`. `SessionHandler.closed` follows in the loop's next turn."""
         self._end_later(error or PeerLost(f"the session with {self.describe()} was closed"), tell=True)
