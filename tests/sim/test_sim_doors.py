@@ -19,6 +19,7 @@ from segue.sim.run import Outcome, load, run_scenario
 from segue.sim.scenario import Fault, Scenario
 from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, VISITOR_KINDS
 from segue.sim.vocabulary import AT_THE_DOORS, FAULTS
+from segue.sim.web_clients import WEB_KINDS
 
 #: Signed and not, one frontend and several, with and without an address translator.
 SEEDS = (1, 3, 6)
@@ -56,6 +57,32 @@ def test_each_visitor_is_told_why_or_cut_and_harms_nobody(kind: str) -> None:
 @pytest.mark.parametrize("kind", MISFIT_AND_TLS_KINDS)
 def test_each_leader_that_does_not_fit_is_told_why_and_harms_nobody(kind: str) -> None:
     comes(kind, "misfit", MISFIT_AND_TLS_KINDS.index(kind))
+
+
+def web(seed: int, *kinds: str, stop_s: float | None = None) -> Scenario:
+    """A calm scenario with a public server and these clients, one after the other."""
+    faults = [
+        Fault(f"w{i}", "web client", 0.1 + 0.05 * i, "", amount=WEB_KINDS.index(k))
+        for i, k in enumerate(kinds)
+    ]
+    faults += [Fault("stop", "web stop", stop_s, "")] if stop_s is not None else []
+    scenario = calm(seed, *faults)
+    scenario.features = frozenset({"web clients"})
+    return scenario
+
+
+@pytest.mark.parametrize("kind", WEB_KINDS)
+def test_each_web_client_is_answered_or_cut_in_time_and_the_server_stays_bounded(kind: str) -> None:
+    outcome = run_scenario(web(1, kind))
+    assert not outcome.failed, outcome.text
+    assert outcome.counts[f"http: {kind}"] == outcome.counts["web clients"] == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_web_clients_of_all_kinds_at_once_harm_no_honest_one_and_the_server_stops_in_time(seed: int) -> None:
+    outcome = run_scenario(web(seed, *WEB_KINDS, *WEB_KINDS, stop_s=1.5))
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["web clients"] == 2 * len(WEB_KINDS)
 
 
 @pytest.mark.parametrize("kind", GUEST_KINDS)

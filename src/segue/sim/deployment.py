@@ -12,18 +12,19 @@ from segue.sim.addresses import Addresses
 from segue.sim.causes import CODES, Causes
 from segue.sim.datapath import DataPath, TcpPath
 from segue.sim.front import Call, FrontNode, Wanted
-from segue.sim.guests import Guest
 from segue.sim.invariants import Checks
 from segue.sim.leader import EOS
 from segue.sim.network import Network
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
+from segue.sim.outsider import Outsider
 from segue.sim.registry import Registry, RegistryNode
 from segue.sim.scenario import Fault, Scenario
 from segue.sim.streams import Streams
 from segue.sim.timing import Timing
-from segue.sim.visitor import Visitor
 from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, VISITOR_KINDS, make_visitor
 from segue.sim.vocabulary import DATA, ENGINE_CALLS, ROLE_CALLS, SPOILED_METADATA
+from segue.sim.web_clients import WEB_KINDS, WebClient
+from segue.sim.web_server import WebServer
 from segue.sim.world import Process, Violation, World
 
 #: Turns of leaders between two looks at the tables of a node: one looks at all of them.
@@ -63,7 +64,8 @@ class Deployment:
         self._lives: Counter[str] = Counter()
         self._rng = self.world.rng("deployment")
         self.registry = Registry(self)
-        self.visitors: list[Visitor | Guest] = []
+        self.visitors: list[Outsider] = []
+        self.web: WebServer | None = None
 
     # ---- life ----------------------------------------------------------------------------------
 
@@ -75,6 +77,8 @@ class Deployment:
             self._start_node(name)
         for index in range(scenario.fronts):
             self._start_front(index)
+        if "web clients" in scenario.features:
+            self.start_web_server()
         for wanted in scenario.requests:
             world.at(wanted.at, None, self._ask, wanted)
         for fault in scenario.faults:
@@ -95,13 +99,19 @@ class Deployment:
 
     def close(self) -> None:
         """The run is over: end what still waits in the loops of its processes."""
-        processes: list[LeaderNode | FrontNode | Visitor | Guest | RegistryNode]
-        processes = [*self.nodes.values(), *self.fronts.values(), *self.visitors]
-        if self.registry.node is not None:
-            processes.append(self.registry.node)
-        for process in processes:
-            process.kill()
-            process.loop.die()
+        for process in (
+            *self.nodes.values(),
+            *self.fronts.values(),
+            *self.visitors,
+            self.registry.node,
+            self.web,
+        ):
+            if process is not None:
+                self._end(process)
+
+    def _end(self, process: LeaderNode | FrontNode | Outsider | RegistryNode | WebServer) -> None:
+        process.kill()
+        process.loop.die()
 
     def _until(self, end: float, quiet: bool = False) -> None:
         world = self.world
@@ -144,6 +154,13 @@ class Deployment:
             peer_silence_s=self.timing.silence_s,
             drain_s=5.0,
         )
+
+    def start_web_server(self) -> None:
+        """A public HTTP server, in place of one that has stopped."""
+        if self.web is not None:
+            self._end(self.web)
+        self.web = WebServer(self, self._lives["web"])
+        self._lives["web"] += 1
 
     def leaders(self) -> Iterator[LeaderNode]:
         """Every live instance."""
@@ -235,6 +252,11 @@ class Deployment:
         match kind:
             case _ if kind.startswith("registry "):
                 self.registry.strike(fault, process)
+            case "web client":
+                client = WEB_KINDS[fault.amount % len(WEB_KINDS)]
+                self._enters(WebClient(self, f"visitor {fault.name}", client))
+            case "web stop" if self.web is not None:
+                self.web.close()
             case _ if process is None or not process.alive:
                 pass
             case "crash" | "front crash":
@@ -268,7 +290,9 @@ class Deployment:
 
     def visit(self, node: LeaderNode, name: str, kind: str) -> None:
         """Somebody comes to an instance, or to the registry, who does not belong here or does not behave."""
-        visitor = make_visitor(self, node, f"visitor {name}", kind)
+        self._enters(make_visitor(self, node, f"visitor {name}", kind))
+
+    def _enters(self, visitor: Outsider) -> None:
         self.visitors.append(visitor)
         visitor.start()
 

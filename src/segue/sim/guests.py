@@ -1,7 +1,4 @@
-"""Whoever else asks the registry: rooms, second writers, wrong secrets, and bytes of any kind.
-
-As visitors of an instance, each lives in a process of its own, harms nobody, and is told what it did wrong.
-"""
+"""Whoever else asks the registry: rooms, second writers, wrong secrets, and bytes of any kind."""
 
 from __future__ import annotations
 
@@ -24,47 +21,33 @@ from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.guarded_http import MAX_HEAD_BYTES, ErrorBody
 from segue.sim.http import SimHttp
 from segue.sim.leader import LeaderNode
-from segue.sim.loop import SimLoop
+from segue.sim.outsider import Outsider, RawConnection
 from segue.sim.registry import CONNECT_S, HOST, PORT, TTL_S, URL
-from segue.sim.world import Process, SkewedClock, Violation, new_leader
+from segue.sim.world import new_leader
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
 
-#: As visitors': what an ended connection may linger, and some latency.
-GRACE_S = 2.0
 FLOOD = 160
 SECRET = b"some other secret of somebody"
 
 
-class Guest(Process):
+class Guest(Outsider):
     """One guest; `node` is the instance that it speaks of."""
 
+    WHAT, DONE = "guest", "guests"
+
     def __init__(self, deployment: Deployment, node: LeaderNode, name: str, kind: str) -> None:
-        super().__init__(deployment.world, name)
-        self.deployment = deployment
-        self.node = node
-        self.kind = kind
-        self.rng = deployment.world.rng(name)
-        self.clock = SkewedClock(deployment.world, 0.0, 1.0)
         # Without a secret only the registry's own machine is answered.
-        host = "10.9.9.9" if kind == "elsewhere" else "127.0.6.1"
-        self.loop = SimLoop(self, self.clock, deployment.network, host)  # type: ignore[abstract]
+        super().__init__(deployment, name, kind, "10.9.9.9" if kind == "elsewhere" else "127.0.6.1")
+        self.node = node
         self._registry = registry = deployment.registry.node
         #: a registry that has started anew has not heard of everybody
         self._heard = registry is not None and node.me.incarnation in registry.store._entries
 
-    def start(self) -> None:
-        """Begin."""
-        self.loop.enter(self.loop.create_task, self._visit())
-
-    async def _visit(self) -> None:
-        self.deployment.counts[f"guest: {self.kind}"] += 1
-        try:
-            await GUESTS[self.kind](self)
-        except Exception as error:
-            self.world.fail(error)
-        self.deployment.counts["guests"] += 1
+    async def visits(self) -> None:
+        """What it comes for."""
+        await GUESTS[self.kind](self)
 
     # ---- what it is told ----------------------------------------------------------------------------
 
@@ -83,11 +66,6 @@ class Guest(Process):
             and not node.was_paused
             and not node.draining
         )
-
-    def wrong(self, text: str) -> None:
-        """What must not happen has."""
-        if self.undisturbed:
-            self.world.fail(Violation("guest", f"{self.kind} about {self.node.name}: {text}"))
 
     def client(self, secret: bytes | None = None) -> RegistryClient:
         """Production's client in this process; the deployment's secret unless another is given."""
@@ -117,42 +95,9 @@ class Guest(Process):
         self.deployment.registry.said_by_guests.append(record)
         return record
 
-    async def raw(self) -> _Typed | None:
+    async def raw(self) -> RawConnection | None:
         """A connection of bytes."""
-        try:
-            _, typed = await self.loop.create_connection(_Typed, HOST, PORT)
-        except OSError as error:
-            self.wrong(f"could not connect: {error}")
-            return None
-        assert isinstance(typed, _Typed)
-        return typed
-
-    async def is_cut(self, typed: _Typed, within_s: float) -> None:
-        """The registry ends this connection in time."""
-        try:
-            async with asyncio.timeout(GRACE_S + within_s):
-                await typed.ended.wait()
-        except TimeoutError:
-            self.wrong("its connection is still there")
-            typed.transport.abort()
-
-
-class _Typed(asyncio.Protocol):
-    """A connection on which somebody types bytes."""
-
-    def __init__(self) -> None:
-        self.transport: Any = None
-        self.heard = bytearray()
-        self.ended = asyncio.Event()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self.heard += data
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set()
+        return await self.types(RawConnection, HOST, PORT)
 
 
 # ---- second writers -----------------------------------------------------------------------------------
@@ -352,7 +297,7 @@ async def _drips(guest: Guest) -> None:
         dripping.cancel()
 
 
-async def _drip(typed: _Typed) -> None:
+async def _drip(typed: RawConnection) -> None:
     typed.transport.write(b"GET /v1/health HTTP/1.1\r\nx: ")
     while True:
         await asyncio.sleep(0.2)
@@ -360,7 +305,7 @@ async def _drip(typed: _Typed) -> None:
 
 
 async def _flood(guest: Guest) -> None:
-    """More strangers than fit: a client of ours is let in all the same."""
+    """More pending connections than fit: a client of ours is let in all the same."""
     crowd = [typed for typed in [await guest.raw() for _ in range(FLOOD)] if typed is not None]
     registry = guest.deployment.registry.node
     if registry is not None and registry.server.server.pending > 128:

@@ -15,7 +15,7 @@ from segue.sim.engine import reference
 from segue.sim.front import Wanted
 from segue.sim.node import VOCAB, NodeSpec
 from segue.sim.timing import Timing
-from segue.sim.vocabulary import AT_THE_DOORS, BAD, DATA, FAULTS, FEATURES, LATER, NEWEST, ODD, RARE
+from segue.sim.vocabulary import AT_THE_DOORS, BAD, DATA, FAULTS, FEATURES, LATER, NEWEST, ODD, RARE, UNMET
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,10 @@ def make_scenario(seed: int) -> Scenario:
     scenario.features |= frozenset(f for f in RARE if rare.random() < share)
     found = [f for f in RARE if f in scenario.features]
     scenario.faults += _faults(rare, scenario, found, len(scenario.faults))
+    unmet = random.Random(f"segue unmet {seed}")
+    scenario.features |= frozenset(f for f in UNMET if unmet.random() < share)
+    found = [f for f in UNMET if f in scenario.features]
+    scenario.faults += _faults(unmet, scenario, found, len(scenario.faults))
     return scenario
 
 

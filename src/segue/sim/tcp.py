@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from segue.sim.world import Process
+from segue.session import connection as session
+from segue.session.guarded_http import GuardedHttp
+from segue.sim.world import Process, Violation
 
 if TYPE_CHECKING:
     from segue.sim.loop import SimLoop
@@ -22,11 +25,26 @@ if TYPE_CHECKING:
 BACKLOG = 512
 
 
+class _Options:
+    """What production sets of a connection's socket."""
+
+    family = socket.AF_INET
+
+    def __init__(self, here: tuple[str, int], there: tuple[str, int]) -> None:
+        self.nodelay = False
+        self.getsockname, self.getpeername = lambda: here, lambda: there
+
+    def setsockopt(self, level: int, name: int, value: int) -> None:
+        """As a socket's."""
+        self.nodelay |= (level, name, value) == (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 class Socket(asyncio.Transport):
     """One end of a connection, and asyncio's transport over it."""
 
     def __init__(self, connection: Connection, loop: SimLoop, name: tuple[str, int]) -> None:
-        super().__init__({"peername": name})
+        self._options = _Options((loop.host, 0), name)
+        super().__init__({"peername": name, "socket": self._options})
         self.connection = connection
         self.loop = loop
         self.process: Process = loop.process
@@ -50,6 +68,12 @@ class Socket(asyncio.Transport):
         """From now on `protocol` hears what comes, and what has come before."""
         self.protocol = protocol
         protocol.connection_made(self)
+        if (
+            isinstance(protocol, session.Connection | GuardedHttp)
+            and not self._options.nodelay
+            and not self.over
+        ):
+            self.process.world.fail(Violation("delay", f"{self.process.name} leaves small packets waiting"))
         if self.over:
             self.loop.call_soon(protocol.connection_lost, self._why)
         elif self._early:
@@ -275,8 +299,8 @@ class Listener:
         """As a socket: nobody is let in any more, and who was not yet accepted is reset."""
         self.network.unlisten(self)
         waiting, self._waiting = self._waiting, deque()
-        for socket in waiting:
-            socket.abort()
+        for accepted in waiting:
+            accepted.abort()
 
     @property
     def full(self) -> bool:

@@ -1,8 +1,4 @@
-"""A visitor: whoever else comes to the listening ports of a deployment.
-
-Nothing that they do may harm anybody else; each is told why it is not let in, or cut in bounded time. A
-visitor lives in a process of its own, so it can be looked at which error it was given.
-"""
+"""A visitor: whoever else comes to the port at which an instance listens for sessions."""
 
 from __future__ import annotations
 
@@ -27,96 +23,62 @@ from segue.session.frames import (
 from segue.session.inbox import Inbox
 from segue.session.node import SessionNode
 from segue.sim.leader import LeaderNode
-from segue.sim.loop import SimLoop
-from segue.sim.world import Process, SkewedClock, Violation, new_leader
+from segue.sim.outsider import GRACE_S, Outsider, RawConnection
+from segue.sim.world import new_leader
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
 
-#: What an ended connection may linger, and some latency.
-GRACE_S = 2.0
 
-
-class RawConnection(asyncio.BufferedProtocol):
-    """A connection on which somebody types bytes, and hears frames."""
+class FrameConnection(RawConnection):
+    """A connection on which somebody types bytes, and hears frames of a session."""
 
     def __init__(self) -> None:
-        self.transport: Any = None
-        self.heard = bytearray()
-        self.ended = asyncio.Event()
-        self._news = asyncio.Event()
+        super().__init__()
         self._inbox = Inbox()
         self._preamble = False
         self.frames: list[SessionFrame] = []
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
+    def data_received(self, data: bytes) -> None:
+        while data:
+            space = self._inbox.space()
+            size = min(len(space), len(data))
+            space[:size], data = data[:size], data[size:]
+            self._inbox.add(size)
+            self._preamble = self._preamble or self._inbox.preamble() is not None
+            while self._preamble and (frame := self._inbox.next_frame()) is not None:
+                self.frames.append(decode_frame(frame[1]))
+        self.news.set()
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._inbox.space()
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.heard += self._inbox.space()[:nbytes]
-        self._inbox.add(nbytes)
-        if not self._preamble:
-            self._preamble = self._inbox.preamble() is not None
-        while self._preamble and (frame := self._inbox.next_frame()) is not None:
-            self.frames.append(decode_frame(frame[1]))
-        self._news.set()
-
-    def eof_received(self) -> bool:
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set()
-        self._news.set()
+    def first(self, kind: type[Any]) -> Any:
+        """The first frame of `kind`, None if there was none."""
+        return next((frame for frame in self.frames if isinstance(frame, kind)), None)
 
     async def frame(self, kind: type[Any]) -> Any:
         """The first frame of `kind`; None if the connection ends without one."""
-        while not self.ended.is_set():
-            for frame in self.frames:
-                if isinstance(frame, kind):
-                    return frame
-            self._news.clear()
-            await self._news.wait()
-        return next((frame for frame in self.frames if isinstance(frame, kind)), None)
+        while self.first(kind) is None and not self.ended.is_set():
+            self.news.clear()
+            await self.news.wait()
+        return self.first(kind)
 
 
-class Visitor(Process):
+class Visitor(Outsider):
     """One visitor: comes to an instance, does one thing, and goes."""
+
+    WHAT, DONE = "visitor", "visits"
 
     def __init__(
         self, deployment: Deployment, target: LeaderNode, name: str, kind: str, work: Work | None = None
     ) -> None:
-        super().__init__(deployment.world, name)
-        self.deployment = deployment
+        rng = deployment.world.rng(f"{name} comes from")
+        super().__init__(deployment, name, kind, f"127.0.4.{1 + rng.randrange(3)}")
         self.target = target
-        self.kind = kind
         self._work = work
-        self.rng = deployment.world.rng(name)
         self.me = new_leader(self.rng)
-        clock = SkewedClock(deployment.world, 0.0, 1.0)
-        host = f"127.0.4.{1 + self.rng.randrange(3)}"
-        self.loop = SimLoop(self, clock, deployment.network, host)  # type: ignore[abstract]
         self.ends: list[SegueError] = []
         self.sessions_ended = asyncio.Event()
         deployment.by_leader[self.me] = self
         deployment.network.processes[self.me] = self
-
-    def start(self) -> None:
-        """Begin."""
-        self.loop.enter(self.loop.create_task, self._visit())
-
-    #: how its visits are counted
-    WHAT = "visitor"
-
-    async def _visit(self) -> None:
-        self.deployment.counts[f"{self.WHAT}: {self.kind}"] += 1
-        try:
-            await self.visits()
-        except Exception as error:
-            self.world.fail(error)
-        self.deployment.counts["visits"] += 1
 
     async def visits(self) -> None:
         """What it comes for."""
@@ -134,34 +96,19 @@ class Visitor(Process):
         struck = max(target.jumped_at, target.struck_at) >= self.began_at
         return quiet and let_in and not target.drained and not struck and not network.flips
 
-    def wrong(self, text: str) -> None:
-        """What must not happen has."""
-        if self.undisturbed:
-            self.world.fail(Violation("visitor", f"{self.kind} at {self.target.name}: {text}"))
-
-    async def raw(self) -> RawConnection | None:
+    async def raw(self) -> FrameConnection | None:
         """A connection of bytes."""
-        try:
-            _, protocol = await self.loop.create_connection(RawConnection, self.target.host, self.target.port)
-        except OSError as error:
-            self.wrong(f"could not connect: {error}")
-            return None
-        assert isinstance(protocol, RawConnection)
-        return protocol
+        return await self.types(FrameConnection, self.target.host, self.target.port)
 
-    async def is_cut(self, raw: RawConnection, within_s: float | None = None) -> None:
-        """The target ends this connection in time."""
-        limits = self.target.limits
-        try:
-            async with asyncio.timeout(GRACE_S + (limits.handshake_s if within_s is None else within_s)):
-                await raw.ended.wait()
-        except TimeoutError:
-            self.wrong("its connection is still there")
-            raw.transport.abort()
-        if any(isinstance(frame, Opened) for frame in raw.frames):
+    async def is_cut(
+        self, raw: RawConnection, within_s: float | None = None, grace_s: float = GRACE_S
+    ) -> None:
+        """As any; and nobody is let in who is."""
+        await super().is_cut(raw, self.target.limits.handshake_s if within_s is None else within_s, grace_s)
+        if isinstance(raw, FrameConnection) and raw.first(Opened) is not None:
             self.wrong("was let in")
 
-    async def is_refused(self, raw: RawConnection, *codes: ErrorCode) -> None:
+    async def is_refused(self, raw: FrameConnection, *codes: ErrorCode) -> None:
         """The target says why, and ends it."""
         await self.is_cut(raw, 0.5)
         refusals = [frame for frame in raw.frames if isinstance(frame, Refused)]

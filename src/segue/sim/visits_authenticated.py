@@ -19,7 +19,7 @@ from segue.session.frames import (
     pack_frame,
 )
 from segue.session.tls import Tls
-from segue.sim.visitor import RawConnection, Visitor, Visits
+from segue.sim.visitor import FrameConnection, Visitor, Visits
 from segue.sim.visits_unauthenticated import changed_frame, header_of
 from segue.sim.world import new_leader
 
@@ -70,12 +70,12 @@ async def _tls_there(visitor: Visitor) -> None:
                 visitor.wrong(f"was told {error}")
         else:
             visitor.wrong("has a session without a certificate")
-    raws = [(await visitor.loop.create_connection(RawConnection, host, port))[1] for _ in range(3)]
+    raws = [(await visitor.loop.create_connection(FrameConnection, host, port))[1] for _ in range(3)]
     raws[0].transport.abort()
     raws[1].transport.write(b"\x16\x03\x01\x00\x02hm")
     for raw in raws[1:]:
         await visitor.is_cut(raw)
-    last = (await visitor.loop.create_connection(RawConnection, host, port))[1]
+    last = (await visitor.loop.create_connection(FrameConnection, host, port))[1]
     await node.close()
     await visitor.is_cut(last)
     if node.pending:

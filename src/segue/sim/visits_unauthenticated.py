@@ -21,7 +21,7 @@ from segue.session.frames import (
     pack_frame,
 )
 from segue.session.handshake import prove, session_key
-from segue.sim.visitor import RawConnection, Visitor, Visits
+from segue.sim.visitor import FrameConnection, Visitor, Visits
 
 UNAUTHENTICATED = Visits()
 #: More than an instance keeps.
@@ -139,7 +139,7 @@ async def _reflection(visitor: Visitor) -> None:
 
 async def _proven(
     visitor: Visitor, by_dialler: bool, hello: Hello | None = None
-) -> tuple[RawConnection, bytes] | None:
+) -> tuple[FrameConnection, bytes] | None:
     """A handshake up to our proof: that of the dialler, or the listener's own sent back; and the frame."""
     raw = await visitor.raw()
     if raw is None:
@@ -193,7 +193,7 @@ async def _half_open(visitor: Visitor) -> None:
 
 @UNAUTHENTICATED.kind("flood")
 async def _flood(visitor: Visitor) -> None:
-    """More strangers than fit: the oldest of them go, and nobody else."""
+    """More pending connections than fit: the oldest of them go, and nobody else."""
     raws = [raw for raw in [await visitor.raw() for _ in range(FLOOD)] if raw is not None]
     if visitor.target.pending > 128:
         visitor.wrong(f"{visitor.target.pending} pending connections are kept")

@@ -95,7 +95,10 @@ RARE = (
     "dial exception",
 )
 
-ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE})
+#: What sessions and the two ends of a pair had not met; with a generator of their own again.
+UNMET = ("web clients",)
+
+ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET})
 
 BAD = (
     "room 0",
@@ -269,6 +272,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "wrong messages": (Draw("wrong message", 12, "kv", triggers=("",)),),
     "misfits": (Draw("misfit", 6, "kv", triggers=("",)),),
     "more visitors": (Draw("visitor", 8, "any"),),
+    "web clients": (Draw("web client", 16, ""), Draw("web stop", 1, "")),
     "effect exception": (Draw("effect exception", 3, "kv"),),
     "event exception": (Draw("event exception", 3, "kv"),),
     # Only decode dials; it does when a session has ended.
