@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from segue.core.errors import ConfigError
-from segue.engine.cpu_kernels import _half, _wide, make_kernels
+from segue.engine import cpu_kernels
+from segue.engine.cpu_kernels import make_kernels
+from segue.engine.cpu_numba import _half, wide
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: Half a step of each type at 1, and room for float32 sums.
@@ -237,7 +239,7 @@ def test_an_unknown_type_is_refused():
 
 
 def test_every_float16_is_widened_exactly():
-    widen = numba.njit(lambda item: _wide(item))
+    widen = numba.njit(lambda item: wide(item))
     halves = np.arange(65536, dtype=np.uint16).view(np.int16)
     got = np.array([widen(half) for half in halves], np.float32)
     wanted = halves.view(np.float16).astype(np.float32)
@@ -275,3 +277,17 @@ def test_a_processor_without_float16_or_wide_vectors_will_do(tmp_path):
         check=False,
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_kernel_on_disk_is_not_taken_for_one_made_from_another_edition_of_its_parts(monkeypatch, tmp_path):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def compiled(edition):
+        def double(x: int) -> None:
+            x += x
+
+        monkeypatch.setattr(cpu_kernels, "EDITION", edition)
+        cpu_kernels._compile(double, numba.void(numba.int64), 1)
+        return len(list(tmp_path.rglob("*.nbi")))
+
+    assert [compiled(edition) for edition in ("one", "one", "two")] == [1, 1, 2]
