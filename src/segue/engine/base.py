@@ -1,4 +1,5 @@
-"""What a role asks of an engine. Pure types: the simulator implements them without a model."""
+"""What a scheduler and the leader's loop ask of an engine. Pure types: the simulator implements them without
+a model."""
 
 from __future__ import annotations
 
@@ -67,6 +68,24 @@ class SequenceResult:
     error: str | None = None
 
 
+class StepHandle(Protocol):
+    """A forward that was launched and not yet collected."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `collect` has nobody to wait for: a device has ended, or `collect` computes it itself."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepOnCall:
+    """The handle of an engine that computes on its caller's thread, within `collect`."""
+
+    steps: Sequence[SequenceStep]
+    on_stored: OnStored
+    ready: bool = True
+
+
 class HostPages(Protocol):
     """KV of a retracted sequence, kept outside the pool."""
 
@@ -75,7 +94,12 @@ class HostPages(Protocol):
 
 
 class Engine(Protocol):
-    """One rank's model and pool. Called by the leader's thread only; `step` blocks."""
+    """One rank's model and pool. Called by the leader's thread only.
+
+    One forward at a time: `launch`, then `collect`. An engine with a device returns from `launch` at once and
+    computes meanwhile; one without computes within `collect`, so that what its caller has to do first is done
+    before. In between, the other methods may be called for sequences and pages that the forward does not have.
+    """
 
     info: ModelInfo
     spec: PoolSpec
@@ -95,12 +119,20 @@ class Engine(Protocol):
         """Forget a sequence. Unknown ids are ignored."""
         ...
 
-    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
-        """Run one forward over all `steps`, write their KV into the pool and sample.
-        Tokens sampled here are appended to the sampler's state of the sequence.
+    def launch(
+        self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+    ) -> StepHandle:
+        """Begin one forward over all `steps`: write their KV into the pool and sample.
 
-        `on_stored` may be called from within, once, when the KV of all layers is in the pool and final, with
-        every sequence that the forward computes: it leaves while the forward goes on."""
+        `on_stored` may be called once, when the KV of all layers is in the pool and final, with every sequence
+        that the forward computes: it leaves while the forward goes on. If the handle is ready at once, that is
+        within `collect`; else it is before the handle is ready, from any thread. `on_ready` is called once,
+        from any thread, when a handle that was not ready is."""
+        ...
+
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
+        """The results of the forward; waits for it. Tokens sampled are appended to the sampler's state of their
+        sequence. Whether it returns or raises, the forward no longer reads or writes the pool."""
         ...
 
     def copy_out(self, pages: Sequence[int]) -> HostPages:

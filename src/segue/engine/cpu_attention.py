@@ -42,7 +42,7 @@ class StepContext:
         kernels: Kernels,
         hidden_size: int,
         heads: int,
-        on_stored: Callable[[], None] | None = None,
+        on_stored: Callable[[], None],
     ) -> None:
         self.packed = packed
         self.pool = pool
@@ -65,7 +65,7 @@ class StepContext:
         """Attention of all rows of `qkv` (`[rows, (heads + 2 kv_heads) * head_dim]`, contiguous, rotated),
         of which K and V are in `layer` of the pool already. Returns `[rows, heads * head_dim]`, which
         the next layer's attention overwrites."""
-        if self._on_stored is not None and layer == self.pool.spec.layer_count - 1:
+        if layer == self.pool.spec.layer_count - 1:
             self._on_stored()
         out = self._attended
         if self._singles is not None:

@@ -12,7 +12,15 @@ import torch
 
 from segue.core.errors import ConfigError, Internal, InvalidRequest, SegueError
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.base import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
+from segue.engine.base import (
+    HostPages,
+    ModelInfo,
+    OnStored,
+    SequenceResult,
+    SequenceStep,
+    StepHandle,
+    StepOnCall,
+)
 from segue.engine.cpu_attention import StepContext
 from segue.engine.cpu_fused import Head, fuse
 from segue.engine.cpu_kernels import Kernels, make_kernels
@@ -64,7 +72,7 @@ class _Sequence:
 
 
 class CpuEngine:
-    """`Engine` over torch on the CPU. Called by one thread; `step` blocks for one forward."""
+    """`Engine` over torch on the CPU. Called by one thread; `collect` computes one forward."""
 
     def __init__(
         self,
@@ -121,24 +129,31 @@ class CpuEngine:
             raise Internal(f"not pages of this engine: {type(host).__name__}")
         self._pool.copy_in(host, pages)
 
-    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
-        """Run one forward over `steps`; results for sequences that sample, want prompt
-        log-probabilities or failed. A sequence that fails a check leaves the others alone."""
+    def launch(
+        self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+    ) -> StepOnCall:
+        """Nothing is computed yet: there is no other processor that could."""
+        return StepOnCall(steps, on_stored)
+
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
+        """Run one forward; results for sequences that sample, want prompt log-probabilities or failed. A
+        sequence that fails a check leaves the others alone."""
+        if not isinstance(handle, StepOnCall):
+            raise Internal(f"not a step of this engine: {type(handle).__name__}")
+        steps = handle.steps
         errors = check(steps, self._sequences, self._limits)
         results = [SequenceResult(steps[index].seq_id, error=text) for index, text in errors.items()]
         if len(errors) == len(steps):
             return results
         with torch.inference_mode():
             packed = pack(steps, errors, self._pool, self._windows)
-            stored = None
-            if on_stored is not None:
-                stored = partial(on_stored, [segment.step.seq_id for segment in packed.segments])
+            stored = partial(handle.on_stored, [segment.step.seq_id for segment in packed.segments])
             hidden = self._forward(packed, stored)
             prompt = self._prompt_results(packed, hidden)
             results.extend(self._sample(packed, hidden, prompt))
         return results
 
-    def _forward(self, packed: Packed, stored: Callable[[], None] | None) -> torch.Tensor:
+    def _forward(self, packed: Packed, stored: Callable[[], None]) -> torch.Tensor:
         """The final hidden state of each row, `[rows, hidden]`, after the model's last norm."""
         output = self._model.model(
             input_ids=packed.tokens,

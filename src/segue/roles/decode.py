@@ -8,35 +8,36 @@ publish and there are pages. Published pages belong to the peer until the hand-o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from segue.conn.handles import Change, KVReceiver
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest, MetadataMismatch
 from segue.core.types import KVPoll
-from segue.engine.base import SequenceResult, SequenceStep
+from segue.engine.base import Engine, SequenceResult, SequenceStep
+from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.messages import Metadata
+from segue.roles.config import SchedulerConfig
 from segue.roles.handoffs import Handoffs, HandoffTable, RoleTransfer
-from segue.roles.request_state import RequestState
-from segue.roles.running_batch import RunningBatch, by_sequence, first_usage
+from segue.roles.request_state import RequestState, first_usage
+from segue.roles.running_batch import RunningBatch
 from segue.roles.scheduler import Scheduler
 
 
 class DecodeScheduler(Scheduler):
     """See the module's text. `handoffs` makes the receivers."""
 
-    def __init__(self, *args: Any, handoffs: Handoffs, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
+        super().__init__(engine, pool, config)
         self.handoffs = handoffs
         self.table: HandoffTable[KVReceiver] = HandoffTable()
         self.preallocation: deque[RequestState] = deque()
-        self.batch = RunningBatch(self)
+        self.batch = RunningBatch(self.cache, engine, config.limits.max_batch)
 
-    # ---- admission ----------------------------------------------------------------------------
+    # ---- admission ---------------------------------------------------------------------------
 
     def _admit(self, state: RequestState, now: float) -> None:
-        if state.ticket.decode != self.me:
+        if state.ticket.decode != self.config.me:
             raise InvalidRequest("the ticket names another decode replica")
         self.table.check_free(state)
         receiver = self.handoffs.receiver(state.transfer)
@@ -51,8 +52,7 @@ class DecodeScheduler(Scheduler):
         self.batch.remove(state)
         entry = self.table.get(state.transfer)
         if entry is None or entry.state is not state:
-            self.pool.release(state.pages)
-            state.pages = []
+            self.cache.release(state)
         elif error is not None:
             # The peer may be writing into these pages: they come back with `Release`.
             entry.handle.abort(error)
@@ -61,7 +61,7 @@ class DecodeScheduler(Scheduler):
 
     def advance(self, now: float) -> None:
         """Timers first, then give pages to the requests that wait for them, in order of arrival."""
-        self.expire(now)
+        super().advance(now)
         for state in list(self.preallocation):
             entry = self.table.get(state.transfer)
             if entry is None or entry.handle.poll() is not KVPoll.WAITING_FOR_INPUT:
@@ -70,7 +70,7 @@ class DecodeScheduler(Scheduler):
                 return  # full: nobody may overtake, or a large request would starve
             self.preallocation.remove(state)
             state.enter("transfer", now)
-            skipped = state.cached // self.pool.page_tokens
+            skipped = state.cached // self.cache.pool.page_tokens
             entry.handle.send_metadata(state.pages[skipped:], state.cached)
 
     def _reserve(self, state: RequestState) -> bool:
@@ -79,18 +79,19 @@ class DecodeScheduler(Scheduler):
         Each running sequence keeps a claim on one more page, so that admission does not force
         a retraction at the next step.
         """
-        match = self.tree.match(state.prompt)
-        needed = self.pool.pages_for(len(state.prompt) + 1) - len(match.pages)
-        claims = len(self.batch.running) + len(self.batch.waiting)
+        pool, batch = self.cache.pool, self.batch
+        match = self.cache.tree.match(state.prompt)
+        needed = pool.pages_for(len(state.prompt) + 1) - len(match.pages)
+        claims = len(batch.running) + len(batch.waiting)
         fresh = None
-        if not self.batch.retracted and self.has_pages(needed + claims):
-            fresh = self.take_pages(
+        if not batch.retracted and self.cache.has(needed + claims):
+            fresh = self.cache.take(
                 needed,
                 after=match.pages[-1] if match.pages else None,
-                room=self.pool.pages_for(state.max_tokens - state.produced),
+                room=pool.pages_for(state.max_tokens - state.produced),
             )
         if fresh is None:
-            self.pool.release(match.pages)
+            pool.release(match.pages)
             return False
         state.pages = match.pages + fresh
         state.cached = state.computed = match.tokens
@@ -109,7 +110,7 @@ class DecodeScheduler(Scheduler):
                 self._landed(entry, change.metadata, now)
             case events.Quarantined():
                 if not entry.quarantined:  # after a bug it is said again
-                    self.pool.quarantine(self._published(state))
+                    self.cache.pool.quarantine(self._published(state))
                     entry.quarantined = True
             case events.Release():
                 self._released(entry)
@@ -142,11 +143,12 @@ class DecodeScheduler(Scheduler):
             "at_ready": now,
         }
         self.engine.append(state.seq_id, metadata.first_token)
-        self.remember(state, len(state.prompt))
-        self.batch.start(state, metadata.first_token, metadata.first_logprob, now)
+        self.cache.remember(state, len(state.prompt))
+        self.batch.add(state)
+        self._emit(state, metadata.first_token, metadata.first_logprob, now)
 
     def _published(self, state: RequestState) -> list[int]:
-        return state.pages[state.cached // self.pool.page_tokens :]
+        return state.pages[state.cached // self.cache.pool.page_tokens :]
 
     def _released(self, entry: RoleTransfer[KVReceiver]) -> None:
         state = entry.state
@@ -156,43 +158,40 @@ class DecodeScheduler(Scheduler):
         entry.handle.clear()
 
     def _give_back(self, entry: RoleTransfer[KVReceiver]) -> None:
-        state = entry.state
+        state, pool = entry.state, self.cache.pool
         if entry.quarantined:
-            self.pool.unquarantine(self._published(state))
-            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])
-        else:
-            self.pool.release(state.pages)
-        state.pages = []
+            pool.unquarantine(self._published(state))
+            state.pages = state.pages[: state.cached // pool.page_tokens]
+        self.cache.release(state)
 
-    # ---- the engine --------------------------------------------------------------------------
+    # ---- the forward -------------------------------------------------------------------------
 
-    def plan(self, now: float) -> list[SequenceStep]:
-        """The next forward: one token of every running sequence."""
-        return self.batch.plan(now)
+    def _plan(self, now: float) -> list[SequenceStep]:
+        """One token of every running sequence."""
+        steps = self.batch.plan(now)
+        for what, state, exc in self.batch.take_failed():
+            self.engine_broke(what, state, exc, now)
+        return steps
 
     def stored(self, seq_ids: Collection[int]) -> None:
         """Nobody else waits for the KV of a token."""
 
-    def complete(self, results: Sequence[SequenceResult], now: float) -> None:
+    def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
         """Hand the new tokens out."""
-        for seq_id, result in by_sequence(results).items():
-            if (state := self.by_seq.get(seq_id)) is not None:
-                self.batch.complete(state, result, now)
+        for seq_id, result in results.items():
+            if (state := self.admission.by_seq.get(seq_id)) is not None:
+                self._generated(state, result, now)
 
     # ---- what others see ---------------------------------------------------------------------
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is queued, transferring, running or quarantined."""
-        return not self.requests and not len(self.table)
+    def _running(self) -> Collection[RequestState]:
+        return self.batch.running
 
-    def _running(self) -> int:
-        return len(self.batch.running)
-
-    def _counts(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
+        """See `Scheduler.sizes`."""
         return {
-            **super()._counts(),
+            **super().sizes(),
             "handoffs": len(self.table),
             "preallocation": len(self.preallocation),
-            "generation": len(self.batch),
+            "batch": len(self.batch),
         }

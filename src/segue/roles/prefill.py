@@ -7,17 +7,18 @@ flight until decode has confirmed. Its pages are its own until the hand-off repo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
 from segue.conn.handles import Change, KVSender
 from segue.core.errors import ErrorCode, ErrorInfo, Internal, InvalidRequest
 from segue.core.types import KVPoll, Span, TransferId
-from segue.engine.base import SequenceResult, SequenceStep
+from segue.engine.base import Engine, SequenceResult, SequenceStep
+from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.messages import Metadata
+from segue.roles.config import SchedulerConfig
 from segue.roles.handoffs import Handoffs, HandoffTable
 from segue.roles.prefill_queue import PrefillQueue
 from segue.roles.request_state import RequestState
@@ -31,11 +32,11 @@ _DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, E
 class PrefillScheduler(Scheduler):
     """See the module's text. `handoffs` makes the senders."""
 
-    def __init__(self, *args: Any, handoffs: Handoffs, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
+        super().__init__(engine, pool, config)
         self.handoffs = handoffs
         self.table: HandoffTable[KVSender] = HandoffTable()
-        self.queue = PrefillQueue(self, self._send_cached)
+        self.queue = PrefillQueue(self.cache)
         self.retained = RetainedPrompts()
         self._steps: list[SequenceStep] = []
         #: the steps of the running forward whose chunks have not been sent yet
@@ -44,7 +45,7 @@ class PrefillScheduler(Scheduler):
     # ---- admission ----------------------------------------------------------------------------
 
     def _admit(self, state: RequestState, now: float) -> None:
-        if state.ticket.prefill != self.me:
+        if state.ticket.prefill != self.config.me:
             raise InvalidRequest("the ticket names another prefill replica")
         self.table.check_free(state)
         sender = self.handoffs.sender(state.transfer)
@@ -58,7 +59,7 @@ class PrefillScheduler(Scheduler):
             self._keep(state, now)
         entry = self.table.get(state.transfer)
         if entry is None or entry.state is not state:
-            self.pool.release(state.pages)
+            self.cache.release(state)
             return
         # The pages stay until `Release`: the transport may still be reading them.
         if error is not None:
@@ -69,10 +70,10 @@ class PrefillScheduler(Scheduler):
     def _keep(self, state: RequestState, now: float) -> None:
         """What `state` has computed stays for the attempt that may follow: its whole pages in the prefix
         tree, the rest aside. Pressure evicts the pages, as any others there."""
-        self.remember(state, state.computed)
+        self.cache.remember(state, state.computed)
         if state.metadata is None or state.sampling.prompt_logprobs is not None:
             return
-        whole, rest = divmod(len(state.prompt), self.pool.page_tokens)
+        whole, rest = divmod(len(state.prompt), self.cache.pool.page_tokens)
         tail = None
         if rest:
             pages = state.pages[whole : whole + 1]
@@ -86,20 +87,20 @@ class PrefillScheduler(Scheduler):
         retained = self.retained.take(state)
         if retained is None:
             return False
-        size, tokens = self.pool.page_tokens, len(state.prompt)
-        match = self.tree.match(state.prompt[: tokens // size * size])
+        size, tokens = self.cache.pool.page_tokens, len(state.prompt)
+        match = self.cache.tree.match(state.prompt[: tokens // size * size])
         tail: list[int] | None = None
         if match.tokens == tokens // size * size:
-            tail = self.take_pages(1, after=match.pages[-1] if match.pages else None) if retained.tail else []
+            tail = self.cache.take(1, after=match.pages[-1] if match.pages else None) if retained.tail else []
         if tail is None:
-            self.pool.release(match.pages)
+            self.cache.pool.release(match.pages)
             return False
         try:
             if retained.tail is not None:
                 self.engine.copy_in(retained.tail, tail)
         except Exception as exc:  # the boundary: what was kept is no help then, and nothing else is lost
             self.bugs.append((f"copy_in of what was kept for room {state.ticket.room}", exc))
-            self.pool.release(match.pages + tail)
+            self.cache.pool.release(match.pages + tail)
             return False
         state.pages = match.pages + tail
         state.cached = state.computed = tokens
@@ -133,15 +134,11 @@ class PrefillScheduler(Scheduler):
             case events.Phase(phase=KVPoll.SUCCESS):
                 self.end(state, None, now)
             case events.Release():
-                self.pool.release(state.pages)
-                state.pages = []
+                self.cache.release(state)
                 self.table.remove(change.transfer)
                 entry.handle.clear()
             case _:
                 pass
-
-    def _send_cached(self, state: RequestState, span: Span) -> None:
-        self._sender(state.transfer).send(span, state.pages)
 
     def _sender(self, transfer: TransferId) -> KVSender:
         entry = self.table.get(transfer)
@@ -149,34 +146,37 @@ class PrefillScheduler(Scheduler):
             raise Internal(f"no hand-off {transfer}")
         return entry.handle
 
-    # ---- the engine --------------------------------------------------------------------------
+    # ---- the forward -------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
         """Timers."""
-        self.expire(now)
+        super().advance(now)
         self.retained.expire(now)
 
-    def plan(self, now: float) -> list[SequenceStep]:
-        """The next forward: chunks of prompts whose destination is known."""
-        self._steps = self.queue.plan(self.chunk_tokens, now)
+    def _plan(self, now: float) -> list[SequenceStep]:
+        """Chunks of prompts whose destination is known. What was cached of a prompt leaves as it starts."""
+        self._steps = self.queue.plan(self.config.chunk_tokens, now)
         self._unsent = {step.seq_id: step for step in self._steps}
+        for step in self._steps:
+            state = self.admission.by_seq[step.seq_id]
+            if 0 < step.start == state.cached:
+                self._sender(state.transfer).send(Span(0, state.cached), state.pages)
         return self._steps
 
     def stored(self, seq_ids: Collection[int]) -> None:
         """Send the chunks of these sequences while the forward ends and the first token is drawn."""
         for seq_id in seq_ids:
-            step, state = self._unsent.pop(seq_id, None), self.by_seq.get(seq_id)
+            step, state = self._unsent.pop(seq_id, None), self.admission.by_seq.get(seq_id)
             if step is not None and state is not None:
                 self._sender(state.transfer).send(step.span, state.pages)
 
-    def complete(self, results: Sequence[SequenceResult], now: float) -> None:
+    def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
         """Send what is left of the chunks that the forward computed, and the metadata with the last ones."""
-        by_seq = {r.seq_id: r for r in results}
         for step in self._steps:
-            state = self.by_seq.get(step.seq_id)
+            state = self.admission.by_seq.get(step.seq_id)
             if state is None:
                 continue
-            result = by_seq.get(step.seq_id)
+            result = results.get(step.seq_id)
             if result is not None and result.error is not None:
                 self.fail(state, Internal(result.error).info, now)
                 continue
@@ -188,7 +188,7 @@ class PrefillScheduler(Scheduler):
                     continue
                 state.metadata = self._metadata(state, result, result.token, now)
                 self._sender(state.transfer).finish(state.metadata)
-                self.remember(state, len(state.prompt))
+                self.cache.remember(state, len(state.prompt))
         self._steps = []
 
     def _metadata(self, state: RequestState, result: SequenceResult, token: int, now: float) -> Metadata:
@@ -215,16 +215,13 @@ class PrefillScheduler(Scheduler):
 
     # ---- what others see ---------------------------------------------------------------------
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is queued, running or in flight."""
-        return not self.requests and not len(self.table)
+    def _running(self) -> Collection[RequestState]:
+        return self.queue.running
 
-    def _running(self) -> int:
-        return len(self.queue.running)
+    def _tokens(self, state: RequestState) -> int:
+        """Those that are still to be computed."""
+        return len(state.prompt) - state.computed
 
-    def _tokens(self) -> int:
-        return sum(len(j.prompt) - j.computed for j in self.requests.values())
-
-    def _counts(self) -> dict[str, int]:
-        return {**super()._counts(), "handoffs": len(self.table), "prompts": len(self.queue)}
+    def sizes(self) -> dict[str, int]:
+        """See `Scheduler.sizes`."""
+        return {**super().sizes(), "handoffs": len(self.table), "queue": len(self.queue)}

@@ -1,28 +1,25 @@
-"""Prompts being computed, chunk by chunk: shared by the prefill and the unified role."""
+"""Prompts being computed, chunk by chunk: for prefill and unified."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
-from segue.core.types import Span
 from segue.engine.base import SequenceResult, SequenceStep
+from segue.roles.kv_cache import KVCache
 from segue.roles.request_state import RequestState
-from segue.roles.scheduler import Scheduler
 
 
 class PrefillQueue:
     """First come, first served: `waiting` for pages, then `running` in chunks.
 
-    Several short prompts share a step, as long as the step's token budget lasts. `on_cached`
-    hears of a prefix whose KV was found complete when its request started.
+    Several short prompts share a step, as long as the step's token budget lasts. The first chunk of a prompt
+    begins where the prefix that was found in the cache ends.
     """
 
-    def __init__(self, scheduler: Scheduler, on_cached: Callable[[RequestState, Span], None]) -> None:
-        self.scheduler = scheduler
-        self.on_cached = on_cached
+    def __init__(self, cache: KVCache) -> None:
         self.waiting: deque[RequestState] = deque()
         self.running: deque[RequestState] = deque()
+        self._cache = cache
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -53,42 +50,31 @@ class PrefillQueue:
 
     def _start(self, state: RequestState, now: float) -> bool:
         """Give the request its pages: those of the longest cached prefix, and new ones for the rest."""
-        scheduler, prompt = self.scheduler, state.prompt
+        pool, prompt = self._cache.pool, state.prompt
         cached: list[int] = []
         if state.sampling.prompt_logprobs is None:
             # The last token is always computed: its logits choose the next one.
-            match = scheduler.tree.match(prompt[:-1])
-            cached = match.pages
-        fresh = scheduler.take_pages(
-            scheduler.pool.pages_for(len(prompt)) - len(cached), after=cached[-1] if cached else None
-        )
+            cached = self._cache.tree.match(prompt[:-1]).pages
+        missing = pool.pages_for(len(prompt)) - len(cached)
+        fresh = self._cache.take(missing, after=cached[-1] if cached else None)
         if fresh is None:
-            scheduler.pool.release(cached)
+            pool.release(cached)
             return False
         state.pages = cached + fresh
-        state.cached = state.computed = len(cached) * scheduler.pool.page_tokens
+        state.cached = state.computed = len(cached) * pool.page_tokens
         state.enter("prefill", now)
-        if state.cached:
-            self.on_cached(state, Span(0, state.cached))
         return True
 
     def _chunk(self, state: RequestState, budget_tokens: int, steps: list[SequenceStep]) -> int:
-        end = min(len(state.prompt), state.computed + budget_tokens)
-        steps.append(
-            SequenceStep(
-                state.seq_id,
-                state.prompt[state.computed : end],
-                state.computed,
-                state.pages,
-                end == len(state.prompt),
-            )
-        )
-        return end - state.computed
+        start, prompt = state.computed, state.prompt
+        end = min(len(prompt), start + budget_tokens)
+        steps.append(SequenceStep(state.seq_id, prompt[start:end], start, state.pages, end == len(prompt)))
+        return end - start
 
     def complete(self, state: RequestState, step: SequenceStep, result: SequenceResult | None) -> None:
         """A chunk has been computed. The request leaves the queue with its last one.
 
-        What was computed is for the caller to `remember`, once it needs nothing more urgently.
+        What was computed is for the caller to remember, once it needs nothing more urgently.
         """
         state.computed = step.span.end
         if result is not None and result.prompt_logprobs is not None:

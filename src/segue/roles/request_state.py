@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.core.request import Request, SamplingParams, Ticket, TokenLogprob, Usage
-from segue.core.types import Incarnation, TransferId
+from segue.core.request import Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
+from segue.core.types import FinishReason, Incarnation, TransferId
 from segue.handoff.messages import Metadata
 
 RequestKey = tuple[Incarnation, str]
@@ -84,3 +85,48 @@ class RequestState:
         """Begin `phase`; the time spent in the last one goes into the timeline under its name."""
         self.timeline[self.phase] = self.timeline.get(self.phase, 0.0) + now - (self.since or self.entered)
         self.phase, self.since = phase, now
+
+    def add_token(self, token: int, logprob: TokenLogprob | None, eos: Collection[int]) -> Output:
+        """Append a token that was drawn; returns what the frontend is told: the first time all that is known
+        of the prompt, the last time why it ends and what it has cost. `eos` end a generation."""
+        first, position = not self.output, self.produced
+        self.output.append(token)
+        finish, stop_token = self._finish(token, eos)
+        usage = self.usage if first else None
+        if finish is not None:
+            usage = msgspec.structs.replace(self.usage, output_tokens=self.produced)
+        return Output(
+            request_id=self.request.request_id,
+            position=position,
+            token_ids=[token],
+            logprobs=[logprob] if logprob is not None else [],
+            prompt_logprobs=(self.prompt_logprobs or None) if first else None,
+            finish=finish,
+            stop_token=stop_token,
+            usage=usage,
+            timeline=dict(self.timeline) if first else {},
+        )
+
+    def _finish(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
+        sampling = self.sampling
+        if self.produced > sampling.min_tokens:
+            if token in eos and not sampling.ignore_eos:
+                return FinishReason.STOP, token
+            if token in sampling.stop_token_ids:
+                return FinishReason.STOP, token
+        if self.produced >= self.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+
+def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> Usage:
+    """Where the KV of a prompt of `prompt_tokens` came from. What both sides had cached counts as
+    decode's. In a continuation the counts go beyond the prompt; a cached prefix begins with it."""
+    shared = min(decode_cached, prefill_cached, prompt_tokens)
+    cached = min(prefill_cached, prompt_tokens) - shared
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        decode_cached=shared,
+        prefill_cached=cached,
+        computed=prompt_tokens - shared - cached,
+    )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from segue.conn.handles import Change
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest
-from segue.core.types import Span
-from segue.engine.base import SequenceResult, SequenceStep
+from segue.engine.base import Engine, SequenceResult, SequenceStep
+from segue.engine.pages import PagePool
+from segue.roles.config import SchedulerConfig
 from segue.roles.prefill_queue import PrefillQueue
-from segue.roles.request_state import RequestState
-from segue.roles.running_batch import RunningBatch, by_sequence, first_usage
+from segue.roles.request_state import RequestState, first_usage
+from segue.roles.running_batch import RunningBatch
 from segue.roles.scheduler import Scheduler
 
 
@@ -29,51 +29,43 @@ class UnifiedScheduler(Scheduler):
       alone each fits (`submit` has looked).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.queue = PrefillQueue(self, self._cached)
-        self.batch = RunningBatch(self)
+    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig) -> None:
+        super().__init__(engine, pool, config)
+        self.queue = PrefillQueue(self.cache)
+        self.batch = RunningBatch(self.cache, engine, config.limits.max_batch)
         self._chunks: list[SequenceStep] = []
 
-    def _cached(self, state: RequestState, span: Span) -> None:
-        """Nobody has to be told: the pages are where they are needed."""
-
     def _admit(self, state: RequestState, now: float) -> None:
-        if state.ticket.decode != self.me:
+        if state.ticket.decode != self.config.me:
             raise InvalidRequest("the ticket names another instance")
         self.queue.add(state)
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.queue.remove(state)
         self.batch.remove(state)
-        self.pool.release(state.pages)
-        state.pages = []
+        self.cache.release(state)
 
     def on_change(self, change: Change, now: float) -> None:
         """A unified instance has no hand-offs."""
         raise Internal(f"a unified instance has no hand-off {change.transfer}")
 
-    def advance(self, now: float) -> None:
-        """Timers."""
-        self.expire(now)
-
-    def plan(self, now: float) -> list[SequenceStep]:
+    def _plan(self, now: float) -> list[SequenceStep]:
         """Generating sequences first, then prompt chunks with what is left of the token budget."""
         steps = self.batch.plan(now)
+        for what, state, exc in self.batch.take_failed():
+            self.engine_broke(what, state, exc, now)
         start = not self.batch.retracted
-        self._chunks = self.queue.plan(self.chunk_tokens - len(steps), now, start=start)
+        self._chunks = self.queue.plan(self.config.chunk_tokens - len(steps), now, start=start)
         return steps + self._chunks
 
     def stored(self, seq_ids: Collection[int]) -> None:
         """The KV is where it is needed."""
 
-    def complete(self, results: Sequence[SequenceResult], now: float) -> None:
+    def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
         """Hand the new tokens out; a finished prompt starts to generate."""
-        by_seq = by_sequence(results)
         chunks, self._chunks = self._chunks, []
         for step in chunks:
-            state = self.by_seq.get(step.seq_id)
-            result = by_seq.pop(step.seq_id, None)
+            state, result = self.admission.by_seq.get(step.seq_id), results.get(step.seq_id)
             if state is None:
                 continue
             if result is not None and result.error is not None:
@@ -82,27 +74,23 @@ class UnifiedScheduler(Scheduler):
             self.queue.complete(state, step, result)
             if not step.sample:
                 continue
-            self.remember(state, len(state.prompt))
+            self.cache.remember(state, len(state.prompt))
             if result is None or result.token is None:
                 self.fail(state, Internal("the engine returned no first token").info, now)
                 continue
             state.usage = first_usage(len(state.request.prompt), 0, state.cached)
-            self.batch.start(state, result.token, result.logprob, now)
-        for seq_id, result in by_seq.items():
-            if (state := self.by_seq.get(seq_id)) is not None:
-                self.batch.complete(state, result, now)
+            state.enter("ready", now)
+            self.batch.add(state)
+            self._emit(state, result.token, result.logprob, now)
+        prompts = {step.seq_id for step in chunks}
+        for seq_id, result in results.items():
+            state = self.admission.by_seq.get(seq_id)
+            if state is not None and seq_id not in prompts:
+                self._generated(state, result, now)
 
-    @property
-    def idle(self) -> bool:
-        """Nothing is queued or running."""
-        return not self.requests
+    def _running(self) -> Collection[RequestState]:
+        return [*self.batch.running, *self.queue.running]
 
-    def _running(self) -> int:
-        return len(self.batch.running) + len(self.queue.running)
-
-    def _counts(self) -> dict[str, int]:
-        return {
-            **super()._counts(),
-            "prompts": len(self.queue),
-            "generation": len(self.batch),
-        }
+    def sizes(self) -> dict[str, int]:
+        """See `Scheduler.sizes`."""
+        return {**super().sizes(), "queue": len(self.queue), "batch": len(self.batch)}
