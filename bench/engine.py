@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep
+from segue.engine.base import SequenceStep, run_step
 from segue.engine.cpu_engine import CpuEngine, load_engine
 from segue.engine.cpu_fused import FusedNorm
 
@@ -50,7 +50,7 @@ def step_of(engine: CpuEngine, batch: int, rows: int, context: int, first_page: 
         pages = list(range(first_page + index * each, first_page + (index + 1) * each))
         tokens = [draw.randrange(engine.info.vocab_size) for _ in range(rows)]
         steps.append(SequenceStep(index, tokens, start, pages, True))
-    return lambda: engine.step(steps)
+    return lambda: run_step(engine, steps)
 
 
 def fastest(forms: list[Part]) -> Part:

@@ -7,21 +7,21 @@ only the benchmark's requests arrive, one at a time: the late ones are its first
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from segue.cli.main import main
-from segue.engine.base import OnStored, SequenceResult, SequenceStep
+from segue.engine.base import OnStored, SequenceStep, StepOnCall
 from segue.engine.cpu_engine import CpuEngine
 
-step = CpuEngine.step
+launch = CpuEngine.launch
 
 
 def late_or_not(
-    self: CpuEngine, steps: Sequence[SequenceStep], on_stored: OnStored | None = None
-) -> list[SequenceResult]:
-    return step(self, steps, None if steps[0].seq_id % 2 else on_stored)
+    self: CpuEngine, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+) -> StepOnCall:
+    return launch(self, steps, (lambda _seq_ids: None) if steps[0].seq_id % 2 else on_stored, on_ready)
 
 
 if __name__ == "__main__":
-    CpuEngine.step = late_or_not  # type: ignore[method-assign]
+    CpuEngine.launch = late_or_not  # type: ignore[method-assign]
     sys.exit(main())

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from recorded import commit
 from segue.core.request import SamplingParams
 from segue.engine import packing
-from segue.engine.base import SequenceStep
+from segue.engine.base import SequenceStep, run_step
 from segue.engine.cpu_engine import CpuEngine, load_engine
 from segue.engine.cpu_kernels import make_kernels
 
@@ -143,7 +143,7 @@ def runs(engine: CpuEngine, rounds: int) -> dict[str, dict[str, float]]:
         def stepped(most: int, step: list[SequenceStep] = step) -> None:
             kept, packing.MAX_RUNS = packing.MAX_RUNS, most
             try:
-                engine.step(step)
+                run_step(engine, step)
             finally:
                 packing.MAX_RUNS = kept
 

@@ -23,6 +23,7 @@ class Mutant:
 
 RECEIVER, SENDER, EXCHANGE = "handoff/receiver.py", "handoff/sender.py", "handoff/exchange.py"
 DECODE, PREFILL, SCHEDULER = "roles/decode.py", "roles/prefill.py", "roles/scheduler.py"
+ADMISSION = "roles/admission.py"
 ATTEMPTS, RETAINED, STATE = "balance/attempts.py", "roles/retained_prompts.py", "roles/request_state.py"
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
 CONTENT = "layout/content.py"
@@ -385,7 +386,7 @@ MUTANTS = (
     Mutant(
         "quarantine forgotten",
         DECODE,
-        "                    self.pool.quarantine(self._published(state))\n                    entry.quarantined = True",
+        "                    self.cache.pool.quarantine(self._published(state))\n                    entry.quarantined = True",
         "                    entry.quarantined = False",
         "pages that a peer may write are not marked",
     ),
@@ -404,39 +405,59 @@ MUTANTS = (
         "prefill takes its pages back while the transport reads them",
     ),
     Mutant(
+        "a request in flight gives its pages back",
+        SCHEDULER,
+        "        if state.seq_id in self._computing:\n",
+        "        if self._computing.get(state.seq_id) is state and state.tokens < 0:\n",
+        "what ends while a device computes it is closed, and its pages go to others",
+    ),
+    Mutant(
+        "what ended in flight is held for ever",
+        SCHEDULER,
+        "            self._let_go(*self._held.pop(0), now)",
+        "            break",
+        "nobody gives back what was held for the forward",
+    ),
+    Mutant(
+        "the end of a hand-off in flight is lost",
+        LEADER,
+        "        for change in waiting:\n            self._handle(change)\n",
+        "",
+        "what had to wait for the forward is forgotten after it",
+    ),
+    Mutant(
         "cached pages released twice",
         DECODE,
-        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n",
-        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n"
-        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n",
+        "            state.pages = state.pages[: state.cached // pool.page_tokens]\n",
+        "            state.pages = state.pages[: state.cached // pool.page_tokens]\n            pool.release(state.pages)\n",
         "a shared prefix loses a lease that others count on",
     ),
     Mutant(
         "cached pages not released",
         DECODE,
-        "            self.pool.release(state.pages[: state.cached // self.pool.page_tokens])\n",
-        "",
+        "            state.pages = state.pages[: state.cached // pool.page_tokens]\n",
+        "            state.pages = []\n",
         "a failed hand-off keeps its cached prefix",
     ),
     Mutant(
         "match not given back",
         DECODE,
-        "            self.pool.release(match.pages)\n            return False",
+        "            pool.release(match.pages)\n            return False",
         "            return False",
         "a full pool leaks a lease at each look",
     ),
     Mutant(
         "source pages never released",
         PREFILL,
-        "                self.pool.release(state.pages)\n                state.pages = []\n                self.table.remove",
+        "                self.cache.release(state)\n                self.table.remove",
         "                state.pages = []\n                self.table.remove",
         "prefill's pages are gone after a hand-off",
     ),
     Mutant(
         "published from one page too far",
         DECODE,
-        "return state.pages[state.cached // self.pool.page_tokens :]",
-        "return state.pages[state.cached // self.pool.page_tokens + 1 :]",
+        "return state.pages[state.cached // self.cache.pool.page_tokens :]",
+        "return state.pages[state.cached // self.cache.pool.page_tokens + 1 :]",
         "prefix off by one",
     ),
     Mutant(
@@ -529,21 +550,21 @@ MUTANTS = (
         "cached before it is computed",
         "roles/prefill_queue.py",
         '        state.enter("prefill", now)',
-        '        scheduler.remember(state, len(prompt))\n        state.enter("prefill", now)',
+        '        self._cache.remember(state, len(prompt))\n        state.enter("prefill", now)',
         "others find pages that are still being written",
     ),
     Mutant(
         "one token too many remembered",
-        "roles/running_batch.py",
-        "            self.scheduler.remember(state, state.computed)",
-        "            self.scheduler.remember(state, state.computed + 1)",
+        SCHEDULER,
+        "            self.cache.remember(state, state.computed)",
+        "            self.cache.remember(state, state.computed + 1)",
         "the last token's KV was never computed, but is cached",
     ),
     Mutant(
         "retraction forgets a page",
         "roles/running_batch.py",
-        "held = scheduler.pool.pages_for(state.computed)",
-        "held = scheduler.pool.pages_for(state.computed - 1)",
+        "held = self._cache.pool.pages_for(state.computed)",
+        "held = self._cache.pool.pages_for(state.computed - 1)",
         "a retracted sequence comes back without its last page",
     ),
     Mutant(
@@ -562,7 +583,7 @@ MUTANTS = (
     ),
     Mutant(
         "spent ticket accepted",
-        SCHEDULER,
+        ADMISSION,
         "        self._spent.spend(ticket, deadline, now)\n",
         "",
         "a ticket that was seen before places another request",
@@ -634,8 +655,8 @@ MUTANTS = (
     Mutant(
         "what was not computed is kept",
         PREFILL,
-        "        self.remember(state, state.computed)\n        if state.metadata",
-        "        self.remember(state, len(state.prompt))\n        if state.metadata",
+        "        self.cache.remember(state, state.computed)\n        if state.metadata",
+        "        self.cache.remember(state, len(state.prompt))\n        if state.metadata",
         "pages of a prompt that failed on the way go into the prefix tree whole",
     ),
     Mutant(
@@ -655,7 +676,7 @@ MUTANTS = (
     Mutant(
         "pages of a kept prompt leak",
         PREFILL,
-        "            self.pool.release(match.pages)\n            return False",
+        "            self.cache.pool.release(match.pages)\n            return False",
         "            return False",
         "a match that is not used is not given back",
     ),

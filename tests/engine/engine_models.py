@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.base import SequenceResult, SequenceStep
+from segue.engine.base import SequenceResult, SequenceStep, run_step
 from segue.engine.cpu_engine import load_engine
 
 VOCAB = 97
@@ -206,7 +206,7 @@ def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
             assert sorted(seq_ids) == [step.seq_id for step in steps]
             at_stored.append([engine._pool.by_page[:, :, sorted(s.pages)].clone() for s in steps])
 
-        results = engine.step(steps, stored)
+        results = run_step(engine, steps, stored)
         ((*before,),) = at_stored
         for step, kv in zip(steps, before, strict=True):
             assert torch.equal(kv.isnan(), (after := engine._pool.by_page[:, :, sorted(step.pages)]).isnan())

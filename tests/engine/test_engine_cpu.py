@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from segue.core.errors import ChecksumMismatch, ConfigError, Internal, InvalidRequest
 from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep
+from segue.engine.base import SequenceStep, run_step
 from segue.engine.cpu_engine import load_engine
 from segue.engine.cpu_fused import Head, PlainProduct
 from segue.engine.model_fingerprint import fingerprint
@@ -74,7 +74,7 @@ def whole(seq_id, pages, tokens=PROMPT, start=0):
 )
 def test_lesson_20_a_wrong_sequence_fails_alone(engine, folder, step, text):
     good, clash = whole(1, [4, 5]), whole(3, [0, 1])
-    results = {r.seq_id: r for r in engine.step([good, step, clash])}
+    results = {r.seq_id: r for r in run_step(engine, [good, step, clash])}
     assert text in results[step.seq_id].error
     assert results[step.seq_id].token is None
     assert results[1].error is None
@@ -90,9 +90,9 @@ def test_kv_is_announced_once_for_what_is_computed_and_before_a_token_is_drawn(e
         written = torch.isfinite(engine._pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)])
         told.append((list(seq_ids), bool(written.all()), len(engine._sampler.logits) - drawn))
 
-    engine.step([whole(1, [4, 5]), bad, whole(3, [20, 21])], stored)
+    run_step(engine, [whole(1, [4, 5]), bad, whole(3, [20, 21])], stored)
     assert told == [([1, 3], True, 0)]
-    engine.step([bad], stored)
+    run_step(engine, [bad], stored)
     assert len(told) == 1, "nothing was computed"
 
 
@@ -101,38 +101,40 @@ def test_a_listener_that_fails_fails_the_step_and_leaves_the_engine_in_order(eng
         raise Internal("a bug in the listener")
 
     with pytest.raises(Internal, match="in the listener"):
-        engine.step([whole(1, [4, 5])], stored)
-    (result,) = engine.step([whole(2, [6, 7])])
+        run_step(engine, [whole(1, [4, 5])], stored)
+    (result,) = run_step(engine, [whole(2, [6, 7])])
     assert [result.token] == generate(folder, [PROMPT], 1)[0]
 
 
 def test_a_sequence_twice_in_a_step_fails_and_the_rest_runs(engine):
-    results = engine.step([whole(1, [4, 5]), whole(2, [6, 7]), whole(2, [8, 9])])
+    results = run_step(engine, [whole(1, [4, 5]), whole(2, [6, 7]), whole(2, [8, 9])])
     assert {r.seq_id: r.error is None for r in results} == {1: True, 2: False}
 
 
 def test_lesson_07_a_page_being_written_is_never_read_by_another(engine):
     """Sequence 2 would read page 4 as its prefix while sequence 1 writes it."""
     reader = SequenceStep(2, PROMPT[16:], 16, [4, 9], True)
-    results = {r.seq_id: r for r in engine.step([whole(1, [4, 5]), reader, whole(3, [20, 21])])}
+    results = {r.seq_id: r for r in run_step(engine, [whole(1, [4, 5]), reader, whole(3, [20, 21])])}
     assert "page 4" in results[1].error
     assert "page 4" in results[2].error
     assert results[3].error is None
 
 
 def test_sequences_may_share_a_prefix_that_nobody_writes(engine, folder):
-    engine.step([SequenceStep(1, PROMPT[:16], 0, [4], False)])
+    run_step(engine, [SequenceStep(1, PROMPT[:16], 0, [4], False)])
     steps = [SequenceStep(i, PROMPT[16:], 16, [4, 10 + 2 * i], True) for i in (1, 2, 3)]
     (wanted,) = generate(folder, [PROMPT], 1)
-    assert [r.token for r in engine.step(steps)] == wanted * 3
+    assert [r.token for r in run_step(engine, steps)] == wanted * 3
 
 
 def test_only_the_pages_given_are_read_and_written(engine):
     """The rest of the pool stays poison, and poison reaches no result."""
     pages = [[50, 52, 54, 56, 58], [60, 61, 62]]
-    engine.step([SequenceStep(1, PROMPT * 3, 0, pages[0], True), SequenceStep(2, PROMPT, 0, pages[1], True)])
-    engine.step(
-        [SequenceStep(1, PROMPT[:1], 60, pages[0], True), SequenceStep(2, PROMPT, 20, pages[1], True)]
+    run_step(
+        engine, [SequenceStep(1, PROMPT * 3, 0, pages[0], True), SequenceStep(2, PROMPT, 0, pages[1], True)]
+    )
+    run_step(
+        engine, [SequenceStep(1, PROMPT[:1], 60, pages[0], True), SequenceStep(2, PROMPT, 20, pages[1], True)]
     )
     assert all(torch.isfinite(row).all() for row in engine._sampler.logits)
     written = torch.isfinite(engine._pool.by_page).flatten(3).all(3).all(0).all(0)
@@ -143,7 +145,7 @@ def test_only_the_pages_given_are_read_and_written(engine):
 
 def test_the_pool_lies_in_memory_as_the_spec_says(engine):
     """A transport reads by `PoolSpec.offset`; the engine must have written there."""
-    engine.step([whole(1, [9, 3])])
+    run_step(engine, [whole(1, [9, 3])])
     spec = engine.spec
     for layer in range(spec.layer_count):
         for value in (False, True):
@@ -170,12 +172,12 @@ def test_logits_do_not_depend_on_chunks_pages_or_company(folder, scatter_seed):
 
 
 def test_retracted_pages_come_back_elsewhere(engine, folder):
-    engine.step([SequenceStep(1, PROMPT[:19], 0, [4, 5], False)])
+    run_step(engine, [SequenceStep(1, PROMPT[:19], 0, [4, 5], False)])
     host = engine.copy_out([4, 5])
     assert host.nbytes == 2 * engine.spec.page_bytes
     engine._pool.kv.fill_(float("nan"))
     engine.copy_in(host, [30, 12])
-    (result,) = engine.step([SequenceStep(1, PROMPT[19:], 19, [30, 12], True)])
+    (result,) = run_step(engine, [SequenceStep(1, PROMPT[19:], 19, [30, 12], True)])
     assert [result.token] == generate(folder, [PROMPT], 1)[0]
 
 
@@ -204,9 +206,9 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt(folder, chunk):
     entries = []
     for at in range(0, len(PROMPT), chunk):
         part = PROMPT[at : at + chunk]
-        (result,) = engine.step([SequenceStep(1, part, at, [3, 4], at + chunk >= len(PROMPT))])
+        (result,) = run_step(engine, [SequenceStep(1, part, at, [3, 4], at + chunk >= len(PROMPT))])
         entries += result.prompt_logprobs
-    (after,) = engine.step([SequenceStep(1, [result.token], 20, [3, 4], True)])
+    (after,) = run_step(engine, [SequenceStep(1, [result.token], 20, [3, 4], True)])
     with torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         rows = torch.log_softmax(model(torch.tensor([PROMPT])).logits[0], -1)
@@ -221,9 +223,10 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt(folder, chunk):
 
 def test_prompt_logprobs_after_a_prefix_hit_are_an_error_not_a_guess(engine):
     engine.open(7, PROMPT, SamplingParams(prompt_logprobs=0))
-    engine.step([SequenceStep(1, PROMPT[:16], 0, [4], False)])
+    run_step(engine, [SequenceStep(1, PROMPT[:16], 0, [4], False)])
     results = {
-        r.seq_id: r for r in engine.step([SequenceStep(7, PROMPT[16:], 16, [4, 5], True), whole(2, [20, 21])])
+        r.seq_id: r
+        for r in run_step(engine, [SequenceStep(7, PROMPT[16:], 16, [4, 5], True), whole(2, [20, 21])])
     }
     assert "prefix" in results[7].error
     assert results[7].token is None

@@ -16,6 +16,7 @@ from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
 from segue.core.limits import Limits
 from segue.core.request import Grammar, Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
 from segue.core.types import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
+from segue.engine.base import run_step
 from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
@@ -35,6 +36,7 @@ from segue.handoff.messages import (
     Moved,
 )
 from segue.handoff.ticket import sign, verify
+from segue.roles.config import SchedulerConfig
 from segue.roles.unified import UnifiedScheduler
 from segue.session.api import PeerInfo
 from segue.sim.engine import LineageEngine, lineage_spec
@@ -203,9 +205,8 @@ def _submit(data: bytes) -> str:
     except DECODE_ERRORS as error:
         return f"undecodable {str(error)[:30]}"
     engine = LineageEngine(SPEC, vocab_size=1000)
-    scheduler = UnifiedScheduler(
-        engine, PagePool(32, 4), me=P, name="u", limits=Limits(max_batch=4, max_queue=8)
-    )
+    config = SchedulerConfig(me=P, name="u", limits=Limits(max_batch=4, max_queue=8))
+    scheduler = UnifiedScheduler(engine, PagePool(32, 4), config)
     if isinstance(message, Submit):
         scheduler.submit(F, message, 1.0)
     elif isinstance(message, Cancel):
@@ -215,7 +216,7 @@ def _submit(data: bytes) -> str:
         scheduler.advance(1.0 + step)
         plan = scheduler.plan(1.0 + step)
         if plan:
-            scheduler.complete(engine.step(plan), 1.0 + step)
+            scheduler.complete(run_step(engine, plan), 1.0 + step)
     told += " ".join(o.error.code for _, o in scheduler.outbox if o.error is not None)
     scheduler.frontend_gone(F, BROKEN, 5.0)
     scheduler.advance(1e9)

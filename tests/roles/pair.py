@@ -16,10 +16,12 @@ from segue.core.errors import PeerLost
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, LeaderId, Role, TransferId
+from segue.engine.base import run_step
 from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.roles.config import SchedulerConfig
 from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.sim.engine import LineageEngine, lineage_spec
@@ -58,15 +60,8 @@ class Node:
         limits = Limits(max_batch=max_batch, max_queue=64)
         self.exchange = Exchange(kind, self.me, f"{kind.value} {incarnation}", limits, self.info)
         make = PrefillScheduler if kind is Role.PREFILL else DecodeScheduler
-        self.scheduler = make(
-            self.engine,
-            self.pool,
-            me=self.me,
-            name=kind.value,
-            limits=limits,
-            chunk_tokens=chunk_tokens,
-            handoffs=self,
-        )
+        config = SchedulerConfig(me=self.me, name=kind.value, limits=limits, chunk_tokens=chunk_tokens)
+        self.scheduler = make(self.engine, self.pool, config, self)
         self.handles: dict[TransferId, KVSender | KVReceiver] = {}
         self.effects: deque[events.Effect] = deque()
 
@@ -100,7 +95,8 @@ class Node:
         self.scheduler.advance(now)
         steps = self.scheduler.plan(now)
         if steps:
-            self.scheduler.complete(self.engine.step(steps, self.scheduler.stored), now)
+            self.scheduler.launched(steps)
+            self.scheduler.complete(run_step(self.engine, steps, self.scheduler.stored), now)
         return bool(steps)
 
 

@@ -10,7 +10,7 @@ from pair import FRONT, VOCAB, Pair
 from segue.core.errors import AbortedByClient, Internal, PeerLost
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll
-from segue.engine.base import SequenceResult
+from segue.engine.base import SequenceResult, StepHandle, StepOnCall
 from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.sim.engine import reference
@@ -115,11 +115,11 @@ def test_a_chunk_is_on_its_way_while_the_next_one_is_computed() -> None:
     """The write of chunk i is posted before step i + 1 runs, and that step does not wait for it to land."""
     pair, told = Pair(), list[str]()
     held: list[events.Effect] = []
-    step = pair.prefill.engine.step
+    collect = pair.prefill.engine.collect
 
-    def watched(batch, on_stored):  # type: ignore[no-untyped-def]
+    def watched(handle: StepHandle) -> list[SequenceResult]:
         told.append("step")
-        return step(batch, on_stored)
+        return collect(handle)
 
     def hold(effect: events.Effect) -> bool:
         if isinstance(effect, events.PostWrite):
@@ -127,7 +127,7 @@ def test_a_chunk_is_on_its_way_while_the_next_one_is_computed() -> None:
             held.append(effect)
         return isinstance(effect, events.PostWrite)
 
-    pair.prefill.engine.step = watched  # type: ignore[method-assign]
+    pair.prefill.engine.collect = watched  # type: ignore[method-assign]
     pair.lose = hold
     prompt = list(range(64))
     sampling = pair.submit("r", prompt, 3)
@@ -149,17 +149,19 @@ class Watched:
         self.posted: list[tuple[int, int]] = []
         self.left_out = 0
         self._store, self._draw = self.node.engine.store, self.node.engine.draw
-        self.node.engine.step = self.step  # type: ignore[method-assign]
+        self.node.engine.collect = self.collect  # type: ignore[method-assign]
 
     def _writes(self) -> int:
         return sum(isinstance(effect, events.PostWrite) for effect in self.node.effects)
 
-    def step(self, steps, on_stored):  # type: ignore[no-untyped-def]
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
+        assert isinstance(handle, StepOnCall)
+        steps = handle.steps
         computed = [step for step in steps if step.seq_id != self.left_out]
         self._store(computed)
         before = self._writes()
         if self.tells:
-            on_stored([step.seq_id for step in computed])
+            handle.on_stored([step.seq_id for step in computed])
         self.posted.append((before, self._writes()))
         refused = [s for s in steps if s.seq_id == self.left_out]
         return [
@@ -311,7 +313,7 @@ def test_a_frontend_that_leaves_takes_only_its_own_answers_along() -> None:
     scheduler = Pair().decode.scheduler
     here, gone = Incarnation("1" * 32), Incarnation("2" * 32)
     answer = Output(request_id="r", token_ids=[1])
-    scheduler.outbox += [(gone, answer), (here, answer)]
+    scheduler.outbox.extend([(gone, answer), (here, answer)])
     scheduler.frontend_gone(gone, PeerLost("left").info, 0.0)
     assert scheduler.outbox == [(here, answer)]
 

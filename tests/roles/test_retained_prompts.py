@@ -91,7 +91,7 @@ def test_a_computed_prompt_is_sent_again_without_a_forward(tokens: int, lost: ty
     decode_dies(pair)
     assert pair.errors("first")[0] == "PEER_LOST" or lost is Committed
     # Decode is another one in truth: what it has cached must not help.
-    pair.decode.scheduler.tree.clear()
+    pair.decode.scheduler.cache.tree.clear()
     before = pair.prefill.engine.computed_tokens
     wanted = ask(pair, "again", prompt, attempt=1)
     pair.run()
@@ -134,7 +134,9 @@ def test_twice_in_a_row() -> None:
     pair.lose = lambda _effect: False
     # The metadata of the last attempt was held back too: it is not lost, its session lives.
     transfer = next(iter(pair.decode.handles))
-    kept = pair.prefill.scheduler.by_seq[next(iter(pair.prefill.scheduler.by_seq))].metadata
+    kept = pair.prefill.scheduler.admission.by_seq[
+        next(iter(pair.prefill.scheduler.admission.by_seq))
+    ].metadata
     assert kept is not None
     assert kept.transfer == transfer
     pair.decode.post(events.Received(pair.prefill.me, kept))
@@ -201,7 +203,7 @@ def test_evicted_pages_are_computed_again() -> None:
     ask(pair, "first", prompt)
     until_computed(pair, 18)
     decode_dies(pair)
-    assert pair.prefill.scheduler.tree.evict(2) == 2
+    assert pair.prefill.scheduler.cache.tree.evict(2) == 2
     before = pair.prefill.engine.computed_tokens
     wanted = ask(pair, "again", prompt, attempt=1)
     pair.run()

@@ -9,10 +9,11 @@ from test_retained_prompts import ask
 from segue.core.clock import VirtualClock
 from segue.core.control import Submit
 from segue.core.errors import ErrorCode
-from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import FinishReason, Incarnation, LeaderId
+from segue.engine.base import run_step
 from segue.engine.pages import PagePool
+from segue.roles.config import SchedulerConfig
 from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 
@@ -50,7 +51,7 @@ class Alone:
         self.me = LeaderId(Incarnation("e" * 32))
         self.engine = LineageEngine(lineage_spec(pages, 4), vocab_size=VOCAB, context_tokens=200)
         self.scheduler = UnifiedScheduler(
-            self.engine, PagePool(pages, 4), me=self.me, name="unified", limits=Limits(), chunk_tokens=16
+            self.engine, PagePool(pages, 4), SchedulerConfig(me=self.me, name="unified", chunk_tokens=16)
         )
         self.rooms = 0
 
@@ -69,7 +70,7 @@ class Alone:
             steps = self.scheduler.plan(0.0)
             if not steps:
                 break
-            self.scheduler.complete(self.engine.step(steps), 0.0)
+            self.scheduler.complete(run_step(self.engine, steps), 0.0)
         found = [o for _, o in self.scheduler.outbox]
         self.scheduler.outbox.clear()
         self.scheduler.check_integrity()

@@ -7,6 +7,7 @@ from pair import FRONT, VOCAB, Pair
 
 from segue.core.errors import AbortedByClient
 from segue.core.types import KVPoll
+from segue.engine.base import run_step
 from segue.handoff import events
 from segue.sim.engine import reference
 
@@ -33,8 +34,8 @@ def test_lesson_12_timers_and_aborts_work_while_nothing_can_be_admitted() -> Non
         node.scheduler.cancel(FRONT, "left", AbortedByClient("left").info, pair.clock.now())
     pair.pump()
     assert set(pair.errors("late")) == {"DEADLINE_EXCEEDED"}
-    assert {job.request.request_id for job in pair.decode.scheduler.requests.values()} == {"holder"}
-    assert not pair.prefill.scheduler.requests
+    assert {job.request.request_id for job in pair.decode.scheduler.admission.requests.values()} == {"holder"}
+    assert not pair.prefill.scheduler.admission.requests
     pair.run()
     assert len(pair.tokens("holder")) == 28
     pair.assert_at_rest()
@@ -64,8 +65,8 @@ def test_lesson_12_both_sides_take_in_one_order_and_nobody_waits_in_a_circle(rev
 def test_lesson_15_the_first_token_comes_with_the_commit_and_the_next_step_includes_it() -> None:
     """No tick lies between the last byte and the client, nor between the commit and decode's first step."""
     pair, steps = Pair(), []
-    run_step = pair.decode.engine.step
-    pair.decode.engine.step = lambda *given: steps.append(given[0]) or run_step(*given)
+    collect = pair.decode.engine.collect
+    pair.decode.engine.collect = lambda handle: steps.append(handle) or collect(handle)
     pair.submit("r", list(range(9)), 3)
     while not pair.decode.scheduler.batch.waiting:
         pair.pump()
@@ -79,7 +80,7 @@ def test_lesson_15_the_first_token_comes_with_the_commit_and_the_next_step_inclu
     assert not steps
     assert step.start == 9, "decode's very next step goes on from the hand-off"
     assert list(step.tokens) == pair.tokens("r")
-    pair.decode.scheduler.complete(pair.decode.engine.step([step]), pair.clock.now())
+    pair.decode.scheduler.complete(run_step(pair.decode.engine, [step]), pair.clock.now())
     pair.run()
     pair.assert_at_rest()
 

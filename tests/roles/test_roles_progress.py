@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import event, given, settings
@@ -14,8 +13,9 @@ from segue.core.control import Submit
 from segue.core.limits import Limits
 from segue.core.request import Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, LeaderId
-from segue.engine.base import OnStored, SequenceResult, SequenceStep
+from segue.engine.base import SequenceResult, StepHandle, StepOnCall, run_step
 from segue.engine.pages import PagePool
+from segue.roles.config import SchedulerConfig
 from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec
 
@@ -26,18 +26,21 @@ NEVER_S = 1e6
 class CountingEngine(LineageEngine):
     """A forward that only draws: which tokens come is no matter here, and the lineage costs time."""
 
-    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
-        return [SequenceResult(step.seq_id, 1) for step in steps if step.sample]
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
+        assert isinstance(handle, StepOnCall)
+        return [SequenceResult(step.seq_id, 1) for step in handle.steps if step.sample]
 
 
 def unified(pages: int, page_tokens: int, chunk_tokens: int, max_batch: int = 8) -> UnifiedScheduler:
     return UnifiedScheduler(
         CountingEngine(lineage_spec(pages, page_tokens, layers=1)),
         PagePool(pages, page_tokens),
-        me=ME,
-        name="unified",
-        limits=Limits(max_batch=max_batch, request_budget_s=NEVER_S),
-        chunk_tokens=chunk_tokens,
+        SchedulerConfig(
+            me=ME,
+            name="unified",
+            limits=Limits(max_batch=max_batch, request_budget_s=NEVER_S),
+            chunk_tokens=chunk_tokens,
+        ),
     )
 
 
@@ -55,7 +58,7 @@ def finishes(scheduler: UnifiedScheduler) -> bool:
         steps = scheduler.plan(0.0)
         if not steps:
             return False
-        scheduler.complete(scheduler.engine.step(steps), 0.0)
+        scheduler.complete(run_step(scheduler.engine, steps), 0.0)
         assert not any(output.error for _, output in scheduler.outbox)
         scheduler.outbox.clear()
     return True
@@ -124,10 +127,10 @@ def test_the_unified_role_ends_whatever_fits_alone(mix: Mix) -> None:
         scheduler.advance(0.0)
         steps = scheduler.plan(0.0)
         assert len(scheduler.batch.running) <= mix.max_batch
-        assert steps or not scheduler.requests, (
-            f"{len(scheduler.requests)} requests and nothing to do: {scheduler.sizes()}"
+        assert steps or not scheduler.admission.requests, (
+            f"{len(scheduler.admission.requests)} requests and nothing to do: {scheduler.sizes()}"
         )
-        scheduler.complete(scheduler.engine.step(steps), 0.0)
+        scheduler.complete(run_step(scheduler.engine, steps), 0.0)
     event(f"retracted: {scheduler.batch.retractions > 0}")
     assert scheduler.idle
     ended = [
@@ -161,7 +164,7 @@ def test_the_pair_ends_whatever_fits_each_half_alone(
         pair.pump()
         moved = [node.turn() for node in (pair.prefill, pair.decode)]
         quiet = not pair.prefill.effects and not pair.decode.effects
-        still = pair.prefill.scheduler.requests or pair.decode.scheduler.requests
+        still = pair.prefill.scheduler.admission.requests or pair.decode.scheduler.admission.requests
         assert any(moved) or not quiet or not still, (
             f"standstill at step {step}: {pair.decode.scheduler.sizes()}"
         )
@@ -181,7 +184,7 @@ def test_the_oldest_request_gives_way_to_nobody_and_comes_back_first() -> None:
     waited = []
     while not scheduler.idle:
         scheduler.advance(0.0)
-        scheduler.complete(scheduler.engine.step(scheduler.plan(0.0)), 0.0)
+        scheduler.complete(run_step(scheduler.engine, scheduler.plan(0.0)), 0.0)
         waited.append([job.request.request_id for job, _ in scheduler.batch.retracted])
         finished += [output.request_id for _, output in scheduler.outbox if output.finish]
         scheduler.outbox.clear()

@@ -31,7 +31,7 @@ def ticket(pair: Pair, room: int, *, budget_s: float = 100.0, origin: Incarnatio
 def signed_pair() -> Pair:
     pair = Pair()
     for node in (pair.prefill, pair.decode):
-        node.scheduler.secret = SECRET
+        node.scheduler.admission.secret = SECRET
     return pair
 
 
@@ -85,9 +85,9 @@ def test_what_is_remembered_of_tickets_dies_with_them() -> None:
     for room in range(1, 6):
         both(pair, f"r{room}", [1, 2, 3], ticket(pair, room, budget_s=10.0))
         pair.run()
-    assert len(pair.decode.scheduler._spent) == 5
+    assert len(pair.decode.scheduler.admission._spent) == 5
     pair.clock.advance(11.0)
     both(pair, "late", [1, 2, 3], ticket(pair, 99, budget_s=10.0))
     pair.run()
-    assert len(pair.decode.scheduler._spent) == len(pair.prefill.scheduler._spent) == 1
+    assert len(pair.decode.scheduler.admission._spent) == len(pair.prefill.scheduler.admission._spent) == 1
     pair.assert_at_rest()

@@ -13,7 +13,9 @@ from segue.core.errors import AbortedByClient, ErrorCode
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import FinishReason, Incarnation, LeaderId
+from segue.engine.base import run_step
 from segue.engine.pages import PagePool
+from segue.roles.config import SchedulerConfig
 from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 
@@ -23,12 +25,11 @@ FRONT = Incarnation("f" * 32)
 VOCAB = 1000
 
 
-def make(pages: int = 64, **options: object) -> UnifiedScheduler:
+def make(pages: int = 64, chunk_tokens: int = 16) -> UnifiedScheduler:
     engine = LineageEngine(lineage_spec(pages), vocab_size=VOCAB)
     limits = Limits(max_batch=8, max_queue=64)
-    return UnifiedScheduler(
-        engine, PagePool(pages, 4), me=ME, name="unified", limits=limits, **{"chunk_tokens": 16, **options}
-    )
+    config = SchedulerConfig(me=ME, name="unified", limits=limits, chunk_tokens=chunk_tokens)
+    return UnifiedScheduler(engine, PagePool(pages, 4), config)
 
 
 def submit(
@@ -53,7 +54,7 @@ def run(scheduler: UnifiedScheduler, now: float = 0.0, steps: int = 10_000) -> d
         scheduler.advance(now)
         plan = scheduler.plan(now)
         if plan:
-            scheduler.complete(scheduler.engine.step(plan), now)
+            scheduler.complete(run_step(scheduler.engine, plan), now)
         for _origin, output in scheduler.outbox:
             outputs.setdefault(output.request_id, []).append(output)
         scheduler.outbox.clear()
@@ -134,7 +135,7 @@ def test_an_engine_that_breaks_on_the_end_of_a_request_ends_nothing_else() -> No
         raise KeyError("a bug")
 
     scheduler.engine.close = broken  # type: ignore[method-assign]
-    scheduler.complete(scheduler.engine.step(scheduler.plan(1.0)), 1.0)
+    scheduler.complete(run_step(scheduler.engine, scheduler.plan(1.0)), 1.0)
     scheduler.advance(5.0)
     assert tokens(run(scheduler, 5.0)["good"]) == reference([1, 2, 3], sampling, VOCAB, 9)
     assert [what.split()[0] for what, _ in scheduler.bugs] == ["close", "close"]
@@ -162,7 +163,7 @@ def test_cancel_and_deadline_give_everything_back() -> None:
     submit(scheduler, "cancelled", [1, 2, 3], 50)
     submit(scheduler, "late", [4, 5, 6], 50, budget_s=5)
     for _ in range(3):
-        scheduler.complete(scheduler.engine.step(scheduler.plan(1.0)), 1.0)
+        scheduler.complete(run_step(scheduler.engine, scheduler.plan(1.0)), 1.0)
     scheduler.cancel(FRONT, "cancelled", AbortedByClient("left").info, 1.0)
     scheduler.outbox.clear()
     assert scheduler.next_deadline() == 5
@@ -226,7 +227,7 @@ def test_an_answer_ends_with_the_first_stop_after_min_tokens_others(
     engine = LineageEngine(
         lineage_spec(8), vocab_size=VOCAB, eos_token_ids=frozenset(() if by_request else stops)
     )
-    scheduler = UnifiedScheduler(engine, PagePool(8, 4), me=ME, name="unified", limits=Limits())
+    scheduler = UnifiedScheduler(engine, PagePool(8, 4), SchedulerConfig(me=ME, name="unified"))
     here = ME
     if by_request:
         sampling = structs.replace(sampling, stop_token_ids=stops)

@@ -155,7 +155,7 @@ class Running:
         )
         self.instance = Instance(config, self.engine, self.memory)
         if secret:
-            self.instance.scheduler.secret = secret
+            self.instance.scheduler.admission.secret = secret
         self.instance.start()
         self.thread = threading.Thread(target=self.instance.run)
         self.thread.start()

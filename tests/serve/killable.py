@@ -24,7 +24,7 @@ from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.core.errors import PeerLost
 from segue.core.types import LeaderId, Role
-from segue.engine.base import OnStored, SequenceResult, SequenceStep
+from segue.engine.base import SequenceResult, StepHandle
 from segue.fleet.fleet import Fleet
 from segue.fleet.settings import FleetSettings
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
@@ -62,14 +62,14 @@ class Steps:
         self.count = 0
         self.at: int | None = None
         self.act: Callable[[], None] = lambda: None
-        self._step = running.engine.step
+        self._collect = running.engine.collect
         running.instance.leader.engine = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.running.engine, name)
 
-    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
-        results = self._step(steps, on_stored)
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
+        results = self._collect(handle)
         self.count += 1
         if self.at is not None and self.count >= self.at:
             self.at = None

@@ -148,7 +148,9 @@ def test_a_step_that_cannot_be_planned_ends_what_is_there_and_not_the_loop(
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         [broken] = made.by_role(side)
         # With the job there, or there would be nobody to tell.
-        said = break_once(broken.scheduler, method, lambda *_: bool(broken.scheduler.requests), late)
+        said = break_once(
+            broken.scheduler, method, lambda *_: bool(broken.scheduler.admission.requests), late
+        )
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
         error = made.front.wait("bad", 10)[-1].error
         assert error is not None
@@ -201,11 +203,11 @@ def test_every_instance_says_what_it_holds() -> None:
 def test_what_is_wrong_is_said() -> None:
     with deployment(Role.PREFILL, Role.DECODE, http_port=0) as made:
         [d] = made.by_role(Role.DECODE)
-        [leaked] = d.scheduler.pool.allocate(1)
+        [leaked] = d.scheduler.cache.pool.allocate(1)
         state = look(d)
         assert state["at_rest"]
         assert any("used at rest" in problem for problem in state["problems"]), state
-        d.scheduler.pool.release([leaked])
+        d.scheduler.cache.pool.release([leaked])
         assert look(d)["problems"] == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +14,20 @@ from segue.core.control import Load
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll, LeaderId, TransferId
-from segue.engine.base import OnStored, SequenceResult, SequenceStep
+from segue.engine.base import OnStored, SequenceResult, SequenceStep, StepHandle, StepOnCall
 from segue.handoff import events
 from segue.serve.leader import LOAD_INTERVAL_S, QUIET_S, Drain, Leader
 
 FRONT = Incarnation("f" * 32)
+
+
+class OnCall:
+    """An engine that computes within `collect`."""
+
+    def launch(
+        self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+    ) -> StepHandle:
+        return StepOnCall(steps, on_stored)
 
 
 class OneStep:
@@ -37,6 +46,8 @@ class OneStep:
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
         self.outbox.append((FRONT, Output(request_id="r", position=1, token_ids=[8])))
         self.idle = True
+
+    def launched(self, steps: Sequence[SequenceStep]) -> None: ...
 
     def stored(self, seq_ids: Collection[int]) -> None: ...
 
@@ -59,8 +70,8 @@ def test_lesson_15_the_first_token_does_not_wait_for_the_next_forward() -> None:
     sent: list[int] = []
     seen_by_the_engine: list[list[int]] = []
 
-    class Engine:
-        def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
+    class Engine(OnCall):
+        def collect(self, handle: StepHandle) -> list[SequenceResult]:
             seen_by_the_engine.append(list(sent))
             return [SequenceResult(1, 8)]
 
@@ -89,14 +100,15 @@ def test_the_role_hears_of_kv_that_is_there_before_the_forward_ends() -> None:
             told.append("complete")
 
     class Telling(Clocked):
-        def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
-            on_stored([step.seq_id for step in steps])
+        def collect(self, handle: StepHandle) -> list[SequenceResult]:
+            assert isinstance(handle, StepOnCall)
+            handle.on_stored([step.seq_id for step in handle.steps])
             told.append("forward ends")
-            return super().step(steps, on_stored)
+            return super().collect(handle)
 
     leader = leader_of(Listening(), VirtualClock(), 0.1, [])
     leader.engine = Telling(VirtualClock(), 0.1)  # type: ignore[assignment]
-    leader.step(leader.decide())
+    leader.turn()
     assert told == ["stored [1]", "forward ends", "complete"]
 
 
@@ -117,14 +129,14 @@ class Busy(OneStep):
         return Load(dp_rank=0, running=self.steps, waiting=0, tokens=0, pages_free=1, pages_total=1)
 
 
-class Clocked:
+class Clocked(OnCall):
     """An engine whose forwards take `step_s` of a virtual clock."""
 
     def __init__(self, clock: VirtualClock, step_s: float) -> None:
         self.clock = clock
         self.step_s = step_s
 
-    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
         self.clock.advance(self.step_s)
         return [SequenceResult(1, 8)]
 
@@ -147,7 +159,7 @@ def test_a_busy_leader_tells_its_load_within_an_interval_and_a_step(step_s: floa
     clock, told = VirtualClock(), list[tuple[float, int]]()
     leader = leader_of(Busy(1000), clock, step_s, told)
     for _ in range(300):
-        leader.step(leader.decide())
+        leader.turn()
     moments = [at for at, _ in told]
     assert len(moments) >= 3
     gaps = [later - earlier for earlier, later in pairwise(moments)]
@@ -157,7 +169,7 @@ def test_a_busy_leader_tells_its_load_within_an_interval_and_a_step(step_s: floa
 def test_the_load_after_the_last_forward_is_told_once_its_results_have_left() -> None:
     clock, told = VirtualClock(), list[tuple[float, int]]()
     leader = leader_of(Busy(1), clock, 0.2, told)
-    leader.step(leader.decide())
+    leader.turn()
     ended_at = clock.now()
     assert not leader.decide()
     assert [running for _, running in told] == [1]
@@ -215,7 +227,7 @@ def test_the_load_is_told_in_time_also_while_a_request_has_a_far_deadline() -> N
 
     clock, told = VirtualClock(), list[tuple[float, int]]()
     leader = leader_of(Waiting(1), clock, 0.01, told)
-    leader.step(leader.decide())
+    leader.turn()
     assert told == [(0.0, 1)]
     patience_s = leader.patience_s()
     assert patience_s is not None

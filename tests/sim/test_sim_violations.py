@@ -90,7 +90,7 @@ class Stage:
             deadline=1e9,
             max_tokens=1,
         )
-        node.scheduler.requests[job.key] = job
+        node.scheduler.admission.requests[job.key] = job
         return job
 
     def call(self) -> Call:
@@ -511,7 +511,7 @@ def usage_does_not_add_up(stage: Stage) -> None:
 
 def too_many_jobs(stage: Stage) -> None:
     scheduler: Any = stage.decode.scheduler
-    scheduler.requests = dict.fromkeys(range(10_000))
+    scheduler.admission.requests = dict.fromkeys(range(10_000))
     stage.checks._bounds(stage.decode)
 
 

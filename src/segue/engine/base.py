@@ -97,8 +97,9 @@ class Engine(Protocol):
     """One rank's model and pool. Called by the leader's thread only.
 
     One forward at a time: `launch`, then `collect`. An engine with a device returns from `launch` at once and
-    computes meanwhile; one without computes within `collect`, so that what its caller has to do first is done
-    before. In between, the other methods may be called for sequences and pages that the forward does not have.
+    computes meanwhile; one without computes within `collect`, so that what its caller has to do first is
+    done before. In between, the other methods may be called, for sequences and pages that the forward does
+    not have.
     """
 
     info: ModelInfo
@@ -124,15 +125,15 @@ class Engine(Protocol):
     ) -> StepHandle:
         """Begin one forward over all `steps`: write their KV into the pool and sample.
 
-        `on_stored` may be called once, when the KV of all layers is in the pool and final, with every sequence
-        that the forward computes: it leaves while the forward goes on. If the handle is ready at once, that is
-        within `collect`; else it is before the handle is ready, from any thread. `on_ready` is called once,
-        from any thread, when a handle that was not ready is."""
+        `on_stored` may be called once, when the KV of all layers is in the pool and final, with every
+        sequence that the forward computes: it leaves while the forward goes on. If the handle is ready at
+        once, that is within `collect`; else it is before the handle is ready, from any thread. `on_ready` is
+        called once, from any thread, when a handle that was not ready is."""
         ...
 
     def collect(self, handle: StepHandle) -> list[SequenceResult]:
-        """The results of the forward; waits for it. Tokens sampled are appended to the sampler's state of their
-        sequence. Whether it returns or raises, the forward no longer reads or writes the pool."""
+        """The results of the forward; waits for it. Tokens sampled are appended to the sampler's state of
+        their sequence. Whether it returns or raises, the forward no longer reads or writes the pool."""
         ...
 
     def copy_out(self, pages: Sequence[int]) -> HostPages:
@@ -142,3 +143,10 @@ class Engine(Protocol):
     def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
         """Copy what `copy_out` returned into `pages` (as many). ChecksumMismatch if it is not what it was."""
         ...
+
+
+def run_step(
+    engine: Engine, steps: Sequence[SequenceStep], on_stored: OnStored = lambda _seq_ids: None
+) -> list[SequenceResult]:
+    """One forward from its launch to its results, for a caller that has nothing else to do."""
+    return engine.collect(engine.launch(steps, on_stored, lambda: None))

@@ -130,11 +130,6 @@ class Admission:
         """Nobody is left to read what `origin` was to be told."""
         self.outbox = [item for item in self.outbox if item[0] != origin]
 
-    def take_outbox(self) -> list[tuple[Incarnation, Output]]:
-        """What frontends are to be told; it is told once."""
-        outbox, self.outbox = self.outbox, []
-        return outbox
-
     def check_integrity(self) -> None:
         """Raise AssertionError if the tables differ."""
         assert {s.seq_id for s in self.requests.values()} == set(self.by_seq), "tables of requests differ"

@@ -166,8 +166,8 @@ class DecodeScheduler(Scheduler):
 
     # ---- the forward -------------------------------------------------------------------------
 
-    def _plan(self, now: float) -> list[SequenceStep]:
-        """One token of every running sequence."""
+    def plan(self, now: float) -> list[SequenceStep]:
+        """The next forward: one token of every running sequence."""
         steps = self.batch.plan(now)
         for what, state, exc in self.batch.take_failed():
             self.engine_broke(what, state, exc, now)

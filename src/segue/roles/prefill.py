@@ -153,8 +153,9 @@ class PrefillScheduler(Scheduler):
         super().advance(now)
         self.retained.expire(now)
 
-    def _plan(self, now: float) -> list[SequenceStep]:
-        """Chunks of prompts whose destination is known. What was cached of a prompt leaves as it starts."""
+    def plan(self, now: float) -> list[SequenceStep]:
+        """The next forward: chunks of prompts whose destination is known. What was cached of a prompt leaves
+        as it starts."""
         self._steps = self.queue.plan(self.config.chunk_tokens, now)
         self._unsent = {step.seq_id: step for step in self._steps}
         for step in self._steps:

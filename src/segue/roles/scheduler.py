@@ -1,8 +1,8 @@
 """What the three schedulers share: one admission, one KV cache, and the one end of a request.
 
-A scheduler is a pure object that the leader's loop drives. While no forward runs, everything may be called.
-From `plan` until `complete` or `step_failed` one forward runs: everything but `plan` may be called still, and
-what the forward reads and writes stays where it is, even of a request that ends meanwhile.
+A scheduler is a pure object that the leader's loop drives: `plan`, `launched`, then `complete` or
+`step_failed`. While the forward runs everything but `plan` may be called, and what it reads and writes stays
+where it is, even of a request that ends meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 from segue.conn.handles import Change
 from segue.core.control import Load, Submit
 from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
-from segue.core.request import TokenLogprob
+from segue.core.request import Output, TokenLogprob
 from segue.core.types import Incarnation, TransferId
 from segue.engine.base import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
@@ -170,15 +170,13 @@ class Scheduler(ABC):
 
     # ---- the forward -------------------------------------------------------------------------
 
+    @abstractmethod
     def plan(self, now: float) -> list[SequenceStep]:
         """The next forward; empty if there is nothing to compute."""
-        steps = self._plan(now)
-        self._computing = {step.seq_id: self.admission.by_seq[step.seq_id] for step in steps}
-        return steps
 
-    @abstractmethod
-    def _plan(self, now: float) -> list[SequenceStep]:
-        """The next forward, of requests that have not ended."""
+    def launched(self, steps: Sequence[SequenceStep]) -> None:
+        """A forward over `steps` runs from now on, until `complete` or `step_failed`."""
+        self._computing = {step.seq_id: self.admission.by_seq[step.seq_id] for step in steps}
 
     @abstractmethod
     def stored(self, seq_ids: Collection[int]) -> None:
@@ -222,6 +220,11 @@ class Scheduler(ABC):
             self.end(state, None, now)
 
     # ---- what others see ---------------------------------------------------------------------
+
+    @property
+    def outbox(self) -> list[tuple[Incarnation, Output]]:
+        """What frontends are to be told; who tells them clears it."""
+        return self.admission.outbox
 
     @property
     def room_tokens(self) -> int:

@@ -49,7 +49,7 @@ class UnifiedScheduler(Scheduler):
         """A unified instance has no hand-offs."""
         raise Internal(f"a unified instance has no hand-off {change.transfer}")
 
-    def _plan(self, now: float) -> list[SequenceStep]:
+    def plan(self, now: float) -> list[SequenceStep]:
         """Generating sequences first, then prompt chunks with what is left of the token budget."""
         steps = self.batch.plan(now)
         for what, state, exc in self.batch.take_failed():

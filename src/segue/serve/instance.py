@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from segue.bootstrap.client import Registry, RegistryClient
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
@@ -30,6 +29,7 @@ from segue.core.errors import SegueError
 from segue.core.types import ChecksumMode, LeaderId, Role, new_incarnation
 from segue.engine.base import Engine
 from segue.engine.pages import PagePool
+from segue.roles.config import SchedulerConfig
 from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
@@ -66,20 +66,20 @@ class Instance:
         self.model = f"{engine.info.fingerprint}/{engine.info.dtype}"
         self.host: Host
         pool = PagePool(engine.spec.pages, engine.spec.page_tokens)
-        common: dict[str, Any] = {
-            "me": self.me,
-            "name": f"{config.label} {self.me}",
-            "limits": self.limits,
-            "chunk_tokens": config.engine.chunk_tokens,
-            "secret": config.secret,
-        }
+        scheduling = SchedulerConfig(
+            me=self.me,
+            name=f"{config.label} {self.me}",
+            limits=self.limits,
+            chunk_tokens=config.engine.chunk_tokens,
+            secret=config.secret,
+        )
         if config.role is Role.UNIFIED:
             self.host = self._control_host()
-            self.scheduler: Scheduler = UnifiedScheduler(engine, pool, **common)
+            self.scheduler: Scheduler = UnifiedScheduler(engine, pool, scheduling)
         else:
             self.host = manager = self._kv_manager(memory)
             make = PrefillScheduler if config.role is Role.PREFILL else DecodeScheduler
-            self.scheduler = make(engine, pool, handoffs=manager, **common)
+            self.scheduler = make(engine, pool, scheduling, manager)
         self.leader = Leader(
             self.scheduler,
             engine,

@@ -3,14 +3,18 @@
 Drain the inbox, let the scheduler decide, run one forward, hand the results back, send what came out.
 Sockets belong to the I/O thread (`conn.io`); it puts what arrives into the inbox, which wakes the
 loop at once. So a replica's decisions are made in one place, in one order.
+
+An engine that computes on this thread does so within `collect`. While a device computes, the inbox is served;
+only what the protocol says of a hand-off that the device works on waits for the end of the forward.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from segue.conn.handles import Change
 from segue.core.clock import Clock
@@ -19,7 +23,7 @@ from segue.core.errors import ErrorInfo, Internal, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll
-from segue.engine.base import Engine, SequenceStep
+from segue.engine.base import Engine, SequenceStep, StepHandle
 from segue.handoff import events
 from segue.roles.scheduler import Scheduler
 
@@ -59,7 +63,20 @@ class Inspect:
     look: Callable[[Scheduler], None]
 
 
-Item = FromFrontend | FrontendGone | Change | Drain | Inspect
+@dataclass(frozen=True, slots=True)
+class KVStored:
+    """The forward number `step` has the KV of these sequences in the pool."""
+
+    step: int
+    seq_ids: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardReady:
+    """The running forward can be collected."""
+
+
+Item = FromFrontend | FrontendGone | Change | Drain | Inspect | KVStored | ForwardReady
 
 
 def _kind(item: Item) -> str:
@@ -85,7 +102,10 @@ class Leader:
         self.limits = limits
         self.clock = clock
         self.inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        #: forwards so far
         self.steps = 0
+        #: the running one, if it was launched
+        self.forward: tuple[Sequence[SequenceStep], StepHandle] | None = None
         self.running = False
         self._send = send
         self._report = report
@@ -93,6 +113,8 @@ class Leader:
         self._report_at = self._quiet_until = clock.now()
         self._unreported = True
         self._drain_until: float | None = None
+        self._after_forward: list[Change] = []
+        self._computes_here = False
 
     def changed(self, change: Change) -> None:
         """A hand-off has changed; from any thread. That its bytes move is no news for a role: it would
@@ -108,12 +130,22 @@ class Leader:
         try:
             while not self.drained():
                 self._take(block=not busy)
-                steps = self.decide()
-                busy = bool(steps)
-                if busy:
-                    self.step(steps)
+                busy = self.turn()
         finally:
             self.running = False
+
+    def turn(self) -> bool:
+        """Do what can be done now; returns whether there may be more."""
+        if self.forward is None:
+            steps = self.decide()
+            if not steps:
+                return False
+            self.launch(steps)
+        if self.forward is not None and not self.forward[1].ready:
+            self.attend()
+            return False
+        self.collect()
+        return True
 
     def decide(self) -> Sequence[SequenceStep]:
         """Handle what is in the inbox and decide the next forward. What is known already (first tokens,
@@ -121,35 +153,71 @@ class Leader:
         self._take(block=False)
         now, steps, answers = self.clock.now(), list[SequenceStep](), -1
         while not steps and len(self.scheduler.outbox) != answers:
-            answers = len(
-                self.scheduler.outbox
-            )  # what ends while a step is planned gives its pages to others
+            # what ends while a step is planned gives its pages to others
+            answers = len(self.scheduler.outbox)
             steps = self._plan(now)
         self._flush()
         if now >= self._report_at and (steps or now >= self._quiet_until):
             self._tell_load(now)
         return steps
 
-    def _plan(self, now: float) -> list[SequenceStep]:
+    def attend(self) -> None:
+        """While a device computes: handle what is in the inbox and what is due."""
+        self._take(block=False)
+        now = self.clock.now()
+        self._plan(now, launch=False)
+        self._flush()
+        if now >= self._report_at:
+            self._tell_load(now)
+
+    def _plan(self, now: float, *, launch: bool = True) -> list[SequenceStep]:
         try:
             self.scheduler.advance(now)
-            return self.scheduler.plan(now)
+            return self.scheduler.plan(now) if launch else []
         except Exception as exc:  # the boundary: a step that cannot be planned must not end the replica
             log.exception("the next step was not planned")
             self.scheduler.fail_all(Internal(f"a bug while planning a step: {exc!r}").info, now)
             return []
 
-    def step(self, steps: Sequence[SequenceStep]) -> None:
-        """Run the forward that was decided, and send what came of it."""
+    def launch(self, steps: Sequence[SequenceStep]) -> None:
+        """Begin the forward that was decided."""
         self.steps += 1
+        self._computes_here = False
         try:
-            self.scheduler.complete(self.engine.step(steps, self.scheduler.stored), self.clock.now())
-        except Exception as exc:  # the boundary: one bad step must not end the replica
-            log.exception("a step failed sequences=%d", len(steps))
-            error = exc.info if isinstance(exc, SegueError) else Internal(f"the step failed: {exc!r}").info
-            self.scheduler.step_failed(steps, error, self.clock.now())
+            self.scheduler.launched(steps)
+            stored = partial(self._stored, self.steps)
+            handle = self.engine.launch(steps, stored, partial(self.inbox.put, ForwardReady()))
+            self._computes_here = handle.ready
+        except Exception as exc:  # the boundary, as in `collect`
+            self._failed(steps, exc)
+            return
+        self.forward = steps, handle
+
+    def _stored(self, step: int, seq_ids: Collection[int]) -> None:
+        """On this thread if the engine computes here; else on any."""
+        if self._computes_here:
+            self.scheduler.stored(seq_ids)
+        else:
+            self.inbox.put(KVStored(step, seq_ids))
+
+    def collect(self) -> None:
+        """Take the results of the forward, if one was launched, and send what came of it."""
+        if self.forward is not None:
+            (steps, handle), self.forward = self.forward, None
+            try:
+                self.scheduler.complete(self.engine.collect(handle), self.clock.now())
+            except Exception as exc:  # the boundary: one bad step must not end the replica
+                self._failed(steps, exc)
+        waiting, self._after_forward = self._after_forward, []
+        for change in waiting:
+            self._handle(change)
         self._flush()
         self._quiet_until = self.clock.now() + QUIET_S
+
+    def _failed(self, steps: Sequence[SequenceStep], exc: Exception) -> None:
+        log.error("a step failed sequences=%d", len(steps), exc_info=exc)
+        error = exc.info if isinstance(exc, SegueError) else Internal(f"the step failed: {exc!r}").info
+        self.scheduler.step_failed(steps, error, self.clock.now())
 
     def _take(self, *, block: bool) -> None:
         """Handle everything in the inbox; with `block`, wait for the first item or the next deadline."""
@@ -185,8 +253,16 @@ class Leader:
                         self._drain_until = now + self.limits.drain_s
                 case Inspect(look):
                     look(self.scheduler)
+                case KVStored(step, seq_ids):
+                    if step == self.steps and self.forward is not None:
+                        self.scheduler.stored(seq_ids)
+                case ForwardReady():
+                    pass  # the loop has been woken
                 case events.Phase() | events.Release() | events.Quarantined():
-                    self.scheduler.on_change(item, now)
+                    if self.forward is not None and self.scheduler.computes(item.transfer):
+                        self._after_forward.append(item)
+                    else:
+                        self.scheduler.on_change(item, now)
         except Exception as exc:  # the boundary: one request's failure never changes another's outcome
             log.exception("an item was not handled kind=%s", type(item).__name__)
             self._broken(item, Internal(f"a bug while handling {_kind(item)}: {exc!r}").info, now)
@@ -231,10 +307,10 @@ class Leader:
         bugs, self.scheduler.bugs = self.scheduler.bugs, []
         for what, bug in bugs:
             log.error("the engine broke at %s", what, exc_info=bug)
-        outbox, self.scheduler.outbox = self.scheduler.outbox, []
         by_frontend: dict[Incarnation, list[Output]] = {}
-        for origin, output in outbox:
+        for origin, output in self.scheduler.outbox:
             by_frontend.setdefault(origin, []).append(output)
+        self.scheduler.outbox.clear()
         for origin, outputs in by_frontend.items():
             self._send(origin, outputs)
         self._unreported = True

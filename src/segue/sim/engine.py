@@ -9,14 +9,22 @@ The next token is a function of the lineage, so the right answer is known withou
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
 from segue.core.errors import ChecksumMismatch
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.base import HostPages, ModelInfo, OnStored, SequenceResult, SequenceStep
+from segue.engine.base import (
+    HostPages,
+    ModelInfo,
+    OnStored,
+    SequenceResult,
+    SequenceStep,
+    StepHandle,
+    StepOnCall,
+)
 from segue.layout.spec import KVShape, PoolSpec
 
 MASK = 2**64 - 1
@@ -110,7 +118,7 @@ class LineageEngine:
     """Implements `engine.base.Engine`. `memory` is the pool; transports may copy into it. Engines of another
     `model` give the same tokens, but their KV is not each other's.
 
-    Raises WrongKV from `step` when a position does not hold the sequence's own KV.
+    Raises WrongKV from `collect` when a position does not hold the sequence's own KV.
     """
 
     def __init__(
@@ -170,12 +178,18 @@ class LineageEngine:
 
     # ---- the forward -------------------------------------------------------------------------
 
-    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
+    def launch(
+        self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+    ) -> StepHandle:
+        """Nothing is computed before `collect`."""
+        return StepOnCall(steps, on_stored)
+
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
         """Check what is there, write what is new, give the next token where asked."""
-        self.store(steps)
-        if on_stored is not None:
-            on_stored([step.seq_id for step in steps])
-        return self.draw(steps)
+        assert isinstance(handle, StepOnCall)
+        self.store(handle.steps)
+        handle.on_stored([step.seq_id for step in handle.steps])
+        return self.draw(handle.steps)
 
     def store(self, steps: Sequence[SequenceStep]) -> None:
         """The first part of a step: check what is there, write what is new."""

@@ -316,13 +316,14 @@ class Checks(AnswerChecks, RequestChecks):
         """3: the leases on each page are those of its known owners."""
         scheduler: Any = node.scheduler
         owners = [0] * node.pool.total
-        jobs = {id(job): job for job in scheduler.requests.values()}
+        jobs = {id(job): job for job in scheduler.admission.requests.values()}
         if isinstance(node, KVNode):
             jobs |= {id(entry.state): entry.state for entry in scheduler.table._transfers.values()}
+        jobs |= {id(state): state for state, _ in scheduler._held}
         held = [
             node.squeezed,
             *(job.pages for job in jobs.values()),
-            *(n.pages for n in scheduler.tree._recent),
+            *(n.pages for n in scheduler.cache.tree._recent),
         ]
         for pages in held:
             for page in pages:
@@ -344,7 +345,7 @@ class Checks(AnswerChecks, RequestChecks):
         now = node.clock.now()
         if node.paused or since_s < slack_s:
             return
-        for job in scheduler.requests.values():
+        for job in scheduler.admission.requests.values():
             if not now <= job.entered + job.ticket.budget_s + slack_s:  # not what production made of it
                 raise Violation("15", f"{node.name}: a job outlived its deadline", (job.ticket.room,))
         if isinstance(node, KVNode):
@@ -373,7 +374,7 @@ class Checks(AnswerChecks, RequestChecks):
             if entry.state.ended and phase is not None and not phase.terminal:
                 found.add(transfer)
         if node.spec.role is Role.PREFILL:
-            for job in scheduler.requests.values():
+            for job in scheduler.admission.requests.values():
                 half = self.halves.get((node.me, job.transfer))
                 if half is not None and half.released_at is not None:
                     found.add(job.transfer)
@@ -401,8 +402,8 @@ class Checks(AnswerChecks, RequestChecks):
     def _bounds(self, node: LeaderNode) -> None:
         """20 and 22."""
         scheduler: Any = node.scheduler
-        if len(scheduler.requests) > node.limits.max_queue:
-            raise Violation("20", f"{node.name} holds {len(scheduler.requests)} jobs")
+        if len(scheduler.admission.requests) > node.limits.max_queue:
+            raise Violation("20", f"{node.name} holds {len(scheduler.admission.requests)} jobs")
         if isinstance(node, KVNode) and node.exchange.sizes()["peers"] > len(node.peers):
             raise Violation("22", f"{node.name} remembers peers without a session")
 
@@ -476,8 +477,7 @@ class Checks(AnswerChecks, RequestChecks):
         if held:
             rooms = tuple(t.room for t in getattr(node, "handles", {}))
             raise Violation("21", f"{node.name} at rest still has {held}", rooms)
-        pool, scheduler = node.pool, node.scheduler
-        tree: Any = getattr(scheduler, "tree", None)
+        pool, tree = node.pool, node.scheduler.cache.tree
         if pool.quarantined or pool.free + tree.pages != pool.total:
             raise Violation(
                 "21", f"{node.name} at rest: {pool.free} pages free, {tree.pages} cached of {pool.total}"

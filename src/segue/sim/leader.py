@@ -8,8 +8,8 @@ production only the forward is a model: it takes virtual time.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
@@ -20,8 +20,9 @@ from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import ChecksumMode, Incarnation, LeaderId, RankId, Role
-from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep
+from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
+from segue.roles.config import SchedulerConfig
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import FrontendSessions
@@ -65,34 +66,66 @@ CONTEXT_TOKENS = 512
 EOS = frozenset(range(0, VOCAB, 16))
 
 
+@dataclass(slots=True)
+class Forward:
+    """A forward under way."""
+
+    steps: Sequence[SequenceStep]
+    on_stored: OnStored
+    on_ready: Callable[[], None]
+    ready: bool
+    computed: list[SequenceStep] = field(default_factory=list)
+    refused: list[SequenceResult] = field(default_factory=list)
+    raised: Exception | None = None
+
+
 class CheckedEngine(LineageEngine):
     """The engine, its forward drawn out and spoiled by faults; what only a bug can cause ends the run,
     whoever would catch it."""
 
     node: LeaderNode
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._computed: list[SequenceStep] = []
-        self._refused: list[SequenceResult] = []
-        self._raised: Exception | None = None
+    def launch(
+        self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+    ) -> StepHandle:
+        """A forward that takes virtual time. Whether the leader's thread or a device computes it, what is
+        raised in it is raised by `collect`."""
+        node, timing = self.node, self.node.world_timing
+        tokens = sum(len(step.tokens) for step in steps)
+        pace = node.spec.pace * (0.5 + node.rng.random())
+        forward_s = pace * (timing.step_s + tokens * timing.token_s)
+        tail_s = forward_s * node.rng.random()
+        forward = Forward(steps, on_stored, on_ready, ready=not node.device)
+        node.after(forward_s - tail_s, self._store_forward, forward)
+        node.after(forward_s, self._end_forward, forward)
+        return forward
 
-    def begin(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> None:
-        """A forward until its KV is there. What is raised here is raised by `step`, as production's is."""
+    def _store_forward(self, forward: Forward) -> None:
+        """A forward until its KV is there."""
         try:
-            self._computed, self._refused = self.node.faults.forward_begins(steps)
-            self._store_checked(self._computed)
+            forward.computed, forward.refused = self.node.faults.forward_begins(forward.steps)
+            self._store_checked(forward.computed)
             if self.node.rng.random() < TELLS:
-                on_stored([step.seq_id for step in self._computed])
+                forward.on_stored([step.seq_id for step in forward.computed])
         except Exception as exc:
-            self._raised = exc
+            forward.raised = exc
+        if self.node.device:
+            self.node.wake()
 
-    def step(self, steps: Sequence[SequenceStep], on_stored: OnStored | None = None) -> list[SequenceResult]:
+    def _end_forward(self, forward: Forward) -> None:
+        if self.node.device:
+            forward.ready = True
+            forward.on_ready()
+            self.node.wake()
+        else:
+            self.node.forward_ended()
+
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
         """The rest of the forward."""
-        raised, self._raised = self._raised, None
-        if raised is not None:
-            raise raised
-        return self.node.faults.forward_ends(self._refused + self.draw(self._computed))
+        assert isinstance(handle, Forward)
+        if handle.raised is not None:
+            raise handle.raised
+        return self.node.faults.forward_ends(handle.refused + self.draw(handle.computed))
 
     def copy_out(self, pages: Sequence[int]) -> HostPages:
         """As production's; one bit of the copy may change where it lies."""
@@ -111,7 +144,7 @@ class CheckedEngine(LineageEngine):
         try:
             self.store(steps)
         except WrongKV as exc:
-            jobs = [node.scheduler.by_seq.get(s.seq_id) for s in steps]
+            jobs = [node.scheduler.admission.by_seq.get(s.seq_id) for s in steps]
             rooms = tuple(j.ticket.room for j in jobs if j is not None)
             node.world.fail(Violation("5", f"{node.name}: {exc}", rooms))
             raise
@@ -184,7 +217,9 @@ class LeaderNode(Process):
         self.io = SimIo(self.loop)
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
-        self.busy = self.draining = self.drained = False
+        self.draining = self.drained = False
+        #: whether a device computes, as some would, or the leader's thread, as today's engine
+        self.device = deployment.world.rng(f"device {spec.name}").random() < 0.5
         self.draining_since: float | None = None
         self._waking = False
         self._wake_at: float | None = None
@@ -202,16 +237,16 @@ class LeaderNode(Process):
         self._listen()
 
     def _make_scheduler(self) -> Scheduler:
-        return UnifiedScheduler(self.engine, self.pool, **self._common())
+        return UnifiedScheduler(self.engine, self.pool, self._scheduling())
 
-    def _common(self) -> dict[str, Any]:
-        return {
-            "me": self.me,
-            "name": f"{self.spec.role.value} {self.me}",
-            "limits": self.limits,
-            "chunk_tokens": self.spec.chunk_tokens,
-            "secret": self.deployment.secret or b"",
-        }
+    def _scheduling(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            me=self.me,
+            name=f"{self.spec.role.value} {self.me}",
+            limits=self.limits,
+            chunk_tokens=self.spec.chunk_tokens,
+            secret=self.deployment.secret or b"",
+        )
 
     def _listen(self) -> None:
         self._node: SessionNode = SimSessionNode(
@@ -257,15 +292,20 @@ class LeaderNode(Process):
         self.leader.changed(change)
         self.wake()
 
+    @property
+    def busy(self) -> bool:
+        """A forward runs."""
+        return self.leader.forward is not None
+
     def wake(self) -> None:
-        """An idle leader looks at its inbox soon; a busy one after its step."""
-        if not self.busy and not self._waking and not self.drained:
+        """A leader that waits looks at its inbox soon; one that computes after its forward."""
+        if not self._waking and not self.drained and (self.device or not self.busy):
             self._waking = True
             self.after(self.world_timing.hop_s * self.rng.random(), self._woken)
 
     def _woken(self) -> None:
         self._waking = False
-        if not self.busy:
+        if self.device or not self.busy:
             self._turn()
 
     def _timer(self, at: float) -> None:
@@ -274,36 +314,38 @@ class LeaderNode(Process):
         self.wake()
 
     def _turn(self) -> None:
-        """As `Leader.run`, with the forward drawn out."""
+        """As `Leader.run`. A forward that the leader's thread computes is drawn out."""
         batch: Any = getattr(self.scheduler, "batch", None)
         retracted = batch.retractions if batch is not None else 0
+        more = False
         try:
-            steps = self.leader.decide()
+            if self.device:
+                more = self.leader.turn()
+            elif steps := self.leader.decide():
+                self.leader.launch(steps)
         except Exception as exc:
             raise Violation("14", f"the loop of {self.name} would have ended: {exc!r}") from exc
         if batch is not None and batch.retractions > retracted:
             self.deployment.checks.retracted(self, batch.retractions - retracted)
-        if steps:
-            self.busy = True
-            tokens = sum(len(s.tokens) for s in steps)
-            timing = self.world_timing
-            pace = self.spec.pace * (0.5 + self.rng.random())
-            forward_s = pace * (timing.step_s + tokens * timing.token_s)
-            tail_s = forward_s * self.rng.random()
-            self.after(forward_s - tail_s, self.engine.begin, steps, self.scheduler.stored)
-            self.after(forward_s, self._finish, steps)
+        if self.busy and not self.device:
             return
-        self.deployment.checks.nothing_to_do(self)
-        self.deployment.checks.after_turn(self)
-        if not self._leave_if_drained():
-            self._sleep()
+        if not more and not self.busy:
+            self.deployment.checks.nothing_to_do(self)
+        self._turned(more)
 
-    def _finish(self, steps: Sequence[SequenceStep]) -> None:
-        self.busy = False
-        self.leader.step(steps)
+    def forward_ended(self) -> None:
+        """The leader's thread has computed its forward."""
+        self.leader.collect()
+        self._turned(more=True)
+
+    def _turned(self, more: bool) -> None:
         self.deployment.checks.after_turn(self)
-        if not self._leave_if_drained():
+        if self._leave_if_drained():
+            return
+        if more:
             self._turn()
+        else:
+            self._sleep()
 
     def _sleep(self) -> None:
         patience_s = self.leader.patience_s()

@@ -267,7 +267,7 @@ class KVNode(LeaderNode):
         )
         self.manager = SimManager(self, config, runtime)
         make = PrefillScheduler if self.spec.role is Role.PREFILL else DecodeScheduler
-        return make(self.engine, self.pool, handoffs=self.manager, **self._common())
+        return make(self.engine, self.pool, self._scheduling(), self.manager)
 
     def _make_transport(self, name: str, on_event: EventSink, **options: Any) -> SimTransport:
         self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)

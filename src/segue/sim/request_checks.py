@@ -29,7 +29,7 @@ class RequestChecks:
     def _tickets(self, node: LeaderNode) -> None:
         """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
         scheduler: Any = node.scheduler
-        for job in scheduler.requests.values():
+        for job in scheduler.admission.requests.values():
             key = (node.me, job.transfer)
             seq_id, until = self._placed.setdefault(key, (job.seq_id, job.deadline))
             if seq_id == job.seq_id:
@@ -45,7 +45,7 @@ class RequestChecks:
         scheduler: Any = node.scheduler
         if node.was_paused:
             return
-        for job in scheduler.requests.values():
+        for job in scheduler.admission.requests.values():
             front = self.deployment.by_leader.get(LeaderId(job.origin))
             if job.ended or front is None or not self._is_gone(node, front):
                 continue
@@ -118,12 +118,12 @@ class RequestChecks:
         match item:
             case FromFrontend(origin, message):
                 asked = message.request.request_id if isinstance(message, Submit) else message.request_id
-                left = (origin, asked) in scheduler.requests
+                left = (origin, asked) in scheduler.admission.requests
             case FrontendGone(origin):
-                left = any(job.origin == origin for job in scheduler.requests.values())
+                left = any(job.origin == origin for job in scheduler.admission.requests.values())
             case events.Phase(transfer):
                 left, rooms = (
-                    any(job.transfer == transfer for job in scheduler.requests.values()),
+                    any(job.transfer == transfer for job in scheduler.admission.requests.values()),
                     (transfer.room,),
                 )
             case events.Release(transfer):

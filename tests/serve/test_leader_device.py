@@ -1,0 +1,308 @@
+"""The leader's loop over an engine that computes by itself and answers later, as one with a device does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from segue.conn.handles import KVReceiver, KVSender
+from segue.conn.io import MonotonicClock
+from segue.core.clock import Clock, VirtualClock
+from segue.core.control import Cancel, Submit
+from segue.core.errors import AbortedByClient, ErrorCode, Internal, PeerLost
+from segue.core.limits import Limits
+from segue.core.request import Output, Request, SamplingParams, Ticket
+from segue.core.types import Incarnation, KVPoll, LeaderId, Span, TransferId
+from segue.engine.base import OnStored, SequenceResult, SequenceStep, StepHandle
+from segue.engine.pages import PagePool
+from segue.handoff import events
+from segue.roles.config import SchedulerConfig
+from segue.roles.prefill import PrefillScheduler
+from segue.roles.scheduler import Scheduler
+from segue.roles.unified import UnifiedScheduler
+from segue.serve.leader import Drain, FromFrontend, FrontendGone, Leader
+from segue.sim.engine import LineageEngine, lineage_spec, reference
+
+ME, PEER = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
+FRONT = Incarnation("f" * 32)
+VOCAB = 1000
+
+
+@dataclass(slots=True)
+class Forward:
+    """A forward on the device."""
+
+    steps: Sequence[SequenceStep]
+    on_stored: OnStored
+    on_ready: Callable[[], None]
+    ready: bool = False
+    results: list[SequenceResult] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class Device(LineageEngine):
+    """An engine that computes when the test says so, and never within `collect`."""
+
+    forward: Forward
+    refuses: Exception | None = None
+
+    def launch(
+        self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
+    ) -> StepHandle:
+        if self.refuses is not None:
+            raise self.refuses
+        self.forward = Forward(steps, on_stored, on_ready)
+        return self.forward
+
+    def compute(self) -> None:
+        """The KV of all layers is in the pool."""
+        self.store(self.forward.steps)
+        self.forward.on_stored([step.seq_id for step in self.forward.steps])
+
+    def finish(self, error: Exception | None = None) -> None:
+        """The forward has ended."""
+        forward = self.forward
+        forward.error = error
+        if error is None:
+            forward.results = self.draw(forward.steps)
+        forward.ready = True
+        forward.on_ready()
+
+    def collect(self, handle: StepHandle) -> list[SequenceResult]:
+        assert handle is self.forward
+        assert handle.ready, "the leader waits for the device, not for its inbox"
+        if self.forward.error is not None:
+            raise self.forward.error
+        return self.forward.results
+
+
+class Stage:
+    """One leader, driven by hand; also the `Handoffs` and the owner of a prefill leader's handles."""
+
+    def __init__(
+        self, make: type[Scheduler] = UnifiedScheduler, clock: Clock | None = None, drain_s: float = 20.0
+    ) -> None:
+        self.clock = clock or VirtualClock()
+        self.engine = Device(lineage_spec(16), vocab_size=VOCAB)
+        self.pool = PagePool(16, 4)
+        config = SchedulerConfig(me=ME, name="x", limits=Limits(drain_s=drain_s), chunk_tokens=8)
+        given: list[Any] = [self.engine, self.pool, config, *([self] if make is PrefillScheduler else [])]
+        self.scheduler = make(*given)
+        self.sent: list[Output] = []
+        self.posted: list[events.Event] = []
+        self.leader = Leader(
+            self.scheduler,
+            self.engine,
+            limits=config.limits,
+            clock=self.clock,
+            send=lambda _origin, outputs: self.sent.extend(outputs),
+            report=lambda _load: None,
+        )
+
+    def sender(self, transfer: TransferId) -> KVSender:
+        return KVSender(self, transfer)
+
+    def receiver(self, transfer: TransferId) -> KVReceiver:
+        raise AssertionError("a prefill leader receives nothing")
+
+    def post(self, *batch: events.Event) -> None:
+        self.posted.extend(batch)
+
+    def forget(self, transfer: TransferId) -> None: ...
+
+    def submit(self, name: str, prompt: list[int], room: int, max_tokens: int = 3) -> SamplingParams:
+        sampling = SamplingParams(max_tokens=max_tokens, seed=room)
+        decode = PEER if isinstance(self.scheduler, PrefillScheduler) else ME
+        ticket = Ticket(room=room, attempt=0, prefill=ME, decode=decode, budget_s=10.0)
+        request = Request(request_id=name, prompt=prompt, sampling=sampling)
+        self.leader.inbox.put(FromFrontend(FRONT, Submit(request, ticket)))
+        return sampling
+
+    def changed(self, room: int, phase: KVPoll, **more: Any) -> None:
+        self.leader.changed(events.Phase(TransferId(room, 0, ME, PEER), phase, **more))
+
+    def spans(self) -> list[Span]:
+        return [event.span for event in self.posted if isinstance(event, events.SendChunk)]
+
+    def errors(self) -> dict[str, ErrorCode]:
+        return {output.request_id: output.error.code for output in self.sent if output.error is not None}
+
+    def rest(self) -> None:
+        """Let every forward end."""
+        while self.leader.turn() or self.leader.forward is not None:
+            if self.leader.forward is not None and not self.engine.forward.ready:
+                self.engine.compute()
+                self.engine.finish()
+
+    def assert_at_rest(self) -> None:
+        assert not any(self.scheduler.sizes().values()), self.scheduler.sizes()
+        assert self.engine.sizes() == {"sequences": 0}
+        self.scheduler.check_integrity()
+
+
+def prefill() -> Stage:
+    """A prefill leader whose first forward runs: the first eight tokens of ten."""
+    stage = Stage(PrefillScheduler)
+    stage.submit("r", list(range(10)), 1)
+    stage.leader.turn()
+    stage.changed(1, KVPoll.WAITING_FOR_INPUT)
+    assert not stage.leader.turn()
+    assert stage.leader.forward is not None
+    return stage
+
+
+def test_what_comes_in_while_the_device_computes_is_handled_and_nothing_is_planned() -> None:
+    stage = Stage()
+    first = stage.submit("first", [1, 2, 3], 1)
+    assert not stage.leader.turn(), "the forward is not over"
+    running = stage.engine.forward
+    second = stage.submit("second", [4, 5], 2)
+    stage.submit("refused", [], 3)
+    assert not stage.leader.turn()
+    assert stage.errors() == {"refused": ErrorCode.INVALID_REQUEST}
+    assert len(stage.scheduler.admission.requests) == 2
+    assert stage.engine.forward is running
+    stage.rest()
+    for name, prompt, sampling in (("first", [1, 2, 3], first), ("second", [4, 5], second)):
+        tokens = [t for output in stage.sent if output.request_id == name for t in output.token_ids]
+        assert tokens == reference(prompt, sampling, VOCAB, 3)
+    stage.assert_at_rest()
+
+
+@pytest.mark.parametrize("end", ["cancel", "frontend gone", "deadline"])
+@pytest.mark.parametrize("fails", [False, True], ids=["and the forward ends", "and the forward fails"])
+def test_a_request_that_ends_in_flight_has_its_pages_and_its_sequence_until_the_forward_ends(
+    end: str, fails: bool
+) -> None:
+    stage = Stage()
+    stage.submit("r", list(range(8)), 1)
+    stage.leader.turn()
+    used = stage.pool.used
+    assert used > 0
+    left = AbortedByClient("left").info
+    if end == "cancel":
+        stage.leader.inbox.put(FromFrontend(FRONT, Cancel("r", left)))
+    elif end == "frontend gone":
+        stage.leader.inbox.put(FrontendGone(FRONT, left))
+    else:
+        assert isinstance(stage.clock, VirtualClock)
+        stage.clock.advance(10.0)
+    assert not stage.leader.turn()
+    assert stage.errors() == ({"r": ErrorCode.DEADLINE_EXCEEDED} if end == "deadline" else {}), "at once"
+    assert not stage.scheduler.admission.requests
+    assert (stage.scheduler.load().running, stage.scheduler.load().waiting) == (0, 0)
+    assert stage.pool.used == used, "somebody else is given pages that the device still writes"
+    assert stage.engine.sizes() == {"sequences": 1}
+    assert not stage.scheduler.idle
+    stage.scheduler.check_integrity()
+    if not fails:
+        stage.engine.compute()
+    stage.engine.finish(RuntimeError("the device is broken") if fails else None)
+    told = len(stage.sent)
+    assert stage.leader.turn()
+    assert len(stage.sent) == told, "it is told twice"
+    stage.assert_at_rest()
+
+
+@pytest.mark.parametrize("at", ["launch", "collect"])
+def test_a_forward_that_fails_ends_exactly_its_requests(at: str) -> None:
+    stage = Stage()
+    stage.submit("in it", [1, 2, 3], 1)
+    if at == "launch":
+        stage.engine.refuses = Internal("no memory on the device")
+        assert stage.leader.turn()
+        stage.engine.refuses = None
+        sampling = stage.submit("later", [4, 5], 2)
+    else:
+        stage.leader.turn()
+        sampling = stage.submit("later", [4, 5], 2)
+        stage.leader.turn()
+        stage.engine.finish(Internal("no memory on the device"))
+        assert stage.leader.turn()
+    assert stage.errors() == {"in it": ErrorCode.INTERNAL}
+    stage.rest()
+    tokens = [t for output in stage.sent if output.request_id == "later" for t in output.token_ids]
+    assert tokens == reference([4, 5], sampling, VOCAB, 3)
+    stage.assert_at_rest()
+
+
+def test_the_end_of_a_hand_off_in_flight_is_taken_after_the_forward_and_that_of_others_at_once() -> None:
+    stage = prefill()
+    used = stage.pool.used
+    stage.submit("other", list(range(20, 24)), 2)
+    stage.leader.turn()
+    lost = PeerLost("gone").info
+    for room in (1, 2):
+        stage.changed(room, KVPoll.FAILED, error=lost)
+        stage.leader.changed(events.Release(TransferId(room, 0, ME, PEER)))
+    stage.leader.turn()
+    assert stage.errors() == {"other": ErrorCode.PEER_LOST}
+    assert len(stage.scheduler.table) == 1  # type: ignore[attr-defined]
+    assert stage.pool.used == used, "the pages of a hand-off that has ended are free, and the device writes"
+    stage.engine.compute()
+    stage.engine.finish()
+    stage.leader.turn()
+    assert stage.errors() == {"other": ErrorCode.PEER_LOST, "r": ErrorCode.PEER_LOST}
+    stage.rest()
+    stage.assert_at_rest()
+
+
+def test_a_chunk_leaves_when_the_device_says_so_and_not_by_what_it_said_of_the_one_before() -> None:
+    stage = prefill()
+    stage.engine.compute()
+    assert stage.spans() == [], "only the leader's thread sends"
+    stage.leader.turn()
+    assert stage.spans() == [Span(0, 8)]
+    late = stage.engine.forward.on_stored
+    stage.engine.finish()
+    stage.leader.turn()
+    assert not stage.leader.turn(), "the second chunk is computed"
+    late([1])
+    stage.leader.turn()
+    assert stage.spans() == [Span(0, 8)], "a chunk has left before its KV was there"
+    stage.rest()
+    assert stage.spans() == [Span(0, 8), Span(8, 10)]
+
+
+def test_a_leader_whose_device_never_answers_still_leaves() -> None:
+    stage = Stage(clock=MonotonicClock(), drain_s=0.05)
+    stage.submit("r", [1, 2, 3], 1)
+    stage.leader.inbox.put(Drain())
+    stage.leader.run()
+    assert stage.leader.forward is not None
+
+
+def test_a_loop_and_a_device_on_threads_of_their_own_give_every_token() -> None:
+    stage = Stage(clock=MonotonicClock())
+    engine, launched = stage.engine, queue.SimpleQueue[Forward | None]()
+    launch = engine.launch
+
+    def launch_there(*given: Any) -> StepHandle:
+        handle = launch(*given)
+        launched.put(engine.forward)
+        return handle
+
+    def device() -> None:
+        while launched.get(timeout=20) is not None:
+            engine.compute()
+            engine.finish()
+
+    engine.launch = launch_there  # type: ignore[method-assign]
+    prompts = {f"r{i}": [i, i + 1, i + 2] * (1 + i % 3) for i in range(8)}
+    wanted = {name: stage.submit(name, prompt, 1 + int(name[1:])) for name, prompt in prompts.items()}
+    threads = [threading.Thread(target=device), threading.Thread(target=stage.leader.run)]
+    for thread in threads:
+        thread.start()
+    stage.leader.inbox.put(Drain())
+    threads[1].join(20)
+    launched.put(None)
+    threads[0].join(20)
+    for name, sampling in wanted.items():
+        tokens = [t for output in stage.sent if output.request_id == name for t in output.token_ids]
+        assert tokens == reference(prompts[name], sampling, VOCAB, 3)
+    stage.assert_at_rest()
