@@ -41,12 +41,16 @@ from segue.layout.blocks import CopyBlock
 from segue.layout.content import whole_pages
 from segue.layout.spec import KVShape, PoolSpec
 from segue.session.tls import Tls, load
-from segue.transport.base import Endpoint, TransportEvent, Written
-from segue.transport.kinds import create
+from segue.transport.base import Endpoint, EventSink, Transport, TransportEvent, Written
 from segue.transport.memory import Memory, allocate
+from segue.transport.options import TransportOptions
+from segue.transport.shm import ShmTransport
+from segue.transport.tcp import TcpTransport
+from segue.transport.tcp_net import TcpTuning
 
 SHAPE = KVShape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="bfloat16", item_bytes=2)
 TOKENS = 512
+KINDS: tuple[type[Transport], ...] = (ShmTransport, TcpTransport)
 EPOCH = 7
 WRITER, READER = (RankId(LeaderId(Incarnation(digit * 32))) for digit in "ab")
 
@@ -82,13 +86,18 @@ def blocks_of(spec: PoolSpec, sources: list[int], targets: list[int]) -> list[Co
     return blocks
 
 
+def make(kind: type[Transport], sink: EventSink, me: RankId, streams: int, tls: Tls | None) -> Transport:
+    """One transport of a side."""
+    options = TransportOptions(me=me, tls=tls)
+    if kind is TcpTransport:
+        return TcpTransport(sink, options, TcpTuning(streams=streams))
+    return kind(sink, options)
+
+
 def child(pages: int, nbytes: int, streams: int, tls: Tls | None) -> None:
     """The receiver: grants the epoch, and serves the plain socket copy."""
     memory = allocate(pool_spec(pages).nbytes)
-    transports = {
-        name: create(name, lambda _event: None, me=READER, streams=streams, tls=tls)
-        for name in ("shm", "tcp")
-    }
+    transports = {kind.name: make(kind, lambda _event: None, READER, streams, tls) for kind in KINDS}
     listener = socket.create_server(("127.0.0.1", 0))
     hello = Hello(
         {name: t.register(memory) for name, t in transports.items()},
@@ -134,10 +143,7 @@ class Bench:
         os.close(fd)
         self.target = np.frombuffer(theirs, np.uint8)
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
-        self.transports = {
-            name: create(name, self.events.put, me=WRITER, streams=streams, tls=tls)
-            for name in ("shm", "tcp")
-        }
+        self.transports = {kind.name: make(kind, self.events.put, WRITER, streams, tls) for kind in KINDS}
         for name, transport in self.transports.items():
             transport.register(self.memory)
             transport.connect(READER, hello.endpoints[name], 10)

@@ -18,7 +18,7 @@ import numpy as np
 from conformance_tls import make_by_name
 
 from areas import whole
-from ranks import rank
+from ranks import options, rank
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import PoolSpec
@@ -33,7 +33,7 @@ E = TypeVar("E", bound=TransportEvent)
 class Side:
     """One transport with its memory and the events it told."""
 
-    def __init__(self, name: RankId, me: RankId, nbytes: int, net: FakeNet) -> None:
+    def __init__(self, name: str, me: RankId, nbytes: int, net: FakeNet) -> None:
         self.me = me
         self.log: list[TransportEvent] = []
         self._changed = threading.Condition()
@@ -102,16 +102,16 @@ class Side:
         return np.frombuffer(self.memory.buffer, np.uint8)
 
 
-def make(name: RankId, sink: EventSink, me: RankId, net: FakeNet) -> Transport:
+def make(name: str, sink: EventSink, me: RankId, net: FakeNet) -> Transport:
     if name == "fake":
-        return FakeTransport(sink, me=me, net=net, copy=True)
+        return FakeTransport(sink, options(me), net=net, copy=True)
     return make_by_name(name, sink, me)
 
 
 class Pair:
     """A connected writer and reader in this process."""
 
-    def __init__(self, name: RankId, nbytes: int, target_bytes: int | None = None) -> None:
+    def __init__(self, name: str, nbytes: int, target_bytes: int | None = None) -> None:
         self.net = FakeNet()
         self.writer = Side(name, rank("aaaa"), nbytes, self.net)
         self.reader = Side(name, rank("bbbb"), target_bytes or nbytes, self.net)
@@ -135,7 +135,7 @@ class Pair:
 class PeerProcess:
     """A side in a process of its own (see `peer_process.py`), driven by lines of JSON."""
 
-    def __init__(self, name: RankId, me: RankId, nbytes: int) -> None:
+    def __init__(self, name: str, me: RankId, nbytes: int) -> None:
         script = Path(__file__).with_name("peer_process.py")
         self.process = subprocess.Popen(
             [sys.executable, str(script), name, msgspec.json.encode(me).decode(), str(nbytes)],

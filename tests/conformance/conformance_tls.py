@@ -9,19 +9,20 @@ from pathlib import Path
 from segue.core.types import RankId
 from segue.session.tls import load
 from segue.transport.base import EventSink, Transport
-from segue.transport.kinds import create
+from segue.transport.kinds import KINDS
+from segue.transport.options import TransportOptions
 
 TCP_TLS = "tcp+tls"
 _VARIABLE = "CONFORMANCE_TLS_FOLDER"
 
 
-def make_by_name(name: RankId, sink: EventSink, me: RankId) -> Transport:
+def make_by_name(name: str, sink: EventSink, me: RankId) -> Transport:
     """`create`, which also knows `tcp+tls`."""
     if name != TCP_TLS:
-        return create(name, sink, me=me)
+        return KINDS.create(name, sink, TransportOptions(me=me))
     folder = Path(os.environ[_VARIABLE])
     tls = load(*(str(folder / f"{part}.pem") for part in ("cert", "key", "ca")))
-    return create("tcp", sink, me=me, tls=tls)
+    return KINDS.create("tcp", sink, TransportOptions(me=me, tls=tls))
 
 
 def make_files() -> None:

@@ -10,10 +10,10 @@ from conformance_harness import Pair, PeerProcess, until
 from conformance_tls import TCP_TLS, make_files, remove_files
 
 from segue.core.types import RankId
-from segue.transport.kinds import NAMES, OK, available
+from segue.transport.kinds import KINDS, OK
 
 
-def marks(name: RankId, reason: str, test: str) -> list[pytest.MarkDecorator]:
+def marks(name: str, reason: str, test: str) -> list[pytest.MarkDecorator]:
     """Why `test` does not run now for the transport `name`, if it does not."""
     if reason != OK:
         return [pytest.mark.skip(f"{name}: {reason}")]
@@ -24,13 +24,13 @@ def marks(name: RankId, reason: str, test: str) -> list[pytest.MarkDecorator]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every test that takes `name` runs for every transport; one that cannot work here says why."""
     if "name" in metafunc.fixturenames:
-        reasons = available()
+        reasons = KINDS.available()
         reasons[TCP_TLS] = reasons["tcp"]
         metafunc.parametrize(
             "name",
             [
                 pytest.param(name, marks=marks(name, reasons[name], metafunc.function.__name__))
-                for name in (*NAMES, TCP_TLS)
+                for name in (*KINDS.known, TCP_TLS)
             ],
         )
 
@@ -67,7 +67,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
-def pair(name: RankId) -> Iterator[Callable[..., Pair]]:
+def pair(name: str) -> Iterator[Callable[..., Pair]]:
     """Makes connected pairs of the transport and closes them."""
     pairs: list[Pair] = []
 
@@ -81,7 +81,7 @@ def pair(name: RankId) -> Iterator[Callable[..., Pair]]:
 
 
 @pytest.fixture
-def peer(name: RankId) -> Iterator[Callable[[RankId, int], PeerProcess]]:
+def peer(name: str) -> Iterator[Callable[[RankId, int], PeerProcess]]:
     """Starts processes that hold the other side, and ends them."""
     if name == "fake":
         pytest.skip("fake moves no byte between processes")

@@ -32,7 +32,7 @@ def sink(event: TransportEvent) -> None:
     say(event=type(event).__name__, **msgspec.to_builtins(fields))
 
 
-def main(name: RankId, me: RankId, nbytes: int) -> None:
+def main(name: str, me: RankId, nbytes: int) -> None:
     memory = allocate(nbytes)
     transport = make_by_name(name, sink, me)
     say(endpoint=msgspec.json.encode(transport.register(memory)).decode())

@@ -33,8 +33,10 @@ from segue.core.types import (
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
 from segue.session.api import PeerInfo
 from segue.session.dialer import Dialer
-from segue.transport.base import Endpoint
+from segue.transport.base import Endpoint, EventSink, Transport
+from segue.transport.kinds import TransportKinds
 from segue.transport.memory import allocate
+from segue.transport.options import TransportOptions
 
 #: What numbers a faulty peer, or a changed byte, may put where a size is due.
 HOSTILE = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1])
@@ -200,6 +202,17 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
             side.close()
 
 
+class Only(TransportKinds):
+    """One transport, whatever is asked for."""
+
+    def __init__(self, transport: Any) -> None:
+        super().__init__({})
+        self._transport = transport
+
+    def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
+        return self._transport
+
+
 class Slow:
     """A transport whose connects hang until they are let go."""
 
@@ -227,7 +240,7 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
     slow = Slow()
     config = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
     memory = allocate(spec().nbytes)
-    transports = Transports(config, memory, lambda *_a, **_k: slow, lambda *_: None, ThreadPerCall("x"))  # type: ignore[arg-type, return-value]
+    transports = Transports(config, memory, Only(slow), lambda *_: None, ThreadPerCall("x"))
     peer, other = LeaderId(new_incarnation()), LeaderId(new_incarnation())
 
     async def main() -> None:

@@ -17,6 +17,7 @@ from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
 from segue.handoff import events
 from segue.transport.base import Endpoint
 from segue.transport.memory import allocate
+from segue.transport.options import TransportOptions
 
 PEERS = 3
 
@@ -24,7 +25,7 @@ PEERS = 3
 class Recorder:
     """A transport that notes what it is asked."""
 
-    def __init__(self, name: str, on_event: Any, **options: Any) -> None:
+    def __init__(self, name: str, on_event: Any, options: TransportOptions) -> None:
         self.name = name
         self.options = options
         self.asked: list[tuple[Any, ...]] = []
@@ -59,11 +60,11 @@ class Made:
         )
         self.memory = allocate(self.config.spec.nbytes)
         self.transports = Transports(
-            self.config, self.memory, self._make, lambda _name, _event: None, ThreadPerCall("x")
+            self.config, self.memory, self, lambda _name, _event: None, ThreadPerCall("x")
         )
 
-    def _make(self, name: str, on_event: Any, **options: Any) -> Any:
-        self.made[name] = Recorder(name, on_event, **options)
+    def create(self, name: str, on_event: Any, options: TransportOptions) -> Any:
+        self.made[name] = Recorder(name, on_event, options)
         return self.made[name]
 
     def transfer(self, peer: LeaderId) -> TransferId:
@@ -80,7 +81,7 @@ def test_an_effect_goes_to_the_transport_of_its_peer_and_names_its_rank() -> Non
     made.transports.move(events.Fence(made.transfer(far), 8))
     assert made.made["shm"].asked == [("write", RankId(near, 2), 7, 1)]
     assert made.made["tcp"].asked == [("fence", RankId(far), 8)]
-    assert made.made["shm"].options["me"] == RankId(made.config.me)
+    assert made.made["shm"].options.me == RankId(made.config.me)
     made.transports.close()
     assert all(transport.closed for transport in made.made.values())
     made.memory.close()

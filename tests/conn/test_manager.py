@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from segue.conn.config import KVConfig
+from segue.conn.config import HOST, KVConfig
 from segue.conn.handles import Change, KVReceiver, KVSender
 from segue.conn.manager import KVManager
 from segue.core.errors import AbortedByClient, ErrorCode
@@ -44,9 +44,10 @@ class Side:
         self.spec = options.pop("spec", None) or spec()
         self.memory: Memory = allocate(self.spec.nbytes)
         self.changes: queue.Queue[Change] = queue.Queue()
+        runtime = options.pop("runtime", HOST)
         options = {"model": "m", "limits": LIMITS, "transports": [transport], **options}
         config = KVConfig(role=role, spec=self.spec, **options)
-        self.manager = KVManager(config, self.memory, self.changes.put)
+        self.manager = KVManager(config, self.memory, self.changes.put, runtime=runtime)
         self.me = config.me
 
     def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:

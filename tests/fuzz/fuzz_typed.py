@@ -85,10 +85,10 @@ HOSTS = st.sampled_from(("127.0.0.1", "::1", "localhost", "", "a\0b", "é" * 100
 
 
 def _handshake(peer: RankId, group: bytes, index: int, streams: int) -> bytes:
-    listener = handshake.Listener(fuzz_wire.KEY)
+    listener = handshake.ListenerProof(fuzz_wire.KEY)
     listener._nonce = b"n" * 16
     hello = handshake.Hello(peer, group, index, streams)
-    return handshake.Writer(fuzz_wire.KEY, hello).respond(listener.challenge())
+    return handshake.WriterProof(fuzz_wire.KEY, hello).respond(listener.challenge())
 
 
 _handshakes = st.builds(
@@ -101,11 +101,11 @@ _handshakes = st.builds(
 
 
 def _answers(reason: str | None) -> bytes:
-    listener = handshake.Listener(fuzz_wire.KEY)
+    listener = handshake.ListenerProof(fuzz_wire.KEY)
     said = listener.challenge()
     if reason is not None:
         return said + listener.refuse(reason)
-    return said + listener.accept(handshake.Writer(fuzz_wire.KEY, fuzz_wire._GOOD).respond(said))[1]
+    return said + listener.accept(handshake.WriterProof(fuzz_wire.KEY, fuzz_wire._GOOD).respond(said))[1]
 
 
 U64 = st.integers(0, 2**64 - 1) | st.sampled_from((0, 1, 28, 4096, 65536, 2**63))

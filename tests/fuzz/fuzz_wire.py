@@ -13,7 +13,7 @@ import numpy as np
 from fuzz_loop import Target
 from fuzz_mutate import as_json, msgpack
 
-from ranks import rank
+from ranks import make_tcp, rank
 from segue.conn.manager import LeaderMessage
 from segue.core.control import Cancel
 from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
@@ -25,9 +25,10 @@ from segue.session import frames
 from segue.session.connection import Connection, State
 from segue.session.handshake import Handshake, session_key
 from segue.session.node import SessionNode
-from segue.transport import handshake, kinds, shm_out, tcp, tcp_wire
+from segue.transport import handshake, shm_out, tcp, tcp_wire
 from segue.transport.base import Endpoint
 from segue.transport.host import host_id
+from segue.transport.kinds import KINDS
 from segue.transport.memory import allocate
 from segue.transport.shm_wire import ShmAddress
 
@@ -187,7 +188,7 @@ KEY = b"k" * handshake.KEY_BYTES
 
 
 def _listener(data: bytes) -> str:
-    door = handshake.Listener(KEY)
+    door = handshake.ListenerProof(KEY)
     door._nonce = b"n" * 16  # so that a good answer can be a seed
     door.challenge()
     hello, _ = door.accept(data)
@@ -195,7 +196,7 @@ def _listener(data: bytes) -> str:
 
 
 def _writer(data: bytes) -> str:
-    door = handshake.Writer(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1))
+    door = handshake.WriterProof(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1))
     challenge, verdict = data[: handshake.CHALLENGE_BYTES], data[handshake.CHALLENGE_BYTES :]
     # Both are read with `exactly`: other lengths cannot come here.
     door.respond(challenge.ljust(handshake.CHALLENGE_BYTES, b"\0"))
@@ -204,14 +205,16 @@ def _writer(data: bytes) -> str:
 
 
 def _response() -> bytes:
-    listener = handshake.Listener(KEY)
+    listener = handshake.ListenerProof(KEY)
     listener._nonce = b"n" * 16
-    return handshake.Writer(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1)).respond(listener.challenge())
+    return handshake.WriterProof(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1)).respond(
+        listener.challenge()
+    )
 
 
 def _verdict_seeds() -> list[bytes]:
-    listener = handshake.Listener(KEY)
-    _, verdict = listener.accept(handshake.Writer(KEY, _GOOD).respond(listener.challenge()))
+    listener = handshake.ListenerProof(KEY)
+    _, verdict = listener.accept(handshake.WriterProof(KEY, _GOOD).respond(listener.challenge()))
     return [listener.challenge() + verdict, listener.challenge() + listener.refuse("no")]
 
 
@@ -278,7 +281,7 @@ def _nowhere(*_arguments: Any, **_options: Any) -> Any:
 def _tcp_endpoint(data: bytes) -> str:
     """`connect` to what a peer calls its endpoint. Addresses are looked up, never dialled."""
     memory = allocate(4096)
-    transport = tcp.TcpTransport(lambda _event: None, me=rank("a"))
+    transport = make_tcp(lambda _event: None, rank("a"))
     real = socket.socket.connect
     try:
         transport.register(memory)
@@ -312,8 +315,8 @@ def _tcp_endpoint_seeds() -> list[bytes]:
 
 
 def _shm_endpoint(data: bytes) -> str:
-    ours = {"shm": Endpoint("shm", 4096, _shm_endpoint_seeds()[0])}
-    kinds.choose(ours, {"shm": Endpoint("shm", 4096, data)})
+    ours = {"shm": [Endpoint("shm", 4096, _shm_endpoint_seeds()[0])]}
+    KINDS.choose(ours, {"shm": [Endpoint("shm", 4096, data)]})
     shm_out.map_peer(rank("a"), rank("b"), Endpoint("shm", 4096, data), 0.2)
     return "connected"
 
@@ -339,9 +342,9 @@ def _shm_verdict(data: bytes) -> str:
     try:
         for at, fd in enumerate(fds):
             os.ftruncate(fd, (data[at + 1] if len(data) > at + 1 else 0) * 1024)
-        listener = handshake.Listener(KEY)
+        listener = handshake.ListenerProof(KEY)
         theirs.send(listener.challenge())
-        writer = handshake.Writer(KEY, _GOOD)
+        writer = handshake.WriterProof(KEY, _GOOD)
         ours.settimeout(1.0)
         ours.sendall(writer.respond(shm_out.read_frame(ours, handshake.CHALLENGE_BYTES)))
         _, verdict = listener.accept(theirs.recv(2 * handshake.RESPONSE_BYTES))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ranks import rank
+from ranks import make_shm, options, rank
 from segue.core.errors import ConfigError, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.transport import ranges
@@ -94,7 +94,7 @@ def test_each_transport_says_which_memory_it_registers_and_what_to_do_about_othe
     assert [m.only.kind.value for m in (mine, plain, device)] == ["shared", "host", "device"]
     for make in (ShmTransport, TcpTransport, FakeTransport):
         for memory in (mine, plain, device):
-            transport = make(lambda _event: None, me=rank("aaaa"))
+            transport = make(lambda _event: None, options(rank("aaaa")))
             if memory.only.kind in make.memory_kinds:
                 assert transport.register(memory).nbytes == 4096
             else:
@@ -109,7 +109,7 @@ def test_each_transport_says_which_memory_it_registers_and_what_to_do_about_othe
 
 def test_shm_takes_one_region() -> None:
     first, second = allocate(4096), allocate(4096)
-    transport = ShmTransport(lambda _event: None, me=rank("aaaa"))
+    transport = make_shm(lambda _event: None, rank("aaaa"))
     both = Memory([*first.regions, *second.regions])
     with pytest.raises(ConfigError, match="one region of memory is needed here, not 2"):
         transport.register(both)

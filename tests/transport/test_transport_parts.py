@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from areas import whole
-from ranks import rank
+from ranks import options, rank
 from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferFailed
 from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
@@ -17,7 +17,7 @@ from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, Wri
 from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.fake import FakeNet, FakeTransport
 from segue.transport.ioloop import IoLoop
-from segue.transport.kinds import NAMES, OK, available, choose, create
+from segue.transport.kinds import KINDS, OK
 from segue.transport.memory import allocate
 
 # ---- kinds ---------------------------------------------------------------------------------------
@@ -25,14 +25,15 @@ from segue.transport.memory import allocate
 
 def test_an_unknown_transport_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="fake, shm, tcp, nixl, mooncake, mori, ascend, cuda_ipc"):
-        create("carrier-pigeon", lambda _e: None, me=rank("a"))
+        KINDS.create("carrier-pigeon", lambda _e: None, options(rank("a")))
 
 
 def test_one_that_cannot_be_used_says_why() -> None:
-    assert set(available()) == set(NAMES)
-    assert available()["shm"] == available()["tcp"] == available()["fake"] == OK
+    assert set(KINDS.available()) == set(KINDS.known)
+    here = KINDS.available()
+    assert here["shm"] == here["tcp"] == here["fake"] == OK
     with pytest.raises(ConfigError, match="cannot be used here"):
-        create("nixl", lambda _e: None, me=rank("a"))
+        KINDS.create("nixl", lambda _e: None, options(rank("a")))
 
 
 def _shm(host: str, version: int = 1) -> Endpoint:
@@ -41,25 +42,25 @@ def _shm(host: str, version: int = 1) -> Endpoint:
 
 
 def test_auto_chooses_shm_on_one_host_and_tcp_between_hosts() -> None:
-    tcp = Endpoint("tcp", 1, b"")
-    fake = Endpoint("fake", 1, b"")
-    here, there = {"shm": _shm("h1"), "tcp": tcp}, {"shm": _shm("h2"), "tcp": tcp}
-    assert choose(here, here) == "shm"
-    assert choose(here, there) == choose(there, here) == "tcp"
-    assert choose({"shm": _shm("h1")}, {"shm": _shm("h2")}) is None
-    assert choose(here, {"shm": _shm("h1", version=2), "tcp": tcp}) == "tcp"
-    assert choose(here, {"shm": Endpoint("shm", 1, b"\xc1"), "tcp": tcp}) == "tcp"
-    assert choose({"fake": fake}, {"fake": fake, "tcp": tcp}) == "fake"
-    assert choose({"tcp": tcp}, {"shm": _shm("h1")}) is None
+    tcp = [Endpoint("tcp", 1, b"")]
+    fake = [Endpoint("fake", 1, b"")]
+    here, there = {"shm": [_shm("h1")], "tcp": tcp}, {"shm": [_shm("h2")], "tcp": tcp}
+    assert KINDS.choose(here, here) == "shm"
+    assert KINDS.choose(here, there) == KINDS.choose(there, here) == "tcp"
+    assert KINDS.choose({"shm": [_shm("h1")]}, {"shm": [_shm("h2")]}) is None
+    assert KINDS.choose(here, {"shm": [_shm("h1", version=2)], "tcp": tcp}) == "tcp"
+    assert KINDS.choose(here, {"shm": [Endpoint("shm", 1, b"\xc1")], "tcp": tcp}) == "tcp"
+    assert KINDS.choose({"fake": fake}, {"fake": fake, "tcp": tcp}) == "fake"
+    assert KINDS.choose({"tcp": tcp}, {"shm": [_shm("h1")]}) is None
 
 
 def test_real_endpoints_of_this_host_choose_shm() -> None:
     memory = allocate(4096)
     sides = []
     for me in (rank("a"), rank("b")):
-        made = {name: create(name, lambda _e: None, me=me) for name in ("shm", "tcp")}
-        sides.append((made, {name: t.register(memory) for name, t in made.items()}))
-    assert choose(sides[0][1], sides[1][1]) == "shm"
+        made = {name: KINDS.create(name, lambda _e: None, options(me)) for name in ("shm", "tcp")}
+        sides.append((made, {name: [t.register(memory)] for name, t in made.items()}))
+    assert KINDS.choose(sides[0][1], sides[1][1]) == "shm"
     for made, _ in sides:
         for transport in made.values():
             transport.close()
@@ -71,7 +72,7 @@ def test_real_endpoints_of_this_host_choose_shm() -> None:
 def test_a_rank_that_cannot_travel_is_refused(name: str, incarnation: str) -> None:
     me = RankId(LeaderId(Incarnation(incarnation)))
     with pytest.raises(ConfigError, match="32 hex digits"):
-        create(name, lambda _e: None, me=me)
+        KINDS.create(name, lambda _e: None, options(me))
 
 
 # ---- handshake -----------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def _hello() -> handshake.Hello:
 
 def test_both_ends_prove_the_key_and_it_never_travels() -> None:
     key = handshake.new_key()
-    listener, writer = handshake.Listener(key), handshake.Writer(key, _hello())
+    listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
     frames = [listener.challenge()]
     frames.append(writer.respond(frames[0]))
     hello, verdict = listener.accept(frames[1])
@@ -94,15 +95,15 @@ def test_both_ends_prove_the_key_and_it_never_travels() -> None:
 
 def test_a_recorded_answer_is_worthless_for_another_challenge() -> None:
     key = handshake.new_key()
-    writer = handshake.Writer(key, _hello())
-    recorded = writer.respond(handshake.Listener(key).challenge())
+    writer = handshake.WriterProof(key, _hello())
+    recorded = writer.respond(handshake.ListenerProof(key).challenge())
     with pytest.raises(PeerRefused, match="wrong key"):
-        handshake.Listener(key).accept(recorded)
+        handshake.ListenerProof(key).accept(recorded)
 
 
 def test_each_flipped_bit_is_refused() -> None:
     key = handshake.new_key()
-    listener, writer = handshake.Listener(key), handshake.Writer(key, _hello())
+    listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
     good = writer.respond(listener.challenge())
     for i in range(len(good)):
         bad = bytearray(good)
@@ -114,7 +115,7 @@ def test_each_flipped_bit_is_refused() -> None:
 
 def test_refusals_carry_their_reason() -> None:
     key = handshake.new_key()
-    listener, writer = handshake.Listener(key), handshake.Writer(key, _hello())
+    listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
     writer.respond(listener.challenge())
     with pytest.raises(PeerRefused, match="another user"):
         writer.finish(listener.refuse("another user"))
@@ -129,8 +130,8 @@ class Sides:
         self.log: list[TransportEvent] = []
         self.told: list[TransportEvent] = []
         self.source, self.target = allocate(4096), allocate(4096)
-        self.writer = FakeTransport(self.log.append, me=rank("a"), net=net, copy=copy, hold=hold)
-        self.reader = FakeTransport(self.told.append, me=rank("b"), net=net, copy=copy)
+        self.writer = FakeTransport(self.log.append, options(rank("a")), net=net, copy=copy, hold=hold)
+        self.reader = FakeTransport(self.told.append, options(rank("b")), net=net, copy=copy)
         self.writer.register(self.source)
         self.writer.connect(rank("b"), self.reader.register(self.target), 1)
         self.source.buffer[:4] = b"abcd"
@@ -191,7 +192,7 @@ def test_fake_never_nests_its_events() -> None:
         depth.pop()
 
     memory = allocate(4096)
-    writer = FakeTransport(sink, me=rank("a"))
+    writer = FakeTransport(sink, options(rank("a")))
     writer.connect(rank("b"), writer.register(memory), 1)
     writer.write(rank("b"), 3, 0, [CopyBlock(0, 0, 1, 1)])
     assert [e.tag for e in order if isinstance(e, Written)] == [0, 1, 2, 3]
@@ -202,7 +203,7 @@ def test_fake_without_a_net_completes_and_moves_nothing() -> None:
     log: list[TransportEvent] = []
     memory = allocate(4096)
     memory.buffer[:3] = b"abc"
-    writer = FakeTransport(log.append, me=rank("a"))
+    writer = FakeTransport(log.append, options(rank("a")))
     endpoint = writer.register(memory)
     writer.connect(rank("b"), endpoint, 1)
     writer.write(rank("b"), 3, 1, [CopyBlock(0, 100, 1, 3)])
@@ -289,7 +290,7 @@ def test_lesson_22_a_loop_that_crashes_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
 def test_lesson_22_a_sink_that_raises_fails_the_peers_at_once(
-    name: RankId, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread of a transport that dies takes nothing with it silently."""
     monkeypatch.setattr(threading, "excepthook", lambda _args: None)
@@ -302,7 +303,7 @@ def test_lesson_22_a_sink_that_raises_fails_the_peers_at_once(
             gone.set()
 
     memory = allocate(4096)
-    transport = create(name, sink, me=rank("a"))
+    transport = KINDS.create(name, sink, options(rank("a")))
     transport.connect(rank("a"), transport.register(memory), 30)
     transport.fence(rank("a"), 1)
     assert gone.wait(30)

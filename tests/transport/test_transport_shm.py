@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from areas import whole
-from ranks import rank
+from ranks import make_shm, rank
 from segue.core.errors import BootstrapTimeout, ConfigError, OutOfCapacity, PeerRefused
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake
 from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
 from segue.transport.memory import Memory, allocate, available_bytes, host_region, sealed
-from segue.transport.shm import ShmTransport
 from segue.transport.shm_table import SLOTS, GrantTable, GrantView
 from segue.transport.shm_wire import ShmAddress
 
@@ -31,7 +30,7 @@ class Reader:
     def __init__(self, **options: float) -> None:
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.memory = allocate(MiB)
-        self.transport = ShmTransport(self.events.put, me=rank("bbbb"), **options)  # type: ignore[arg-type]
+        self.transport = make_shm(self.events.put, rank("bbbb"), **options)  # type: ignore[arg-type]
         self.endpoint = self.transport.register(self.memory)
         self.address = msgspec.msgpack.decode(self.endpoint.data, type=ShmAddress)
 
@@ -43,7 +42,7 @@ class Reader:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(30)
         sock.connect(self.address.name)
-        door = handshake.Writer(self.address.key, handshake.Hello(peer, bytes(16), 0, 1))
+        door = handshake.WriterProof(self.address.key, handshake.Hello(peer, bytes(16), 0, 1))
         sock.send(door.respond(sock.recv(1000)))
         verdict, fds, _, _ = socket.recv_fds(sock, 1000, 2)
         door.finish(verdict)
@@ -143,7 +142,7 @@ def test_noise_at_the_door_is_refused(reader: Reader, frame: bytes) -> None:
 
 
 def test_strangers_are_bounded_in_number_and_time() -> None:
-    reader = Reader(max_strangers=2, handshake_s=0.3)
+    reader = Reader(max_pending=2, handshake_s=0.3)
     socks = []
     for _ in range(3):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -189,7 +188,7 @@ def test_an_endpoint_that_promises_too_much_is_refused(reader: Reader) -> None:
 
 
 def test_memory_that_can_shrink_is_refused() -> None:
-    transport = ShmTransport(lambda _e: None, me=rank("aaaa"))
+    transport = make_shm(lambda _e: None, rank("aaaa"))
     fd = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     memory = Memory([replace(host_region(mmap.mmap(fd, 4096)), fd=fd)])

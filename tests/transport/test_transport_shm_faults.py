@@ -21,14 +21,15 @@ import msgspec
 import pytest
 
 from areas import whole
-from ranks import rank
+from ranks import make_shm, rank
 from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, host, kinds, memory, shm_in, shm_out
+from segue.transport import handshake, host, memory, shm_in, shm_out
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.kinds import KINDS
 from segue.transport.memory import allocate, map_shared
-from segue.transport.shm import ShmTransport, unusable
+from segue.transport.shm import ShmTransport
 from segue.transport.shm_table import SLOTS
 from segue.transport.shm_wire import GOODBYE, ShmAddress
 
@@ -42,7 +43,7 @@ class Side:
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.me = me
         self.memory = allocate(nbytes)
-        self.transport = ShmTransport(self.events.put, me=me, **options)
+        self.transport = make_shm(self.events.put, me, **options)
         self.endpoint = self.transport.register(self.memory)
         self.address = msgspec.msgpack.decode(self.endpoint.data, type=ShmAddress)
 
@@ -109,12 +110,12 @@ def works(writer: Side, reader: Side, epoch: int = 7) -> None:
     assert reader.memory.buffer[100:103] == b"abc"
 
 
-def begin(reader: Side, peer: RankId) -> tuple[socket.socket, handshake.Writer, bytes]:
+def begin(reader: Side, peer: RankId) -> tuple[socket.socket, handshake.WriterProof, bytes]:
     """A hand-made writer that has been asked who it is, and what it will answer."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(30)
     sock.connect(reader.address.name)
-    proof = handshake.Writer(reader.address.key, handshake.Hello(peer, bytes(16), 0, 1))
+    proof = handshake.WriterProof(reader.address.key, handshake.Hello(peer, bytes(16), 0, 1))
     return sock, proof, proof.respond(sock.recv(1000))
 
 
@@ -389,7 +390,7 @@ class Calls:
         self._nth = 0
         return self.names[:]
 
-    def _wrap(self, name: RankId, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             if threading.current_thread() is self._thread:
                 self.names.append(name)
@@ -407,7 +408,7 @@ class Epoll:
         self._real = real
         self.register = wrap("epoll_ctl", real.register)
 
-    def __getattr__(self, name: RankId) -> Any:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
 
@@ -471,8 +472,8 @@ def test_who_cannot_accept_rests_instead_of_being_called_again_at_once(
         patch.setattr(socket.socket, "accept", refused)
         knocks.connect(reader.address.name)
         assert tried.wait(30)
-        assert not reader.on_loop(lambda: incoming._listener.fileno() in loop._watches)
-    reader.on_loop(incoming.open)  # as the timer does
+        assert not reader.on_loop(lambda: incoming.listener._sock.fileno() in loop._watches)
+    reader.on_loop(incoming.listener.open)  # as the timer does
     works(writer, reader)
 
 
@@ -530,7 +531,7 @@ def test_connections_that_never_say_goodbye_are_few(sides: tuple[Side, Side]) ->
 
 
 def test_the_oldest_stranger_makes_room_long_before_its_deadline() -> None:
-    reader = Side(rank("bbbb"), max_strangers=2, handshake_s=3600.0)
+    reader = Side(rank("bbbb"), max_pending=2, handshake_s=3600.0)
     waiting = [begin(reader, rank(f"slow{n}")) for n in range(3)]
     assert waiting[0][0].recv(1000) == b"", "it was one too many"
     for n, (sock, proof, answer) in enumerate(waiting[1:], 1):
@@ -676,22 +677,22 @@ def test_an_answer_that_was_due_when_the_loop_died_is_told(
 
 
 def test_a_host_whose_system_calls_are_forbidden_says_so_and_uses_tcp(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from segue.serve.instance import transports
 
-    assert unusable() == ""
-    assert transports("auto") == ("shm", "tcp")
+    assert ShmTransport.unusable() == ""
+    assert transports("auto", sides[0].memory) == ("shm", "tcp")
 
     def forbidden(*_args: object) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
     held = descriptors()
-    assert "not permitted" in kinds.available()["shm"]
+    assert "not permitted" in KINDS.available()["shm"]
     assert descriptors() == held
-    assert transports("auto") == ("tcp",)
-    assert transports("shm") == ("shm",)
+    assert transports("auto", sides[0].memory) == ("tcp",)
+    assert transports("shm", sides[0].memory) == ("shm",)
     assert "not permitted" in caplog.text
 
 

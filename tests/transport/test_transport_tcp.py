@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areas import whole
-from ranks import rank
+from ranks import make_tcp, rank
 from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
@@ -31,8 +31,9 @@ from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, 
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import Timer
 from segue.transport.memory import Memory, Region, allocate
-from segue.transport.tcp import TcpAddress, TcpTransport
+from segue.transport.tcp import TcpAddress
 from segue.transport.tcp_in import InStream
+from segue.transport.tcp_net import TcpTuning
 from segue.transport.tcp_out import PeerWriter
 
 MiB = 2**20
@@ -43,7 +44,7 @@ class Reader:
     def __init__(self, **options: float) -> None:
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.memory = allocate(MiB)
-        self.transport = TcpTransport(self.events.put, me=rank("bbbb"), **options)  # type: ignore[arg-type]
+        self.transport = make_tcp(self.events.put, rank("bbbb"), **options)  # type: ignore[arg-type]
         self.endpoint = self.transport.register(self.memory)
         self.address = msgspec.msgpack.decode(self.endpoint.data, type=TcpAddress)
 
@@ -58,7 +59,7 @@ class Reader:
     def enter(self, peer: RankId = ROGUE, group: bytes = bytes(16)) -> socket.socket:
         """A hand-made writer, so that it can misbehave."""
         sock = self.knock()
-        door = handshake.Writer(self.address.key, handshake.Hello(peer, group, 0, 1))
+        door = handshake.WriterProof(self.address.key, handshake.Hello(peer, group, 0, 1))
         sock.sendall(door.respond(exactly(sock, handshake.CHALLENGE_BYTES)))
         door.finish(exactly(sock, handshake.VERDICT_BYTES))
         return sock
@@ -310,7 +311,7 @@ def test_lesson_22_random_parts_after_the_handshake(
 
 
 def test_strangers_are_bounded_in_number_and_time() -> None:
-    reader = Reader(max_strangers=4, handshake_s=0.3)
+    reader = Reader(max_pending=4, handshake_s=0.3)
     socks = [reader.knock() for _ in range(3)]
     assert socks[0].recv(1000)
     assert socks[0].recv(1000) == b""  # two from one address are let wait; the oldest went
@@ -343,7 +344,7 @@ def test_without_descriptors_it_waits_instead_of_spinning_and_then_lets_peers_in
         sock.settimeout(0.5)
         with pytest.raises(TimeoutError):
             sock.recv(1)
-        tries = [r for r in caplog.records if "cannot accept streams" in r.message]
+        tries = [r for r in caplog.records if "tcp cannot accept connections" in r.message]
     assert 1 <= len(tries) < 50  # a thread that spins tries many thousand times
     with reader.knock() as sock:
         assert len(exactly(sock, handshake.CHALLENGE_BYTES)) == handshake.CHALLENGE_BYTES
@@ -389,7 +390,7 @@ class Mute:
 
     def admit(self) -> socket.socket:
         sock, _ = self.listener.accept()
-        door = handshake.Listener(self.key)
+        door = handshake.ListenerProof(self.key)
         sock.sendall(door.challenge())
         _, verdict = door.accept(exactly(sock, handshake.RESPONSE_BYTES))
         sock.sendall(verdict)
@@ -492,10 +493,8 @@ def test_a_reader_that_keeps_up_does_not_keep_the_writer_from_its_other_work() -
         MiB,
         told.put,
         lambda _path, _error: None,
-        part_bytes=1000,
-        slice_bytes=2500,
+        tuning=TcpTuning(part_bytes=1000, slice_bytes=2500, max_parts=10_000),
         stall_s=30,
-        max_parts=10_000,
     )
     path.open()
     for tag in range(2):
@@ -580,8 +579,7 @@ def test_a_writer_that_is_never_behind_does_not_keep_the_reader_from_its_other_w
         Memory([Region(0, MiB)]),
         grants,
         lambda error: pytest.fail(str(error)),
-        slice_bytes=2500,
-        lowat_bytes=1,
+        tuning=TcpTuning(slice_bytes=2500, lowat_bytes=1),
         stall_s=30,
     )
     for _ in range(20):
@@ -626,7 +624,7 @@ def test_a_listener_that_does_not_know_the_key_gets_no_kv(reader: Reader) -> Non
 
     def impostor() -> None:
         sock, _ = mute.listener.accept()
-        sock.sendall(handshake.Listener(mute.key).challenge())
+        sock.sendall(handshake.ListenerProof(mute.key).challenge())
         exactly(sock, handshake.RESPONSE_BYTES)
         sock.sendall(struct.pack(">4sHB32s128s", b"SGUE", handshake.VERSION, 1, bytes(32), b""))
         sock.close()
@@ -649,7 +647,7 @@ def test_connect_has_a_deadline(reader: Reader) -> None:
 
 
 def test_a_port_in_use_is_one_sentence(reader: Reader) -> None:
-    transport = TcpTransport(lambda _e: None, me=rank("aaaa"), port=reader.address.port)
+    transport = make_tcp(lambda _e: None, rank("aaaa"), port=reader.address.port)
     memory = allocate(4096)
     with pytest.raises(ConfigError, match="choose another port"):
         transport.register(memory)
@@ -675,7 +673,7 @@ def test_streams_share_a_write_and_it_is_told_once(streams: int) -> None:
     reader = Reader()
     source = allocate(MiB)
     source.buffer[:] = np.random.default_rng(1).bytes(MiB)
-    writer = TcpTransport(events.put, me=rank("aaaa"), streams=streams, part_bytes=50_000)
+    writer = make_tcp(events.put, rank("aaaa"), streams=streams, part_bytes=50_000)
     writer.register(source)
     writer.connect(rank("bbbb"), reader.endpoint, 30)
     reader.transport.grant(rank("aaaa"), 9, whole(MiB))

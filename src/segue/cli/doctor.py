@@ -113,20 +113,22 @@ def _files() -> Finding:
 
 
 def _transports() -> list[Finding]:
-    from segue.transport.kinds import OK, available
+    from segue.transport.kinds import KINDS, OK
 
-    found = available()
-    # `shm` belongs to every version: where it does not work, the host is the reason, and KV goes over tcp.
+    found, automatic = KINDS.available(), KINDS.automatic()
+
+    def without(name: str, reason: str) -> Finding:
+        # What `auto` means belongs to every version: where it does not work, the host is the reason.
+        rest = [other for other in automatic if found[other] == OK]
+        if name not in automatic or not rest:
+            return Finding(f"transport {name}", "absent", reason)
+        text = f"{reason}; between processes of this host --transport auto takes {rest[0]}"
+        return Finding(f"transport {name}", "slow", text)
+
     return [
-        Finding(f"transport {name}", "ok", "works here")
-        if word == OK
-        else Finding(f"transport {name}", "slow" if name == "shm" else "absent", _without(name, word))
-        for name, word in found.items()
+        Finding(f"transport {name}", "ok", "works here") if reason == OK else without(name, reason)
+        for name, reason in found.items()
     ]
-
-
-def _without(name: str, word: str) -> str:
-    return f"{word}; between processes of this host --transport auto takes tcp" if name == "shm" else word
 
 
 def _cache(cache: str | None) -> Finding:

@@ -69,13 +69,14 @@ def serve(config: ServeConfig) -> int:
 
 def check_transport(name: str) -> None:
     """Raise a ConfigError for a transport that does not exist or cannot work on this host."""
-    from segue.transport.kinds import OK, available
+    from segue.transport.kinds import AUTO, KINDS, OK
 
-    if name == "auto":
+    if name == AUTO:
         return
-    reason = available().get(name)
+    found = KINDS.available()
+    reason = found.get(name)
     if reason is None:
-        raise ConfigError(f"--transport {name} does not exist{nearest(name, available())}; see segue doctor")
+        raise ConfigError(f"--transport {name} does not exist{nearest(name, found)}; see segue doctor")
     if reason != OK:
         raise ConfigError(f"--transport {name} cannot be used here: {reason}; use auto, or see segue doctor")
 

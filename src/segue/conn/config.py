@@ -17,26 +17,24 @@ from segue.handoff.exchange import Exchange
 from segue.layout.spec import PoolSpec
 from segue.session.node import SessionNode
 from segue.session.tls import Tls
-from segue.transport.base import Transport
-from segue.transport.kinds import create
+from segue.transport.kinds import KINDS, TransportKinds
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVConfig:
     """How one leader meets its peers.
 
-    `model` is the fingerprint that both sides must share, `transports` the names to offer, in
-    order of preference. `host:port` is where sessions listen (port 0: any); transports listen
-    on `host` at `transport_port` (0: any); `advertise`, `advertise_port` (of sessions) and
-    `advertise_transport_port` are what peers are told if it is something else: two leaders must not
-    advertise the same. `secret` is mandatory beyond loopback. `kv_checksum` is what the checksums
-    of chunks that this side sends cover.
+    `model` is the fingerprint that both sides must share, `transports` the names to offer. `host:port` is
+    where sessions listen (port 0: any); transports listen on `host` at `transport_port` (0: any).
+    `advertise`, `advertise_port` (of sessions) and `advertise_transport_port` are what peers are told if
+    it is something else: two leaders must not advertise the same. `secret` is mandatory beyond loopback.
+    `kv_checksum` is what the checksums of chunks that this side sends cover.
     """
 
     role: Role
     model: str
     spec: PoolSpec
-    transports: Sequence[str] = ("shm", "tcp")
+    transports: Sequence[str] = field(default_factory=KINDS.automatic)
     host: str = "127.0.0.1"
     port: int = 0
     transport_port: int = 0
@@ -58,7 +56,7 @@ class Runtime:
 
     io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
     node: Callable[..., SessionNode] = SessionNode
-    transport: Callable[..., Transport] = create
+    transports: TransportKinds = KINDS
     digester: Callable[..., Digester] = Digester
     connecting: Callable[[str], Executor] = ThreadPerCall
     exchange: Callable[..., Exchange] = Exchange

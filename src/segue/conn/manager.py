@@ -65,6 +65,7 @@ class KVManager:
         self.clock: Clock = clock or MonotonicClock()
         self.io = runtime.io(self._loop_error)
         self._uniform = runtime.uniform
+        self._kinds = runtime.transports
         self.address: tuple[str, int] = (config.host, 0)
         self._control = control
         self._on_change = on_change
@@ -77,7 +78,7 @@ class KVManager:
         self._transports = Transports(
             config,
             memory,
-            runtime.transport,
+            runtime.transports,
             partial(self.io.post, self._transport_event),
             runtime.connecting("segue-connect"),
         )
@@ -401,7 +402,7 @@ class KVManager:
 
     def _join(self, peer: PeerInfo) -> Joined:
         """By what the peer was told, so that both sides come to the same transport."""
-        return join(self.config.role, self._said.get(peer.told, self.info), peer)
+        return join(self.config.role, self._said.get(peer.told, self.info), peer, self._kinds)
 
     def _withdraw(self, name: str, error: SegueError) -> SegueError:
         """This process cannot have what a path of the transport `name` takes: the pair meets anew without

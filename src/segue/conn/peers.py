@@ -13,7 +13,7 @@ from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.layout.planner import plan_pair
 from segue.session.api import PeerInfo, Session
 from segue.transport.base import Endpoint
-from segue.transport.kinds import choose
+from segue.transport.kinds import KINDS, TransportKinds
 
 #: So much must have been written before a path's speed says something.
 MEASURED_BYTES = 2**20
@@ -61,7 +61,7 @@ class Joined:
     transport: str
 
 
-def join(role: Role, mine: LeaderInfo, peer: PeerInfo) -> Joined:
+def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> Joined:
     """Check that the two replicas can hand KV over, and how. Pure.
 
     Raises PeerRefused (role, protocol, model, no common transport) or LayoutMismatch, each with
@@ -86,10 +86,10 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo) -> Joined:
     prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
     plan_pair(prefill.ranks, decode.ranks)
     endpoints = [
-        {name: _endpoint(data[0] if data else b"") for name, data in i.endpoints.items()}
+        {name: [_endpoint(data) for data in of_ranks or [b""]] for name, of_ranks in i.endpoints.items()}
         for i in (prefill, decode)
     ]
-    name = choose(endpoints[0], endpoints[1])
+    name = kinds.choose(endpoints[0], endpoints[1])
     if name is None:
         raise PeerRefused(
             f"no common transport: prefill offers {sorted(prefill.endpoints)}, "

@@ -16,42 +16,41 @@ from segue.handoff import events
 from segue.handoff.messages import LeaderInfo
 from segue.layout.content import whole_pages
 from segue.session.tasks import awaited
-from segue.transport.base import Endpoint, Transport, TransportEvent
+from segue.transport.base import Endpoint, TransportEvent
+from segue.transport.kinds import TransportKinds
 from segue.transport.memory import Memory
+from segue.transport.options import TransportOptions
 
 
 class Transports:
     """One transport of each configured name, with the pool registered at each.
 
-    `make` is `transport.kinds.create` or another with its arguments. `on_event` is called with
-    a transport's name and event, on any thread. What blocks runs in `threads`. Raises ConfigError for a
-    transport that cannot be used here.
+    `on_event` is called with a transport's name and event, on any thread. What blocks runs in `threads`.
+    Raises ConfigError for a transport that cannot be used here.
     """
 
     def __init__(
         self,
         config: KVConfig,
         memory: Memory,
-        make: Callable[..., Transport],
+        kinds: TransportKinds,
         on_event: Callable[[str, TransportEvent], None],
         threads: Executor,
     ) -> None:
         self._sending = config.role is Role.PREFILL
         self._spec = config.spec
         self._max_peers = config.limits.max_sessions
+        options = TransportOptions(
+            me=RankId(config.me),
+            host=config.host,
+            port=config.transport_port,
+            advertise=config.advertise,
+            advertise_port=config.advertise_transport_port,
+            limits=config.limits,
+            tls=config.tls,
+        )
         self._by_name = {
-            name: make(
-                name,
-                partial(on_event, name),
-                me=RankId(config.me),
-                host=config.host,
-                port=config.transport_port,
-                advertise=config.advertise,
-                advertise_port=config.advertise_transport_port,
-                stall_s=config.limits.peer_silence_s,
-                tls=config.tls,
-            )
-            for name in config.transports
+            name: kinds.create(name, partial(on_event, name), options) for name in config.transports
         }
         #: What peers are told, by the transport's name: an encoded `Endpoint` for each rank.
         self.endpoints = {

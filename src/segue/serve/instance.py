@@ -25,7 +25,7 @@ from segue.conn.handles import Change
 from segue.conn.io import MonotonicClock
 from segue.conn.manager import KVManager
 from segue.core.config import InstanceConfig
-from segue.core.errors import SegueError
+from segue.core.errors import ConfigError, SegueError
 from segue.core.types import ChecksumMode, LeaderId, Role, new_incarnation
 from segue.engine.base import Engine
 from segue.engine.pages import PagePool
@@ -43,7 +43,7 @@ from segue.serve.registry import look as look_for_registry
 from segue.session import tls
 from segue.session.guarded_http import GuardedServer
 from segue.session.tasks import background
-from segue.transport.kinds import OK, available
+from segue.transport.kinds import KINDS, OK
 from segue.transport.memory import Memory
 
 log = logging.getLogger("segue.instance")
@@ -112,11 +112,13 @@ class Instance:
 
     def _kv_manager(self, memory: Memory) -> KVManager:
         config = self.config
+        names = transports(config.transport, memory)
+        moves_bytes = all(KINDS.kind(name).moves_bytes for name in names)
         kv = KVConfig(
             role=config.role,
             model=self.model,
             spec=self.engine.spec,
-            transports=transports(config.transport),
+            transports=names,
             host=config.host,
             port=config.port,
             transport_port=config.data_port,
@@ -124,8 +126,7 @@ class Instance:
             advertise_port=config.advertise_port,
             advertise_transport_port=config.advertise_data_port,
             secret=config.secret or None,
-            # `fake` moves no bytes, so that what lies at the destination is never what was sent.
-            kv_checksum=ChecksumMode.OFF if config.transport == "fake" else ChecksumMode(config.kv_checksum),
+            kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
             limits=self.limits,
             tls=self.tls,
             me=self.me,
@@ -257,15 +258,17 @@ class Instance:
         await self._stack.aclose()
 
 
-def transports(setting: str) -> tuple[str, ...]:
-    """The transports to offer for `--transport`; `auto` prefers shared memory on one host, where it works."""
-    if setting != "auto":
-        return (setting,)
-    reason = available()["shm"]
-    if reason == OK:
-        return ("shm", "tcp")
-    log.warning("shm cannot be used, only tcp is offered: %s", reason)
-    return ("tcp",)
+def transports(setting: str, memory: Memory) -> tuple[str, ...]:
+    """The transports to offer for `--transport`; of what `auto` means, those that work here. Raises
+    ConfigError if none does."""
+    found = KINDS.offered(setting, memory)
+    usable = tuple(name for name, reason in found.items() if reason == OK)
+    for name, reason in found.items():
+        if reason != OK:
+            log.warning("%s cannot be used, only %s is offered: %s", name, ", ".join(usable), reason)
+    if not usable:
+        raise ConfigError(f"no transport works here: {found}; see segue doctor")
+    return usable
 
 
 def _registry_trouble(error: SegueError) -> None:

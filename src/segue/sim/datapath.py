@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from segue.core.errors import TransferFailed
 from segue.core.types import RankId
@@ -20,9 +20,12 @@ from segue.sim.unix import Memfd, SimHost, UnixSocket
 from segue.sim.world import Process, Violation
 from segue.transport.base import Endpoint, EventSink, Transport, TransportEvent, WriteFailed, Written
 from segue.transport.copy_queue import CopyJob
+from segue.transport.kinds import KINDS, TransportKinds
 from segue.transport.memory import Memory, MemoryKind
-from segue.transport.shm import ShmTransport
+from segue.transport.options import TransportOptions
+from segue.transport.shm import ShmTransport, ShmTuning
 from segue.transport.tcp import TcpTransport
+from segue.transport.tcp_net import TcpTuning
 
 if TYPE_CHECKING:
     from segue.sim.node import KVNode
@@ -259,15 +262,14 @@ class ShmPath(DataPath):
         ]
 
 
-class SimTransport:
+class SimTransport(Transport):
     """Production's transport of one node, in a simulated network or host; and what it was asked."""
 
     net: SimNet
     inner: Transport
     memory_kinds = frozenset(MemoryKind)
 
-    def __init__(self, node: KVNode, name: str, on_event: EventSink) -> None:
-        self.name = name
+    def __init__(self, node: KVNode, on_event: EventSink) -> None:
         self._node = node
         self.tell = on_event
         #: how many of the next writes go where they must not
@@ -275,7 +277,7 @@ class SimTransport:
         #: how many of the next calls of `connect` raise what they must not
         self.connect_raises = 0
         self._full = "full queues" in node.deployment.scenario.features
-        self._rng = node.world.rng(f"{name} options {node.name}")
+        self._rng = node.world.rng(f"{self.name} options {node.name}")
 
     def register(self, memory: Memory) -> Endpoint:
         """As production."""
@@ -336,24 +338,39 @@ class SimTransport:
         self.tell(event)
 
 
+class SimKinds(TransportKinds):
+    """Production's transports, but for how one is made."""
+
+    def __init__(self, make: Callable[[EventSink, TransportOptions], SimTransport]) -> None:
+        super().__init__(KINDS.known)
+        self._make = make
+
+    def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
+        """Whichever the deployment has."""
+        return self._make(on_event, options)
+
+
 class SimTcp(SimTransport):
     """Production's `TcpTransport`."""
 
-    def __init__(self, node: KVNode, name: str, on_event: EventSink, **options: Any) -> None:
-        super().__init__(node, name, on_event)
+    name = TcpTransport.name
+    preference = TcpTransport.preference
+
+    def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
+        super().__init__(node, on_event)
         rng = self._rng
         self.net = SimNet(node)
         self.inner = TcpTransport(
             self._event,
-            net=self.net,
-            me=options["me"],
-            host=node.host,
-            stall_s=options["stall_s"],
-            streams=rng.choice((1, 1, 2, 3)),
-            part_bytes=rng.choice((64, 400, 4096, 1 << 20)),
-            slice_bytes=rng.choice((64, 400, 4096, 1 << 20)),
-            lowat_bytes=rng.choice((1, 100, 1 << 19)),
-            max_parts=rng.choice((1, 3)) if self._full else 65536,
+            replace(options, host=node.host),
+            TcpTuning(
+                streams=rng.choice((1, 1, 2, 3)),
+                part_bytes=rng.choice((64, 400, 4096, 1 << 20)),
+                slice_bytes=rng.choice((64, 400, 4096, 1 << 20)),
+                lowat_bytes=rng.choice((1, 100, 1 << 19)),
+                max_parts=rng.choice((1, 3)) if self._full else 65536,
+            ),
+            self.net,
         )
         node.grants = self.inner._grants
 
@@ -361,16 +378,21 @@ class SimTcp(SimTransport):
 class SimShm(SimTransport):
     """Production's `ShmTransport`."""
 
-    def __init__(self, node: KVNode, name: str, on_event: EventSink, **options: Any) -> None:
-        super().__init__(node, name, on_event)
+    name = ShmTransport.name
+    preference = ShmTransport.preference
+
+    def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
+        super().__init__(node, on_event)
         self.host = SimHost(node)
         self.net = self.host.net
         self.inner = ShmTransport(
             self._event,
-            me=options["me"],
-            slice_bytes=self._rng.choice((64, 400, 4096, 1 << 20)),
-            copy_threads=self._rng.choice((1, 2, 2, 3)),
-            max_writes=self._rng.choice((1, 3)) if self._full else 65536,
+            options,
+            ShmTuning(
+                slice_bytes=self._rng.choice((64, 400, 4096, 1 << 20)),
+                copy_threads=self._rng.choice((1, 2, 2, 3)),
+                max_writes=self._rng.choice((1, 3)) if self._full else 65536,
+            ),
             copy=self._copy,
             host=self.host,
         )

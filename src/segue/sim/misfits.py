@@ -20,6 +20,7 @@ from segue.handoff.messages import Abort, ChunkPosted, Committed, Failed, Gone, 
 from segue.session.node import SessionNode
 from segue.sim.node import KVNode
 from segue.sim.visitor import Visitor
+from segue.transport.tcp import TcpTransport
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -42,9 +43,9 @@ def _layers(info: LeaderInfo) -> LeaderInfo:
     return structs.replace(info, ranks=[structs.replace(rank, shape=shape, layer_count=shape.layers)])
 
 
-_NEGATIVE = msgspec.msgpack.encode({"transport": "tcp", "nbytes": -1, "data": b""})
+_NEGATIVE = msgspec.msgpack.encode({"transport": TcpTransport.name, "nbytes": -1, "data": b""})
 #: An endpoint that only the transport itself can tell to be none: nobody can write there.
-_OPAQUE = msgspec.msgpack.encode({"transport": "tcp", "nbytes": 64, "data": b"\xc1"})
+_OPAQUE = msgspec.msgpack.encode({"transport": TcpTransport.name, "nbytes": 64, "data": b"\xc1"})
 
 #: What is wrong with what they say of themselves, and how they are refused.
 REFUSED: dict[str, tuple[Say, tuple[ErrorCode, ...]]] = {

@@ -25,7 +25,7 @@ from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.session.api import Session
-from segue.sim.datapath import DataPath, ShmPath, SimShm, SimTcp, SimTransport, TcpPath
+from segue.sim.datapath import DataPath, ShmPath, SimKinds, SimShm, SimTcp, SimTransport, TcpPath
 from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
@@ -34,6 +34,7 @@ from segue.sim.threads import SimThread
 from segue.sim.world import Violation
 from segue.transport.base import EventSink
 from segue.transport.memory import Memory, host_region
+from segue.transport.options import TransportOptions
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -247,7 +248,7 @@ class KVNode(LeaderNode):
             role=self.spec.role,
             model=self.spec.model,
             spec=self.engine.spec,
-            transports=("shm" if self.deployment.one_sided else "tcp",),
+            transports=(SimShm.name if self.deployment.one_sided else SimTcp.name,),
             host=self.host,
             port=self.port,
             secret=self.deployment.secret,
@@ -259,7 +260,7 @@ class KVNode(LeaderNode):
         runtime = Runtime(
             io=lambda _on_error: self.io,
             node=partial(SimSessionNode, loop=self.loop),
-            transport=self._make_transport,
+            transports=SimKinds(self._make_transport),
             digester=partial(SimDigester, self),
             connecting=lambda name: ThreadPerCall(name, self._spawn),
             exchange=partial(CheckedExchange, self),
@@ -269,10 +270,10 @@ class KVNode(LeaderNode):
         make = PrefillScheduler if self.spec.role is Role.PREFILL else DecodeScheduler
         return make(self.engine, self.pool, self._scheduling(), self.manager)
 
-    def _make_transport(self, name: str, on_event: EventSink, **options: Any) -> SimTransport:
+    def _make_transport(self, on_event: EventSink, options: TransportOptions) -> SimTransport:
         self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)
         make = SimShm if self.deployment.one_sided else SimTcp
-        self.transport = make(self, name, on_event, **options)
+        self.transport = make(self, on_event, options)
         return self.transport
 
     def _spawn(self, _name: str, run: Callable[[], None]) -> None:

@@ -10,9 +10,11 @@ calling `on_event` from any thread of the transport; the owner makes that thread
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -21,6 +23,7 @@ from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport.memory import Memory, MemoryKind
+from segue.transport.options import TransportOptions
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -88,44 +91,71 @@ TransportEvent = Written | WriteFailed | Fenced | PeerGone
 EventSink = Callable[[TransportEvent], None]
 
 
-class Transport(Protocol):
-    """Moves bytes between registered memories, of the kinds that `memory_kinds` names. `peer` is the
-    rank at the other side."""
+class Transport(ABC):
+    """Moves bytes between the registered memories of ranks. The class describes itself, so that nobody else
+    asks for a transport by its name; `kinds` has the list.
 
-    name: str
-    memory_kinds: frozenset[MemoryKind]
+    A library that runs its own threads and knows no epochs (an RDMA engine) fits as well: it keeps every
+    request until its own success, answers a fence with `proven=False` where it cannot revoke, and makes what
+    it needs per peer when the peer has proven itself to an `AuthenticatedListener`.
+    """
 
+    #: What settings and peers call it.
+    name: ClassVar[str]
+    #: The lowest one that both sides offer and that reaches the other is taken.
+    preference: ClassVar[int]
+    #: What `register` takes.
+    memory_kinds: ClassVar[frozenset[MemoryKind]]
+    #: `auto` offers it, where it works.
+    automatic: ClassVar[bool] = False
+    #: False: what lies at the destination is never what was sent, so that checksums mean nothing.
+    moves_bytes: ClassVar[bool] = True
+
+    @classmethod
+    def unusable(cls) -> str:
+        """Why no process can use it on this host, or ""."""
+        return "" if sys.platform == "linux" else "needs Linux"
+
+    @classmethod
+    def reaches(cls, ours: Endpoint, theirs: Endpoint) -> bool:
+        """Whether either rank can write to the other, as far as their endpoints say. Pure, and symmetric."""
+        return True
+
+    @abstractmethod
+    def __init__(self, on_event: EventSink, options: TransportOptions) -> None:
+        """Made from what its leader was set to. Raises ConfigError."""
+
+    @abstractmethod
     def register(self, memory: Memory) -> Endpoint:
         """Expose all regions of `memory` (once, before any connection) and say how peers reach it. Blocks and
         areas name its bytes by their offsets in `memory`. Raises ConfigError, with what to do, for memory of
         a kind that this transport cannot register."""
-        ...
 
+    @abstractmethod
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """Writing side: open the path to `peer`. Idempotent. Raises TransferFailed, PeerRefused
         (wrong key, wrong user, version), BootstrapTimeout, or OutOfCapacity: this process cannot have
         what such a path takes, so another transport should be used. Then nothing of it is left."""
-        ...
 
+    @abstractmethod
     def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """Receiving side: from now on writes of `epoch` by `peer` may land, inside `area` of our memory.
 
         Where this side performs the writes (`tcp`), a row outside `area` ends the peer's streams before
         a byte of it lands. Where the peer writes by itself (`shm`), nothing here could stop it: there
         the area is not looked at, and what protects is that only processes of our own user get in."""
-        ...
 
+    @abstractmethod
     def write(self, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """Writing side: move `blocks` from our memory into the peer's. Exactly one `Written` or
         `WriteFailed` with `tag` follows, unless `close` comes first. Blocks outside
         either memory are refused before a byte moves."""
-        ...
 
+    @abstractmethod
     def fence(self, peer: RankId, epoch: int) -> None:
         """Either side: end `epoch`. Queued writes fail, running ones are waited for or cut;
         exactly one `Fenced` follows. Idempotent, also for an unknown epoch or peer."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End everything within a bounded time; no event after it returns. Idempotent."""
-        ...

@@ -23,10 +23,20 @@ from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport import handshake, ranges
-from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.base import (
+    Endpoint,
+    EventSink,
+    Fenced,
+    PeerGone,
+    Transport,
+    TransportEvent,
+    WriteFailed,
+    Written,
+)
 from segue.transport.copier import copy_block
 from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.memory import Memory, MemoryKind
+from segue.transport.options import TransportOptions
 
 
 class FakeAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +73,7 @@ class _Path:
     nbytes: int
 
 
-class FakeTransport:
+class FakeTransport(Transport):
     """`Transport` without a wire. `copy` moves bytes between memories registered in one `net`.
 
     Without `hold`, events come on the calling thread, before the method returns, but never
@@ -71,19 +81,21 @@ class FakeTransport:
     """
 
     name = "fake"
+    preference = 90
+    moves_bytes = False
     memory_kinds = frozenset({MemoryKind.SHARED, MemoryKind.HOST})
 
     def __init__(
         self,
         on_event: EventSink,
+        options: TransportOptions,
         *,
-        me: RankId,
         net: FakeNet | None = None,
         copy: bool = False,
         hold: bool = False,
     ) -> None:
         self._on_event = on_event
-        self._me = handshake.checked(me)
+        self._me = options.me
         self._net = net
         self._lock = net.lock if net is not None else threading.RLock()
         self._copy = copy
@@ -100,6 +112,11 @@ class FakeTransport:
         self._closed = False
         #: writes that wait for `deliver`, oldest first (only with `hold`)
         self.held: deque[HeldWrite] = deque()
+
+    @classmethod
+    def unusable(cls) -> str:
+        """It works everywhere."""
+        return ""
 
     # ---- the six methods -----------------------------------------------------------------------
 

@@ -60,12 +60,6 @@ def unpack_rank(packed: bytes) -> RankId:
     return RankId(LeaderId(Incarnation(incarnation.hex()), dp_rank), rank)
 
 
-def checked(rank: RankId) -> RankId:
-    """`rank`, if it can travel. Raises ConfigError."""
-    pack_rank(rank)
-    return rank
-
-
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Who opened a stream. `group` is one random id for all `streams` of one `connect`."""
@@ -80,7 +74,7 @@ def _sign(key: bytes, side: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, side + b"".join(parts), "sha256")
 
 
-class Listener:
+class ListenerProof:
     """The listening end of one stream. Pure: bytes in, bytes out."""
 
     def __init__(self, key: bytes) -> None:
@@ -112,7 +106,7 @@ class Listener:
         return _VERDICT.pack(_MAGIC, VERSION, 0, bytes(_MAC), reason.encode("ascii", "replace")[:128])
 
 
-class Writer:
+class WriterProof:
     """The connecting end of one stream. Pure: bytes in, bytes out."""
 
     def __init__(self, key: bytes, hello: Hello) -> None:

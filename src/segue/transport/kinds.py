@@ -1,143 +1,106 @@
 """Which transports there are, which work here, and which one two sides should use.
 
-The table maps a name to the module and class that implement it; a module is imported when its
-transport is created or asked about, so that a laptop never loads an RDMA library.
+A transport is one file and one line of `KINDS`: its class describes itself (see `base.Transport`), and
+nobody else asks for a transport by its name. The module is imported when its transport is made or asked
+about, so that a laptop never loads an RDMA library.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-import msgspec
-
-from segue.core.errors import DECODE_ERRORS, ConfigError
-from segue.core.types import RankId
-from segue.session.tls import Tls
+from segue.core.errors import ConfigError
 from segue.transport.base import Endpoint, EventSink, Transport
+from segue.transport.memory import Memory, MemoryKind
+from segue.transport.options import TransportOptions
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    module: str
-    needs: str = ""  # a package that must be importable
-    missing: str = ""  # why it cannot work in this version, whatever is installed
-    check: str = ""  # a function of the module that says why it cannot be used on this host, or ""
-
-
-_TABLE: dict[str, _Entry] = {
-    "fake": _Entry("segue.transport.fake"),
-    "shm": _Entry("segue.transport.shm", check="unusable"),
-    "tcp": _Entry("segue.transport.tcp"),
-    "nixl": _Entry("", "nixl", "not part of this version of segue"),
-    "mooncake": _Entry("", "mooncake", "not part of this version of segue"),
-    "mori": _Entry("", "mori", "not part of this version of segue"),
-    "ascend": _Entry("", "mf_adapter", "not part of this version of segue"),
-    "cuda_ipc": _Entry("", "torch", "not part of this version of segue"),
-}
-NAMES = tuple(_TABLE)
+AUTO = "auto"
 OK = "ok"
+_ABSENT = "not part of this version of segue"
 
-#: what `choose` tries, best first; `fake` only where nothing else is offered
-_PREFERENCE = ("shm", "tcp", "fake")
-
-
-def available() -> dict[str, str]:
-    """Each known transport with `"ok"`, or with the reason why it cannot be used here."""
-    return {name: _reason(entry) for name, entry in _TABLE.items()}
+Known = Mapping[str, str | type[Transport]]
 
 
-def create(
-    name: str,
-    on_event: EventSink,
-    *,
-    me: RankId,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    advertise: str | None = None,
-    advertise_port: int | None = None,
-    streams: int | None = None,
-    stall_s: float = 10.0,
-    tls: Tls | None = None,
-) -> Transport:
-    """A transport by name. `me` is the rank that it moves bytes for.
+class TransportKinds:
+    """Transports by name. `known` maps each to its class, or to where that is ("module:Class"; empty: a later
+    version will have it)."""
 
-    `host:port` (0: any free port) is where it listens, `advertise` and `advertise_port` what peers are
-    told if it is something else, `streams` is the number of connections per peer, one that is silent
-    for `stall_s` seconds is given up, and `tls` encrypts them; only transports with a network use
-    these. Raises ConfigError for an unknown name, one that cannot be used here, or a port in use.
-    """
-    entry = _TABLE.get(name)
-    if entry is None:
-        raise ConfigError(f"unknown transport {name!r}; known are {', '.join(NAMES)} (or auto)")
-    reason = _reason(entry)
-    if reason != OK:
-        raise ConfigError(f"transport {name!r} cannot be used here: {reason}")
-    if name == "fake":
-        from segue.transport.fake import FakeTransport
+    def __init__(self, known: Known) -> None:
+        self.known = known
 
-        return FakeTransport(on_event, me=me)
-    if name == "shm":
-        from segue.transport.shm import ShmTransport
+    def kind(self, name: str) -> type[Transport]:
+        """The class of a transport. Raises ConfigError for one that is unknown or cannot be imported."""
+        where = self.known.get(name)
+        if where is None:
+            raise ConfigError(f"unknown transport {name!r}; known are {', '.join(self.known)} (or {AUTO})")
+        if not isinstance(where, str):
+            return where
+        if not where:
+            raise ConfigError(_ABSENT)
+        module, _, attribute = where.partition(":")
+        try:
+            found: type[Transport] = getattr(importlib.import_module(module), attribute)
+        except ImportError as exc:
+            raise ConfigError(f"cannot be imported: {exc}") from exc
+        return found
 
-        return ShmTransport(on_event, me=me)
-    from segue.transport.tcp import DEFAULT_STREAMS, TcpTransport
+    def available(self) -> dict[str, str]:
+        """Each transport with `OK`, or with the reason why it cannot be used here."""
+        return {name: self._reason(name) for name in self.known}
 
-    return TcpTransport(
-        on_event,
-        me=me,
-        host=host,
-        port=port,
-        advertise=advertise,
-        advertise_port=advertise_port,
-        streams=streams or DEFAULT_STREAMS,
-        stall_s=stall_s,
-        tls=tls,
-    )
+    def automatic(self) -> tuple[str, ...]:
+        """What `auto` means, best first, whether it works here or not."""
+        found = [kind for name, where in self.known.items() if where and (kind := self.kind(name)).automatic]
+        return tuple(kind.name for kind in sorted(found, key=lambda kind: kind.preference))
 
+    def offered(self, setting: str, memory: Memory) -> dict[str, str]:
+        """What to offer for `memory` and a setting (a name, or `auto`): each name with `OK`, and those that
+        `auto` leaves out with the reason."""
+        if setting != AUTO:
+            return {setting: OK}
+        kinds = frozenset(region.kind for region in memory.regions)
+        return {name: self._reason(name, kinds) for name in self.automatic()}
 
-def choose(ours: Mapping[str, Endpoint], theirs: Mapping[str, Endpoint]) -> str | None:
-    """The transport for a pair of sides, by what both offer; None when they share none. Pure.
+    def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
+        """Make a transport. Raises ConfigError for one that is unknown or cannot be used here, and for a port
+        in use."""
+        if name in self.known and (reason := self._reason(name)) != OK:
+            raise ConfigError(f"transport {name!r} cannot be used here: {reason}")
+        return self.kind(name)(on_event, options)
 
-    `shm` when both run on one host, in one network namespace, as one user (their endpoints say);
-    else `tcp`. Symmetric, so both sides come to the same answer without asking.
-    """
-    for name in _PREFERENCE:
-        if name not in ours or name not in theirs:
-            continue
-        if name == "shm":
-            hosts = _shm_host(ours[name]), _shm_host(theirs[name])
-            if not hosts[0] or hosts[0] != hosts[1]:
-                continue
-        return name
-    return None
+    def choose(
+        self, ours: Mapping[str, Sequence[Endpoint]], theirs: Mapping[str, Sequence[Endpoint]]
+    ) -> str | None:
+        """The transport for a pair of sides, by the endpoints of the ranks that both offer: the preferred one
+        that reaches each from each. None when there is none. Pure, and symmetric, so both sides come to the
+        same answer without asking."""
+        both = [self.kind(name) for name in ours if name in theirs and name in self.known]
+        for kind in sorted(both, key=lambda kind: kind.preference):
+            ends = [(a, b) for a in ours[kind.name] for b in theirs[kind.name]]
+            if ends and all(kind.reaches(a, b) for a, b in ends):
+                return kind.name
+        return None
 
-
-class _ShmHost(msgspec.Struct, frozen=True):
-    """The part of `shm_wire.ShmAddress` that says where it is; read without loading `shm`."""
-
-    version: int
-    host: str
+    def _reason(self, name: str, memory: frozenset[MemoryKind] = frozenset()) -> str:
+        try:
+            kind = self.kind(name)
+        except ConfigError as exc:
+            return exc.info.text
+        if missing := memory - kind.memory_kinds:
+            return f"it registers no {' or '.join(sorted(missing))} memory"
+        return kind.unusable() or OK
 
 
-def _shm_host(endpoint: Endpoint) -> str:
-    """The host identity in an shm endpoint, or "" when it is unreadable or of another version."""
-    try:
-        address = msgspec.msgpack.decode(endpoint.data, type=_ShmHost)
-    except DECODE_ERRORS:
-        return ""
-    return address.host if address.version == 1 else ""
-
-
-def _reason(entry: _Entry) -> str:
-    if entry.missing:
-        return entry.missing
-    if sys.platform != "linux" and entry.module != "segue.transport.fake":
-        return "needs Linux"
-    try:
-        module = importlib.import_module(entry.module)
-    except ImportError as exc:
-        return f"cannot be imported: {exc}"
-    return (getattr(module, entry.check)() if entry.check else "") or OK
+KINDS = TransportKinds(
+    {
+        "fake": "segue.transport.fake:FakeTransport",
+        "shm": "segue.transport.shm:ShmTransport",
+        "tcp": "segue.transport.tcp:TcpTransport",
+        "nixl": "",
+        "mooncake": "",
+        "mori": "",
+        "ascend": "",
+        "cuda_ipc": "",
+    }
+)

@@ -28,69 +28,67 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from segue.core.errors import ConfigError, Internal, OutOfCapacity, SegueError, TransferFailed
+from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, OutOfCapacity, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport import handshake, ranges
-from segue.transport.base import Endpoint, EventSink, Fenced, WriteFailed
+from segue.transport.base import Endpoint, EventSink, Fenced, Transport, WriteFailed
 from segue.transport.copier import Copier, Copy, copy_slice
 from segue.transport.copy_queue import CopyJob
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import FencedEpochs
 from segue.transport.memory import Memory, MemoryKind, allocate, map_shared
+from segue.transport.options import TransportOptions
 from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_in import ShmListener
 from segue.transport.shm_out import MappedPeer, map_peer
 from segue.transport.shm_table import GrantTable
 from segue.transport.shm_wire import ShmAddress
 
-SLICE_BYTES = 1 * 2**20
-COPY_THREADS = 2  # measured: bench/transport.py
 _CLOSE_S = 5.0
 
 
-def unusable() -> str:
-    """Why no process can use `shm` here, or "": it is tried with one page of memory."""
-    try:
-        memory = allocate(mmap.PAGESIZE)
-        try:
-            os.close(os.pidfd_open(os.getpid()))
-            assert memory.only.fd is not None
-            map_shared(memory.only.fd, memory.nbytes).close()
-        finally:
-            memory.close()
-    except (OSError, OutOfCapacity) as exc:
-        return f"its system calls do not work here: {exc}"
-    return ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmTuning:
+    """Sizes and bounds; the defaults are measured (bench/transport.py).
+
+    slice_bytes: what a thread copies between two looks at the grant.
+    max_writes: that wait.
+    max_pending: connections that have not proven themselves.
+    """
+
+    slice_bytes: int = 1 * 2**20
+    copy_threads: int = 2
+    max_writes: int = 65536
+    max_pending: int = 16
 
 
-class ShmTransport:
-    """`Transport` between processes of one user on one host. `me` is the rank it copies for."""
+class ShmTransport(Transport):
+    """`Transport` between processes of one user on one host."""
 
     name = "shm"
+    preference = 10
     memory_kinds = frozenset({MemoryKind.SHARED})
+    automatic = True
 
     def __init__(
         self,
         on_event: EventSink,
+        options: TransportOptions,
+        tuning: ShmTuning = ShmTuning(),
         *,
-        me: RankId,
-        slice_bytes: int = SLICE_BYTES,
-        copy_threads: int = COPY_THREADS,
-        max_writes: int = 65536,
-        max_strangers: int = 16,
-        handshake_s: float = 5.0,
         copy: Copy = copy_slice,
         host: ShmHost = HOST,
     ) -> None:
-        self._me = handshake.checked(me)
-        self._max_strangers = max_strangers
-        self._handshake_s = handshake_s
+        self._me = options.me
+        self._handshake_s = options.limits.handshake_s
+        self._max_pending = tuning.max_pending
         self._lock = threading.RLock()
         self._emitter = EventEmitter(self.name, on_event)
         self._memory: Memory | None = None
@@ -104,14 +102,40 @@ class ShmTransport:
             "segue-shm-copy",
             self._emitter.emit,
             self._crashed,
-            slice_bytes=slice_bytes,
-            max_jobs=max_writes,
-            threads=copy_threads,
+            slice_bytes=tuning.slice_bytes,
+            max_jobs=tuning.max_writes,
+            threads=tuning.copy_threads,
             copy=copy,
             host=host,
         )
         self._loop.start()
         self._copier.start()
+
+    @classmethod
+    def unusable(cls) -> str:
+        """It is tried with one page of memory."""
+        if missing := super().unusable():
+            return missing
+        try:
+            memory = allocate(mmap.PAGESIZE)
+            try:
+                os.close(os.pidfd_open(os.getpid()))
+                assert memory.only.fd is not None
+                map_shared(memory.only.fd, memory.nbytes).close()
+            finally:
+                memory.close()
+        except (OSError, OutOfCapacity) as exc:
+            return f"its system calls do not work here: {exc}"
+        return ""
+
+    @classmethod
+    def reaches(cls, ours: Endpoint, theirs: Endpoint) -> bool:
+        """Only on one host, in one network namespace, as one user; the endpoints say so."""
+        try:
+            here, there = (msgspec.msgpack.decode(end.data, type=ShmAddress) for end in (ours, theirs))
+        except DECODE_ERRORS:
+            return False
+        return here.version == there.version == 1 and here.host == there.host != ""
 
     # ---- the six methods -----------------------------------------------------------------------
 
@@ -139,11 +163,11 @@ class ShmTransport:
                 fd,
                 self._table,
                 self._emitter.emit,
-                max_strangers=self._max_strangers,
+                max_pending=self._max_pending,
                 handshake_s=self._handshake_s,
                 host=self._host,
             )
-        self._loop.post(self._incoming.open)
+        self._loop.post(self._incoming.listener.open)
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
 
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:

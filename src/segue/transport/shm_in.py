@@ -1,14 +1,11 @@
 """The receiving end of `shm`: who is let in, who may hold a mapping of our pool, and the proof that it
 does not any more.
 
-Everything here runs on the loop's thread, but for `may_write`. A system call that fails costs the peer
-that it was made for, never the loop.
+Everything here runs on the loop's thread, but for `may_write`.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
 import select
 import socket
 import threading
@@ -21,32 +18,29 @@ from segue.core.types import RankId
 from segue.transport import handshake
 from segue.transport.base import PeerGone, TransportEvent
 from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.listener import AuthenticatedListener
 from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_table import GrantTable
 from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, send
+from segue.transport.tcp_channel import Channel, PlainChannel
 
-REST_S = 0.1
 #: An honest writer has one path. One that comes again and again without a goodbye may hold as many mappings,
 #: and each costs us a descriptor until its process ends.
 MAX_PER_RANK = 8
-_LEFT_AGAIN = frozenset({errno.EAGAIN, errno.EINTR, errno.ECONNABORTED})
-
-log = logging.getLogger("segue.shm")
 
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A peer's socket. `rank` is None until it proved that it knows the key."""
+    """A process of the rank `peer` that may hold a mapping of our pool, and the socket that it came in by."""
 
+    peer: RankId
     sock: socket.socket
-    proof: handshake.Listener
-    rank: RankId | None = None
-    pidfd: int | None = None
+    pidfd: int
     timer: Timer | None = None
 
 
 class ShmListener:
-    """The listening socket and every process that came in through it.
+    """Every process that came in and has proven itself.
 
     `memory_fd` is the pool that is passed to those who know `key`, with `table`; `lock` covers the
     table and the list of writers.
@@ -56,36 +50,35 @@ class ShmListener:
         self,
         loop: IoLoop,
         lock: threading.RLock,
-        listener: socket.socket,
+        sock: socket.socket,
         key: bytes,
         memory_fd: int,
         table: GrantTable,
         emit: Callable[[TransportEvent], None],
         *,
-        max_strangers: int,
+        max_pending: int,
         handshake_s: float,
         host: ShmHost = HOST,
     ) -> None:
         self._host = host
         self._loop = loop
         self._lock = lock
-        self._listener = listener
-        self._key = key
         self._memory_fd = memory_fd
         self._table = table
         self._emit = emit
-        self._max_strangers = max_strangers
-        self._handshake_s = handshake_s
-        self._strangers: dict[Incoming, None] = {}
         #: Those who may hold a mapping: one rank may have come in more than once.
         self.writers: dict[RankId, list[Incoming]] = {}
-
-    def open(self) -> None:
-        """Start to accept; also after a rest."""
-        try:
-            self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
-        except OSError as exc:
-            self._rest(exc)
+        self.listener = AuthenticatedListener(
+            loop,
+            sock,
+            key,
+            self._open_channel,
+            self._admit,
+            name="shm",
+            handshake_s=handshake_s,
+            max_pending=max_pending,
+            per_address=max_pending,
+        )
 
     def may_write(self, rank: RankId) -> bool:
         """Whether a process of this rank may hold a mapping (under the lock)."""
@@ -93,12 +86,10 @@ class ShmListener:
 
     def close(self) -> None:
         """Close every socket, with a goodbye; no event."""
-        for peer in [*self._strangers, *(p for named in self.writers.values() for p in named)]:
+        self.listener.close()
+        for peer in [peer for named in self.writers.values() for peer in named]:
             send(peer.sock, GOODBYE)
             self._release(peer)
-        self._loop.unwatch(self._listener.fileno())
-        self._listener.close()
-        self._strangers.clear()
         self.writers.clear()
 
     def _release(self, peer: Incoming) -> None:
@@ -107,86 +98,35 @@ class ShmListener:
             peer.timer.cancel()
         self._loop.unwatch(peer.sock.fileno())
         peer.sock.close()
-        if peer.pidfd is not None:
-            self._loop.unwatch(peer.pidfd)
-            self._host.close(peer.pidfd)
-            peer.pidfd = None
+        self._loop.unwatch(peer.pidfd)
+        self._host.close(peer.pidfd)
 
-    # ---- strangers -------------------------------------------------------------------------------
+    def _open_channel(self, sock: socket.socket) -> Channel | None:
+        """Only for processes of our own user."""
+        mine = self._host.peer_uid(sock) == self._host.uid()
+        return PlainChannel(sock, messages=True) if mine else None
 
-    def _accept(self, _events: int) -> None:
+    def _admit(self, channel: Channel, hello: handshake.Hello, verdict: bytes) -> None:
+        assert isinstance(channel, PlainChannel)
+        rank = hello.rank
+        if len(self.writers.get(rank, ())) >= MAX_PER_RANK:
+            raise PeerRefused(f"{MAX_PER_RANK} connections of this rank have not said goodbye")
+        pidfd = self._host.peer_pidfd(channel.sock)
+        if pidfd is None:
+            raise PeerRefused("the process is gone")
+        peer = Incoming(rank, channel.sock, pidfd)
         try:
-            sock, _ = self._listener.accept()
-        except OSError as exc:
-            if exc.errno not in _LEFT_AGAIN:
-                self._rest(exc)
-            return
-        peer = Incoming(sock, handshake.Listener(self._key))
-        try:
-            self._let_wait(peer)
-        except OSError as exc:
-            log.warning("shm cannot let a peer in: %s", exc.strerror)
-            self._drop_stranger(peer)
-
-    def _rest(self, exc: OSError) -> None:
-        """No descriptor is free: do not let the kernel call us again at once, for nothing."""
-        log.error("shm cannot accept peers: %s", exc.strerror)
-        if self._strangers:
-            self._drop_stranger(next(iter(self._strangers)))
-        self._loop.unwatch(self._listener.fileno())
-        self._loop.later(REST_S, self.open)
-
-    def _let_wait(self, peer: Incoming) -> None:
-        sock = peer.sock
-        sock.setblocking(False)
-        if self._host.peer_uid(sock) != self._host.uid():
-            send(sock, peer.proof.refuse("another user"))
-            sock.close()
-            return
-        if len(self._strangers) >= self._max_strangers:
-            # The oldest, so that a crowd cannot keep a peer out that proves itself at once.
-            self._drop_stranger(next(iter(self._strangers)))
-        self._strangers[peer] = None
-        peer.timer = self._loop.later(self._handshake_s, partial(self._drop_stranger, peer))
-        self._loop.watch(sock.fileno(), select.EPOLLIN, partial(self._greet, peer))
-        send(sock, peer.proof.challenge())
-
-    def _drop_stranger(self, peer: Incoming) -> None:
-        self._strangers.pop(peer, None)
-        self._release(peer)
-
-    def _greet(self, peer: Incoming, _events: int) -> None:
-        try:
-            hello, verdict = peer.proof.accept(peer.sock.recv(handshake.RESPONSE_BYTES + 1))
-            self._watch_process(peer, hello.rank)
-        except PeerRefused as exc:
-            send(peer.sock, peer.proof.refuse(exc.info.text))
-            self._drop_stranger(peer)
-            return
-        except OSError as exc:
-            log.warning("shm cannot let a peer in: %s", exc.strerror)
-            self._drop_stranger(peer)
-            return
-        if peer.timer is not None:
-            peer.timer.cancel()
-        del self._strangers[peer]
-        peer.rank = hello.rank
+            self._loop.watch(peer.sock.fileno(), select.EPOLLIN, partial(self._says, peer))
+            self._loop.watch(pidfd, select.EPOLLIN, partial(self._died, peer))
+        except OSError:
+            self._host.close(pidfd)
+            raise
         with self._lock:  # from here on the peer may hold a mapping
-            self.writers.setdefault(hello.rank, []).append(peer)
+            self.writers.setdefault(rank, []).append(peer)
         try:
             self._host.send_fds(peer.sock, verdict, [self._memory_fd, self._table.fd])
         except OSError:  # then no descriptor has left this process
             self._gone(peer, "it left before it had the memory")
-
-    def _watch_process(self, peer: Incoming, rank: RankId) -> None:
-        if len(self.writers.get(rank, ())) >= MAX_PER_RANK:
-            raise PeerRefused(f"{MAX_PER_RANK} connections of this rank have not said goodbye")
-        peer.pidfd = self._host.peer_pidfd(peer.sock)
-        if peer.pidfd is None:
-            raise PeerRefused("the process is gone")
-        self._loop.unwatch(peer.sock.fileno())
-        self._loop.watch(peer.sock.fileno(), select.EPOLLIN, partial(self._says, peer))
-        self._loop.watch(peer.pidfd, select.EPOLLIN, partial(self._died, peer))
 
     # ---- writers ---------------------------------------------------------------------------------
 
@@ -209,18 +149,16 @@ class ShmListener:
         peer.timer = self._loop.later(DEATH_GRACE_S, partial(self._silent, peer))
 
     def _silent(self, peer: Incoming) -> None:
-        assert peer.rank is not None
-        text = f"{peer.rank} closed its shm socket but its process lives"
-        self._emit(PeerGone(peer.rank, False, PeerLost(text, peer=str(peer.rank))))
+        text = f"{peer.peer} closed its shm socket but its process lives"
+        self._emit(PeerGone(peer.peer, False, PeerLost(text, peer=str(peer.peer))))
 
     def _died(self, peer: Incoming, _events: int) -> None:
-        if peer.pidfd is not None and self._host.ended(peer.pidfd):
+        if self._host.ended(peer.pidfd):
             self._gone(peer, "its process has ended")
 
     def _gone(self, peer: Incoming, why: str) -> None:
         """Proven: nothing of this connection can land any more."""
-        rank = peer.rank
-        assert rank is not None
+        rank = peer.peer
         self._release(peer)
         with self._lock:
             left = self.writers[rank]

@@ -176,7 +176,7 @@ def map_peer(me: RankId, peer: RankId, endpoint: Endpoint, timeout_s: float, hos
             sock.connect(address.name)
             if host.peer_uid(sock) != host.uid():
                 raise PeerRefused("the shm socket of the peer belongs to another user")
-            proof = handshake.Writer(address.key, handshake.Hello(me, bytes(16), 0, 1))
+            proof = handshake.WriterProof(address.key, handshake.Hello(me, bytes(16), 0, 1))
             sock.sendall(proof.respond(read_frame(sock, handshake.CHALLENGE_BYTES)))
             pool, grants = take_memory(sock, proof, endpoint.nbytes, host)
             undo.callback(pool.close)
@@ -192,7 +192,7 @@ def map_peer(me: RankId, peer: RankId, endpoint: Endpoint, timeout_s: float, hos
 
 
 def take_memory(
-    sock: socket.socket, proof: handshake.Writer, nbytes: int, host: ShmHost = HOST
+    sock: socket.socket, proof: handshake.WriterProof, nbytes: int, host: ShmHost = HOST
 ) -> tuple[mmap.mmap, GrantView]:
     """The peer's verdict, and with it its pool and its table of grants, mapped. Raises also OutOfCapacity
     when they cannot be mapped in this process; nothing is, then."""

@@ -24,24 +24,18 @@ from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, PeerRefused,
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
-from segue.session.tls import GIVE_BOTH, Tls
-from segue.transport import handshake, ranges, tcp_wire
-from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, WriteFailed
+from segue.session.tls import GIVE_BOTH
+from segue.transport import handshake, ranges
+from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, Transport, WriteFailed
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.memory import Memory, MemoryKind
-from segue.transport.tcp_channel import Channel
+from segue.transport.options import TransportOptions
+from segue.transport.tcp_channel import Channel, TlsChannel
 from segue.transport.tcp_in import InStream, TcpListener
-from segue.transport.tcp_net import NET, Net
+from segue.transport.tcp_net import NET, Net, TcpTuning
 from segue.transport.tcp_out import PeerWriter, open_streams
 
-DEFAULT_STREAMS = (
-    1  # on loopback more only cost header and wake-ups (bench/transport.py); a fast NIC wants more
-)
-PART_BYTES = 16 * 2**20
-SLICE_BYTES = 4 * 2**20  # at most this much lands after a fence was called, before it is answered
-LOWAT_BYTES = 512 * 2**10  # fewer wake-ups per byte; with 64 KiB a hand-off took 1.6 times as long
-MAX_STREAMS_PER_PEER = 64
 _CLOSE_S = 5.0
 
 
@@ -55,55 +49,25 @@ class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool = False
 
 
-class TcpTransport:
-    """`Transport` over TCP. `me` is the rank it moves bytes for.
-
-    It listens on `host:port` (0: any free port) from `register` on and tells peers `advertise` and
-    `advertise_port` (default: where it listens). `streams` connections are opened per peer. A peer
-    that takes or gives no byte of a write for `stall_s`, or acknowledges none, is gone.
-    """
+class TcpTransport(Transport):
+    """`Transport` over TCP. It listens from `register` on. A peer that takes or gives no byte of a write for
+    the limit of silence, or acknowledges none, is gone."""
 
     name = "tcp"
+    preference = 20
     memory_kinds = frozenset({MemoryKind.SHARED, MemoryKind.HOST})
+    automatic = True
 
     def __init__(
         self,
         on_event: EventSink,
-        *,
-        me: RankId,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        advertise: str | None = None,
-        advertise_port: int | None = None,
-        streams: int = DEFAULT_STREAMS,
-        tls: Tls | None = None,
-        part_bytes: int = PART_BYTES,
-        slice_bytes: int = SLICE_BYTES,
-        lowat_bytes: int = LOWAT_BYTES,
-        stall_s: float = 10.0,
-        handshake_s: float = 5.0,
-        max_strangers: int = 32,
-        max_streams: int = 8192,
-        max_parts: int = 65536,
+        options: TransportOptions,
+        tuning: TcpTuning = TcpTuning(),  # noqa: B008
         net: Net = NET,
     ) -> None:
-        if not 1 <= streams <= MAX_STREAMS_PER_PEER:
-            raise ConfigError(f"tcp needs 1 to {MAX_STREAMS_PER_PEER} streams per peer, not {streams}")
-        if not 1 <= part_bytes <= tcp_wire.MAX_PART_BYTES:
-            raise ConfigError(f"part_bytes must be in 1 … {tcp_wire.MAX_PART_BYTES}, not {part_bytes}")
-        self._me = handshake.checked(me)
-        self._host, self._port, self._advertise = host, port, advertise or host
-        self._advertise_port = advertise_port
-        self._streams = streams
-        self._tls = tls
-        self._part_bytes = part_bytes
-        self._slice_bytes = slice_bytes
-        self._lowat_bytes = lowat_bytes
-        self._stall_s = stall_s
-        self._handshake_s = handshake_s
-        self._max_strangers = max_strangers
-        self._max_streams = max_streams
-        self._max_parts = max_parts
+        self._options = options
+        self._tuning = tuning
+        self._stall_s = options.limits.peer_silence_s
         self._lock = threading.Lock()
         self._emitter = EventEmitter(self.name, on_event)
         self._memory: Memory | None = None
@@ -131,19 +95,21 @@ class TcpTransport:
                 self._loop,
                 listener,
                 key,
-                self._tls.server if self._tls is not None else None,
                 self._in_stream,
                 self._writer_gone,
-                self._prepare,
-                self._net.channel,
-                max_strangers=self._max_strangers,
-                max_streams=self._max_streams,
-                handshake_s=self._handshake_s,
+                self._channel,
+                max_pending=self._tuning.max_pending,
+                max_streams=self._tuning.max_streams,
+                handshake_s=self._options.limits.handshake_s,
             )
-            self._loop.post(self._incoming.open)
-        told_port = self._advertise_port or listener.getsockname()[1]
+            self._loop.post(self._incoming.listener.open)
+        told = self._options
         address = TcpAddress(
-            version=1, host=self._advertise, port=told_port, key=key, encrypted=self._tls is not None
+            version=1,
+            host=told.advertise or told.host,
+            port=told.advertise_port or listener.getsockname()[1],
+            key=key,
+            encrypted=told.tls is not None,
         )
         return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
 
@@ -162,14 +128,13 @@ class TcpTransport:
             raise PeerRefused(f"unreadable tcp endpoint: {exc}") from exc
         if endpoint.transport != self.name or address.version != 1:
             raise PeerRefused(f"not a tcp endpoint of version 1: {endpoint.transport} v{address.version}")
-        if address.encrypted != (self._tls is not None):
+        if address.encrypted != (self._options.tls is not None):
             raise PeerRefused(f"only one of this side and {peer} encrypts its KV; {GIVE_BOTH}")
         if not 1 <= address.port < 2**16 or not address.host or not address.host.isprintable():
             raise PeerRefused(f"{address.host[:64]!r}:{address.port} is no address of a tcp endpoint")
         where = (address.host, address.port)
-        client = self._tls.client if self._tls is not None else None
         channels = open_streams(
-            self._net, self._me, peer, where, address.key, self._streams, timeout_s, self._prepare, client
+            self._net, self._options, peer, where, address.key, self._tuning.streams, timeout_s, self._prepare
         )
         path = PeerWriter(
             self._loop,
@@ -179,10 +144,8 @@ class TcpTransport:
             endpoint.nbytes,
             self._emitter.emit,
             self._path_gone,
-            part_bytes=self._part_bytes,
-            slice_bytes=self._slice_bytes,
+            tuning=self._tuning,
             stall_s=self._stall_s,
-            max_parts=self._max_parts,
         )
         with self._lock:
             if self._emitter.closed or peer in self._peers:
@@ -263,8 +226,7 @@ class TcpTransport:
             self._memory,
             self._grants,
             broken,
-            slice_bytes=self._slice_bytes,
-            lowat_bytes=self._lowat_bytes,
+            tuning=self._tuning,
             stall_s=self._stall_s,
         )
 
@@ -280,11 +242,20 @@ class TcpTransport:
         self._emitter.emit(PeerGone(path.peer, False, error))
 
     def _listen(self) -> socket.socket:
+        host, port = self._options.host, self._options.port
         try:
-            return self._net.listen(self._host, self._port)
+            return self._net.listen(host, port)
         except OSError as exc:
-            where = f"{self._host}:{self._port}"
+            where = f"{host}:{port}"
             raise ConfigError(f"tcp cannot listen on {where}: {exc.strerror}; choose another port") from exc
+
+    def _channel(self, sock: socket.socket) -> Channel:
+        """Of a socket that was accepted."""
+        self._prepare(sock)
+        if self._options.tls is None:
+            return self._net.channel(sock)
+        server = self._options.tls.server
+        return TlsChannel(server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
     def _prepare(self, sock: socket.socket) -> None:
         """Options of every stream. Buffer sizes stay with the kernel's autotuning, which on common

@@ -24,8 +24,14 @@ class Channel(Protocol):
 
     #: bytes may wait inside, where no poll sees them: read until `receive` says "later"
     buffered: bool
+    #: the socket keeps the bounds of messages: what is received is one, whole
+    messages: bool
 
     def fileno(self) -> int: ...
+
+    def handshake(self) -> int:
+        """Go on with a handshake of its own: 0 when it is done, else the poll event to wait for."""
+        ...
 
     def receive(self, nbytes: int) -> bytes | None:
         """At most `nbytes`; empty at the end, None: later."""
@@ -57,13 +63,19 @@ class PlainChannel:
 
     buffered = False
 
-    def __init__(self, sock: socket.socket, vectors: Vectors | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, vectors: Vectors | None = None, *, messages: bool = False
+    ) -> None:
         self.sock = sock
+        self.messages = messages
         self._fd = sock.fileno()
         self._vectors = vectors or Vectors()
 
     def fileno(self) -> int:
         return self._fd
+
+    def handshake(self) -> int:
+        return 0
 
     def receive(self, nbytes: int) -> bytes | None:
         try:
@@ -99,6 +111,7 @@ class TlsChannel:
     """`Channel` over TLS. The handshake may still be ahead (`handshake`)."""
 
     buffered = True
+    messages = False
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self.sock = sock

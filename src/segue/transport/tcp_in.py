@@ -6,33 +6,29 @@ slices: that is how `fence` proves that nothing of an epoch lands any more.
 
 from __future__ import annotations
 
-import errno
 import logging
 import select
 import socket
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from segue.core.errors import PeerLost, PeerRefused, SegueError, TransferFailed
-from segue.core.pending import PendingConnections
+from segue.core.errors import PeerLost, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.content import Content
-from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import IoLoop, Timer
+from segue.transport.listener import AuthenticatedListener
 from segue.transport.memory import Memory
-from segue.transport.tcp_channel import Channel, PlainChannel, TlsChannel
+from segue.transport.tcp_channel import Channel, PlainChannel
+from segue.transport.tcp_net import TcpTuning
 from segue.transport.tcp_wire import Cursor, Header
 
 _SCRATCH_BYTES = 256 * 1024
 _MAX_STEPS = 16  # or a slice of bytes: then other streams and calls have their turn
-OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-REST_S = 0.1
 
 log = logging.getLogger("segue.tcp")
 
@@ -58,8 +54,7 @@ class InStream:
         grants: Grants,
         broken: Callable[[SegueError], None],
         *,
-        slice_bytes: int,
-        lowat_bytes: int,
+        tuning: TcpTuning,
         stall_s: float,
     ) -> None:
         self._loop = loop
@@ -69,8 +64,8 @@ class InStream:
         self._memory = memory
         self._grants = grants
         self._broken = broken
-        self._slice_bytes = slice_bytes
-        self._lowat_bytes = lowat_bytes
+        self._slice_bytes = tuning.slice_bytes
+        self._lowat_bytes = tuning.lowat_bytes
         self._lowat = 1
         self._stall_s = stall_s
         self._scratch = bytearray(_SCRATCH_BYTES)
@@ -209,192 +204,61 @@ class InStream:
         self._watch_stall()
 
 
-class Stranger:
-    """A connection whose other end has not yet proved that it knows the key. Under `tls` it must
-    show a certificate first."""
+class TcpListener:
+    """Every stream that came in and has proven itself, by the peer and its `connect`.
+
+    stream: makes the stream of an authenticated channel. gone: hears of a peer whose streams have ended.
+    """
 
     def __init__(
         self,
         loop: IoLoop,
         sock: socket.socket,
         key: bytes,
-        deadline_s: float,
-        left: Callable[[Stranger], object],
-        admitted: Callable[[Stranger, handshake.Hello], None],
-        tls: ssl.SSLContext | None,
-        channel: Callable[[socket.socket], PlainChannel],
-    ) -> None:
-        self._loop = loop
-        self._proof = handshake.Listener(key)
-        self._frame = b""
-        self._left = left
-        self._admitted = admitted
-        self._opening: TlsChannel | None = None
-        self.channel: Channel
-        if tls is None:
-            self.channel = channel(sock)
-        else:
-            wrapped = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            self.channel = self._opening = TlsChannel(wrapped)
-        self._fd = self.channel.fileno()
-        self._timer = loop.later(deadline_s, self.close)
-        loop.watch(self._fd, select.EPOLLIN, self._ready)
-        if tls is None:
-            self._say(self._proof.challenge())
-
-    def close(self) -> None:
-        """Drop it."""
-        self._release()
-        self.channel.close()
-
-    def _release(self) -> None:
-        self._timer.cancel()
-        self._loop.unwatch(self._fd)
-        self._left(self)
-
-    def _say(self, frame: bytes) -> None:
-        try:
-            self.channel.send(frame)
-        except OSError:
-            return  # its end is seen where the stream is read
-
-    def _ready(self, _events: int) -> None:
-        try:
-            if self._opening is not None and not self._open(self._opening):
-                return
-            self._read()
-        except ssl.SSLError as exc:
-            log.warning("a tcp stream was refused: %s", explain(exc))
-            self.close()
-        except OSError:
-            self.close()  # its end
-
-    def _open(self, channel: TlsChannel) -> bool:
-        """One step of the TLS handshake. True when it is done, and the challenge sent."""
-        wants = channel.handshake()
-        self._loop.change(self._fd, wants or select.EPOLLIN)
-        if wants:
-            return False
-        self._opening = None
-        self.channel.send(self._proof.challenge())
-        return True
-
-    def _read(self) -> None:
-        data = self.channel.receive(handshake.RESPONSE_BYTES - len(self._frame))
-        if data is None:
-            return
-        self._frame += data
-        if not data:
-            self.close()
-        elif len(self._frame) == handshake.RESPONSE_BYTES:
-            try:
-                hello, verdict = self._proof.accept(self._frame)
-            except PeerRefused as exc:
-                log.warning("a tcp stream was refused: %s", exc)
-                self._say(self._proof.refuse(exc.info.text))
-                self.close()
-                return
-            self.channel.send(verdict)
-            self._release()
-            self._admitted(self, hello)
-
-
-class TcpListener:
-    """The listening socket and everything that came in through it."""
-
-    def __init__(
-        self,
-        loop: IoLoop,
-        listener: socket.socket,
-        key: bytes,
-        tls: ssl.SSLContext | None,
         stream: Callable[[Channel, RankId, Callable[[SegueError], None]], InStream],
         gone: Callable[[RankId, SegueError], None],
-        prepare: Callable[[socket.socket], None],
-        channel: Callable[[socket.socket], PlainChannel],
+        channel: Callable[[socket.socket], Channel],
         *,
-        max_strangers: int,
+        max_pending: int,
         max_streams: int,
         handshake_s: float,
     ) -> None:
-        self._loop = loop
-        self._listener = listener
-        self._key = key
-        self._tls = tls
         self._stream = stream
         self._gone = gone
-        self._prepare = prepare
         self._channel = channel
         self._max_streams = max_streams
-        self._handshake_s = handshake_s
-        self._strangers: PendingConnections[Stranger] = PendingConnections(max_strangers)
         self._count = 0
-        self._pause: Timer | None = None
         self.groups: dict[RankId, Group] = {}
-
-    def open(self) -> None:
-        """Start to accept."""
-        self._loop.watch(self._listener.fileno(), select.EPOLLIN, self._accept)
+        self.listener = AuthenticatedListener(
+            loop,
+            sock,
+            key,
+            self._open_channel,
+            self._admit,
+            name="tcp",
+            handshake_s=handshake_s,
+            max_pending=max_pending,
+        )
 
     def close(self) -> None:
         """Close every socket; no event."""
-        self._loop.unwatch(self._listener.fileno())
-        self._listener.close()
-        for stranger in self._strangers:
-            stranger.close()
-        if self._pause is not None:
-            self._pause.cancel()
+        self.listener.close()
         for group in self.groups.values():
             self._shut(group)
         self.groups.clear()
 
-    def _accept(self, _events: int) -> None:
-        try:
-            sock, where = self._listener.accept()
-        except OSError as exc:
-            if exc.errno in OUT_OF_DESCRIPTORS:
-                self._rest(exc)
-            return  # or it left again
-        sock.setblocking(False)
-        if self._count >= self._max_streams:
-            sock.close()
-            return
-        try:
-            self._prepare(sock)
-            stranger = Stranger(
-                self._loop,
-                sock,
-                self._key,
-                self._handshake_s,
-                self._strangers.discard,
-                self._admit,
-                self._tls,
-                self._channel,
-            )
-        except OSError:
-            sock.close()
-            return  # it has left already
-        victim = self._strangers.add(stranger, str(where[0]))
-        if victim is not None:
-            victim.close()
+    def _open_channel(self, sock: socket.socket) -> Channel | None:
+        return self._channel(sock) if self._count < self._max_streams else None
 
-    def _rest(self, exc: OSError) -> None:
-        """No descriptor is free: the kernel would call us again at once, and for nothing. Nothing tells
-        when one is, so this one wait is blind."""
-        log.error("tcp cannot accept streams: %s", exc.strerror)
-        if (oldest := self._strangers.oldest()) is not None:
-            oldest.close()
-        self._loop.unwatch(self._listener.fileno())
-        self._pause = self._loop.later(REST_S, self.open)
-
-    def _admit(self, stranger: Stranger, hello: handshake.Hello) -> None:
+    def _admit(self, channel: Channel, hello: handshake.Hello, verdict: bytes) -> None:
+        channel.send(verdict)
         group = self.groups.get(hello.rank)
         if group is not None and group.ident != hello.group:
             self._shut(group)  # the peer connects anew: what was left of the old streams is cut
             group = None
         if group is None:
             group = self.groups[hello.rank] = Group(hello.rank, hello.group)
-        group.streams.append(self._stream(stranger.channel, hello.rank, partial(self._broken, group)))
+        group.streams.append(self._stream(channel, hello.rank, partial(self._broken, group)))
         self._count += 1
 
     def _shut(self, group: Group) -> None:

@@ -30,8 +30,9 @@ from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.memory import Memory
+from segue.transport.options import TransportOptions
 from segue.transport.tcp_channel import RECORD_BYTES, Channel, TlsChannel
-from segue.transport.tcp_net import Net
+from segue.transport.tcp_net import Net, TcpTuning
 from segue.transport.tcp_wire import Cursor, PartRows
 
 Emit = Callable[[TransportEvent], None]
@@ -108,10 +109,8 @@ class PeerWriter:
         emit: Emit,
         gone: Callable[[PeerWriter, SegueError], None],
         *,
-        part_bytes: int,
-        slice_bytes: int,
+        tuning: TcpTuning,
         stall_s: float,
-        max_parts: int,
     ) -> None:
         self.peer = peer
         self.target_bytes = target_bytes
@@ -119,10 +118,10 @@ class PeerWriter:
         self._memory = memory
         self._emit = emit
         self._gone = gone
-        self._part_bytes = part_bytes
-        self._slice_bytes = slice_bytes
+        self._part_bytes = tuning.part_bytes
+        self._slice_bytes = tuning.slice_bytes
+        self._max_parts = tuning.max_parts
         self._stall_s = stall_s
-        self._max_parts = max_parts
         self._streams = [OutStream(channel) for channel in channels]
         self._queue: deque[Part] = deque()
         self._idents = 0
@@ -324,14 +323,13 @@ def _refusal(peer: RankId, epoch: int, status: int) -> SegueError | None:
 
 def open_streams(
     net: Net,
-    me: RankId,
+    options: TransportOptions,
     peer: RankId,
     address: tuple[str, int],
     key: bytes,
     count: int,
     timeout_s: float,
     prepare: Callable[[socket.socket], None],
-    tls: ssl.SSLContext | None,
 ) -> list[Channel]:
     """Connect and prove `count` streams, one after the other, within `timeout_s` altogether.
 
@@ -346,12 +344,12 @@ def open_streams(
             sock = net.connect(address, _left(net, deadline))
             sockets.append(sock)
             prepare(sock)
-            if tls is not None:
+            if options.tls is not None:
                 sock.settimeout(_left(net, deadline))
-                sock = sockets[-1] = tls.wrap_socket(sock, server_hostname=address[0])
-            door = handshake.Writer(key, handshake.Hello(me, group, index, count))
-            sock.sendall(door.respond(_exactly(net, sock, handshake.CHALLENGE_BYTES, deadline)))
-            door.finish(_exactly(net, sock, handshake.VERDICT_BYTES, deadline))
+                sock = sockets[-1] = options.tls.client.wrap_socket(sock, server_hostname=address[0])
+            proof = handshake.WriterProof(key, handshake.Hello(options.me, group, index, count))
+            sock.sendall(proof.respond(_exactly(net, sock, handshake.CHALLENGE_BYTES, deadline)))
+            proof.finish(_exactly(net, sock, handshake.VERDICT_BYTES, deadline))
             sock.setblocking(False)
     except BaseException as exc:
         for sock in sockets:
