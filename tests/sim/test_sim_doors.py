@@ -17,7 +17,7 @@ from segue.core.types import LeaderId, Role
 from segue.sim.registry import TTL_S
 from segue.sim.run import Outcome, load, run_scenario
 from segue.sim.scenario import Fault, Scenario
-from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, VISITOR_KINDS
+from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS
 from segue.sim.vocabulary import AT_THE_DOORS, FAULTS
 from segue.sim.web_clients import WEB_KINDS
 
@@ -57,6 +57,16 @@ def test_each_visitor_is_told_why_or_cut_and_harms_nobody(kind: str) -> None:
 @pytest.mark.parametrize("kind", MISFIT_AND_TLS_KINDS)
 def test_each_leader_that_does_not_fit_is_told_why_and_harms_nobody(kind: str) -> None:
     comes(kind, "misfit", MISFIT_AND_TLS_KINDS.index(kind))
+
+
+@pytest.mark.parametrize("kind", NODE_KINDS)
+def test_nodes_meet_fill_up_and_end_as_they_should(kind: str) -> None:
+    for seed in SEEDS:
+        node, place = load(seed).nodes[0].name, NODE_KINDS.index(kind)
+        faults = [Fault(f"v{i}", "node visit", 0.2 + 0.2 * i, node, amount=place) for i in range(3)]
+        outcome = run_scenario(calm(seed, *faults))
+        assert not outcome.failed, f"{kind}, seed {seed}: {outcome.text}"
+        assert outcome.counts[f"visitor: {kind}"] == outcome.counts["visits"] == 3
 
 
 def web(seed: int, *kinds: str, stop_s: float | None = None) -> Scenario:

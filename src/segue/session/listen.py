@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import Any
 
 from segue.core.errors import ConfigError
 
@@ -18,16 +19,17 @@ def url_of(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def listening(host: str, port: int, *, what: str, flag: str) -> socket.socket:
+def listening(host: str, port: int, *, what: str, flag: str, sockets: Any = socket) -> socket.socket:
     """A non-blocking socket that listens at `host:port` (an empty host: everywhere; port 0: any).
 
     It listens already, so that a second process fails here and not when it begins to accept. Raises
-    ConfigError, in which `what` cannot listen and `flag` chooses another port.
+    ConfigError, in which `what` cannot listen and `flag` chooses another port. `sockets` has what is used of
+    the module `socket`.
     """
     try:
-        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = sockets.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, where = found[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock: socket.socket = sockets.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"{what} cannot listen at {host}: {error.strerror or error}") from error
     try:

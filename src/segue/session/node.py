@@ -78,7 +78,7 @@ class SessionNode:
     directions. `message_type` is the union of msgspec structs that sessions carry. `tls` puts TLS under
     the sessions, in both directions. `advertise` and `advertise_port` are where peers reach the listener,
     if not where it listens: by that address a restarted peer is recognized. `protocol` is for
-    tests of version differences, `random_bytes` for a simulator whose every run must be the same.
+    tests of version differences, `random_bytes` and `sockets` (see `listening`) for a simulator.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class SessionNode:
         max_half_open: int = MAX_PENDING,
         protocol: int = PROTOCOL_VERSION,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        sockets: Any = socket,
     ) -> None:
         if secret is not None and len(secret) < 16:
             raise ConfigError(f"the shared secret has {len(secret)} bytes; it needs at least 16")
@@ -110,6 +111,7 @@ class SessionNode:
         self.limits = limits
         self.protocol = protocol
         self._random_bytes = random_bytes
+        self._sockets = sockets
         self.encoder = msgspec.msgpack.Encoder()
         self.decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(message_type)
         self.stats = SessionStats()
@@ -156,7 +158,7 @@ class SessionNode:
         the port is taken, the host is not ours, or it is not loopback and there is no secret."""
         if self._socket is not None or self._closed:
             raise ConfigError(f"this node already listens at {self._listen or 'nothing: it is closed'}")
-        sock = listening(host, port, what="this process", flag="port")
+        sock = listening(host, port, what="this process", flag="port", sockets=self._sockets)
         bound_host, bound_port = sock.getsockname()[:2]
         if self._key is None and not is_loopback(str(bound_host)):
             sock.close()

@@ -21,7 +21,7 @@ from segue.sim.registry import Registry, RegistryNode
 from segue.sim.scenario import Fault, Scenario
 from segue.sim.streams import Streams
 from segue.sim.timing import Timing
-from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, VISITOR_KINDS, make_visitor
+from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS, make_visitor
 from segue.sim.vocabulary import DATA, ENGINE_CALLS, ROLE_CALLS, SPOILED_METADATA
 from segue.sim.web_clients import WEB_KINDS, WebClient
 from segue.sim.web_server import WebServer
@@ -440,6 +440,8 @@ class Deployment:
                 node.drain()
             case "visitor":
                 self.visit(node, fault.name, VISITOR_KINDS[fault.amount % len(VISITOR_KINDS)])
+            case "node visit":
+                self.visit(node, fault.name, NODE_KINDS[fault.amount % len(NODE_KINDS)])
             case "guest":
                 self.visit(node, fault.name, GUEST_KINDS[fault.amount % len(GUEST_KINDS)])
             case "no descriptors":

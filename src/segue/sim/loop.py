@@ -26,6 +26,28 @@ Ts = TypeVarTuple("Ts")
 LATE_S = 1e-6
 
 
+def resolve(host: str, port: int, **_: Any) -> list[Any]:
+    """As `socket.getaddrinfo`: numbers only, and a name that has no address at all."""
+    if host == "nothing.invalid":
+        return []
+    if not host[-1:].isdigit():
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))]
+
+
+class SimSockets:
+    """What one process uses of the module `socket`."""
+
+    getaddrinfo = staticmethod(resolve)
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop = loop
+
+    def socket(self, _family: int, _kind: int) -> Listener:
+        """One that is to listen."""
+        return Listener(self._loop.network, self._loop)
+
+
 class SimLoop(asyncio.AbstractEventLoop):
     """The loop of one process at `host`. What a callback raises ends the simulation."""
 
@@ -165,11 +187,13 @@ class SimLoop(asyncio.AbstractEventLoop):
     # ---- the network -----------------------------------------------------------------------------
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> list[Any]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port))]
+        return resolve(host, port)
 
     async def create_connection(
         self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, **options: Any
     ) -> tuple[Any, Any]:
+        if not 0 <= port < 1 << 16:
+            raise OverflowError("getsockaddrarg: port must be 0-65535.")
         made: asyncio.Future[Any] = self.create_future()
         if (context := options.get("ssl")) is not None:
             protocol, secured = protocol_factory(), self.create_future()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from segue.core.types import LeaderId
-from segue.sim.tcp import Connection, Listener, Socket
+from segue.sim.tcp import BACKLOG, Connection, Listener, Socket
 from segue.sim.timing import Timing
 from segue.sim.world import Process, World
 
@@ -43,16 +43,30 @@ class Network:
 
     # ---- listening and dialling ------------------------------------------------------------------
 
-    def listen(self, loop: SimLoop, port: int) -> Listener:
-        """`loop`'s process listens at its host and `port`, in the place of whoever did before."""
-        self._listeners[loop.host, port] = listener = Listener(self, loop, port)
+    def listen(self, listener: Listener) -> None:
+        """`listener` is bound, and is found from now on."""
+        self._listeners[listener.place] = listener
+
+    def listening(self, loop: SimLoop, port: int) -> Listener:
+        """A listener of `loop`'s process at its host and `port`."""
+        listener = Listener(self, loop)
+        listener.bind((loop.host, port))
+        listener.listen(BACKLOG)
         return listener
+
+    def listener_at(self, host: str, port: int) -> Listener | None:
+        """Who listens there."""
+        found = self._listeners.get((host, port))
+        return found if found is not None and found.process.alive else None
+
+    def free_port(self, host: str) -> int:
+        """One at which nobody listens."""
+        return next(port for port in range(20000, 1 << 16) if (host, port) not in self._listeners)
 
     def unlisten(self, listener: Listener) -> None:
         """`listener` is closed."""
-        place = listener.getsockname()
-        if self._listeners.get(place) is listener:
-            del self._listeners[place]
+        if self._listeners.get(listener.place) is listener:
+            del self._listeners[listener.place]
 
     def listeners(self, process: Process) -> list[Listener]:
         """Where `process` listens."""

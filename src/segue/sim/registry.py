@@ -134,7 +134,7 @@ class RegistryNode(Process):
         self.closing = False
 
     def _serve(self, deployment: Deployment) -> RegistryServer:
-        listener: Any = deployment.network.listen(self.loop, PORT)
+        listener: Any = deployment.network.listening(self.loop, PORT)
         return assemble(
             listener,
             self.store,
@@ -355,7 +355,7 @@ class Registry:
         process = Process(self.world, f"impostor {fault.name}")
         clock = SkewedClock(self.world, 0.0, 1.0)
         loop = SimLoop(process, clock, self.deployment.network, HOST)  # type: ignore[abstract]
-        listener = self.deployment.network.listen(loop, PORT)
+        listener = self.deployment.network.listening(loop, PORT)
 
         async def serve() -> None:
             while True:

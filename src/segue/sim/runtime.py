@@ -13,7 +13,7 @@ from segue.session.api import Session
 from segue.session.connection import Connection
 from segue.session.node import SessionNode
 from segue.sim.faults import Injected
-from segue.sim.loop import SimLoop
+from segue.sim.loop import SimLoop, SimSockets
 from segue.sim.threads import SimThread
 from segue.sim.world import Process, Violation
 
@@ -108,18 +108,16 @@ class SimSessionNode(SessionNode):
 
     def __init__(self, *, loop: SimLoop, **options: Any) -> None:
         rng = loop.process.world.rng(f"nonces {loop.process.name}")
-        super().__init__(**options, random_bytes=rng.randbytes)
+        super().__init__(**options, random_bytes=rng.randbytes, sockets=SimSockets(loop))
         self._sim_loop = loop
         loop.network.processes[self.me] = loop.process
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Bind nothing; the network is what we accept from. Behind an address translator it listens
-        everywhere, as all others there do."""
+        """As production. Behind an address translator it listens everywhere, as all others there do."""
+        network = self._sim_loop.network
         self._advertise = host
-        listener = self._sim_loop.network.listen(self._sim_loop, port)
-        everywhere = "0.0.0.0" if self._sim_loop.network.translator else host
-        self._listen_on(listener, everywhere, port)  # type: ignore[arg-type]
-        self._sim_loop.network.places[self.me] = (host, port)
+        await super().listen("0.0.0.0" if network.translator and self._key is not None else host, port)
+        network.places[self.me] = (host, port)
         return host, port
 
     async def connect(

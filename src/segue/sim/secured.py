@@ -1,15 +1,12 @@
-"""TLS in virtual time: a visitor that is two processes of its own, with the real OpenSSL between them.
-
-The certificates are their own authorities, valid until 2120; nobody else trusts them.
-"""
+"""TLS in virtual time: a visitor that is two nodes of its own, with the real OpenSSL between them."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from functools import lru_cache
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from segue.core.config import TlsConfig
 from segue.core.control import Cancel
@@ -19,63 +16,42 @@ from segue.session.tls import Tls, from_config, load
 from segue.sim.visitor import Visitor
 from segue.sim.world import new_leader
 
-#: A key and a certificate for each address that a visitor may come from.
-OURS = """\
------BEGIN PRIVATE KEY-----
-MC4CAQAwBQYDK2VwBCIEIMt79w200/3DD9iiX21jFCphfg9gFFI+glmaf/Hm6pgr
------END PRIVATE KEY-----
------BEGIN CERTIFICATE-----
-MIIBCDCBu6ADAgECAgEBMAUGAytlcDAUMRIwEAYDVQQDDAlzZWd1ZSBzaW0wIBcN
-MjAwMTAxMDAwMDAwWhgPMjEyMDAxMDEwMDAwMDBaMBQxEjAQBgNVBAMMCXNlZ3Vl
-IHNpbTAqMAUGAytlcAMhANcj3Vz4yg6kK7rjuicEcHJ7iT9Wt6pjZ7Fc7IbvBi6X
-ozAwLjAPBgNVHRMBAf8EBTADAQH/MBsGA1UdEQQUMBKHBH8ABAGHBH8ABAKHBH8A
-BAMwBQYDK2VwA0EABKF5QsWq8GX4ejBOxwoPpCA1WhO35RG+basKJSzoVrgjFPWZ
-hYxYfDsN92V9tke/M60zbqo7+KvR3wxM2NrpAA==
------END CERTIFICATE-----
-"""
-#: Those of another host and another authority.
-OTHER = """\
------BEGIN PRIVATE KEY-----
-MC4CAQAwBQYDK2VwBCIEIIkXz7NiNLLNfTyEJIUsLNSBaV6qDbS4HXPI42gO0zYr
------END PRIVATE KEY-----
------BEGIN CERTIFICATE-----
-MIIBCDCBu6ADAgECAgEBMAUGAytlcDAaMRgwFgYDVQQDDA9vZiBhbm90aGVyIGhv
-c3QwIBcNMjAwMTAxMDAwMDAwWhgPMjEyMDAxMDEwMDAwMDBaMBoxGDAWBgNVBAMM
-D29mIGFub3RoZXIgaG9zdDAqMAUGAytlcAMhAI9YX4A7jBUGF99bCBXXZPoVRB+O
-iqh4UUlHqVESh+RMoyQwIjAPBgNVHRMBAf8EBTADAQH/MA8GA1UdEQQIMAaHBH8A
-BAkwBQYDK2VwA0EA2R7RqBFORq3A+rY875IilLeMex94n02OI6+OpouyO598I8tz
-ieIK4VFBiauF/nOmSShsTTAmYBus+VZtHpnkAg==
------END CERTIFICATE-----
-"""
+#: See there what each is for.
+IDENTITIES = resources.files("segue.sim").joinpath("throwaway_identities.pem")
 
 
-@lru_cache
-def _contexts(pem: str, trusted: str) -> tuple[TlsConfig, Tls]:
-    """Of a process that shows `pem` and trusts `trusted`."""
+@cache
+def _identity(name: str) -> str:
+    """A private key and its certificate, in PEM form."""
+    found = dict(part.split("\n", 1) for part in IDENTITIES.read_text("ascii").split("\nname: ")[1:])
+    return found[name]
+
+
+def _write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+@cache
+def _contexts(shown: str, trusted: str) -> Tls:
+    """Of a process that shows the identity `shown` and trusts `trusted`."""
     with tempfile.TemporaryDirectory() as folder:
-        mine, ca = Path(folder) / "mine.pem", Path(folder) / "ca.pem"
-        mine.write_text(pem)
-        ca.write_text(trusted)
-        config = TlsConfig(tls_cert=str(mine), tls_key=str(mine), tls_ca=str(ca))
-        try:
-            tls = from_config(config, "127.0.4.1")
-            assert tls is not None
-        except ConfigError:
-            tls = load(str(mine), str(mine), str(ca))
-        return config, tls
+        mine = _write(Path(folder), "mine.pem", _identity(shown))
+        ca = _write(Path(folder), "ca.pem", _identity(trusted))
+        return load(mine, mine, ca)
 
 
 #: What the listening side shows and trusts, what the dialling side does, and how the dial ends.
 PAIRS: dict[str, tuple[tuple[str, str], tuple[str, str] | None, tuple[ErrorCode, ...]]] = {
-    "tls": ((OURS, OURS), (OURS, OURS), ()),
+    "tls": (("ours", "ours"), ("ours", "ours"), ()),
     "tls, its client is unknown": (
-        (OURS, OURS),
-        (OTHER, OURS),
+        ("ours", "ours"),
+        ("other", "ours"),
         (ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.UNAUTHORIZED),
     ),
-    "tls, its server is unknown": ((OTHER, OURS), (OURS, OURS), (ErrorCode.UNAUTHORIZED,)),
-    "tls, its server is of another host": ((OTHER, OURS), (OURS, OTHER), (ErrorCode.UNAUTHORIZED,)),
-    "tls at the server only": ((OURS, OURS), None, (ErrorCode.PEER_REFUSED,)),
+    "tls, its server is unknown": (("other", "ours"), ("ours", "ours"), (ErrorCode.UNAUTHORIZED,)),
+    "tls, its server is of another host": (("other", "ours"), ("ours", "other"), (ErrorCode.UNAUTHORIZED,)),
+    "tls at the server only": (("ours", "ours"), None, (ErrorCode.PEER_REFUSED,)),
 }
 
 
@@ -86,13 +62,14 @@ class Secured(Visitor):
 
     async def visits(self) -> None:
         """A session over TLS, or the reason why there is none, on both sides."""
+        if self.kind not in PAIRS:
+            self._starts()
+            return
         theirs, mine, codes = PAIRS[self.kind]
-        port, host = 7100 + self.rng.randrange(10000), self.loop.host
-        listener: Any = self.loop.network.listen(self.loop, port)
-        server = self.node(tls=_contexts(*theirs)[1])
-        server._listen_on(listener, host, port)
+        server = self.node(tls=_contexts(*theirs))
+        host, port = await server.listen(self.loop.host, 0)
         other = new_leader(self.rng)
-        client = self.node(me=other, tls=None if mine is None else _contexts(*mine)[1])
+        client = self.node(me=other, tls=None if mine is None else _contexts(*mine))
         try:
             session = await client.connect(host, port, timeout_s=10.0)
         except SegueError as error:
@@ -113,5 +90,36 @@ class Secured(Visitor):
         if server.pending or server.sessions:
             self.wrong(f"{server.pending} pending connections and {len(server.sessions)} sessions are left")
 
+    def _starts(self) -> None:
+        """With files that cannot work nobody starts, and the reason names what to give instead."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            ours, other = (_write(folder, name, _identity(name)) for name in ("ours", "other"))
+            encrypted = _write(folder, "encrypted", _identity("encrypted"))
+            text, nothing = _write(folder, "text", "no certificate"), str(folder / "nothing")
+            here, elsewhere = "127.0.4.1", "127.0.4.9"
+            for cert, key, ca, host, flag in (
+                (nothing, ours, ours, here, "--tls-cert"),
+                (ours, nothing, ours, here, "--tls-key"),
+                (text, ours, ours, here, "--tls-cert"),
+                (ours, other, ours, here, "--tls-key"),
+                (ours, encrypted, ours, here, "--tls-key"),
+                (ours, ours, text, here, "--tls-ca"),
+                (ours, ours, other, here, "--tls-ca"),
+                (ours, ours, ours, elsewhere, "--tls-cert"),
+            ):
+                try:
+                    from_config(TlsConfig(tls_cert=cert, tls_key=key, tls_ca=ca), host)
+                except ConfigError as error:
+                    if flag not in str(error):
+                        self.wrong(f"does not name {flag}: {error}")
+                else:
+                    self.wrong(f"starts with {cert}, {key} and {ca} at {host}")
+            good = TlsConfig(tls_cert=ours, tls_key=ours, tls_ca=ours)
+            if from_config(good, here) is None or from_config(good, None) is None:
+                self.wrong("does not start with files that work")
+            if from_config(TlsConfig(), here) is not None:
+                self.wrong("has TLS without files")
 
-TLS_KINDS = tuple(PAIRS)
+
+TLS_KINDS = (*PAIRS, "tls, its files cannot work")

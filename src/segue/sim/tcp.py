@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Connections that a kernel keeps for a process that does not accept them.
 BACKLOG = 512
+#: What it keeps for a process that does not read; the rest waits at the sender.
+WINDOW_BYTES = 2**16
 
 
 class _Options:
@@ -120,7 +122,9 @@ class Socket(asyncio.Transport):
         return True
 
     def get_write_buffer_size(self) -> int:
-        return sum(len(data) for data in self.held if data is not None)
+        held = sum(len(data) for data in self.held if data is not None)
+        unread = sum(len(data) for data in self.other._early if data is not None)
+        return held + max(0, unread - WINDOW_BYTES)
 
     def is_closing(self) -> bool:
         return self.over
@@ -277,19 +281,44 @@ class Connection:
 class Listener:
     """A listening socket: what the kernel has accepted, and the process not yet."""
 
-    def __init__(self, network: Network, loop: SimLoop, port: int) -> None:
+    def __init__(self, network: Network, loop: SimLoop) -> None:
         self.network = network
         self.loop = loop
         self.process = loop.process
-        self._place = (loop.host, port)
+        self._bound = ("", 0)
         self._waiting: deque[Socket] = deque()
         self._newcomer: asyncio.Future[None] | None = None
         #: until when the system has no descriptor for another connection
         self.starved_until = 0.0
 
+    def setsockopt(self, *_: Any) -> None:
+        """As a socket: nothing of it matters here."""
+
+    def setblocking(self, _blocks: bool) -> None:
+        """As a socket: only asyncio reads from it."""
+
+    def bind(self, where: tuple[str, int]) -> None:
+        """As a socket: of an address of its own host, or of all of them, where nobody else listens."""
+        host, port = where
+        if host not in (self.loop.host, "0.0.0.0"):
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        port = port or self.network.free_port(self.loop.host)
+        if self.network.listener_at(self.loop.host, port) is not None:
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        self._bound = (host, port)
+
+    def listen(self, _backlog: int) -> None:
+        """As a socket: from now on it is found."""
+        self.network.listen(self)
+
     def getsockname(self) -> tuple[str, int]:
         """As a socket."""
-        return self._place
+        return self._bound
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where others find it."""
+        return self.loop.host, self._bound[1]
 
     def fileno(self) -> int:
         """It has no descriptor."""

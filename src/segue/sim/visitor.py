@@ -23,6 +23,7 @@ from segue.session.frames import (
 from segue.session.inbox import Inbox
 from segue.session.node import SessionNode
 from segue.sim.leader import LeaderNode
+from segue.sim.loop import SimSockets
 from segue.sim.outsider import GRACE_S, Outsider, RawConnection
 from segue.sim.world import new_leader
 
@@ -175,13 +176,11 @@ class Visitor(Outsider):
             "role": Role.FRONTEND,
             "limits": Limits(keepalive_s=timing.keepalive_s, peer_silence_s=timing.silence_s),
             "message_type": ControlMessage,
+            "handler": self,
+            "secret": secret,
         }
-        return SessionNode(
-            **{**given, **options},
-            secret=secret,
-            handler=self,
-            random_bytes=self.rng.randbytes,
-        )
+        sockets = SimSockets(self.loop)
+        return SessionNode(**{**given, **options}, random_bytes=self.rng.randbytes, sockets=sockets)
 
     async def dials(
         self, node: SessionNode, *codes: ErrorCode, expect: LeaderId | None = None

@@ -9,15 +9,18 @@ from segue.sim.misfits import MISFIT_KINDS, Misfit
 from segue.sim.secured import TLS_KINDS, Secured
 from segue.sim.visitor import Visitor
 from segue.sim.visits_authenticated import AUTHENTICATED
+from segue.sim.visits_between_nodes import BETWEEN_NODES
 from segue.sim.visits_unauthenticated import UNAUTHENTICATED
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
     from segue.sim.leader import LeaderNode
 
-_VISITS = {**UNAUTHENTICATED, **AUTHENTICATED}
-#: Those who come to an instance's port as anybody might, and those who come as a leader or with TLS.
-VISITOR_KINDS = tuple(_VISITS)
+#: Those who come to an instance's port as anybody might, those who are several themselves, and those who come
+#: as a leader or with TLS.
+VISITOR_KINDS = (*UNAUTHENTICATED, *AUTHENTICATED)
+_VISITS = {**UNAUTHENTICATED, **AUTHENTICATED, **BETWEEN_NODES}
+NODE_KINDS = tuple(BETWEEN_NODES)
 MISFIT_AND_TLS_KINDS = (*MISFIT_KINDS, *TLS_KINDS)
 
 
@@ -32,4 +35,4 @@ def make_visitor(deployment: Deployment, target: LeaderNode, name: str, kind: st
     return Visitor(deployment, target, name, kind, _VISITS[kind])
 
 
-__all__ = ["GUEST_KINDS", "MISFIT_AND_TLS_KINDS", "VISITOR_KINDS", "make_visitor"]
+__all__ = ["GUEST_KINDS", "MISFIT_AND_TLS_KINDS", "NODE_KINDS", "VISITOR_KINDS", "make_visitor"]

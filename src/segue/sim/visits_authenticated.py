@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Any
 
 from segue.core.control import Cancel
 from segue.core.errors import AbortedByClient, ErrorCode, SegueError
@@ -53,11 +52,8 @@ async def _tls(visitor: Visitor) -> None:
 @AUTHENTICATED.kind("tls there only")
 async def _tls_there(visitor: Visitor) -> None:
     """A visitor that listens and speaks TLS: whoever comes without is told why, and nobody hangs."""
-    port = 7100 + visitor.rng.randrange(10000)
-    host = visitor.loop.host
-    listener: Any = visitor.loop.network.listen(visitor.loop, port)
     node = visitor.node(tls=tls_of_nobody())
-    node._listen_on(listener, host, port)
+    host, port = await node.listen(visitor.loop.host, 0)
     other = new_leader(visitor.rng)
     for tls, codes in (
         (None, (ErrorCode.PEER_REFUSED,)),

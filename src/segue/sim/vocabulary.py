@@ -96,7 +96,7 @@ RARE = (
 )
 
 #: What sessions and the two ends of a pair had not met; with a generator of their own again.
-UNMET = ("web clients",)
+UNMET = ("web clients", "node visits")
 
 ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET})
 
@@ -273,6 +273,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "misfits": (Draw("misfit", 6, "kv", triggers=("",)),),
     "more visitors": (Draw("visitor", 8, "any"),),
     "web clients": (Draw("web client", 16, ""), Draw("web stop", 1, "")),
+    "node visits": (Draw("node visit", 4, "any"),),
     "effect exception": (Draw("effect exception", 3, "kv"),),
     "event exception": (Draw("event exception", 3, "kv"),),
     # Only decode dials; it does when a session has ended.

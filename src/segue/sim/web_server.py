@@ -35,7 +35,7 @@ class WebServer(Process):
         #: handlers that run now, and when they last filled all places of members
         self.answering = 0
         self.full_at = -1.0
-        listener: Any = deployment.network.listen(self.loop, PORT)
+        listener: Any = deployment.network.listening(self.loop, PORT)
         self.server: SimGuardedServer = self.loop.enter(self._make, listener)
         self.loop.enter(self.loop.create_task, self._lives())
 
