@@ -1,4 +1,4 @@
-"""The diagrams of docs/protocol.md, drawn from the transition tables that the machines run on.
+"""The diagrams of docs/protocol.md, drawn from the tables that the machines run on.
 
 Text in, text out; run as a program it rewrites the generated part of that file. A test fails when the
 file is out of date.
@@ -9,55 +9,70 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from segue.core.errors import ConfigError
-from segue.core.types import KVPoll
-from segue.handoff.lease import LEASE_TABLE, LeaseState
-from segue.handoff.receiver import RECEIVER_TABLE, ReceiverMachine
-from segue.handoff.sender import SENDER_TABLE, SenderMachine
+from segue.handoff.events import Event
+from segue.handoff.lease import LEASE_TABLE, Lease
+from segue.handoff.link import PeerLink
+from segue.handoff.machine import Machine
+from segue.handoff.receiver import ReceiverMachine
+from segue.handoff.sender import SenderMachine
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
 BEGIN = "<!-- begin generated: python tools/diagram.py -->"
 END = "<!-- end generated -->"
 
-Table = Mapping[Any, Mapping[Any, Any]]
+#: state → what leads on → the next states
+Moves = Mapping[Any, Mapping[str, tuple[Any, ...]]]
 
 
-def mermaid(table: Table, ends: frozenset[Any]) -> str:
-    """One table as a mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {_id(next(iter(table)))}"]
-    for state, steps in table.items():
+def mermaid(moves: Moves, ends: frozenset[Any]) -> str:
+    """One machine as a mermaid state diagram."""
+    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(moves)).value}"]
+    for state, labels in moves.items():
         merged: dict[enum.StrEnum, list[str]] = {}
-        for step, after in steps.items():
-            merged.setdefault(after, []).append(str(step))
-        lines += [
-            f"    {_id(state)} --> {_id(after)}: {' / '.join(names)}" for after, names in merged.items()
-        ]
-    lines += [f"    {_id(state)} --> [*]" for state in table if state in ends]
+        for label, afters in labels.items():
+            for after in afters:
+                merged.setdefault(after, []).append(label)
+        for after, names in merged.items():
+            lines.append(f"    {state.value} --> {after.value}: {' / '.join(names)}")
+    lines += [f"    {state.value} --> [*]" for state in moves if state in ends]
     return "\n".join(lines)
 
 
-def _id(state: enum.StrEnum) -> str:
-    return state.value
+def moves_of(machine: type[Machine]) -> Moves:
+    """What leads from each state of `machine` to which ones: events, and what follows by itself."""
+    found: dict[Any, dict[str, tuple[Any, ...]]] = {}
+    for state, table in machine.TABLE.items():
+        found[state] = {_label(event): row[1:] for event, row in table.items()}
+        if state in machine.FOLLOWS:
+            condition, _, after = machine.FOLLOWS[state]
+            found[state][f"({condition.__name__.strip('_')})"] = (after,)
+    return found
 
 
-def _phases(phases: Mapping[Any, KVPoll]) -> str:
-    rows = [f"| `{state}` | `{phase.name}` |" for state, phase in phases.items()]
-    return "\n".join(["| state | what `poll` answers |", "|---|---|", *rows])
+def _label(event: type[Any]) -> str:
+    if event is PeerLink:
+        return "PeerUp"
+    return event.__name__ if event in get_args(Event) else f"{event.__name__} received"
+
+
+def _states(machine: type[Machine]) -> str:
+    rows = [f"| `{state}` | `{phase.name}` | {lease} |" for state, (phase, lease) in machine.STATES.items()]
+    return "\n".join(["| state | what `poll` answers | pages |", "|---|---|---|", *rows])
 
 
 def render() -> str:
     """The generated part of docs/protocol.md."""
     parts = [BEGIN, ""]
-    for title, machine, table in (
-        ("Sender (prefill)", SenderMachine, SENDER_TABLE),
-        ("Receiver (decode)", ReceiverMachine, RECEIVER_TABLE),
-    ):
-        parts += [f"### {title}", "", "```mermaid", mermaid(table, machine.ENDS), "```", ""]
-        parts += [_phases(machine.PHASES), ""]
-    ends = frozenset({LeaseState.RELEASED})
-    parts += ["### Lease (the pages of either half)", "", "```mermaid", mermaid(LEASE_TABLE, ends), "```", ""]
+    for title, machine in (("Sender (prefill)", SenderMachine), ("Receiver (decode)", ReceiverMachine)):
+        ends = frozenset(state for state, (_, lease) in machine.STATES.items() if lease is Lease.RELEASED)
+        parts += [f"### {title}", "", "```mermaid", mermaid(moves_of(machine), ends), "```", ""]
+        parts += [_states(machine), ""]
+    leases = {lease: {why: (after,) for why, after in moves.items()} for lease, moves in LEASE_TABLE.items()}
+    drawing = mermaid(leases, frozenset({Lease.RELEASED}))
+    parts += ["### Lease (the pages of either half)", "", "```mermaid", drawing, "```", ""]
     return "\n".join([*parts, END])
 
 

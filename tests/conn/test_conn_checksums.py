@@ -225,7 +225,7 @@ def test_lesson_22_a_range_that_cannot_be_read_fails_its_hand_off_and_the_thread
 
 def digest_of(tag: int, nbytes: int) -> events.ComputeChecksum:
     transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32)))
-    return events.ComputeChecksum(transfer, tag, 0, Content((Plane(0, 1, 1),), ((0, nbytes),)))
+    return events.ComputeChecksum(transfer, 0, tag, Content((Plane(0, 1, 1),), ((0, nbytes),)))
 
 
 def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(

@@ -126,16 +126,16 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events
             return events.Send(PREFILL, Abort(one))
         case "PostWrite":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
-            return events.PostWrite(one, 1, 1, 0, 0, ())
+            return events.PostWrite(one, 0, 1, 1, 0, ())
         case "Grant":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
-            return events.Grant(one, 1, (0,))
+            return events.Grant(one, 0, 1, (0,))
         case "Fence":
             monkeypatch.setattr(rig.manager._transports, "move", bug)
-            return events.Fence(one, 1)
+            return events.Fence(one, 0, 1)
         case "ComputeChecksum":
             monkeypatch.setattr(rig.manager._digester, "submit", bug)
-            return events.ComputeChecksum(one, 1, 0, Content((), ()))
+            return events.ComputeChecksum(one, 0, 1, Content((), ()))
         case "Phase":
             rig.breaks_change = kind
             return events.Phase(one, KVPoll.TRANSFERRING)
@@ -190,7 +190,7 @@ def test_a_documented_refusal_of_the_transport_keeps_its_code(
         raise OutOfCapacity("too many grants")
 
     monkeypatch.setattr(rig.manager._transports, "move", full)
-    rig.handle(events.Grant(rig.one, 1, (0,)))
+    rig.handle(events.Grant(rig.one, 0, 1, (0,)))
     for _ in range(4):
         rig.turn()
     ends = [phase for phase in rig.of(rig.one, events.Phase) if phase.phase is KVPoll.FAILED]

@@ -77,8 +77,8 @@ def test_an_effect_goes_to_the_transport_of_its_peer_and_names_its_rank() -> Non
     near, far = LeaderId(new_incarnation()), LeaderId(new_incarnation(), 1)
     made.transports.choose(near, "shm", {near})
     made.transports.choose(far, "tcp", {near, far})
-    made.transports.move(events.PostWrite(made.transfer(near), 7, 1, 0, 2, ()))
-    made.transports.move(events.Fence(made.transfer(far), 8))
+    made.transports.move(events.PostWrite(made.transfer(near), 0, 7, 1, 2, ()))
+    made.transports.move(events.Fence(made.transfer(far), 0, 8))
     assert made.made["shm"].asked == [("write", RankId(near, 2), 7, 1)]
     assert made.made["tcp"].asked == [("fence", RankId(far), 8)]
     assert made.made["shm"].options.me == RankId(made.config.me)
@@ -90,7 +90,7 @@ def test_an_effect_goes_to_the_transport_of_its_peer_and_names_its_rank() -> Non
 def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
     made, peer = Made(Role.DECODE), LeaderId(new_incarnation())
     made.transports.choose(peer, "tcp", {peer})
-    made.transports.move(events.Grant(made.transfer(peer), 7, (3, 1)))
+    made.transports.move(events.Grant(made.transfer(peer), 0, 7, (3, 1)))
     ((what, name, epoch, area),) = made.made["tcp"].asked
     assert (what, name, epoch) == ("grant", RankId(peer), 7)
     pool = made.config.spec
@@ -118,11 +118,11 @@ def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role)
         made.transports.choose(other, "shm", {stays, other})
     # A fence may come after its session, so the last ones that left are still known.
     for known in (stays, *others[-(PEERS - 1) :]):
-        made.transports.move(events.Fence(made.transfer(known), 1))
+        made.transports.move(events.Fence(made.transfer(known), 0, 1))
     assert [ask[1] for ask in made.made["tcp"].asked] == [RankId(stays)]
     assert len(made.made["shm"].asked) == PEERS - 1
     with pytest.raises(KeyError):
-        made.transports.move(events.Fence(made.transfer(others[0]), 1))
+        made.transports.move(events.Fence(made.transfer(others[0]), 0, 1))
     made.memory.close()
 
 

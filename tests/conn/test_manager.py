@@ -192,7 +192,7 @@ def test_lesson_10_a_refused_write_that_overtakes_the_reason_does_not_replace_it
 
         def refuse() -> None:
             epoch = decode.manager.exchange._machines[transfer].epoch
-            decode.manager._move(events.Fence(transfer, epoch))
+            decode.manager._move(events.Fence(transfer, 0, epoch))
 
         # What the abort does last comes first here, as it does when its words are slow.
         ended = threading.Event()

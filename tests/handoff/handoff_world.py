@@ -2,7 +2,7 @@
 
 Nothing happens by itself. Tests choose what happens next; the world checks the invariants of the
 protocol after each step and whenever bytes land. Messages of a session keep their order; everything
-else (fences, write completions, notices that a session broke) comes in any order.
+else (each rank's fences, write completions and checksums, notices that a session broke) comes in any order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest import mock
 
+import msgspec
 import numpy as np
 
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
@@ -21,14 +23,44 @@ from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
 from segue.layout.content import checksum
+from segue.layout.planner import PairPlan, plan_hash
 from segue.layout.spec import KVShape, PoolSpec
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
+#: Layers where a side has several ranks: they divide by 1, 2 and 3.
+MANY_LAYERS = 6
 POISON = -1
 
 
 def pool_spec(pages: int, page_tokens: int) -> PoolSpec:
     return PoolSpec(shape=KV, pages=pages, page_tokens=page_tokens, layer_count=2, head_count=1)
+
+
+def pool_specs(pages: int, page_tokens: int, ranks: int) -> list[PoolSpec]:
+    """The pools of one side whose ranks divide the layers among them."""
+    shape, count = msgspec.structs.replace(KV, layers=MANY_LAYERS), MANY_LAYERS // ranks
+    return [
+        PoolSpec(
+            shape=shape,
+            pages=pages,
+            page_tokens=page_tokens,
+            layer_start=rank * count,
+            layer_count=count,
+            head_count=1,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def plan_layers(sources: list[PoolSpec], targets: list[PoolSpec]) -> PairPlan:
+    """As `plan_pair`, also for sides that divide the layers differently: who shares a layer is a pair."""
+    held = [
+        [set(range(s.layer_start, s.layer_start + s.layer_count)) for s in side]
+        for side in (sources, targets)
+    ]
+    pairs = [(s, t) for s in range(len(sources)) for t in range(len(targets)) if held[0][s] & held[1][t]]
+    digest = plan_hash(sources, targets, 0, 0, 0).to_bytes(8, "little")
+    return PairPlan(tuple(sources), tuple(targets), tuple(pairs), digest)
 
 
 def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
@@ -43,7 +75,7 @@ def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
 
 
 def content(transfer: TransferId, token: int, layer: int, value: bool) -> int:
-    return transfer.room * 10_000 + token * 4 + layer * 2 + value
+    return transfer.room * 10_000 + token * 16 + layer * 2 + value
 
 
 @dataclass
@@ -76,20 +108,22 @@ class Write:
 class Node:
     """One leader in one incarnation, its engine's pages and its memory."""
 
-    def __init__(self, world: World, role: Role, me: str, pages: int, page_tokens: int, limits: Limits):
+    def __init__(
+        self, world: World, role: Role, me: str, pages: int, page_tokens: int, limits: Limits, ranks: int
+    ):
         self.world = world
         self.role = role
         self.me = LeaderId(Incarnation(me))
         self.spec = pool_spec(pages, page_tokens)
-        self.info = leader(self.spec)
+        self.specs = [self.spec] if world.ranks == (1, 1) else pool_specs(pages, page_tokens, ranks)
+        self.info = msgspec.structs.replace(leader(self.spec), ranks=self.specs)
         name = f"{role} {self.me}"
         self.exchange = Exchange(role, self.me, name, limits, self.info, "fake", world.kv_checksum)
         self.jobs: dict[TransferId, Job] = {}
         self.free = set(range(pages))
         self.owner: dict[int, TransferId] = {}
-        self.memory = np.full(self.spec.nbytes // 8, POISON, np.int64)
-        self.local: list[events.Event] = []
-        self.epochs: dict[int, bool] = {}
+        self.memory = [np.full(spec.nbytes // 8, POISON, np.int64) for spec in self.specs]
+        self.epochs: dict[tuple[int, int], bool] = {}
         self.fences: list[events.Fence] = []
         self.checksums: list[events.ComputeChecksum] = []
 
@@ -107,23 +141,25 @@ class Node:
         for page in job.pages:
             assert self.owner.pop(page) == job.transfer, "two owners of a page"
             self.free.add(page)
-            for index in self.indices(page):
-                self.memory[index] = POISON
+            for rank, memory in enumerate(self.memory):
+                memory[self.indices(rank, page)] = POISON
         job.pages = []
 
-    def indices(self, page: int) -> list[int]:
-        slots = range(page * self.spec.page_tokens, (page + 1) * self.spec.page_tokens)
-        return [
-            self.spec.offset(layer, v, slot) // 8 for layer in (0, 1) for v in (False, True) for slot in slots
-        ]
+    def indices(self, rank: int, page: int) -> list[int]:
+        """Where one rank holds a page."""
+        spec = self.specs[rank]
+        slots = range(page * spec.page_tokens, (page + 1) * spec.page_tokens)
+        layers = range(spec.layer_count)
+        return [spec.offset(layer, v, slot) // 8 for layer in layers for v in (False, True) for slot in slots]
 
-    def at(self, job: Job, token: int, first_page: int) -> list[tuple[int, int]]:
-        """(index in memory, content) of one token."""
+    def at(self, job: Job, token: int, first_page: int) -> list[tuple[int, int, int]]:
+        """(rank, index in its memory, content) of one token."""
         page = job.pages[token // self.spec.page_tokens - first_page]
         slot = page * self.spec.page_tokens + token % self.spec.page_tokens
         return [
-            (self.spec.offset(layer, v, slot) // 8, content(job.transfer, token, layer, v))
-            for layer in (0, 1)
+            (rank, spec.offset(n, v, slot) // 8, content(job.transfer, token, spec.layer_start + n, v))
+            for rank, spec in enumerate(self.specs)
+            for n in range(spec.layer_count)
             for v in (False, True)
         ]
 
@@ -139,8 +175,10 @@ class World:
         page_tokens: tuple[int, int] = (4, 4),
         limits: Limits | None = None,
         kv_checksum: ChecksumMode = ChecksumMode.OFF,
+        ranks: tuple[int, int] = (1, 1),
     ) -> None:
         self.kv_checksum = kv_checksum
+        self.ranks = ranks
         self.flipped: set[TransferId] = set()
         self.rng = random.Random(seed)
         self.one_sided = one_sided
@@ -165,7 +203,7 @@ class World:
         self.births += 1
         index = 0 if role is Role.PREFILL else 1
         me = f"{role.value[0]}{self.births:07d}".ljust(32, "0")
-        return Node(self, role, me, 24, self.page_tokens[index], self.limits)
+        return Node(self, role, me, 24, self.page_tokens[index], self.limits, self.ranks[index])
 
     def _clear_queues(self) -> None:
         self.queues = {Role.PREFILL: deque(), Role.DECODE: deque()}
@@ -180,7 +218,11 @@ class World:
 
     def tell(self, node: Node, event: events.Event) -> list[events.Effect]:
         before = {t: node.exchange.phase(t) for t in node.jobs}
-        effects = node.exchange.handle(event, self.now)
+        if isinstance(event, events.PeerUp) and self.ranks != (1, 1):
+            with mock.patch("segue.handoff.link.plan_pair", plan_layers):
+                effects = node.exchange.handle(event, self.now)
+        else:
+            effects = node.exchange.handle(event, self.now)
         self.log.append((node.role.value, event))
         for effect in effects:
             self.log.append((f"  {node.role.value}", effect))
@@ -213,11 +255,10 @@ class World:
             case events.ComputeChecksum():
                 node.checksums.append(effect)
             case events.Grant():
-                assert effect.epoch not in node.epochs, "an epoch was used twice"
+                assert (effect.rank, effect.epoch) not in node.epochs, "an epoch was used twice"
                 assert effect.epoch != 0
-                node.epochs[effect.epoch] = True
+                node.epochs[effect.rank, effect.epoch] = True
             case events.Fence():
-                node.epochs[effect.epoch] = False
                 node.fences.append(effect)
             case events.Phase():
                 self._phase(node, effect)
@@ -253,8 +294,8 @@ class World:
             assert effect.metadata.transfer == effect.transfer, "consumed another's metadata"
             first = job.prefix // node.spec.page_tokens
             for token in range(job.prefix, job.prompt):
-                for index, value in node.at(job, token, first):
-                    assert node.memory[index] == value, "success over wrong bytes"
+                for rank, index, value in node.at(job, token, first):
+                    assert node.memory[rank][index] == value, "success over wrong bytes"
 
     def check(self) -> None:
         for node in self.nodes():
@@ -310,8 +351,8 @@ class World:
             return False
         span = Span(job.sent, min(job.prompt, job.sent + tokens))
         for token in range(span.start, span.end):
-            for index, value in node.at(job, token, 0):
-                node.memory[index] = value
+            for rank, index, value in node.at(job, token, 0):
+                node.memory[rank][index] = value
         job.sent = span.end
         self.tell(node, events.SendChunk(job.transfer, span, tuple(job.pages)))
         return True
@@ -396,7 +437,8 @@ class World:
             return False
         write = todo[index % len(todo)]
         effect, node = write.effect, self.decode
-        if effect.transfer.decode != node.me or (not self.one_sided and not node.epochs.get(effect.epoch)):
+        open_here = self.one_sided or node.epochs.get((effect.target, effect.epoch))
+        if effect.transfer.decode != node.me or not open_here:
             write.cut = True
             return True
         write.landed = True
@@ -405,11 +447,12 @@ class World:
                 src = (b.src_offset + i * b.src_stride) // 8
                 dst = (b.dst_offset + i * b.dst_stride) // 8
                 size = b.row_bytes // 8
-                node.memory[dst : dst + size] = self.prefill.memory[src : src + size]
+                source = self.prefill.memory[effect.rank]
+                node.memory[effect.target][dst : dst + size] = source[src : src + size]
         touched = {
             page
             for page in range(node.spec.pages)
-            for index_ in node.indices(page)
+            for index_ in node.indices(effect.target, page)
             for b in effect.blocks
             for i in range(b.rows)
             if 0 <= index_ - (b.dst_offset + i * b.dst_stride) // 8 < b.row_bytes // 8
@@ -425,28 +468,33 @@ class World:
             return False
         write = done[index % len(done)]
         self.writes.remove(write)
-        transfer, tag = write.effect.transfer, write.effect.tag
+        transfer, rank, tag = write.effect.transfer, write.effect.rank, write.effect.tag
         if write.cut:
             error = TransferFailed("cut by the fence").info
-            self.tell(self.prefill, events.WriteBroken(transfer, tag, error, refused=True))
+            self.tell(self.prefill, events.WriteBroken(transfer, rank, tag, error, refused=True))
         else:
-            self.tell(self.prefill, events.WriteLanded(transfer, tag, 0.1))
+            self.tell(self.prefill, events.WriteLanded(transfer, rank, tag, 0.1))
         return True
 
     def answer_fence(self, node: Node, index: int = 0) -> bool:
-        """The transport answers a fence; on the writing side only when nothing is in flight."""
+        """A rank answers its fence, and no write of the epoch lands there any more; on the writing side only
+        when none of its own is in flight."""
         ready = [
             f
             for f in node.fences
             if node.role is Role.DECODE
-            or not any(w.effect.transfer == f.transfer and not w.landed and not w.cut for w in self.writes)
+            or not any(
+                (w.effect.transfer, w.effect.rank) == (f.transfer, f.rank) and not w.landed and not w.cut
+                for w in self.writes
+            )
         ]
         if not ready:
             return False
         fence = ready[index % len(ready)]
         node.fences.remove(fence)
+        node.epochs[fence.rank, fence.epoch] = False
         proven = node.role is Role.PREFILL or not self.one_sided
-        self.tell(node, events.FenceDone(fence.transfer, proven))
+        self.tell(node, events.FenceDone(fence.transfer, fence.rank, proven))
         return True
 
     def answer_checksum(self, node: Node, index: int = 0) -> bool:
@@ -458,8 +506,8 @@ class World:
             for at in range(slot, slot + tokens):
                 owner = node.owner.get(at // node.spec.page_tokens)
                 assert owner == asked.transfer, "read for a checksum after the lease had ended"
-        found = checksum(memoryview(node.memory).cast("B"), asked.content)
-        self.tell(node, events.ChecksumReady(asked.transfer, asked.tag, found))
+        found = checksum(memoryview(node.memory[asked.rank]).cast("B"), asked.content)
+        self.tell(node, events.ChecksumReady(asked.transfer, asked.rank, asked.tag, found))
         return True
 
     def flip(self, index: int = 0) -> bool:
@@ -471,7 +519,7 @@ class World:
         rows = list(asked.content.rows())
         row = self.rng.choice(rows)
         at = row.offset + self.rng.randrange(row.row_bytes)
-        self.decode.memory.view(np.uint8)[at] ^= 1 << self.rng.randrange(8)
+        self.decode.memory[asked.rank].view(np.uint8)[at] ^= 1 << self.rng.randrange(8)
         self.flipped.add(asked.transfer)
         return True
 

@@ -1,18 +1,21 @@
-"""A handler that breaks on the one proof of a failed hand-off must not keep its memory for ever."""
+"""A handler that breaks on a failed hand-off's proof: it is not run again, and nothing is freed by guess."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from test_handoff_transitions import Case
 
-from segue.core.errors import Internal, PeerLost
+from segue.core.errors import ErrorCode, Internal, PeerLost
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
+from segue.handoff.machine import Machine
 from segue.handoff.messages import PROTOCOL_VERSION, Drained, LeaderInfo
+from segue.handoff.receiver import ReceiverMachine
+from segue.handoff.sender import SenderMachine
 from segue.layout.spec import KVShape, PoolSpec
 
 P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
@@ -24,25 +27,23 @@ INFO = LeaderInfo(
 TRANSFER = TransferId(1, 0, P, D)
 
 
-def break_once(exchange: Exchange) -> None:
-    """The next step of any machine raises when it is called for the first time."""
-    run = exchange._run
+def break_next(monkeypatch: pytest.MonkeyPatch, kind: type[Machine], event: type[Any]) -> list[int]:
+    """The handler of `event` raises when it is called for the first time. How often it was called."""
+    calls: list[int] = []
+    table = {state: dict(row) for state, row in kind.TABLE.items()}
+    for rows in table.values():
+        if event in rows:
+            normal, *after = rows[event]
 
-    def broken_run(
-        machine: Any, now: float, out: list[Any], step: Callable[..., Any], *args: Any, **more: Any
-    ) -> Any:
-        calls = []
+            def broken(machine: Any, given: Any, normal: Any = normal) -> Any:
+                calls.append(1)
+                if len(calls) == 1:
+                    raise RuntimeError("a bug")
+                return normal(machine, given)
 
-        def broken(*given: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 1:
-                raise RuntimeError("a bug")
-            return step(*given)
-
-        exchange._run = run  # type: ignore[method-assign]
-        return run(machine, now, out, broken, *args, **more)
-
-    exchange._run = broken_run  # type: ignore[method-assign, assignment]
+            rows[event] = (broken, *after)
+    monkeypatch.setattr(kind, "TABLE", table)
+    return calls
 
 
 def quarantined_receiver() -> Exchange:
@@ -51,37 +52,69 @@ def quarantined_receiver() -> Exchange:
     exchange.handle(events.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
     exchange.handle(events.Publish(TRANSFER, (0,), 0), 0.0)
     exchange.handle(events.AbortTransfer(TRANSFER, Internal("x").info), 0.0)
-    exchange.handle(events.FenceDone(TRANSFER, False), 0.0)
+    exchange.handle(events.FenceDone(TRANSFER, 0, False), 0.0)
     assert exchange.quarantined_pages() == 1
     return exchange
 
 
-@pytest.mark.parametrize(
-    "proof",
-    [
-        events.FenceDone(TRANSFER, True),
-        events.Received(P, Drained(TRANSFER)),
-        events.PeerDown(P, PeerLost("dead").info, dead=True),
-    ],
-    ids=["fence", "drained", "death"],
-)
-def test_a_proof_whose_handler_broke_still_ends_the_quarantine(proof: events.Event) -> None:
+PROOFS: list[tuple[type[Any], events.Event]] = [
+    (events.FenceDone, events.FenceDone(TRANSFER, 0, True)),
+    (Drained, events.Received(P, Drained(TRANSFER))),
+    (events.PeerDown, events.PeerDown(P, PeerLost("dead").info, dead=True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "proof"), PROOFS, ids=["fence", "drained", "death"])
+def test_a_proof_whose_handler_broke_is_not_shown_again_and_the_pages_stay_in_quarantine(
+    kind: type[Any], proof: events.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exchange = quarantined_receiver()
-    break_once(exchange)
-    effects = exchange.handle(proof, 1.0)
-    assert [e for e in effects if isinstance(e, events.Release)] == [events.Release(TRANSFER)]
-    assert exchange.sizes()["transfers"] == 0
+    calls = break_next(monkeypatch, ReceiverMachine, kind)
+    assert exchange.handle(proof, 1.0) == []
+    assert len(calls) == 1
     assert exchange.counters["internal_errors"] == 1
+    exchange.handle(events.Tick(), 1e6)
+    assert exchange.sizes()["quarantined"] == 1, "it can be seen"
+    assert exchange.quarantined_pages() == 1
+    exchange.check_integrity()
 
 
-def test_the_death_of_a_peer_also_counts_when_its_handler_broke_on_a_live_hand_off() -> None:
+@pytest.mark.parametrize(("kind", "proof"), PROOFS[:2], ids=["fence", "drained"])
+@pytest.mark.parametrize("other", range(3))
+def test_another_proof_still_frees_the_pages(
+    kind: type[Any], proof: events.Event, other: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = quarantined_receiver()
+    break_next(monkeypatch, ReceiverMachine, kind)
+    exchange.handle(proof, 1.0)
+    assert exchange.handle(PROOFS[other][1], 2.0) == [events.Release(TRANSFER)]
+    assert exchange.sizes()["transfers"] == exchange.sizes()["quarantined"] == 0
+
+
+def test_a_death_whose_handler_broke_on_a_live_hand_off_ends_it_and_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     exchange = Exchange(Role.DECODE, D, "decode", Limits(), INFO)
     exchange.handle(events.PeerUp(P, INFO, "fake"), 0.0)
     exchange.handle(events.OpenReceiver(TRANSFER, 4, 100.0), 0.0)
     exchange.handle(events.Publish(TRANSFER, (0,), 0), 0.0)
-    break_once(exchange)
+    break_next(monkeypatch, ReceiverMachine, events.PeerDown)
     effects = exchange.handle(events.PeerDown(P, PeerLost("dead").info, dead=True), 1.0)
-    assert events.Fence(TRANSFER, exchange._machines[TRANSFER].epoch) in effects
-    assert events.Release(TRANSFER) in exchange.handle(events.FenceDone(TRANSFER, False), 1.0)
-    assert exchange.sizes()["transfers"] == 0
+    assert events.Fence(TRANSFER, 0, exchange._machines[TRANSFER].epoch) in effects
+    assert [e.error.code for e in effects if isinstance(e, events.Phase) and e.error] == [ErrorCode.INTERNAL]
+    assert exchange.handle(events.FenceDone(TRANSFER, 0, False), 1.0) == []
+    assert exchange.quarantined_pages() == 1
     exchange.check_integrity()
+
+
+def test_a_sender_whose_fence_handler_broke_keeps_its_pages_and_can_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = Case().in_flight()
+    assert w.s is not None
+    w.abort(w.prefill, w.s)
+    break_next(monkeypatch, SenderMachine, events.FenceDone)
+    assert w.tell(w.prefill, events.FenceDone(w.transfer, 0, True)) == []
+    assert w.s.releases == 0
+    assert w.prefill.exchange.sizes()["quarantined"] == 1
+    assert w.prefill.exchange.quarantined_pages() == len(w.s.pages)

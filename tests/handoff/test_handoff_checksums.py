@@ -48,7 +48,7 @@ def answer(w: Case, **changes: Any) -> list[events.Effect]:
     right = next(
         m for side, m in w.log if isinstance(m, events.Received) and isinstance(m.message, ChunkPosted)
     )
-    event = events.ChecksumReady(asked.transfer, asked.tag, right.message.checksum)  # type: ignore[attr-defined]
+    event = events.ChecksumReady(asked.transfer, asked.rank, asked.tag, right.message.checksum)  # type: ignore[attr-defined]
     return w.tell(w.decode, dataclasses.replace(event, **changes))
 
 
@@ -86,7 +86,7 @@ def test_a_checksum_of_zero_is_a_checksum() -> None:
     w.send_chunk(w.s, PROMPT)
     w.land()
     w.finish()
-    w.tell(w.prefill, events.ChecksumReady(w.transfer, w.prefill.checksums.pop().tag, 0))
+    w.tell(w.prefill, events.ChecksumReady(w.transfer, 0, w.prefill.checksums.pop().tag, 0))
     posted = w.queues[Role.DECODE][0][1]
     assert isinstance(posted, ChunkPosted)
     assert posted.checksum == 0
@@ -181,14 +181,14 @@ def test_a_verdict_nobody_asked_for_is_late_and_belongs_to_nobody() -> None:
     w = verifying(full())
     asked = w.decode.checksums[0]
     late = w.decode.exchange.counters
-    assert w.tell(w.decode, events.ChecksumReady(w.transfer, asked.tag + 1, 1)) == []
+    assert w.tell(w.decode, events.ChecksumReady(w.transfer, asked.rank, asked.tag + 1, 1)) == []
     assert w.receiver_state == "TRANSFERRING"
     other = msgspec.structs.replace(w.transfer, room=99)
-    assert w.tell(w.decode, events.ChecksumReady(other, asked.tag, 1)) == []
+    assert w.tell(w.decode, events.ChecksumReady(other, asked.rank, asked.tag, 1)) == []
     assert kinds(answer(w)) == ["SUCCESS", "Committed", "Fence", "Release"]
-    assert w.tell(w.decode, events.ChecksumReady(w.transfer, asked.tag, 1)) == []
+    assert w.tell(w.decode, events.ChecksumReady(w.transfer, asked.rank, asked.tag, 1)) == []
     assert late["late_events"] == 3
-    assert w.tell(w.prefill, events.ChecksumReady(w.transfer, 7, 1)) == []
+    assert w.tell(w.prefill, events.ChecksumReady(w.transfer, 0, 7, 1)) == []
     assert w.prefill.exchange.counters["late_events"] == 1
 
 
@@ -201,7 +201,9 @@ def test_bytes_that_cannot_be_hashed_fail_the_hand_off_on_both_sides(side: Role)
         w.send_chunk(w.s, PROMPT)
     node = w.prefill if side is Role.PREFILL else w.decode
     asked = node.checksums.pop()
-    w.tell(node, events.ChecksumReady(w.transfer, asked.tag, 0, error=OutOfCapacity("too many").info))
+    w.tell(
+        node, events.ChecksumReady(w.transfer, asked.rank, asked.tag, 0, error=OutOfCapacity("too many").info)
+    )
     w.settle()
     for job in (w.s, w.r):
         assert [e.code for e in job.errors] == [ErrorCode.OUT_OF_CAPACITY]
@@ -217,12 +219,12 @@ def test_a_failing_sender_keeps_its_pages_until_nothing_reads_them(first: str) -
     w.abort(w.prefill, w.s)
     assert w.sender_state == "DRAINING"
     fenced, checksum_ready = (
-        events.FenceDone(w.transfer, True),
-        events.ChecksumReady(w.transfer, w.prefill.checksums.pop().tag, 1),
+        events.FenceDone(w.transfer, 0, True),
+        events.ChecksumReady(w.transfer, 0, w.prefill.checksums.pop().tag, 1),
     )
     if first == "FenceDone":
         assert kinds(w.tell(w.prefill, fenced)) == ["Drained"], "no write runs: the word can be given at once"
-        assert w.sender_state == "DRAINING"
+        assert w.sender_state == "DRAINED"
         assert kinds(w.tell(w.prefill, fenced)) == []
         assert kinds(w.tell(w.prefill, checksum_ready)) == ["Release"]
     else:
@@ -237,10 +239,10 @@ def test_the_word_that_nothing_writes_is_given_again_while_a_checksum_reads() ->
     assert w.s is not None
     w.send_chunk(w.s, PROMPT)
     w.abort(w.prefill, w.s)
-    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained"]
+    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained"]
     asked = events.Received(w.decode.me, Abort(w.transfer))
     assert kinds(w.tell(w.prefill, asked)) == ["Drained"]
-    assert w.sender_state == "DRAINING", "the checksum still reads"
+    assert w.sender_state == "DRAINED", "the checksum still reads"
 
 
 def test_each_of_several_chunks_is_verified_before_the_commit_in_any_order() -> None:
@@ -391,7 +393,7 @@ def test_the_final_marker_with_a_span_of_its_own_is_judged_by_its_own_checksum()
     w.from_prefill(w.chunk(span=Span(0, 4), nbytes=4 * 32, final=False, checksum=1))
     w.from_prefill(w.chunk(sequence=1, span=Span(4, PROMPT), nbytes=6 * 32, checksum=2))
     first, second = w.decode.checksums
-    assert w.tell(w.decode, events.ChecksumReady(w.transfer, second.tag, 2)) == []
-    assert kinds(w.tell(w.decode, events.ChecksumReady(w.transfer, first.tag, 2)))[0] == "FAILED"
+    assert w.tell(w.decode, events.ChecksumReady(w.transfer, second.rank, second.tag, 2)) == []
+    assert kinds(w.tell(w.decode, events.ChecksumReady(w.transfer, first.rank, first.tag, 2)))[0] == "FAILED"
     assert w.r is not None
     assert "chunk 0 (tokens 0 to 4" in w.r.errors[0].text

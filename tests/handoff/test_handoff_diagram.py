@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from segue.core.errors import ConfigError
-from segue.handoff.sender import SENDER_TABLE, SenderMachine
+from segue.handoff.link import PeerLink
+from segue.handoff.sender import SenderMachine
 
 _FILE = Path(__file__).resolve().parents[2] / "tools" / "diagram.py"
 _SPEC = importlib.util.spec_from_file_location("diagram", _FILE)
@@ -24,14 +25,22 @@ def test_the_document_shows_the_tables_as_they_are() -> None:
 
 
 def test_every_transition_is_drawn_once() -> None:
-    drawing = diagram.mermaid(SENDER_TABLE, SenderMachine.ENDS)
-    for state, steps in SENDER_TABLE.items():
-        for step, after in steps.items():
-            lines = [
-                line for line in drawing.splitlines() if line.strip().startswith(f"{state} --> {after}:")
-            ]
-            assert len(lines) == 1
-            assert str(step) in lines[0]
+    drawing = diagram.mermaid(diagram.moves_of(SenderMachine), frozenset())
+    moves = [
+        (state, after, "PeerUp" if event is PeerLink else event.__name__)
+        for state, table in SenderMachine.TABLE.items()
+        for event, row in table.items()
+        for after in row[1:]
+    ]
+    moves += [(state, after, name(holds)) for state, (holds, _, after) in SenderMachine.FOLLOWS.items()]
+    for state, after, label in moves:
+        lines = [line for line in drawing.splitlines() if line.strip().startswith(f"{state} --> {after}:")]
+        assert len(lines) == 1
+        assert label in lines[0]
+
+
+def name(condition: object) -> str:
+    return f"({condition.__name__.strip('_')})"  # type: ignore[attr-defined]
 
 
 def test_only_the_generated_part_is_replaced() -> None:

@@ -17,6 +17,8 @@ from segue.core.types import ChecksumMode, KVPoll, Role, TransferId
 
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
 INDEX = st.integers(0, 7)
+#: ranks of prefill and of decode, which divide the layers among them
+RANKS = [(1, 1), (2, 2), (1, 3), (3, 2), (3, 3), (2, 1)]
 
 
 def live(jobs: dict[object, Job], index: int) -> Job | None:
@@ -31,13 +33,25 @@ class Handoffs(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         small=st.booleans(),
         kv_checksum=st.sampled_from(ChecksumMode),
+        ranks=st.sampled_from(RANKS),
     )
     def start(
-        self, one_sided: bool, sizes: tuple[int, int], seed: int, small: bool, kv_checksum: ChecksumMode
+        self,
+        one_sided: bool,
+        sizes: tuple[int, int],
+        seed: int,
+        small: bool,
+        kv_checksum: ChecksumMode,
+        ranks: tuple[int, int],
     ) -> None:
         limits = Limits(max_transfers=4, max_early_destinations=1) if small else Limits()
         self.world = World(
-            seed, one_sided=one_sided, page_tokens=sizes, limits=limits, kv_checksum=kv_checksum
+            seed,
+            one_sided=one_sided,
+            page_tokens=sizes,
+            limits=limits,
+            kv_checksum=kv_checksum,
+            ranks=ranks,
         )
         self.unopened: list[tuple[Role, TransferId, int, int, float]] = []
 
@@ -206,7 +220,14 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
         ChecksumMode.FULL,
         ChecksumMode.FULL,
     )[seed % 5]
-    machine.start(bool(seed % 2), rng_sizes[seed // 2 % 4], seed, seed % 3 == 0, kv_checksum)
+    machine.start(
+        bool(seed % 2),
+        rng_sizes[seed // 2 % 4],
+        seed,
+        seed % 3 == 0,
+        kv_checksum,
+        RANKS[seed % 7 % len(RANKS)],
+    )
     rng = machine.world.rng
     names = [
         n

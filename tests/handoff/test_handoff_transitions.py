@@ -20,10 +20,11 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff import events
+from segue.handoff.events import Turn
 from segue.handoff.exchange import Exchange
-from segue.handoff.lease import LEASE_TABLE, Lease, LeaseState, LeaseStep
+from segue.handoff.lease import LEASE_TABLE, Lease
 from segue.handoff.machine import IllegalEvent, Machine, MachineArgs
 from segue.handoff.messages import (
     Abort,
@@ -37,15 +38,12 @@ from segue.handoff.messages import (
     Metadata,
     Moved,
 )
-from segue.handoff.receiver import RECEIVER_TABLE, ReceiverMachine, ReceiverStep
-from segue.handoff.sender import REASON_WAIT_S, SENDER_TABLE, SenderMachine, SenderStep
+from segue.handoff.receiver import ReceiverMachine, ReceiverState
+from segue.handoff.sender import REASON_WAIT_S, SenderMachine
+from segue.layout.planner import PairPlan
 
 PROMPT = 10
 CLIENT = AbortedByClient("client left").info
-STATES = {
-    SenderMachine: (SENDER_TABLE, SenderStep),
-    ReceiverMachine: (RECEIVER_TABLE, ReceiverStep),
-}
 
 
 def kinds(effects: list[events.Effect]) -> list[str]:
@@ -151,60 +149,138 @@ class Case(World):
 # ---- the tables themselves ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [SenderMachine, ReceiverMachine])
-def test_every_pair_of_state_and_step_moves_as_the_table_says_or_raises_unchanged(
+HALVES: list[type[Machine]] = [SenderMachine, ReceiverMachine]
+
+
+def a_machine(kind: type[Machine], world: World) -> Machine:
+    exchange = world.prefill.exchange
+    turn, transfer = Turn(), world.new_transfer()
+    link = exchange._links[world.decode.me]
+    args = MachineArgs(exchange._local, turn, lambda: 1, transfer, world.decode.me, link, 1, 1.0)
+    return kind(args)
+
+
+def one_of_each(w: World) -> list[object]:
+    """Every event that a machine may be given."""
+    t = w.new_transfer()
+    return [
+        w.prefill.exchange._links[w.decode.me],
+        events.Publish(t, (), 0),
+        events.SendChunk(t, Span(0, 1), (0,)),
+        events.SendMetadata(t, Metadata(transfer=t, prompt_tokens=1, first_token=1)),
+        events.AbortTransfer(t, CLIENT),
+        events.PeerDown(w.decode.me, CLIENT),
+        events.WriteLanded(t, 0, 0, 0.0),
+        events.WriteBroken(t, 0, 0, CLIENT),
+        events.ChecksumReady(t, 0, 0, 0),
+        events.FenceDone(t, 0, True),
+        events.Tick(),
+        Destination(
+            transfer=t,
+            epoch=1,
+            budget_s=1.0,
+            prompt_tokens=1,
+            prefix_tokens=0,
+            pages=[],
+            transport="",
+            plan_hash=0,
+        ),
+        Accepted(t),
+        Moved(t, 0),
+        ChunkPosted(transfer=t, source=0, target=0, sequence=0, span=Span(0, 0), nbytes=0, final=True),
+        Metadata(transfer=t, prompt_tokens=1, first_token=1),
+        Committed(t),
+        Failed(t, CLIENT),
+        Abort(t),
+        Drained(t),
+        Gone(t),
+    ]
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_an_event_without_a_row_is_refused_and_nothing_changes(kind: type[Machine]) -> None:
+    world = World()
+    known = {type(event) for event in one_of_each(world)}
+    refused = 0
+    for state, table in kind.TABLE.items():
+        assert set(table) <= known
+        for event in one_of_each(world):
+            if type(event) in table:
+                continue
+            machine = a_machine(kind, world)
+            machine.state = state
+            with pytest.raises(IllegalEvent, match="not legal in"):
+                machine.take(event)
+            assert machine.state is state
+            assert machine.turn.effects == []
+            refused += 1
+    assert refused > 50
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_an_event_with_a_row_does_what_the_row_says_and_moves_there(kind: type[Machine]) -> None:
+    world = World()
+    for state, table in kind.TABLE.items():
+        for event in one_of_each(world):
+            if type(event) not in table:
+                continue
+            for after in table[type(event)][1:]:
+                machine = a_machine(kind, world)
+                machine.state = state
+                seen: list[object] = []
+
+                def handler(machine: Machine, event: object, after: Any = after, seen: Any = seen) -> Any:
+                    seen.append(event)
+                    return after
+
+                changed = type("Changed", (kind,), {"__slots__": (), "FOLLOWS": {}})
+                changed.TABLE = {state: {type(event): (handler, *table[type(event)][1:])}}
+                machine.__class__ = changed
+                machine.take(event)
+                assert (machine.state, seen) == (after, [event])
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_the_tables_are_closed_monotone_and_end(kind: type[Machine]) -> None:
+    assert set(kind.STATES) == set(kind.TABLE)
+    assert set(kind.FOLLOWS) <= set(kind.TABLE)
+    for before, after in moves(kind):
+        phase, then = kind.STATES[before][0], kind.STATES[after][0]
+        assert then is phase or then is KVPoll.FAILED or then > phase
+        assert not phase.terminal or then is phase, "a terminal phase is final"
+    for state, table in kind.TABLE.items():
+        phase, lease = kind.STATES[state]
+        assert bool(table) != (lease is Lease.RELEASED)
+        if not phase.terminal:
+            for end in (events.AbortTransfer, events.Tick, events.PeerDown, Failed, Gone):
+                assert all(kind.STATES[after][0] is KVPoll.FAILED for after in table[end][1:])
+    for start in kind.FOLLOWS:
+        state, seen = start, set()
+        while state in kind.FOLLOWS:
+            assert state not in seen, "what follows by itself never comes to an end"
+            seen.add(state)
+            state = kind.FOLLOWS[state][2]
+
+
+def moves(kind: type[Machine]) -> set[tuple[Any, Any]]:
+    """Every state with every next one, by an event or by itself."""
+    found = {(s, after) for s, table in kind.TABLE.items() for row in table.values() for after in row[1:]}
+    return found | {(state, follow[2]) for state, follow in kind.FOLLOWS.items()}
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_no_move_frees_pages_that_somebody_may_touch_without_completion_or_proof(
     kind: type[Machine],
 ) -> None:
-    table, steps = STATES[kind]
-    world = World()
-    for state in table:
-        for step in steps:
-            local = world.prefill.exchange._local
-            machine = kind(MachineArgs(local, world.new_transfer(), world.decode.me, 1, 1.0, now=0.0))
-            machine.state = state
-            if step in table[state]:
-                machine.go(step)
-                assert machine.state is table[state][step]
-            else:
-                with pytest.raises(IllegalEvent):
-                    machine.go(step)
-                assert machine.state is state
-
-
-@pytest.mark.parametrize("kind", [SenderMachine, ReceiverMachine])
-def test_the_tables_are_closed_monotone_and_end(kind: type[Machine]) -> None:
-    table, _ = STATES[kind]
-    assert set(kind.PHASES) == set(table)
-    for state, steps in table.items():
-        for after in steps.values():
-            before, now = kind.PHASES[state], kind.PHASES[after]
-            assert now is before or now is KVPoll.FAILED or now > before
-            assert not before.terminal or now is before, "a terminal phase is final"
-        assert bool(steps) != (state in kind.ENDS)
-        if not kind.PHASES[state].terminal:
-            failures = [after for step, after in steps.items() if "fail" in step]
-            assert failures
-            assert all(kind.PHASES[after] is KVPoll.FAILED for after in failures)
-
-
-def test_a_lease_ends_once_and_never_without_completion_or_proof() -> None:
-    for state in LeaseState:
-        for step in LeaseStep:
-            lease = Lease()
-            lease.state = state
-            if step in LEASE_TABLE[state]:
-                lease.end(step)
-                assert lease.state is LEASE_TABLE[state][step]
-            else:
-                with pytest.raises(SegueError):
-                    lease.end(step)
-                assert lease.state is state
-    releasing = {(s, p) for s, ps in LEASE_TABLE.items() for p, a in ps.items() if a is LeaseState.RELEASED}
-    assert releasing == {
-        (LeaseState.HELD, LeaseStep.UNUSED),
-        (LeaseState.PUBLISHED, LeaseStep.COMPLETE),
-        (LeaseState.QUARANTINED, LeaseStep.PROOF),
-    }
+    for before, after in moves(kind):
+        lease, then = kind.STATES[before][1], kind.STATES[after][1]
+        assert then is lease or then in LEASE_TABLE[lease].values(), (before, after)
+        if lease is Lease.PUBLISHED and then is Lease.RELEASED:
+            assert kind.STATES[after][0] is KVPoll.SUCCESS
+        if lease is Lease.QUARANTINED and then is Lease.RELEASED:
+            assert kind.FOLLOWS[before][2] is after
+            assert not any(after in row[1:] for row in kind.TABLE[before].values())
+    assert not LEASE_TABLE[Lease.RELEASED]
 
 
 # ---- the good way ------------------------------------------------------------------------------
@@ -279,7 +355,7 @@ def test_chunks_are_announced_in_order_whatever_order_they_land_in() -> None:
         w.land(index)
     sent = []
     for tag in (2, 0, 1):
-        effects = w.tell(w.prefill, events.WriteLanded(w.transfer, tag, 0.1))
+        effects = w.tell(w.prefill, events.WriteLanded(w.transfer, 0, tag, 0.1))
         sent.append([e.message.sequence for e in effects])
     assert sent == [[], [0], [1, 2]]
 
@@ -450,15 +526,15 @@ def test_what_the_engine_says_after_the_end_is_late_not_wrong() -> None:
         (w.prefill, events.AbortTransfer(w.transfer, CLIENT)),
         (w.decode, events.Publish(w.transfer, (0, 1, 2), 0)),
         (w.decode, events.AbortTransfer(w.transfer, CLIENT)),
-        (w.prefill, events.WriteLanded(w.transfer, 0, 0.1)),
-        (w.prefill, events.WriteBroken(w.transfer, 5, CLIENT)),
+        (w.prefill, events.WriteLanded(w.transfer, 0, 0, 0.1)),
+        (w.prefill, events.WriteBroken(w.transfer, 0, 5, CLIENT)),
     ):
         assert node.exchange.handle(event, w.now) == []
     assert w.prefill.exchange.counters["late_events"] == 4
     assert w.decode.exchange.counters["late_events"] == 1
     w.settle()
     w.come_to_rest()
-    for event in (events.WriteLanded(w.transfer, 0, 0.1), events.FenceDone(w.transfer, True)):
+    for event in (events.WriteLanded(w.transfer, 0, 0, 0.1), events.FenceDone(w.transfer, 0, True)):
         assert w.prefill.exchange.handle(event, w.now) == []
     assert w.prefill.exchange.handle(events.AbortTransfer(w.transfer, CLIENT), w.now) == []
 
@@ -595,7 +671,6 @@ def test_the_tally_itself_refuses_metadata_of_another_transfer() -> None:
     w = Case().waiting()
     machine = w.decode.exchange._machines[w.transfer]
     assert isinstance(machine, ReceiverMachine)
-    assert machine.tally is not None
     with pytest.raises(MetadataMismatch, match="came for"):
         machine.tally.note_metadata(w.metadata(transfer=w.new_transfer()))
     assert machine.tally.metadata is None
@@ -657,7 +732,7 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
         "gone": events.Received(w.decode.me, Gone(w.transfer)),
         "down": events.PeerDown(w.decode.me, PeerLost("cut").info),
         "deadline": events.Tick(),
-        "broken": events.WriteBroken(w.transfer, 0, TransferFailed("no route").info),
+        "broken": events.WriteBroken(w.transfer, 0, 0, TransferFailed("no route").info),
     }
     if cause == "deadline":
         w.now = 61.0
@@ -666,7 +741,7 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
     if posted:
         assert kinds(effects) == ["Fence", "FAILED"] + ([] if peer_notified else ["Failed"])
         assert w.sender_state == "DRAINING"
-        assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+        assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained", "Release"]
     else:
         expected = (
             ["FAILED"] + ([] if peer_notified else ["Failed"]) + ([] if cause == "down" else ["Drained"])
@@ -691,7 +766,7 @@ def test_a_sender_fails_in_the_same_way_everywhere(place: str, cause: str) -> No
 
 def refused(w: Case) -> list[events.Effect]:
     error = TransferFailed("this epoch is not granted").info
-    return w.tell(w.prefill, events.WriteBroken(w.transfer, 0, error, refused=True))
+    return w.tell(w.prefill, events.WriteBroken(w.transfer, 0, 0, error, refused=True))
 
 
 @pytest.mark.parametrize("cause", ["failed", "abort message", "down", "abort"])
@@ -703,7 +778,7 @@ def test_lesson_10_a_refused_write_waits_for_the_reason_of_the_refusal(cause: st
     assert refused(w) == []
     assert w.sender_state == "TRANSFERRING"
     w.send_chunk(w.s, 4)
-    again = events.WriteBroken(w.transfer, 1, TransferFailed("nor is this").info, refused=True)
+    again = events.WriteBroken(w.transfer, 0, 1, TransferFailed("nor is this").info, refused=True)
     assert w.tell(w.prefill, again) == []
     w.now += 0.9
     cases: dict[str, events.Event] = {
@@ -714,7 +789,7 @@ def test_lesson_10_a_refused_write_waits_for_the_reason_of_the_refusal(cause: st
     }
     effects = kinds(w.tell(w.prefill, cases[cause]))
     assert effects == ["Fence", "FAILED"] + (["Failed"] if cause == "abort" else [])
-    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained", "Release"]
     (error,) = w.s.errors
     assert error.text != "this epoch is not granted"
     if cause == "failed":
@@ -729,7 +804,7 @@ def test_a_refused_write_whose_reason_never_comes_fails_the_sender_after_a_secon
     w.now = at
     effects = w.tell(w.prefill, events.Tick())
     assert kinds(effects) == ["Fence", "FAILED", "Failed"]
-    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, True))) == ["Drained", "Release"]
+    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained", "Release"]
     assert w.s is not None
     (error,) = w.s.errors
     assert (error.text, error.phase) == ("this epoch is not granted", "TRANSFERRING")
@@ -773,7 +848,7 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
         assert effects == ["FAILED", *failed, *abort, "Fence", "Quarantined"]
         assert w.receiver_state == "QUARANTINED"
         # The peer's word is one half; our own transport may still be inside a slice of what had been sent.
-        assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, False))) == proven
+        assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == proven
         assert w.receiver_state == ("-" if proven else "QUARANTINED")
         assert w.decode.exchange.quarantined_pages() == (0 if proven else 3)
     assert w.r is not None
@@ -790,8 +865,8 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
 @pytest.mark.parametrize(
     ("event", "proven"),
     [
-        (lambda w: events.FenceDone(w.transfer, True), True),
-        (lambda w: events.FenceDone(w.transfer, False), False),
+        (lambda w: events.FenceDone(w.transfer, 0, True), True),
+        (lambda w: events.FenceDone(w.transfer, 0, False), False),
         (lambda w: events.Received(w.prefill.me, Drained(w.transfer)), True),
         (lambda w: events.Received(w.prefill.me, Gone(w.transfer)), True),
         (lambda w: events.Received(w.prefill.me, Failed(w.transfer, CLIENT)), False),
@@ -809,7 +884,7 @@ def test_only_a_proof_ends_quarantine(event: Act, proven: bool) -> None:
     w = Case(one_sided=True).waiting()
     assert w.r is not None
     w.abort(w.decode, w.r)
-    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, False))) == []
+    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == []
     w.now = 1e6
     effects = w.tell(w.decode, event(w))
     assert kinds(effects) == (["Release"] if proven else [])
@@ -1123,7 +1198,7 @@ def test_epochs_rise_are_never_zero_and_differ_between_incarnations() -> None:
             job = w.open_receiver(w.new_transfer(), PROMPT)
             assert job is not None
             w.publish(job)
-            epochs.append(max(w.decode.epochs))
+            epochs.append(max(epoch for _, epoch in w.decode.epochs))
         assert epochs == sorted(set(epochs))
         seen += epochs
     assert len(set(seen)) == 6
@@ -1160,14 +1235,44 @@ def test_an_exception_in_one_hand_off_fails_that_one_alone(monkeypatch: pytest.M
     assert w.r.errors == w.s.errors  # the record reached decode unchanged
 
 
+@pytest.mark.parametrize("half", [Role.PREFILL, Role.DECODE])
+def test_a_handler_that_breaks_in_its_middle_has_posted_and_granted_nothing(
+    half: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state stays one whose pages count as untouched, and they are free at once: so they must be."""
+
+    def explode(*args: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    w = Case(kv_checksum=ChecksumMode.FULL)
+    if half is Role.PREFILL:
+        w.waiting()
+        assert w.s is not None
+        monkeypatch.setattr(PairPlan, "source_content", explode)
+        w.send_chunk(w.s, PROMPT)
+        expected = ["FAILED", "Failed", "Drained", "Release"]
+    else:
+        w.open()
+        assert w.r is not None
+        monkeypatch.setattr(PairPlan, "hash", explode)
+        w.publish(w.r)
+        expected = ["FAILED", "Failed", "Release"]
+    assert kinds([e for side, e in w.log if side == f"  {half.value}"][-len(expected) :]) == expected  # type: ignore[misc]
+    seen = [type(e) for _, e in w.log]
+    assert (events.PostWrite if half is Role.PREFILL else events.Grant) not in seen
+
+
 def test_integrity_checks_see_a_broken_table() -> None:
     w = Case().waiting()
     exchange = w.decode.exchange
     machine = exchange._machines[w.transfer]
-    machine.lease.state = LeaseState.RELEASED
-    with pytest.raises(SegueError, match="lease has ended"):
+    machine.state = ReceiverState.SUCCESS
+    with pytest.raises(SegueError, match="has ended but is kept"):
         exchange.check_integrity()
-    machine.lease.state = LeaseState.PUBLISHED
+    machine.state = ReceiverState.QUARANTINED
+    with pytest.raises(SegueError, match="failed without an error"):
+        exchange.check_integrity()
+    machine.state = ReceiverState.PUBLISHED
     exchange.check_integrity()
     exchange._deadlines.cancel(machine.timer)
     with pytest.raises(SegueError, match="no deadline"):

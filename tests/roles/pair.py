@@ -179,10 +179,10 @@ class Pair:
                         at, to = b.src_offset + row * b.src_stride, b.dst_offset + row * b.dst_stride
                         source = node.engine.memory[at : at + b.row_bytes]
                         other.engine.memory[to : to + b.row_bytes] = source
-                node.post(events.WriteLanded(effect.transfer, effect.tag, 0.0))
+                node.post(events.WriteLanded(effect.transfer, effect.rank, effect.tag, 0.0))
             case events.Fence():
                 proven = self.fences_proven or node is self.prefill
-                node.post(events.FenceDone(effect.transfer, proven))
+                node.post(events.FenceDone(effect.transfer, effect.rank, proven))
             case events.Grant():
                 pass
             case events.Phase() | events.Release() | events.Quarantined():

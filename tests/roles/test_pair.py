@@ -284,8 +284,8 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     free = pair.decode.pool.free
     drained.append(True)
     transfer = next(iter(pair.prefill.scheduler.table._transfers))
-    pair.decode.post(events.FenceDone(transfer, False))
-    pair.prefill.post(events.FenceDone(transfer, True))
+    pair.decode.post(events.FenceDone(transfer, 0, False))
+    pair.prefill.post(events.FenceDone(transfer, 0, True))
     pair.run()
     assert pair.decode.pool.free == free + 11
     pair.assert_at_rest()

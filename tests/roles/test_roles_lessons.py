@@ -112,8 +112,8 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     held = node.pool.quarantined if side == "decode" else node.pool.used
     assert held > 0, "time alone freed pages that somebody may still touch"
     proven.append(True)
-    pair.decode.post(events.FenceDone(transfer, False))
-    pair.prefill.post(events.FenceDone(transfer, True))
+    pair.decode.post(events.FenceDone(transfer, 0, False))
+    pair.prefill.post(events.FenceDone(transfer, 0, True))
     pair.run()
     assert node.exchange.phase(transfer) in (None, KVPoll.FAILED)
     pair.assert_at_rest()

@@ -431,7 +431,7 @@ def serves_the_unheard(stage: Stage) -> None:
 
 def writes_without_being_told(stage: Stage) -> None:
     stage.phases(stage.prefill, B, W, T)
-    stage.checks.effect(stage.prefill, events.PostWrite(stage.transfer, 5, 0, 0, 0, ()))
+    stage.checks.effect(stage.prefill, events.PostWrite(stage.transfer, 0, 5, 0, 0, ()))
 
 
 def another_transfer_touched(stage: Stage) -> None:

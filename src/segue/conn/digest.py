@@ -68,7 +68,9 @@ class Digester:
         """The checksum of what `effect` names, or why there is none. Raises nothing."""
         try:
             with memoryview(self._memory.buffer) as memory:
-                return events.ChecksumReady(effect.transfer, effect.tag, checksum(memory, effect.content))
+                return events.ChecksumReady(
+                    effect.transfer, effect.rank, effect.tag, checksum(memory, effect.content)
+                )
         except SegueError as error:
             return _failed(effect, error)
         except Exception as error:  # one hand-off fails, the thread lives on (lesson 22)
@@ -86,4 +88,4 @@ class Digester:
 
 def _failed(effect: events.ComputeChecksum, error: SegueError) -> events.ChecksumReady:
     info: ErrorInfo = error.info
-    return events.ChecksumReady(effect.transfer, effect.tag, 0, error=info)
+    return events.ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, error=info)

@@ -40,6 +40,8 @@ LeaderMessage = HandoffMessage | ControlMessage
 EARLY_PER_TRANSFER = 4
 #: After a fence that the transport did not take, before it is asked again.
 FENCE_AGAIN_S = 1.0
+#: This process has one rank.
+ONLY_RANK = 0
 KV_ROLES = (Role.PREFILL, Role.DECODE)
 H = TypeVar("H", KVSender, KVReceiver)
 
@@ -258,7 +260,7 @@ class KVManager:
         match effect:
             case events.ComputeChecksum():
                 # Its answer is what the pages wait for, whatever becomes of the hand-off.
-                answer = events.ChecksumReady(effect.transfer, effect.tag, 0, error=error.info)
+                answer = events.ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, error=error.info)
                 self.io.loop.call_soon(self._handle, answer)
             case events.Fence():
                 # So it is here, and to fence twice does no harm.
@@ -334,7 +336,9 @@ class KVManager:
         leader = self._transports.peer_of(transfer)
         if isinstance(effect, events.PostWrite) and leader not in self._peers:
             gone = TransferFailed(f"the session to {leader} has ended", room=transfer.room)
-            self.io.loop.call_soon(self._handle, events.WriteBroken(transfer, effect.tag, gone.info))
+            self.io.loop.call_soon(
+                self._handle, events.WriteBroken(transfer, effect.rank, effect.tag, gone.info)
+            )
         else:
             self._transports.move(effect)
 
@@ -370,11 +374,13 @@ class KVManager:
         match event:
             case transport_base.Written():
                 self._measure(leader, event)
-                self._handle(events.WriteLanded(transfer, event.tag, event.seconds))
+                self._handle(events.WriteLanded(transfer, ONLY_RANK, event.tag, event.seconds))
             case transport_base.WriteFailed():
-                self._handle(events.WriteBroken(transfer, event.tag, event.error.info, event.refused))
+                self._handle(
+                    events.WriteBroken(transfer, ONLY_RANK, event.tag, event.error.info, event.refused)
+                )
             case transport_base.Fenced():
-                self._handle(events.FenceDone(transfer, event.proven))
+                self._handle(events.FenceDone(transfer, ONLY_RANK, event.proven))
 
     def _measure(self, leader: LeaderId, event: transport_base.Written) -> None:
         """A slow path must not be taken silently: its speed is logged once, and shown for ever."""

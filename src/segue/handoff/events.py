@@ -2,7 +2,8 @@
 
 `Exchange` (in `exchange.py`) holds every hand-off of one leader: `handle(event, now) -> effects`.
 It does no I/O. The room `conn` carries out the effects in production, the simulator in tests.
-Times are absolute seconds of the caller's monotonic clock.
+A `rank` is always one of our own replica: an index into `LeaderInfo.ranks`. Each effect that names one is
+for that rank alone, and only its answer counts. Times are absolute seconds of the caller's monotonic clock.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class SendMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AbortTransfer:
-    """Engine: end this hand-off with `error`. A no-op after a terminal phase."""
+    """End this hand-off with `error`; a no-op after a terminal phase. The engine's event, and what the
+    `Exchange` makes of an error in a handler."""
 
     transfer: TransferId
     error: ErrorInfo
@@ -114,19 +116,21 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class WriteLanded:
-    """Transport: the write `tag` of `epoch` (see `PostWrite`) has landed at the destination."""
+    """Transport: the write `tag` of our rank `rank` (see `PostWrite`) has landed at the destination."""
 
     transfer: TransferId
+    rank: int
     tag: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBroken:
-    """Transport: the write `tag` did not land. `refused`: decode did not grant its epoch (any more), so
-    decode ended this hand-off, and the reason is under way."""
+    """Transport: the write `tag` of our rank `rank` did not land. `refused`: decode did not grant its epoch
+    (any more), so decode ended this hand-off, and the reason is under way."""
 
     transfer: TransferId
+    rank: int
     tag: int
     error: ErrorInfo
     refused: bool = False
@@ -134,9 +138,11 @@ class WriteBroken:
 
 @dataclass(frozen=True, slots=True)
 class ChecksumReady:
-    """Hashing: the answer to the `ComputeChecksum` with this `tag`. `error` says why there is no checksum."""
+    """Hashing: our rank's answer to its `ComputeChecksum` with this `tag`. `error` says why there is no
+    checksum."""
 
     transfer: TransferId
+    rank: int
     tag: int
     checksum: int
     error: ErrorInfo | None = None
@@ -144,15 +150,16 @@ class ChecksumReady:
 
 @dataclass(frozen=True, slots=True)
 class FenceDone:
-    """Transport: the answer to `Fence`; `proven` as in `transport.base.Fenced`."""
+    """Transport: the answer of our rank `rank` to `Fence`; `proven` as in `transport.base.Fenced`."""
 
     transfer: TransferId
+    rank: int
     proven: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Clock: `now` has reached `Exchange.next_deadline()`."""
+    """Clock: `now` has reached `Exchange.next_deadline()`. For a machine: its deadline has passed."""
 
 
 Event = (
@@ -185,44 +192,46 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PostWrite:
-    """Give this write to the transport: local rank `source` to the peer's rank `target`."""
+    """Prefill: have our rank `rank` write to the peer's rank `target`."""
 
     transfer: TransferId
+    rank: int
     epoch: int
     tag: int
-    source: int
     target: int
     blocks: tuple[CopyBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeChecksum:
-    """Either side: hash `content` in the pool of local rank `rank` (`layout.content.checksum`).
+    """Either side: hash `content` in the pool of our rank `rank` (`layout.content.checksum`).
 
     Answered by exactly one `ChecksumReady`. Prefill hashes what it sends, decode what has landed. The
     pages are read until the answer, so `Release` does not come before it.
     """
 
     transfer: TransferId
-    tag: int
     rank: int
+    tag: int
     content: Content
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode: tell the transport that writes of `epoch` by `transfer.prefill` may land in `pages`."""
+    """Decode: writes of `epoch` by `transfer.prefill` may land in `pages` of our rank `rank`."""
 
     transfer: TransferId
+    rank: int
     epoch: int
     pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Either side: end `epoch` in the transport; answered by `FenceDone`."""
+    """Either side: our rank `rank` ends `epoch` in its transport; answered by its `FenceDone`."""
 
     transfer: TransferId
+    rank: int
     epoch: int
 
 
@@ -262,6 +271,21 @@ class Quarantined:
 
 
 Effect = Send | PostWrite | ComputeChecksum | Grant | Fence | Phase | Release | Quarantined
+
+
+class Turn:
+    """One call of `Exchange.handle`: when it is, and what follows from it, in order. The exchange and all
+    its machines share one."""
+
+    __slots__ = ("effects", "now")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.effects: list[Effect] = []
+
+    def emit(self, effect: Effect) -> None:
+        """Have `effect` carried out after those before it."""
+        self.effects.append(effect)
 
 
 def refusal(event: Event, error: ErrorInfo) -> list[Effect]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -32,6 +32,7 @@ from segue.handoff.events import (
     SendChunk,
     SendMetadata,
     Tick,
+    Turn,
     WriteBroken,
     WriteLanded,
 )
@@ -55,8 +56,6 @@ from segue.handoff.sender import SenderMachine
 from segue.handoff.table_checks import Tables
 from segue.handoff.timers import Deadlines, Timer
 from segue.handoff.tombstones import Tombstones
-
-_M = TypeVar("_M", bound=Machine)
 
 _TO_PREFILL = frozenset({Destination, Committed, Failed, Abort, Gone})
 _TO_DECODE = frozenset({Accepted, Moved, ChunkPosted, Metadata, Failed, Drained, Gone})
@@ -98,21 +97,22 @@ class Exchange:
             ("stray_messages", "late_events", "repeats", "gone_answers", "early_refused", "internal_errors"),
             0,
         )
-        self._tombstones = Tombstones(self._local, self._deadlines, self.counters)
-        self._handlers: dict[type[Any], Callable[[Any, float, list[Effect]], None]] = {
+        self._turn = Turn()
+        self._tombstones = Tombstones(self._local, self._deadlines, self.counters, self._turn)
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
             OpenSender: self._open_sender,
             OpenReceiver: self._open_receiver,
-            Publish: self._publish,
-            SendChunk: self._send_chunk,
-            SendMetadata: self._send_metadata,
+            Publish: self._of_engine,
+            SendChunk: self._of_engine,
+            SendMetadata: self._of_engine,
             AbortTransfer: self._abort,
             PeerUp: self._peer_up,
             PeerDown: self._peer_down,
             Received: self._received,
-            WriteLanded: self._write_landed,
-            WriteBroken: self._write_broken,
-            ChecksumReady: self._checksum_ready,
-            FenceDone: self._fence_done,
+            WriteLanded: self._of_rank,
+            WriteBroken: self._of_rank,
+            ChecksumReady: self._of_rank,
+            FenceDone: self._of_rank,
             Tick: self._tick,
         }
 
@@ -120,9 +120,11 @@ class Exchange:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One event in, its effects out, in order. `now` never decreases between calls."""
-        out: list[Effect] = []
-        self._handlers[type(event)](event, now, out)
-        return out
+        self._turn.now = now
+        effects: list[Effect] = []
+        self._turn.effects = effects
+        self._handlers[type(event)](event)
+        return effects
 
     def next_deadline(self) -> float | None:
         """When to deliver the next `Tick`; None when there is nothing to wait for."""
@@ -151,11 +153,12 @@ class Exchange:
             "epochs": len(self._epochs),
             "peers": len(self._links),
             "deadlines": len(self._deadlines),
+            "quarantined": sum(m.phase is KVPoll.FAILED for m in self._machines.values()),
         }
 
     def quarantined_pages(self) -> int:
         """Pages of failed hand-offs that wait for a fence (a gauge; looks at every machine)."""
-        return sum(m.lease.pages for m in self._machines.values() if m.phase is KVPoll.FAILED)
+        return sum(m.exposed_pages for m in self._machines.values() if m.phase is KVPoll.FAILED)
 
     def check_integrity(self) -> None:
         """Look at everything; raises Internal with what is wrong."""
@@ -166,32 +169,43 @@ class Exchange:
 
     # ---- the engine ----------------------------------------------------------------------------
 
-    def _open_sender(self, event: OpenSender, now: float, out: list[Effect]) -> None:
-        self._check_open(event.transfer, event.prompt_tokens, Role.PREFILL)
-        if self._tombstones.over_before_it_began(event.transfer, out):
-            return
-        machine = SenderMachine(self._machine_args(event, event.transfer.decode, now))
-        self._add(machine, out)
-        parked = self._tombstones.take_parked(event.transfer)
-        if parked is None:
-            return
-        link = self._links.get(parked.peer)
-        if link is None:
-            raise Internal("an early destination outlived its session")
-        self._destination(machine, parked.destination, parked.timer.at, link, now, out)
+    def _open_sender(self, event: OpenSender) -> None:
+        machine = self._open(event, SenderMachine, Role.PREFILL, event.transfer.decode)
+        parked = None if machine is None else self._tombstones.take_parked(event.transfer)
+        if machine is not None and parked is not None:
+            rest_s = parked.timer.at - self._turn.now
+            self._tell(machine, msgspec.structs.replace(parked.destination, budget_s=rest_s))
 
-    def _open_receiver(self, event: OpenReceiver, now: float, out: list[Effect]) -> None:
-        self._check_open(event.transfer, event.prompt_tokens, Role.DECODE)
-        if self._tombstones.over_before_it_began(event.transfer, out):
-            return
-        machine = ReceiverMachine(self._machine_args(event, event.transfer.prefill, now))
-        self._add(machine, out)
-        link = self._links.get(machine.peer)
-        if link is not None:
-            self._run(machine, now, out, machine.peer_up, link)
+    def _open_receiver(self, event: OpenReceiver) -> None:
+        machine = self._open(event, ReceiverMachine, Role.DECODE, event.transfer.prefill)
+        if machine is not None and machine.link is not None:
+            self._tell(machine, machine.link)
 
-    def _machine_args(self, event: OpenSender | OpenReceiver, peer: LeaderId, now: float) -> MachineArgs:
-        return MachineArgs(self._local, event.transfer, peer, event.prompt_tokens, event.deadline, now)
+    def _open(
+        self, event: OpenSender | OpenReceiver, kind: type[Machine], role: Role, peer: LeaderId
+    ) -> Machine | None:
+        """The machine of a new hand-off; None if the peer ended it before it began here."""
+        transfer = event.transfer
+        self._check_open(transfer, event.prompt_tokens, role)
+        if self._tombstones.over_before_it_began(transfer):
+            return None
+        link = self._links.get(peer)
+        machine = kind(
+            MachineArgs(
+                self._local,
+                self._turn,
+                self._new_epoch,
+                transfer,
+                peer,
+                link,
+                event.prompt_tokens,
+                event.deadline,
+            )
+        )
+        self._machines[transfer] = machine
+        self._deadlines.add(machine.timer)
+        self._turn.emit(Phase(transfer, machine.phase))
+        return machine
 
     def _check_open(self, transfer: TransferId, prompt_tokens: int, role: Role) -> None:
         mine = transfer.prefill if self._local.role is Role.PREFILL else transfer.decode
@@ -214,90 +228,54 @@ class Exchange:
                 room=transfer.room,
             )
 
-    def _add(self, machine: Machine, out: list[Effect]) -> None:
-        self._machines[machine.transfer] = machine
-        self._deadlines.add(machine.timer)
-        out.append(Phase(machine.transfer, machine.phase))
+    def _new_epoch(self) -> int:
+        self._last_epoch += 1
+        return self._last_epoch
 
-    def _publish(self, event: Publish, now: float, out: list[Effect]) -> None:
-        machine = self._mine(event.transfer, ReceiverMachine)
-        if machine is None:
-            return
-        epoch = self._last_epoch + 1
-        self._run(machine, now, out, machine.publish, event, epoch, local=True)
-        if machine.epoch == epoch:
-            self._last_epoch = epoch
+    def _of_engine(self, event: Publish | SendChunk | SendMetadata) -> None:
+        """Raises IllegalEvent for a hand-off that never was, and for what its machine does not allow. If it
+        is over, the engine could not know yet."""
+        machine = self._machines.get(event.transfer)
+        if machine is None and event.transfer not in self._tombstones.ended:
+            raise IllegalEvent(f"{event.transfer} is not open here", room=event.transfer.room)
+        if machine is None or machine.phase.terminal:
+            self.counters["late_events"] += 1
+        else:
+            self._run(machine, event)
 
-    def _send_chunk(self, event: SendChunk, now: float, out: list[Effect]) -> None:
-        machine = self._mine(event.transfer, SenderMachine)
-        if machine is not None:
-            self._run(machine, now, out, machine.chunk, event, local=True)
-
-    def _send_metadata(self, event: SendMetadata, now: float, out: list[Effect]) -> None:
-        machine = self._mine(event.transfer, SenderMachine)
-        if machine is not None:
-            self._run(machine, now, out, machine.metadata, event, local=True)
-
-    def _abort(self, event: AbortTransfer, now: float, out: list[Effect]) -> None:
+    def _abort(self, event: AbortTransfer) -> None:
         machine = self._machines.get(event.transfer)
         if machine is not None:
-            self._run(machine, now, out, machine.fail, machine.fill(event.error, now))
+            self._tell(machine, event)
 
-    def _mine(self, transfer: TransferId, kind: type[_M]) -> _M | None:
-        """The live machine that an engine's event is for. None if the hand-off is over: the engine
-        could not know yet. Raises IllegalEvent for one that never was, or is of the other half."""
-        machine = self._machines.get(transfer)
-        if isinstance(machine, kind):
-            if not machine.phase.terminal:
-                return machine
-        elif machine is not None or transfer not in self._tombstones.ended:
-            raise IllegalEvent(f"{transfer} is not open here", room=transfer.room)
-        self.counters["late_events"] += 1
-        return None
+    # ---- our ranks: transport and hash -----------------------------------------------------------
 
-    # ---- the transport -------------------------------------------------------------------------
-
-    def _write_landed(self, event: WriteLanded, now: float, out: list[Effect]) -> None:
+    def _of_rank(self, event: WriteLanded | WriteBroken | ChecksumReady | FenceDone) -> None:
         machine = self._machines.get(event.transfer)
-        if not isinstance(machine, SenderMachine) or not self._run(machine, now, out, machine.landed, event):
-            self.counters["late_events"] += 1
-
-    def _write_broken(self, event: WriteBroken, now: float, out: list[Effect]) -> None:
-        machine = self._machines.get(event.transfer)
-        if not isinstance(machine, SenderMachine) or not self._run(machine, now, out, machine.broken, event):
-            self.counters["late_events"] += 1
-
-    def _checksum_ready(self, event: ChecksumReady, now: float, out: list[Effect]) -> None:
-        machine = self._machines.get(event.transfer)
-        if machine is None or not self._run(machine, now, out, machine.checksum_ready, event):
-            self.counters["late_events"] += 1
-
-    def _fence_done(self, event: FenceDone, now: float, out: list[Effect]) -> None:
-        machine = self._machines.get(event.transfer)
-        if machine is None:
+        if machine is None and isinstance(event, FenceDone):
             return  # the answer to the fence of a success, mostly
-        if not self._run(machine, now, out, machine.fence_done, event.proven):
+        if machine is None or not self._tell(machine, event):
             self.counters["late_events"] += 1
 
     # ---- the session ---------------------------------------------------------------------------
 
-    def _peer_up(self, event: PeerUp, now: float, out: list[Effect]) -> None:
+    def _peer_up(self, event: PeerUp) -> None:
         link = make_link(self._local, event, self._transport)
         self._links[event.peer] = link
         for machine in self._bound_to(event.peer):
-            self._run(machine, now, out, machine.peer_up, link)
-        self._tombstones.peer_up(event.peer, out)
+            self._tell(machine, link)
+        self._tombstones.peer_up(event.peer)
 
-    def _peer_down(self, event: PeerDown, now: float, out: list[Effect]) -> None:
+    def _peer_down(self, event: PeerDown) -> None:
         self._links.pop(event.peer, None)
-        self._tombstones.peer_down(event.peer, event.error, now)
+        self._tombstones.peer_down(event.peer, event.error)
         for machine in self._bound_to(event.peer):
-            self._run(machine, now, out, machine.peer_down, event.error, event.dead)
+            self._tell(machine, event)
 
     def _bound_to(self, peer: LeaderId) -> list[Machine]:
         return [m for m in self._machines.values() if m.peer == peer]
 
-    def _received(self, event: Received, now: float, out: list[Effect]) -> None:
+    def _received(self, event: Received) -> None:
         message = event.message
         transfer = message.transfer
         if self._local.role is Role.PREFILL:
@@ -312,89 +290,57 @@ class Exchange:
             return
         machine = self._machines.get(transfer)
         if machine is None:
-            self._tombstones.received(event, link, now, out)
-        elif isinstance(message, Destination) and isinstance(machine, SenderMachine):
-            self._destination(machine, message, now + message.budget_s, link, now, out)
-        else:
-            self._run(machine, now, out, machine.receive, message, link)
-
-    def _destination(
-        self,
-        machine: SenderMachine,
-        message: Destination,
-        deadline: float,
-        link: PeerLink,
-        now: float,
-        out: list[Effect],
-    ) -> None:
-        if self._epochs.get((link.peer, message.epoch), machine) is not machine:
+            self._tombstones.received(event, link)
+        elif (
+            isinstance(message, Destination)
+            and self._epochs.get((event.peer, message.epoch), machine) is not machine
+        ):
             text = f"decode uses epoch {message.epoch:x} for two hand-offs"
-            self._run(machine, now, out, machine.fail, machine.problem(TransferFailed, text, now))
+            self._tell(machine, AbortTransfer(transfer, TransferFailed(text).info))
         else:
-            self._run(machine, now, out, machine.destination, message, deadline, link)
+            self._tell(machine, message)
 
     # ---- time and the end ----------------------------------------------------------------------
 
-    def _tick(self, event: Tick, now: float, out: list[Effect]) -> None:
-        while (timer := self._deadlines.pop_due(now)) is not None:
+    def _tick(self, event: Tick) -> None:
+        while (timer := self._deadlines.pop_due(self._turn.now)) is not None:
             machine = self._machines.get(timer.transfer)
             if machine is not None and machine.timer is timer:
-                self._run(machine, now, out, machine.expire)
+                self._tell(machine, event)
             else:
                 self._tombstones.expire(timer)
 
-    def _run(
-        self,
-        machine: Machine,
-        now: float,
-        out: list[Effect],
-        step: Callable[..., bool | None],
-        *args: object,
-        local: bool = False,
-    ) -> bool | None:
-        """Run one step of one machine inside its own error boundary, then tidy up after it."""
-        result: bool | None = True
+    def _tell(self, machine: Machine, event: object) -> bool:
+        """As `_run`, where an illegal event is nobody's mistake here: False if it is one (by now)."""
         try:
-            result = step(*args, now, out)
+            self._run(machine, event)
+        except IllegalEvent:
+            return False
+        return True
+
+    def _run(self, machine: Machine, event: object) -> None:
+        """Give one event to one machine inside its own error boundary, then tidy up after it. Raises
+        IllegalEvent alone, and then nothing has changed."""
+        try:
+            machine.take(event)
+        except IllegalEvent:
+            raise
         except SegueError as error:
-            if local and isinstance(error, IllegalEvent):
-                raise
-            machine.fail(machine.fill(error.info, now), now, out)
+            machine.fail(error.info)
         except Exception as error:  # the boundary of invariant 12: one hand-off fails, no other
             self.counters["internal_errors"] += 1
-            text = f"{type(error).__name__} in the hand-off's handler: {error}"
-            machine.fail(machine.problem(Internal, text, now), now, out)
-            result = self._once_more(machine, now, out, step, args)
+            machine.fail(Internal(f"{type(error).__name__} in the hand-off's handler: {error}").info)
         if machine.epoch and (machine.peer, machine.epoch) not in self._epochs:
             self._epochs[machine.peer, machine.epoch] = machine
         if machine.ended:
-            self._forget(machine, now)
+            self._forget(machine)
         elif machine.deadline < machine.timer.at and not machine.phase.terminal:
             self._deadlines.cancel(machine.timer)
             machine.timer = Timer(machine.transfer, machine.deadline)
             self._deadlines.add(machine.timer)
-        return result
 
-    def _once_more(
-        self,
-        machine: Machine,
-        now: float,
-        out: list[Effect],
-        step: Callable[..., bool | None],
-        args: tuple[object, ...],
-    ) -> bool | None:
-        """The event whose handler broke may have been the proof that a failed hand-off's memory waits
-        for. A proof comes only once, so the failed machine is shown it again, once."""
-        if machine.ended:
-            return True
-        try:
-            return step(*args, now, out)
-        except Exception:
-            self.counters["internal_errors"] += 1
-            return True
-
-    def _forget(self, machine: Machine, now: float) -> None:
+    def _forget(self, machine: Machine) -> None:
         del self._machines[machine.transfer]
         if self._epochs.get((machine.peer, machine.epoch)) is machine:
             del self._epochs[machine.peer, machine.epoch]
-        self._tombstones.add_tombstone(machine, now)
+        self._tombstones.add_tombstone(machine)

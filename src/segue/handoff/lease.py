@@ -1,7 +1,8 @@
-"""The lease that a hand-off holds on its pages: who may touch them, and when that ends.
+"""Who may touch a hand-off's pages, and when that ends.
 
-It hangs on the machine object and nowhere else. Ending it twice, or ending published pages without
-completion or proof, raises: such a bug must not become a wrong token.
+The state of a machine says it (`Machine.STATES`); there is no second book of it. `LEASE_TABLE` is what every
+row of both machines' tables must agree with (a test compares them): no way leads from pages that somebody
+else may touch to free ones but completion or proof, and none out of `RELEASED`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from segue.core.errors import Internal
 
-
-class LeaseState(enum.StrEnum):
-    """Who may touch the pages."""
+class Lease(enum.StrEnum):
+    """Who may touch the pages. `HELD`: nobody but their engine. `PUBLISHED`: also the peer, or our own
+    transport. `QUARANTINED`: these perhaps still, though the hand-off has failed. `RELEASED`: the engine
+    alone."""
 
     HELD = "HELD"
     PUBLISHED = "PUBLISHED"
@@ -21,51 +22,15 @@ class LeaseState(enum.StrEnum):
     RELEASED = "RELEASED"
 
 
-class LeaseStep(enum.StrEnum):
-    """What moves a lease on."""
-
-    PUBLISH = "published, or first write posted"
-    COMPLETE = "every planned write landed"
-    FAIL = "failed"
-    PROOF = "fence proven"
-    UNUSED = "never published"
-
-
-LEASE_TABLE: Mapping[LeaseState, Mapping[LeaseStep, LeaseState]] = {
-    LeaseState.HELD: {
-        LeaseStep.PUBLISH: LeaseState.PUBLISHED,
-        LeaseStep.UNUSED: LeaseState.RELEASED,
+LEASE_TABLE: Mapping[Lease, Mapping[str, Lease]] = {
+    Lease.HELD: {
+        "published, or first write posted": Lease.PUBLISHED,
+        "never published": Lease.RELEASED,
     },
-    LeaseState.PUBLISHED: {
-        LeaseStep.COMPLETE: LeaseState.RELEASED,
-        LeaseStep.FAIL: LeaseState.QUARANTINED,
+    Lease.PUBLISHED: {
+        "every planned write landed": Lease.RELEASED,
+        "failed": Lease.QUARANTINED,
     },
-    LeaseState.QUARANTINED: {LeaseStep.PROOF: LeaseState.RELEASED},
-    LeaseState.RELEASED: {},
+    Lease.QUARANTINED: {"every rank fenced, nothing read": Lease.RELEASED},
+    Lease.RELEASED: {},
 }
-
-
-class Lease:
-    """The lease of one hand-off. `pages` counts what a peer (or the transport) may touch."""
-
-    __slots__ = ("pages", "state")
-
-    def __init__(self) -> None:
-        self.state = LeaseState.HELD
-        self.pages = 0
-
-    def publish(self, pages: int) -> None:
-        """From now on somebody else may touch `pages` pages."""
-        self._go(LeaseStep.PUBLISH)
-        self.pages = pages
-
-    def end(self, step: LeaseStep) -> None:
-        """Move towards the end. Raises Internal where the table has no such step: released twice,
-        or released while a peer may still write."""
-        self._go(step)
-
-    def _go(self, step: LeaseStep) -> None:
-        after = LEASE_TABLE[self.state].get(step)
-        if after is None:
-            raise Internal(f"a lease that is {self.state} cannot be ended or changed by '{step}'")
-        self.state = after

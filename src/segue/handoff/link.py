@@ -31,13 +31,15 @@ class LocalLeader:
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A peer whose session is up. Exactly one of `plan` and `error` is set."""
+    """A peer whose session is up. Exactly one of `plan` and `error` is set. `ranks` are those of our own
+    that the plan has copy from or to."""
 
     peer: LeaderId
     info: LeaderInfo
     transport: str
-    plan: PairPlan | None
-    error: ErrorInfo | None
+    plan: PairPlan | None = None
+    error: ErrorInfo | None = None
+    ranks: tuple[int, ...] = ()
 
     def usable_plan(self) -> PairPlan:
         """The plan, or the reason why there is none, raised."""
@@ -65,6 +67,7 @@ def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
             )
         plan = plan_pair(prefill.ranks, decode.ranks)
     except SegueError as error:
-        where = {"origin": local.origin, "peer": local.name_of(event.peer)}
-        return PeerLink(event.peer, info, transport, None, error.at(**where).info)
-    return PeerLink(event.peer, info, transport, plan, None)
+        at_us = error.at(origin=local.origin, peer=local.name_of(event.peer)).info
+        return PeerLink(event.peer, info, transport, error=at_us)
+    ours = sorted({pair[local.role is Role.DECODE] for pair in plan.pairs})
+    return PeerLink(event.peer, info, transport, plan, ranks=tuple(ours))

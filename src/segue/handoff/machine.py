@@ -1,182 +1,321 @@
-"""What the sender and the receiver machine have in common.
+"""What both halves of a hand-off have in common; who may end one, and what proves that memory is free again.
 
-A machine is a transition table, the things one hand-off holds, and one way to fail. It appends
-effects to the list it is given; it never raises after it changed state, with one exception: a
-`SegueError` out of a message handler, upon which the `Exchange` fails the machine with that error.
+**A machine** is a table, `TABLE`: state × class of event → what is done, and the next state. An event
+without a row is not legal in that state: `IllegalEvent` is raised, and nothing has changed. `FOLLOWS` says
+what comes by itself, as soon as it is true. What is done appends effects to the exchange's `Turn`; if it
+raises, the state stays and none of its effects is carried out.
+
+**Who may end a hand-off.** Either half, alone, in every state before its end; the reason makes no difference.
+
+| who | by which event |
+|---|---|
+| its engine | `AbortTransfer` |
+| its clock | `Tick`, at the request's deadline |
+| its peer | `Failed`, `Abort`, `Gone`, `Drained`, `Moved` |
+| its session | `PeerDown` |
+| its ranks | `WriteBroken`; `ChecksumReady` with an error, or with the wrong checksum |
+| whatever is wrong | a handler raises; the exchange ends this hand-off with that error, and no other one |
+| success | decode alone, when the tally is complete (`FOLLOWS`); prefill learns it by `Committed` |
+
+Each half ends once: it tells its engine (`Phase`) and, unless that one knows or cannot be reached, its peer
+(`End`). What comes afterwards changes no outcome; it can only be a proof.
+
+**Who may touch the pages** is part of each state (`STATES`, `lease.py`). Pages that were never published are
+free when the hand-off ends. Published ones are in quarantine after a failure until three things are known:
+
+1. *We* carry out no write any more: each rank of ours in the plan has answered its own `Fence`.
+2. *The peer* carries out none. Decode only; into prefill's pages nobody writes. Each of these answers was a
+   proof by itself, or prefill said `Drained` or `Gone`, or its process is known to be dead.
+3. Nobody reads: each `ComputeChecksum` was answered by the rank that was asked.
+
+No proof is: a time that has passed, a lost session, an error, the answer of another rank, a word of another
+incarnation. Prefill's word alone is none either: what it sent over a stream that broke may still be landing,
+by decode's own hand.
+
+**A handler that breaks** (a bug) ends its hand-off and is never shown the same event again. If that event was
+the proof, the pages stay in quarantine until the process ends: less memory, but never a wrong token.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError
+from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError, TransferFailed
 from segue.core.types import KVPoll, LeaderId, TransferId
-from segue.handoff.events import ChecksumReady, Effect, Send
-from segue.handoff.lease import Lease, LeaseState
+from segue.handoff.events import (
+    AbortTransfer,
+    ChecksumReady,
+    Effect,
+    Fence,
+    FenceDone,
+    PeerDown,
+    Phase,
+    Release,
+    Send,
+    Tick,
+    Turn,
+)
+from segue.handoff.lease import Lease
 from segue.handoff.link import LocalLeader, PeerLink
 from segue.handoff.messages import Failed, HandoffMessage
+from segue.handoff.tally import Fences
 from segue.handoff.timers import Timer
 from segue.layout.planner import PairPlan
 
+Asked = TypeVar("Asked")
+#: What is done with an event. It answers None, or which of its row's states is next if there are several.
+Handler = Callable[[Any, Any], enum.StrEnum | None]
+#: A handler and the next state, or the ones that it chooses from.
+Row = tuple[Handler, enum.StrEnum, *tuple[enum.StrEnum, ...]]
+#: When something follows by itself, what is done then, and the next state.
+Follow = tuple[Callable[[Any], bool], Callable[[Any], None], enum.StrEnum]
+
+
+def rows(after: enum.StrEnum, handlers: Mapping[type[Any], Handler]) -> dict[type[Any], Row]:
+    """Rows of a table that all lead to `after`."""
+    return {event: (handler, after) for event, handler in handlers.items()}
+
 
 class IllegalEvent(Internal):
-    """The caller did something that the table does not allow here. Nothing has changed."""
+    """The table does not allow this event here, or nobody waits for this answer. Nothing has changed."""
+
+
+class End(enum.Enum):
+    """How a failure came to this half, and so what its peer is told."""
+
+    HERE = "it began here: the peer is told"
+    BY_PEER = "the peer ended it, and knows"
+    SESSION_LOST = "there is no session to tell it over; the next one will"
 
 
 @dataclass(frozen=True, slots=True)
 class MachineArgs:
-    """What a machine knows from its beginning. `deadline` and `now` are the caller's clock."""
+    """What a machine knows from its beginning. `link` is the session to `peer`, if there is one;
+    `deadline` is in seconds of the caller's clock; `new_epoch` makes a number that no hand-off has had."""
 
     local: LocalLeader
+    turn: Turn
+    new_epoch: Callable[[], int]
     transfer: TransferId
     peer: LeaderId
+    link: PeerLink | None
     prompt_tokens: int
     deadline: float
-    now: float
 
 
 class Machine:
     """One half of one hand-off and everything it holds."""
 
-    TABLE: ClassVar[Mapping[Any, Mapping[Any, Any]]]
-    PHASES: ClassVar[Mapping[Any, KVPoll]]
-    ENDS: ClassVar[frozenset[Any]]
+    TABLE: ClassVar[Mapping[Any, Mapping[type[Any], Row]]]
+    FOLLOWS: ClassVar[Mapping[Any, Follow]]
+    #: What `poll` answers in each state, and who may touch the pages.
+    STATES: ClassVar[Mapping[Any, tuple[KVPoll, Lease]]]
 
     __slots__ = (
+        "_plan",
         "deadline",
         "epoch",
         "error",
-        "lease",
+        "exposed_pages",
+        "fences",
+        "link",
         "local",
+        "new_epoch",
         "opened_at",
         "peer",
-        "peer_name",
         "peer_notified",
-        "plan",
         "prefix_tokens",
         "prompt_tokens",
+        "ranks",
         "state",
         "timer",
         "transfer",
         "transport",
+        "turn",
     )
 
     def __init__(self, args: MachineArgs) -> None:
         self.local = args.local
+        self.turn = args.turn
+        self.new_epoch = args.new_epoch
         self.transfer = args.transfer
         self.peer = args.peer
-        #: how errors name the peer
-        self.peer_name = args.local.name_of(args.peer)
+        self.link = args.link
         self.prompt_tokens = args.prompt_tokens
         self.deadline = args.deadline
-        self.opened_at = args.now
+        self.opened_at = args.turn.now
         self.timer = Timer(args.transfer, args.deadline)
         self.state: enum.StrEnum = next(iter(self.TABLE))
-        self.lease = Lease()
         self.error: ErrorInfo | None = None
-        self.plan: PairPlan | None = None
+        self._plan: PairPlan | None = None
+        #: our own ranks in the plan
+        self.ranks: tuple[int, ...] = ()
+        self.transport = ""
         self.prefix_tokens = 0
         self.epoch = 0
-        self.transport = ""
+        #: How many pages somebody else may touch, while the lease says that somebody may.
+        self.exposed_pages = 0
+        self.fences = Fences(())
         #: The peer ended this hand-off itself, so it need not hear of it again.
         self.peer_notified = False
 
     @property
     def phase(self) -> KVPoll:
         """What `poll` answers."""
-        return self.PHASES[self.state]
+        return self.STATES[self.state][0]
+
+    @property
+    def lease(self) -> Lease:
+        """Who may touch the pages."""
+        return self.STATES[self.state][1]
 
     @property
     def ended(self) -> bool:
         """Nothing is held any more; the exchange forgets the machine."""
-        return self.state in self.ENDS
+        return self.lease is Lease.RELEASED
 
-    def expect(self, step: enum.StrEnum) -> None:
-        """Raise IllegalEvent unless `step` is legal now."""
-        if step not in self.TABLE[self.state]:
-            raise IllegalEvent(
-                f"'{step}' is not legal in {self.state}", phase=self.phase.name, room=self.transfer.room
-            )
+    @property
+    def plan(self) -> PairPlan:
+        """How the pools of the pair are copied into one another; fixed by `meet`."""
+        if self._plan is None:
+            raise Internal("no layout of the peer yet")
+        return self._plan
 
-    def go(self, step: enum.StrEnum) -> None:
-        """Take one transition, or raise IllegalEvent and stay."""
-        self.expect(step)
-        self.state = self.TABLE[self.state][step]
+    def meet(self, link: PeerLink) -> None:
+        """Use the plan of this session until the end. Raises the reason if there is none."""
+        self._plan, self.ranks, self.transport = link.usable_plan(), link.ranks, link.transport
 
-    def problem(self, kind: type[SegueError], text: str, now: float) -> ErrorInfo:
+    def take(self, event: object) -> None:
+        """Do what the table says of `event`, and what follows from it. Raises IllegalEvent, with nothing
+        changed, if it says nothing; any other error ends this hand-off (see `Exchange`)."""
+        row = self.TABLE[self.state].get(type(event))
+        if row is None:
+            raise self.illegal(f"{type(event).__name__} is not legal in {self.state}")
+        effects = self.turn.effects
+        done = len(effects)
+        try:
+            self.state = row[0](self, event) or row[1]
+            done = len(effects)
+            while (follow := self.FOLLOWS.get(self.state)) is not None and follow[0](self):
+                follow[1](self)
+                self.state = follow[2]
+                done = len(effects)
+        except BaseException:
+            # The state has not moved, so nothing of this may be carried out: a write that was posted from a
+            # state whose pages count as untouched would be forgotten.
+            del effects[done:]
+            raise
+
+    def fail(self, error: ErrorInfo) -> None:
+        """End with an error that begins here; a no-op after the end."""
+        if not self.phase.terminal:
+            self.take(AbortTransfer(self.transfer, error))
+
+    def illegal(self, text: str) -> IllegalEvent:
+        """The error of an event that must not come now, or not so."""
+        return IllegalEvent(text, phase=self.phase.name, room=self.transfer.room)
+
+    def problem(self, kind: type[SegueError], text: str) -> ErrorInfo:
         """A record of an error that begins here and now."""
-        return self.fill(kind(text).info, now)
+        return self.fill(kind(text).info)
 
-    def fill(self, error: ErrorInfo, now: float) -> ErrorInfo:
+    def fill(self, error: ErrorInfo) -> ErrorInfo:
         """`error` with its empty fields filled in: it began at this side."""
         return msgspec.structs.replace(
             error,
             phase=error.phase or self.phase.name,
             origin=error.origin or self.local.origin,
-            peer=error.peer or self.peer_name,
+            peer=error.peer or self.local.name_of(self.peer),
             room=error.room or self.transfer.room,
-            elapsed_s=error.elapsed_s or now - self.opened_at,
+            elapsed_s=error.elapsed_s or self.turn.now - self.opened_at,
         )
 
-    def expire(self, now: float, out: list[Effect]) -> None:
-        """The deadline has passed."""
-        if not self.phase.terminal:
-            self.fail(self.deadline_error(now), now, out)
-
-    def deadline_error(self, now: float) -> ErrorInfo:
+    def deadline_error(self) -> ErrorInfo:
         """What a passed deadline means in this phase."""
-        text = f"the deadline passed in {self.phase.name} after {now - self.opened_at:.3f} s"
-        return self.problem(DeadlineExceeded, text, now)
-
-    def resend_failure(self, out: list[Effect]) -> None:
-        """Say again that this hand-off has failed: a session that broke may have lost it."""
-        if self.phase is KVPoll.FAILED and self.error is not None and not self.peer_notified:
-            out.append(Send(self.peer, Failed(self.transfer, self.error)))
+        text = f"the deadline passed in {self.phase.name} after {self.turn.now - self.opened_at:.3f} s"
+        return self.problem(DeadlineExceeded, text)
 
     def broken_rule(self) -> str:
         """The first invariant of this object that does not hold, or an empty string."""
-        if self.lease.state is LeaseState.RELEASED and not self.ended:
-            return f"{self.transfer} is {self.state} but its lease has ended"
         if self.phase is KVPoll.FAILED and self.error is None:
             return f"{self.transfer} has failed without an error"
         return ""
 
-    # What each half does in its own way.
+    # ---- what handlers are made of -----------------------------------------------------------------
 
-    def fail(
-        self,
-        error: ErrorInfo,
-        now: float,
-        out: list[Effect],
-        *,
-        peer_notified: bool = False,
-        lost: bool = False,
-    ) -> None:
-        """End with `error`; a no-op in a terminal phase. `peer_notified`: the peer knows already;
-        `lost`: there is no session to tell it over."""
-        raise Internal(f"{type(self).__name__} cannot fail")
+    def emit(self, effect: Effect) -> None:
+        """Add an effect of this turn."""
+        self.turn.effects.append(effect)
 
-    def receive(self, message: HandoffMessage, link: PeerLink, now: float, out: list[Effect]) -> None:
-        """A message of this hand-off's peer."""
-        raise Internal(f"{type(self).__name__} cannot receive")
+    def send(self, message: HandoffMessage) -> None:
+        """Say something to the peer."""
+        self.emit(Send(self.peer, message))
 
-    def peer_up(self, link: PeerLink, now: float, out: list[Effect]) -> None:
-        """A session to this hand-off's peer has opened."""
-        raise Internal(f"{type(self).__name__} cannot see a peer")
+    def fence(self) -> None:
+        """Have every rank of ours in the plan end the epoch; the answers are collected in `fences`."""
+        self.fences = Fences(self.ranks)
+        for rank in self.ranks:
+            self.emit(Fence(self.transfer, rank, self.epoch))
 
-    def peer_down(self, error: ErrorInfo, dead: bool, now: float, out: list[Effect]) -> None:
-        """The session to this hand-off's peer has ended."""
-        raise Internal(f"{type(self).__name__} cannot lose a peer")
+    def end(self, error: ErrorInfo, end: End) -> None:
+        """What every failure does: it is remembered, and the engine and the peer are told."""
+        self.error = error
+        self.peer_notified = end is End.BY_PEER
+        self.emit(Phase(self.transfer, KVPoll.FAILED, error=error))
+        if end is End.HERE:
+            self.send(Failed(self.transfer, error))
 
-    def checksum_ready(self, event: ChecksumReady, now: float, out: list[Effect]) -> bool:
-        """A checksum of our own bytes; False when nobody asked (any more)."""
-        raise Internal(f"{type(self).__name__} cannot read")
+    def release(self) -> None:
+        """The pages are free."""
+        self.emit(Release(self.transfer))
 
-    def fence_done(self, proven: bool, now: float, out: list[Effect]) -> bool:
-        """The transport's answer to our fence; False when nobody asked (any more)."""
-        raise Internal(f"{type(self).__name__} cannot fence")
+    # ---- handlers of both halves -------------------------------------------------------------------
+
+    def on_abort(self, event: AbortTransfer) -> None:
+        """Our engine, or an error in a handler, ends this hand-off."""
+        self.end(self.fill(event.error), End.HERE)
+
+    def on_deadline(self, event: Tick) -> None:
+        """The deadline has passed."""
+        self.end(self.deadline_error(), End.HERE)
+
+    def on_failed(self, event: Failed) -> None:
+        """The peer's half has failed."""
+        self.end(event.error, End.BY_PEER)
+
+    def on_session_lost(self, event: PeerDown) -> None:
+        """The session to the peer has ended."""
+        self.end(self.fill(event.error), End.SESSION_LOST)
+
+    def peer_ended(self, text: str) -> None:
+        """The peer is through with this hand-off and has not said why."""
+        self.end(self.problem(TransferFailed, text), End.BY_PEER)
+
+    def resend_failure(self) -> None:
+        """Say again that this hand-off has failed: a session that broke may have lost it."""
+        if self.error is not None and not self.peer_notified:
+            self.send(Failed(self.transfer, self.error))
+
+    def on_fenced(self, event: FenceDone) -> None:
+        """One of our ranks has answered its fence. Raises IllegalEvent if that is no news."""
+        if not self.fences.answer(event.rank, event.proven):
+            raise self.illegal(f"no fence is waited for at rank {event.rank}")
+
+    def asked(self, waiting: dict[tuple[int, int], Asked], rank: int, tag: int) -> Asked:
+        """Take what our rank `rank` was asked for under `tag` out of `waiting`. Raises IllegalEvent if it was
+        not asked for that: one rank's answer is never taken for another's."""
+        if (rank, tag) not in waiting:
+            raise self.illegal(f"nothing is waited for from rank {rank} under tag {tag}")
+        return waiting.pop((rank, tag))
+
+    @staticmethod
+    def checked(event: ChecksumReady) -> int:
+        """The checksum, or the reason why there is none, raised."""
+        if event.error is not None:
+            raise event.error.exception()
+        return event.checksum

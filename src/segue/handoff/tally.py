@@ -1,4 +1,5 @@
-"""The receiver's proof that everything planned has arrived: a set of pairs, never a count.
+"""Who has reported, as a set compared with the plan, never a count: `Tally` of what has arrived at the
+receiver, `Fences` of the ranks that have ended an epoch.
 
 Each planned (source, target) pair must report chunks that cover `[prefix, prompt)` without a gap or an
 overlap and end with its final marker; what landed must have the checksum of what was sent; and the
@@ -17,7 +18,7 @@ from segue.layout.planner import PairPlan
 
 class Tally:
     """What of one hand-off has arrived. `pending` holds the pairs that are not complete yet,
-    `unverified` the chunks whose bytes are being read, by the tag of their `ComputeChecksum`."""
+    `unverified` the chunks whose bytes are being read, by rank and tag of their `ComputeChecksum`."""
 
     __slots__ = (
         "_chunks",
@@ -38,7 +39,7 @@ class Tally:
         self._end = prompt_tokens
         self._chunks: dict[tuple[int, int], list[ChunkPosted]] = {pair: [] for pair in plan.pairs}
         self.pending = set(plan.pairs)
-        self.unverified: dict[int, ChunkPosted] = {}
+        self.unverified: dict[tuple[int, int], ChunkPosted] = {}
         self._next_tag = 0
         self.metadata: Metadata | None = None
 
@@ -73,7 +74,7 @@ class Tally:
     def verify(self, message: ChunkPosted) -> int:
         """From now on this chunk's bytes are being hashed; the tag under which the answer comes."""
         self._next_tag += 1
-        self.unverified[self._next_tag] = message
+        self.unverified[message.target, self._next_tag] = message
         return self._next_tag
 
     def check(self, message: ChunkPosted, checksum: int) -> None:
@@ -130,6 +131,25 @@ class Tally:
             parts.append("the metadata")
         parts += [f"the verification of chunk {m.sequence}" for m in self.unverified.values()]
         return ", ".join(parts)
+
+
+class Fences:
+    """The answers of our ranks to the fence of one hand-off, in any order. `waiting` holds the ranks that
+    have not answered, `unproven` those of which no answer was a proof (see `FenceDone`)."""
+
+    __slots__ = ("unproven", "waiting")
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.waiting = set(ranks)
+        self.unproven = set(ranks)
+
+    def answer(self, rank: int, proven: bool) -> bool:
+        """Note an answer; False for one that is no news: of a rank that was not asked, or said so before."""
+        news = rank in self.waiting or (proven and rank in self.unproven)
+        self.waiting.discard(rank)
+        if proven:
+            self.unproven.discard(rank)
+        return news
 
 
 def expected_pages(prompt_tokens: int, prefix_tokens: int, page_tokens: int) -> int:

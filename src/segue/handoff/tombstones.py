@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from segue.core.errors import ErrorInfo, OutOfCapacity, TransferFailed
 from segue.core.types import KVPoll, LeaderId, Role, TransferId
-from segue.handoff.events import Effect, Phase, Received, Release, Send
+from segue.handoff.events import Phase, Received, Release, Send, Turn
 from segue.handoff.link import LocalLeader, PeerLink
 from segue.handoff.machine import Machine
 from segue.handoff.messages import Abort, Committed, Destination, Drained, Failed, Gone
@@ -44,11 +44,14 @@ class Tombstone:
 class Tombstones:
     """What an exchange knows of transfers without a machine. A transfer is in at most one of its tables.
 
-    `deadlines` and `counters` are the exchange's own.
+    `deadlines`, `counters` and `turn` are the exchange's own.
     """
 
-    def __init__(self, local: LocalLeader, deadlines: Deadlines, counters: dict[str, int]) -> None:
+    def __init__(
+        self, local: LocalLeader, deadlines: Deadlines, counters: dict[str, int], turn: Turn
+    ) -> None:
         self._local = local
+        self._turn = turn
         self._deadlines = deadlines
         self._counters = counters
         self.parked: dict[TransferId, ParkedDestination] = {}
@@ -63,30 +66,30 @@ class Tombstones:
             self._deadlines.cancel(parked.timer)
         return parked
 
-    def over_before_it_began(self, transfer: TransferId, out: list[Effect]) -> bool:
+    def over_before_it_began(self, transfer: TransferId) -> bool:
         """True if the peer ended this hand-off before we opened it: it fails at once."""
         ended = self.ended.get(transfer)
         if ended is None:
             return False
         ended.opened = True
-        out.append(Phase(transfer, KVPoll.BOOTSTRAPPING))
-        out.append(Phase(transfer, KVPoll.FAILED, error=ended.error))
-        out.append(Release(transfer))
+        self._turn.emit(Phase(transfer, KVPoll.BOOTSTRAPPING))
+        self._turn.emit(Phase(transfer, KVPoll.FAILED, error=ended.error))
+        self._turn.emit(Release(transfer))
         return True
 
     # ---- the session -----------------------------------------------------------------------------
 
-    def received(self, event: Received, link: PeerLink, now: float, out: list[Effect]) -> None:
+    def received(self, event: Received, link: PeerLink) -> None:
         """A legal message of a peer whose session is up, for a transfer without a machine."""
         message = event.message
         if message.transfer in self.parked:
-            self._received_parked(event, now, out)
+            self._received_parked(event)
         elif isinstance(message, Destination) and message.transfer not in self.ended:
-            self._park(message, link, now, out)
+            self._park(message, link)
         else:
-            self._received_unknown(event, now, out)
+            self._received_unknown(event)
 
-    def _park(self, message: Destination, link: PeerLink, now: float, out: list[Effect]) -> None:
+    def _park(self, message: Destination, link: PeerLink) -> None:
         limits = self._local.limits
         if len(self.parked) >= limits.max_early_destinations:
             self._counters["early_refused"] += 1
@@ -96,59 +99,59 @@ class Tombstones:
             )
             error = self._record(OutOfCapacity(text).info, message.transfer, link.peer)
             # If the request comes after all, it fails at once for the same reason.
-            self._add_unopened(message.transfer, error, now + limits.request_budget_s, now)
-            out.append(Send(link.peer, Failed(message.transfer, error)))
+            self._add_unopened(message.transfer, error, self._turn.now + limits.request_budget_s)
+            self._turn.emit(Send(link.peer, Failed(message.transfer, error)))
             return
         # A NaN from the wire must not get into the heap: it compares as false with everything.
         budget_s = message.budget_s if message.budget_s > 0 else 0.0
-        timer = Timer(message.transfer, now + min(budget_s, limits.request_budget_s))
+        timer = Timer(message.transfer, self._turn.now + min(budget_s, limits.request_budget_s))
         self.parked[message.transfer] = ParkedDestination(link.peer, message, timer)
         self._deadlines.add(timer)
 
-    def _received_parked(self, event: Received, now: float, out: list[Effect]) -> None:
+    def _received_parked(self, event: Received) -> None:
         message, transfer = event.message, event.message.transfer
         if isinstance(message, (Failed, Abort)):
             error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
-            self._end_parked(transfer, error, now)
-            out.append(Send(event.peer, Drained(transfer)))
+            self._end_parked(transfer, error)
+            self._turn.emit(Send(event.peer, Drained(transfer)))
         elif isinstance(message, Gone):
-            self._end_parked(transfer, self._aborted(transfer, event.peer), now)
+            self._end_parked(transfer, self._aborted(transfer, event.peer))
         else:
             self._counters["repeats"] += 1
 
-    def _received_unknown(self, event: Received, now: float, out: list[Effect]) -> None:
+    def _received_unknown(self, event: Received) -> None:
         """A message for a hand-off that is over, or that is not open yet."""
         message, transfer = event.message, event.message.transfer
         if isinstance(message, (Failed, Abort)) and transfer not in self.ended:
             # If our half is still to come, it must not wait for a peer that has given up.
             error = message.error if isinstance(message, Failed) else self._aborted(transfer, event.peer)
-            until = now + self._local.limits.request_budget_s
-            self._add_unopened(transfer, error, until, now)
+            until = self._turn.now + self._local.limits.request_budget_s
+            self._add_unopened(transfer, error, until)
         if type(message) in _UNANSWERED:
             return
         ended = self.ended.get(transfer)
         if isinstance(message, Destination) and ended is not None and ended.error is not None:
-            out.append(Send(event.peer, Failed(transfer, ended.error)))
+            self._turn.emit(Send(event.peer, Failed(transfer, ended.error)))
         self._counters["gone_answers"] += 1
-        out.append(Send(event.peer, Gone(transfer)))
+        self._turn.emit(Send(event.peer, Gone(transfer)))
 
-    def peer_up(self, peer: LeaderId, out: list[Effect]) -> None:
+    def peer_up(self, peer: LeaderId) -> None:
         """A failure while there was no session must not stay one-way: the peer's half may be waiting,
         or still to come."""
         for transfer, ended in self.ended.items():
             other = transfer.decode if self._local.role is Role.PREFILL else transfer.prefill
             if ended.error is not None and not ended.peer_notified and other == peer:
-                out.append(Send(peer, Failed(transfer, ended.error)))
+                self._turn.emit(Send(peer, Failed(transfer, ended.error)))
 
-    def peer_down(self, peer: LeaderId, error: ErrorInfo, now: float) -> None:
+    def peer_down(self, peer: LeaderId, error: ErrorInfo) -> None:
         """The session ended: what came early over it is void."""
         for transfer in [t for t, parked in self.parked.items() if parked.peer == peer]:
-            self._end_parked(transfer, self._record(error, transfer, peer), now)
+            self._end_parked(transfer, self._record(error, transfer, peer))
 
-    def _end_parked(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
+    def _end_parked(self, transfer: TransferId, error: ErrorInfo) -> None:
         parked = self.parked.pop(transfer)
         self._deadlines.cancel(parked.timer)
-        self._add_unopened(transfer, error, parked.timer.at, now)
+        self._add_unopened(transfer, error, parked.timer.at)
 
     def _aborted(self, transfer: TransferId, peer: LeaderId) -> ErrorInfo:
         text = "the peer ended this hand-off before it began here"
@@ -161,24 +164,22 @@ class Tombstones:
 
     # ---- tombstones ------------------------------------------------------------------------------
 
-    def add_tombstone(self, machine: Machine, now: float) -> None:
+    def add_tombstone(self, machine: Machine) -> None:
         """Remember a machine that has ended."""
         ended = Tombstone(
             machine.phase, machine.error, machine.timer, opened=True, peer_notified=machine.peer_notified
         )
-        self._add(machine.transfer, ended, machine.deadline, now)
+        self._add(machine.transfer, ended, machine.deadline)
 
-    def _add_unopened(self, transfer: TransferId, error: ErrorInfo, until: float, now: float) -> None:
+    def _add_unopened(self, transfer: TransferId, error: ErrorInfo, until: float) -> None:
         timer = Timer(transfer, until)
         self._deadlines.add(timer)
-        self._add(
-            transfer, Tombstone(KVPoll.FAILED, error, timer, opened=False, peer_notified=True), until, now
-        )
+        self._add(transfer, Tombstone(KVPoll.FAILED, error, timer, opened=False, peer_notified=True), until)
 
-    def _add(self, transfer: TransferId, ended: Tombstone, until: float, now: float) -> None:
+    def _add(self, transfer: TransferId, ended: Tombstone, until: float) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
         meets it; the oldest goes when there are too many."""
-        until = max(until, now + self._local.limits.peer_silence_s)
+        until = max(until, self._turn.now + self._local.limits.peer_silence_s)
         if not ended.timer.live or ended.timer.at < until:
             self._deadlines.cancel(ended.timer)
             ended.timer = Timer(transfer, until)

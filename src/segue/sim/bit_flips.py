@@ -65,7 +65,7 @@ class BitFlips:
 
     def _final(self, node: KVNode, effect: events.ComputeChecksum) -> bool:
         machine: Any = node.exchange._machines[effect.transfer]
-        return bool(machine.tally.unverified[effect.tag].final)
+        return bool(machine.tally.unverified[effect.rank, effect.tag].final)
 
     # ---- what must come of it ------------------------------------------------------------------
 

@@ -121,25 +121,38 @@ class NodeFaults:
     # ---- the protocol --------------------------------------------------------------------------
 
     def fail_next_machine_step(self) -> None:
-        """The next step of any machine of this node raises in its handler."""
+        """The next step of any machine of this node raises in its handler, which has done its work or not."""
         exchange: Any = getattr(self.node, "exchange", None)
         if exchange is None or self._machine_armed:
             return
         self._machine_armed = True
         normal = exchange._run
 
-        def run(machine: Any, now: float, out: Any, step: Any, *args: Any, local: bool = False) -> Any:
+        def run(machine: Any, event: object) -> None:
+            kind = type(machine)
+            table, rows = kind.TABLE, kind.TABLE[machine.state]
+            if type(event) not in rows:
+                normal(machine, event)
+                return
             exchange._run = normal
             self._machine_armed = False
-
+            self.node.deployment.checks.buggy.add(machine.transfer)
+            handler, *afters = rows[type(event)]
+            late = self.node.rng.random() < 0.5
             calls = iter((True,))
 
-            def broken(*given: Any) -> Any:
-                if next(calls, False):
-                    raise RuntimeError("injected into a handler")
-                return step(*given)
+            def broken(machine: Any, given: object) -> Any:
+                if not next(calls, False):
+                    return handler(machine, given)
+                if late:
+                    handler(machine, given)
+                raise RuntimeError("injected into a handler")
 
-            return normal(machine, now, out, broken, *args, local=local)
+            kind.TABLE = {**table, machine.state: {**rows, type(event): (broken, *afters)}}
+            try:
+                normal(machine, event)
+            finally:
+                kind.TABLE = table
 
         exchange._run = run
 

@@ -64,6 +64,9 @@ class Checks(AnswerChecks, RequestChecks):
         self.flips = BitFlips(deployment.counts)
         #: room whose metadata was spoiled on its way → what is wrong with it
         self.spoiled: dict[int, str] = {}
+        #: hand-offs of which a handler has raised: if that was on a proof, the end of the process alone frees
+        #: their pages
+        self.buggy: set[TransferId] = set()
         #: rooms of which a half was told something wrong by its peer
         self.misheard: set[int] = set()
         self._turns = 0
@@ -440,6 +443,8 @@ class Checks(AnswerChecks, RequestChecks):
                         raise Violation(
                             "16", f"{node.name} did not hear of the end of {transfer}", (transfer.room,)
                         )
+                continue
+            if transfer in self.buggy:
                 continue
             since = max(awake, half.ended_at, node.reads_until, 0.0 if other.alive else other.died_at)
             connected = peer in node.peers and (other.alive and me in getattr(other, "peers", {}))
