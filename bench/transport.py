@@ -89,7 +89,7 @@ def blocks_of(spec: PoolSpec, sources: list[int], targets: list[int]) -> list[Co
 def make(kind: type[Transport], sink: EventSink, me: RankId, streams: int, tls: Tls | None) -> Transport:
     """One transport of a side."""
     options = TransportOptions(me=me, tls=tls)
-    if kind is TcpTransport:
+    if kind is TcpTransport and streams:
         return TcpTransport(sink, options, TcpTuning(streams=streams))
     return kind(sink, options)
 

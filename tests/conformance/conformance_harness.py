@@ -18,12 +18,11 @@ import numpy as np
 from conformance_tls import make_by_name
 
 from areas import whole
-from ranks import options, rank
+from ranks import rank
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import PoolSpec
-from segue.transport.base import Endpoint, EventSink, Fenced, Transport, TransportEvent, WriteFailed, Written
-from segue.transport.fake import FakeNet, FakeTransport
+from segue.transport.base import Endpoint, Fenced, Transport, TransportEvent, WriteFailed, Written
 from segue.transport.memory import Memory, allocate
 
 PATIENCE_S = 30.0
@@ -33,13 +32,13 @@ E = TypeVar("E", bound=TransportEvent)
 class Side:
     """One transport with its memory and the events it told."""
 
-    def __init__(self, name: str, me: RankId, nbytes: int, net: FakeNet) -> None:
+    def __init__(self, name: str, me: RankId, nbytes: int) -> None:
         self.me = me
         self.log: list[TransportEvent] = []
         self._changed = threading.Condition()
         self._seen: set[int] = set()
         self.memory: Memory = allocate(nbytes)
-        self.transport: Transport = make(name, self._event, me, net)
+        self.transport: Transport = make_by_name(name, self._event, me)
         self.endpoint = self.transport.register(self.memory)
 
     def _event(self, event: TransportEvent) -> None:
@@ -102,19 +101,12 @@ class Side:
         return np.frombuffer(self.memory.buffer, np.uint8)
 
 
-def make(name: str, sink: EventSink, me: RankId, net: FakeNet) -> Transport:
-    if name == "fake":
-        return FakeTransport(sink, options(me), net=net, copy=True)
-    return make_by_name(name, sink, me)
-
-
 class Pair:
     """A connected writer and reader in this process."""
 
     def __init__(self, name: str, nbytes: int, target_bytes: int | None = None) -> None:
-        self.net = FakeNet()
-        self.writer = Side(name, rank("aaaa"), nbytes, self.net)
-        self.reader = Side(name, rank("bbbb"), target_bytes or nbytes, self.net)
+        self.writer = Side(name, rank("aaaa"), nbytes)
+        self.reader = Side(name, rank("bbbb"), target_bytes or nbytes)
         self.writer.transport.connect(self.reader.me, self.reader.endpoint, 5)
 
     def grant(self, epoch: int) -> None:

@@ -17,6 +17,8 @@ def marks(name: str, reason: str, test: str) -> list[pytest.MarkDecorator]:
     """Why `test` does not run now for the transport `name`, if it does not."""
     if reason != OK:
         return [pytest.mark.skip(f"{name}: {reason}")]
+    if name != TCP_TLS and not KINDS.kind(name).moves_bytes:
+        return [pytest.mark.skip(f"{name} moves no bytes")]
     # A gibibyte under TLS takes ten times as long, and shows nothing that 64 MiB do not.
     return [pytest.mark.soak] if (name, test) == (TCP_TLS, "test_one_gibibyte") else []
 
@@ -83,8 +85,6 @@ def pair(name: str) -> Iterator[Callable[..., Pair]]:
 @pytest.fixture
 def peer(name: str) -> Iterator[Callable[[RankId, int], PeerProcess]]:
     """Starts processes that hold the other side, and ends them."""
-    if name == "fake":
-        pytest.skip("fake moves no byte between processes")
     peers: list[PeerProcess] = []
 
     def start(me: RankId, nbytes: int) -> PeerProcess:

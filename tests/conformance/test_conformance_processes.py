@@ -16,7 +16,6 @@ from ranks import rank
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import PeerGone, WriteFailed, Written
-from segue.transport.fake import FakeNet
 
 MiB = 2**20
 Peers = Callable[[RankId, int], PeerProcess]
@@ -28,7 +27,7 @@ def side(name: str) -> Iterator[Sides]:
     sides: list[Side] = []
 
     def make(me: RankId, nbytes: int) -> Side:
-        sides.append(Side(name, me, nbytes, FakeNet()))
+        sides.append(Side(name, me, nbytes))
         return sides[-1]
 
     yield make

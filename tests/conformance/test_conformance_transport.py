@@ -18,7 +18,6 @@ from segue.core.types import RankCoord
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.base import Endpoint, Fenced, PeerGone, WriteFailed, Written
-from segue.transport.fake import FakeNet
 
 MiB = 2**20
 Pairs = Callable[..., Pair]
@@ -263,7 +262,7 @@ def test_a_write_to_a_stranger_fails(pair: Pairs) -> None:
 
 def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
     p = pair(MiB)
-    stranger = Side(name, rank("cccc"), MiB, p.net)
+    stranger = Side(name, rank("cccc"), MiB)
     try:
         address = msgspec.msgpack.decode(p.reader.endpoint.data)
         address["key"] = bytes(len(address["key"]))
@@ -301,7 +300,7 @@ def test_another_version_or_transport_is_refused(name: str, pair: Pairs) -> None
 def test_connect_is_idempotent_and_fails_when_nobody_listens(name: str, pair: Pairs) -> None:
     p = pair(MiB)
     p.writer.transport.connect(p.reader.me, p.reader.endpoint, 5)
-    gone = Side(name, rank("cccc"), MiB, p.net)
+    gone = Side(name, rank("cccc"), MiB)
     gone.close()
     with pytest.raises(SegueError):
         p.writer.transport.connect(rank("cccc"), gone.endpoint, 5)
@@ -351,7 +350,7 @@ def test_fence_in_flight_at_the_receiver(pair: Pairs) -> None:
         assert p.writer.fence(p.reader.me, 3).proven
         p.reader.array[:] = 0
     ends = [p.writer.outcome(3, tag) for tag in range(8)]
-    assert isinstance(ends[-1], WriteFailed) or p.writer.transport.name == "fake"
+    assert isinstance(ends[-1], WriteFailed)
     assert not p.reader.array.any()
 
 
@@ -384,7 +383,7 @@ def test_close_of_the_receiver_in_flight_fails_the_writes(pair: Pairs) -> None:
 
 
 def test_close_is_idempotent_and_ends_everything(name: str) -> None:
-    side = Side(name, rank("aaaa"), MiB, FakeNet())
+    side = Side(name, rank("aaaa"), MiB)
     side.transport.close()
     side.transport.close()
     side.transport.grant(rank("bbbb"), 1, whole(MiB))
@@ -400,7 +399,7 @@ def test_lesson_09_the_next_peer_of_the_same_name_works(name: str, pair: Pairs) 
     p.grant(7)
     p.writer.transport.close()
     p.reader.take(PeerGone)
-    again = Side(name, p.writer.me, MiB, p.net)
+    again = Side(name, p.writer.me, MiB)
     try:
         again.array[:] = 9
         again.transport.connect(p.reader.me, p.reader.endpoint, 5)

@@ -13,9 +13,9 @@ from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferF
 from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, ranges
-from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, Written
 from segue.transport.epochs import FencedEpochs, Grants
-from segue.transport.fake import FakeNet, FakeTransport
+from segue.transport.fake import FakeTransport
 from segue.transport.ioloop import IoLoop
 from segue.transport.kinds import KINDS, OK
 from segue.transport.memory import allocate
@@ -124,61 +124,6 @@ def test_refusals_carry_their_reason() -> None:
 # ---- fake ----------------------------------------------------------------------------------------
 
 
-class Sides:
-    def __init__(self, *, hold: bool = False, copy: bool = True) -> None:
-        net = FakeNet()
-        self.log: list[TransportEvent] = []
-        self.told: list[TransportEvent] = []
-        self.source, self.target = allocate(4096), allocate(4096)
-        self.writer = FakeTransport(self.log.append, options(rank("a")), net=net, copy=copy, hold=hold)
-        self.reader = FakeTransport(self.told.append, options(rank("b")), net=net, copy=copy)
-        self.writer.register(self.source)
-        self.writer.connect(rank("b"), self.reader.register(self.target), 1)
-        self.source.buffer[:4] = b"abcd"
-
-    def write(self, tag: int, at: int = 0, epoch: int = 3) -> None:
-        self.writer.write(rank("b"), epoch, tag, [CopyBlock(0, at, 1, 4)])
-
-
-def test_fake_holds_until_told_in_any_order() -> None:
-    s = Sides(hold=True)
-    s.reader.grant(rank("a"), 3, whole(4096))
-    for tag in range(3):
-        s.write(tag, at=10 * tag)
-    assert s.log == []
-    assert s.target.buffer[:40] == bytes(40)
-    assert s.writer.deliver(1, index=1) == 1
-    assert [e.tag for e in s.log if isinstance(e, Written)] == [1]
-    assert s.target.buffer[10:14] == b"abcd"
-    assert s.writer.deliver() == 2
-    assert [e.tag for e in s.log if isinstance(e, Written)] == [1, 0, 2]
-
-
-def test_fake_refuses_a_held_write_whose_epoch_ended_meanwhile() -> None:
-    s = Sides(hold=True)
-    s.reader.grant(rank("a"), 3, whole(4096))
-    s.write(1)
-    s.reader.fence(rank("a"), 3)
-    assert s.told == [Fenced(rank("a"), 3, True)]
-    s.writer.deliver()
-    assert isinstance(s.log[0], WriteFailed)
-    assert s.target.buffer[:4] == bytes(4)
-
-
-def test_fake_fails_on_request_and_dies_like_a_process() -> None:
-    s = Sides(hold=True)
-    s.reader.grant(rank("a"), 3, whole(4096))
-    s.writer.fail_next(TransferFailed("on purpose"))
-    s.write(1)
-    s.write(2)
-    s.writer.deliver(0)
-    assert [str(e.error) for e in s.log if isinstance(e, WriteFailed)] == ["on purpose"]
-    s.reader.crash()
-    s.writer.deliver()
-    assert [type(e) for e in s.log[1:]] == [WriteFailed, PeerGone]
-    assert not s.told
-
-
 def test_fake_never_nests_its_events() -> None:
     depth: list[int] = []
     order: list[TransportEvent] = []
@@ -199,7 +144,7 @@ def test_fake_never_nests_its_events() -> None:
     memory.close()
 
 
-def test_fake_without_a_net_completes_and_moves_nothing() -> None:
+def test_fake_completes_and_moves_nothing() -> None:
     log: list[TransportEvent] = []
     memory = allocate(4096)
     memory.buffer[:3] = b"abc"
