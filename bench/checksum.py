@@ -53,7 +53,7 @@ def hash_alone(tokens: int, repeats: int = 30) -> dict[str, dict[str, float]]:
             times = []
             for _ in range(repeats):
                 start = time.perf_counter()
-                checksum(view, content)
+                checksum([view], content)
                 times.append(time.perf_counter() - start)
             best = statistics.median(times)
             found[name] = {

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from segue.layout.content import Content, Plane
+from segue.layout.content import Content
+from segue.layout.spec import Plane
 
 
 def whole(nbytes: int) -> Content:
     """All of a memory's first `nbytes`."""
-    return Content((Plane(0, 1, 1),), ((0, nbytes),))
+    return stretch(0, nbytes)
+
+
+def stretch(start: int, nbytes: int) -> Content:
+    """So many bytes of a memory from one on."""
+    return Content((Plane(start, 1, 1, 1, 1, 1),), ((0, nbytes),))

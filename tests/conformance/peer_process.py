@@ -14,7 +14,8 @@ from conformance_tls import make_by_name
 from segue.core.errors import SegueError
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content, Plane
+from segue.layout.content import Content
+from segue.layout.spec import Plane
 from segue.transport.base import Endpoint, TransportEvent
 from segue.transport.memory import allocate
 
@@ -48,7 +49,7 @@ def main(name: str, me: RankId, nbytes: int) -> None:
                 except SegueError as exc:
                     say(connect=str(exc))
             case "grant":
-                area = Content((Plane(0, 1, 1),), ((0, nbytes),))
+                area = Content((Plane(0, 1, 1, 1, 1, 1),), ((0, nbytes),))
                 transport.grant(peer, command["epoch"], area)
                 say(grant="ok")
             case "fence":

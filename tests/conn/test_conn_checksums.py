@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from test_manager import PAGES, SHAPE, Side, assert_at_rest, assert_handed_over, begin, sides, spec
 
+from areas import whole
 from segue.conn import digest as conn_digest
 from segue.conn.digest import INLINE_BYTES, Digester
 from segue.conn.handles import KVReceiver, KVSender
@@ -17,7 +18,7 @@ from segue.core.errors import ErrorCode, OutOfCapacity
 from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff import events
 from segue.handoff.messages import HandoffMessage, Metadata
-from segue.layout.content import Content, Plane, checksum
+from segue.layout.content import Content, checksum
 from segue.session.connection import Connection
 from segue.transport.memory import allocate
 
@@ -32,10 +33,11 @@ class Hook:
         self.side: Side | None = None
         monkeypatch.setattr(conn_digest, "checksum", self._checksum)
 
-    def _checksum(self, memory: memoryview, content: Content) -> int:
+    def _checksum(self, regions: Sequence[memoryview], content: Content) -> int:
+        [memory] = regions
         if self.before is not None and self.side is not None and memory.obj is self.side.memory.buffer:
             self.before(memory, content)
-        return checksum(memory, content)
+        return checksum(regions, content)
 
 
 @pytest.fixture
@@ -44,9 +46,8 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Hook:
 
 
 def flip(memory: memoryview, content: Content) -> None:
-    rows = list(content.rows())
-    row = rows[len(rows) // 2]
-    memory[row.offset + row.row_bytes - 1] ^= 0x10
+    ranges = content.ranges()
+    memory[int(ranges[len(ranges) // 2, 1]) - 1] ^= 0x10
 
 
 def send_all(prefill: Side, decode: Side, tokens: int = TOKENS) -> tuple[TransferId, KVSender, KVReceiver]:
@@ -225,7 +226,7 @@ def test_lesson_22_a_range_that_cannot_be_read_fails_its_hand_off_and_the_thread
 
 def digest_of(tag: int, nbytes: int) -> events.ComputeChecksum:
     transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32)))
-    return events.ComputeChecksum(transfer, 0, tag, Content((Plane(0, 1, 1),), ((0, nbytes),)))
+    return events.ComputeChecksum(transfer, 0, tag, whole(nbytes))
 
 
 def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
@@ -235,10 +236,10 @@ def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
     answers: list[events.ChecksumReady] = []
     started, go_on = threading.Event(), threading.Event()
 
-    def slow(view: memoryview, content: Content) -> int:
+    def slow(regions: Sequence[memoryview], content: Content) -> int:
         started.set()
         assert go_on.wait(10)
-        return checksum(view, content)
+        return checksum(regions, content)
 
     digester = Digester(memory, answers.append, max_waiting=2)
     digester.start()

@@ -95,7 +95,7 @@ def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
     assert (what, name, epoch) == ("grant", RankId(peer), 7)
     pool = made.config.spec
     size = pool.page_tokens
-    found = {at for row in area.rows() for at in range(row.offset, row.offset + row.row_bytes)}
+    found = {at for start, end in area.ranges().tolist() for at in range(start, end)}
     wanted = {
         at
         for layer in range(pool.layer_count)

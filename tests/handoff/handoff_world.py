@@ -506,7 +506,7 @@ class World:
             for at in range(slot, slot + tokens):
                 owner = node.owner.get(at // node.spec.page_tokens)
                 assert owner == asked.transfer, "read for a checksum after the lease had ended"
-        found = checksum(memoryview(node.memory[asked.rank]).cast("B"), asked.content)
+        found = checksum([memoryview(node.memory[asked.rank]).cast("B")], asked.content)
         self.tell(node, events.ChecksumReady(asked.transfer, asked.rank, asked.tag, found))
         return True
 
@@ -516,9 +516,8 @@ class World:
         if not checksums:
             return False
         asked = checksums[index % len(checksums)]
-        rows = list(asked.content.rows())
-        row = self.rng.choice(rows)
-        at = row.offset + self.rng.randrange(row.row_bytes)
+        start, end = self.rng.choice(asked.content.ranges().tolist())
+        at = self.rng.randrange(start, end)
         self.decode.memory[asked.rank].view(np.uint8)[at] ^= 1 << self.rng.randrange(8)
         self.flipped.add(asked.transfer)
         return True

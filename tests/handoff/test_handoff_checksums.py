@@ -299,7 +299,10 @@ def test_the_message_says_how_much_is_covered_and_the_receiver_follows_it() -> N
             e.message for _, e in w.log if isinstance(e, events.Send) and isinstance(e.message, ChunkPosted)
         ]
         assert posted.every == every
-        layers = {p.offset // w.decode.spec.layer_bytes for p in w.decode.checksums[0].content.planes}
+        layers = {
+            p.offset * w.decode.spec.layer_count // w.decode.spec.nbytes
+            for p in w.decode.checksums[0].content.planes
+        }
         assert layers == ({0, 1} if mode is ChecksumMode.FULL else {w.transfer.room % 2})
         w.settle()
         assert w.r is not None

@@ -10,20 +10,20 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areas import stretch
 from segue.core.errors import Internal, LayoutMismatch
 from segue.core.types import RankCoord, Span
 from segue.layout.content import (
     PIECE_BYTES,
     Content,
     Part,
-    Plane,
     Sample,
     canonical_content,
     checksum,
     whole_pages,
 )
 from segue.layout.planner import plan_pair
-from segue.layout.spec import KVShape, PoolSpec
+from segue.layout.spec import KVShape, Plane, PoolSpec
 
 Key = tuple[int, bool, int, int]  # layer, value, token, head
 
@@ -98,7 +98,7 @@ class Pool:
         return canonical_content(self.spec, part, span, self.pages, self.first_token, sample, "test")
 
     def sum(self, part: Part, span: Span, sample: Sample) -> int:
-        return checksum(memoryview(self.memory), self.content(part, span, sample))
+        return checksum([memoryview(self.memory)], self.content(part, span, sample))
 
 
 def everything(shape: KVShape, tokens: int, rng: random.Random) -> dict[Key, bytes]:
@@ -199,7 +199,7 @@ def test_a_plan_gives_both_sides_the_same_content() -> None:
             mine = plan.source_content(0, 0, span, a.pages, sample)
             theirs = plan.target_content(0, 0, span, b.pages, 3, sample)
             assert mine.nbytes == theirs.nbytes
-            assert checksum(memoryview(a.memory), mine) == checksum(memoryview(b.memory), theirs)
+            assert checksum([memoryview(a.memory)], mine) == checksum([memoryview(b.memory)], theirs)
 
 
 def test_a_sample_covers_every_layer_in_turn_and_at_least_one() -> None:
@@ -207,7 +207,7 @@ def test_a_sample_covers_every_layer_in_turn_and_at_least_one() -> None:
 
     def layers_of(sample: Sample, part: Part) -> set[int]:
         found = canonical_content(spec, part, Span(0, 3), [0], 0, sample, "test")
-        return {plane.offset // spec.layer_bytes for plane in found.planes}
+        return {plane.offset * spec.layer_count // spec.nbytes for plane in found.planes}
 
     whole = Part(0, 5, 0, 4)
     assert [layers_of(Sample(3, key), whole) for key in range(4)] == [{0, 3}, {1, 4}, {2}, {0, 3}]
@@ -218,18 +218,20 @@ def test_a_sample_covers_every_layer_in_turn_and_at_least_one() -> None:
 
 def test_a_run_longer_than_one_piece_is_hashed_whole() -> None:
     data = bytearray(random.Random(2).randbytes(2 * PIECE_BYTES + 100))
-    content = Content((Plane(7, 1, 1),), ((0, len(data) - 7),))
-    assert checksum(memoryview(data), content) == xxhash.xxh3_64_intdigest(data[7:])
+    content = stretch(7, len(data) - 7)
+    assert checksum([memoryview(data)], content) == xxhash.xxh3_64_intdigest(data[7:])
     for at in (7, PIECE_BYTES + 7, len(data) - 1):
         changed = bytearray(data)
         changed[at] ^= 4
-        assert checksum(memoryview(changed), content) != checksum(memoryview(data), content)
+        assert checksum([memoryview(changed)], content) != checksum([memoryview(data)], content)
 
 
-@pytest.mark.parametrize("plane", [Plane(95, 2, 2), Plane(-1, 2, 2), Plane(96, 4, 2)])
+@pytest.mark.parametrize(
+    "plane", [Plane(95, 2, 2, 2, 1, 2), Plane(-1, 2, 2, 2, 1, 2), Plane(96, 4, 4, 2, 1, 2)]
+)
 def test_content_outside_the_memory_is_no_checksum(plane: Plane) -> None:
     with pytest.raises(Internal, match="outside"):
-        checksum(memoryview(bytearray(100)), Content((plane,), ((0, 3),)))
+        checksum([memoryview(bytearray(100))], Content((plane,), ((0, 3),)))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_a_part_that_a_pool_does_not_hold_is_refused(part: Part) -> None:
 def test_whole_pages_are_all_their_bytes_in_the_order_of_the_memory() -> None:
     spec = PoolSpec(shape=kv(), pages=9, page_tokens=4, layer_count=3, head_count=4)
     area = whole_pages(spec, [7, 2, 3])
-    held = [at for row in area.rows() for at in range(row.offset, row.offset + row.row_bytes)]
+    held = [at for start, end in area.ranges().tolist() for at in range(start, end)]
     assert held == sorted(set(held))
     assert len(held) == area.nbytes == 3 * spec.page_bytes
     assert area == whole_pages(spec, [3, 7, 2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from segue.conn.threads import Worker, WorkerThread
 from segue.core.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
@@ -67,10 +68,10 @@ class Digester:
     def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
         """The checksum of what `effect` names, or why there is none. Raises nothing."""
         try:
-            with memoryview(self._memory.buffer) as memory:
-                return events.ChecksumReady(
-                    effect.transfer, effect.rank, effect.tag, checksum(memory, effect.content)
-                )
+            with ExitStack() as reading:
+                regions = [reading.enter_context(memoryview(bytes_)) for bytes_ in self._memory.buffers]
+                found = checksum(regions, effect.content)
+            return events.ChecksumReady(effect.transfer, effect.rank, effect.tag, found)
         except SegueError as error:
             return _failed(effect, error)
         except Exception as error:  # one hand-off fails, the thread lives on (lesson 22)

@@ -37,6 +37,7 @@ class Transports:
         on_event: Callable[[str, TransportEvent], None],
         threads: Executor,
     ) -> None:
+        memory.check_pool(config.spec)
         self._sending = config.role is Role.PREFILL
         self._spec = config.spec
         self._max_peers = config.limits.max_sessions

@@ -47,8 +47,9 @@ class KVPool:
         shape = spec.shape
         if shape.kind != "mha" or shape.k_dim != shape.v_dim:
             raise ConfigError("the engine's pool holds K and V of equal sizes only")
-        if memory.nbytes < spec.nbytes:
-            raise ConfigError(f"the pool needs {spec.nbytes} bytes, the memory given has {memory.nbytes}")
+        if spec.planes:
+            raise ConfigError("the engine's own pool is layer-major; it computes in no other")
+        memory.check_pool(spec)
         self.spec = spec
         self.memory = memory
         items = spec.nbytes // shape.item_bytes

@@ -8,21 +8,28 @@ contributes, of each token, only the shared ones.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from segue.core.errors import Internal, LayoutMismatch
 from segue.core.types import Span
-from segue.layout.spec import PoolSpec
+from segue.layout.overlap import Box, box
+from segue.layout.spec import Plane, PoolSpec, planes_of, region_starts
 
 #: Bytes given to the hash in one call. Below xxhash's threshold for releasing the interpreter's lock
 #: (100 kB): taking the lock back can cost a switch interval each time, 40 times the hash itself, while
 #: a piece of this size holds it for some microseconds. Measured in docs/decisions.md.
 PIECE_BYTES = 64 * 1024
+
+#: Byte ranges, one (offset, end) in each row.
+Ranges = npt.NDArray[np.uint64]
 
 
 class Part(NamedTuple):
@@ -45,46 +52,57 @@ class Sample(NamedTuple):
     key: int = 0
 
 
-class Plane(NamedTuple):
-    """K or V of one layer: token slot `s` has `row_bytes` of content at `offset + s * token_bytes`."""
-
-    offset: int
-    token_bytes: int
-    row_bytes: int
-
-
-class Rows(NamedTuple):
-    """`rows` byte ranges of `row_bytes`, `stride` apart, the first one at `offset`."""
-
-    offset: int
-    rows: int
-    row_bytes: int
-    stride: int
-
-
 @dataclass(frozen=True, slots=True)
 class Content:
     """The canonical bytes of a range of tokens in one pool: for each plane, each run of token slots.
 
-    `runs` holds (first token slot, tokens), in token order.
+    `runs` holds (first token slot, tokens), in token order; a run may go over neighbouring pages of
+    `page_tokens` slots.
     """
 
     planes: tuple[Plane, ...]
     runs: tuple[tuple[int, int], ...]
+    page_tokens: int = 1
 
     @property
     def nbytes(self) -> int:
         return sum(p.row_bytes for p in self.planes) * sum(tokens for _, tokens in self.runs)
 
-    def rows(self) -> Iterator[Rows]:
-        """Every range in canonical order; where a plane's tokens lie without gaps, a run is one row."""
-        for offset, token_bytes, row_bytes in self.planes:
-            for slot, tokens in self.runs:
-                at = offset + slot * token_bytes
-                if row_bytes == token_bytes:
-                    yield Rows(at, 1, tokens * token_bytes, 0)
-                else:
-                    yield Rows(at, tokens, row_bytes, token_bytes)
+    def ranges(self) -> Ranges:
+        """The same bytes as ranges (offset, end), ordered by offset; those that touch are one."""
+        forms: dict[tuple[int, ...], list[int]] = {}
+        for offset, *form in self.planes:
+            forms.setdefault(tuple(form), []).append(offset)
+        parts = [
+            self._ranges_of(Plane(0, *form), np.array(offsets, np.uint64)) for form, offsets in forms.items()
+        ]
+        starts, ends = np.concatenate([np.empty((2, 0), np.uint64), *parts], axis=1)
+        if (starts[1:] < ends[:-1]).any():  # planes that are interleaved
+            order = starts.argsort()
+            starts, ends = starts[order], ends[order]
+        first = np.flatnonzero(np.append(True, starts[1:] != ends[:-1])[: len(starts)])
+        last = np.append(first[1:], len(starts))[: len(first)] - 1
+        return np.stack([starts[first], ends[last]], axis=1)
+
+    def _ranges_of(self, form: Plane, offsets: Ranges) -> Ranges:
+        """Starts and ends in all planes of one form, which begin at `offsets`."""
+        if form.dense(self.page_tokens):
+            runs = np.array(self.runs, np.uint64).reshape(-1, 2) * np.uint64(form.row_bytes)
+            starts = offsets[:, None] + runs[:, 0]
+            return np.stack([starts.ravel(), (starts + runs[:, 1]).ravel()])
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for slot, tokens in self.runs:
+            for at, pages, each in page_pieces(slot, tokens, self.page_tokens):
+                shapes.setdefault((pages, each), []).append(form.at(at, self.page_tokens))
+        found = []
+        for (pages, tokens), places in shapes.items():
+            rows = box(0, 0, form.head_bytes, form.axes(pages, tokens))
+            assert isinstance(rows, Box)
+            starts = np.add.outer(offsets, np.array(places, np.uint64)).ravel()
+            for stride, count in rows.axes:
+                starts = np.add.outer(starts, np.arange(count, dtype=np.uint64) * np.uint64(stride)).ravel()
+            found.append(np.stack([starts, starts + np.uint64(rows.unit)]))
+        return np.concatenate([np.empty((2, 0), np.uint64), *found], axis=1)
 
 
 def canonical_content(
@@ -119,7 +137,7 @@ def canonical_content(
         start, stop = max(token, span.start), min(token + tokens, span.end)
         runs.append((slot + start - token, stop - start))
     every = min(sample.every, part.layers)
-    return Content(_planes(spec, part, every, sample.key % every), tuple(runs))
+    return Content(_planes(spec, part, every, sample.key % every), tuple(runs), spec.page_tokens)
 
 
 def whole_pages(spec: PoolSpec, pages: Sequence[int]) -> Content:
@@ -133,21 +151,29 @@ def whole_pages(spec: PoolSpec, pages: Sequence[int]) -> Content:
 def _planes(spec: PoolSpec, part: Part, every: int, first: int) -> tuple[Plane, ...]:
     """The planes of one in `every` layers of `part` from its layer `first` on. Kept, since every chunk of
     a pair asks for the same ones while its request waits."""
-    shape = spec.shape
-    planes: list[Plane] = []
-    for index in range(first, part.layers, every):
-        layer = part.layer_start + index - spec.layer_start
-        for value, dim, token_bytes in (
-            (False, shape.k_dim, spec.k_token_bytes),
-            (True, shape.v_dim, spec.v_token_bytes),
-        ):
-            if dim:
-                head_bytes = dim * shape.item_bytes
-                skip = (part.head_start - spec.head_start) * head_bytes
-                planes.append(
-                    Plane(spec.offset(layer, value, 0) + skip, token_bytes, part.heads * head_bytes)
-                )
-    return tuple(planes)
+    layers = range(
+        part.layer_start - spec.layer_start + first, part.layer_start - spec.layer_start + part.layers, every
+    )
+    planes = planes_of(spec)
+    return tuple(
+        planes[layer * spec.kinds + value].part(part.head_start - spec.head_start, part.heads)
+        for layer in layers
+        for value in range(spec.kinds)
+    )
+
+
+def page_pieces(slot: int, tokens: int, page_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """A run of token slots as pieces (first slot, pages, tokens of each page): whole pages are one piece, the
+    parts of pages at its ends are others."""
+    inside = slot % page_tokens
+    if inside:
+        head = min(tokens, page_tokens - inside)
+        yield slot, 1, head
+        slot, tokens = slot + head, tokens - head
+    if pages := tokens // page_tokens:
+        yield slot, pages, page_tokens
+    if rest := tokens % page_tokens:
+        yield slot + tokens - rest, 1, rest
 
 
 def page_runs(
@@ -182,26 +208,59 @@ def page_runs(
     return runs
 
 
-def checksum(memory: memoryview, content: Content) -> int:
-    """XXH3-64 over `content` in `memory` (bytes), without copying it.
+def checksum(regions: Sequence[memoryview], content: Content) -> int:
+    """XXH3-64 over `content` in the bytes of all `regions` of a rank's memory.
 
-    Raises Internal where a range lies outside `memory`: a shorter hash must not look like a checksum.
+    What lies in order is hashed where it is; of other layouts a piece of at most PIECE_BYTES at a time is put
+    into order. Raises Internal where a range lies outside its region: a shorter hash must not look like a
+    checksum.
     """
     found = xxhash.xxh3_64()
-    update, limit = found.update, len(memory)
-    for offset, token_bytes, row_bytes in content.planes:
-        gaps = row_bytes != token_bytes
+    update, size = found.update, content.page_tokens
+    starts = region_starts([len(region) for region in regions])
+    memory, base, limit = regions[0], 0, len(regions[0])
+    form: tuple[int, ...] = ()
+    row_bytes = 0  # of planes of this form whose tokens lie without gaps
+    for plane in content.planes:
+        if len(regions) > 1:
+            index = max(bisect_right(starts, plane.offset) - 1, 0)
+            memory, base, limit = regions[index], starts[index], len(regions[index])
+        if plane[1:] != form:
+            form, row_bytes = plane[1:], plane.row_bytes if plane.dense(size) else 0
+        offset = plane.offset - base
         for slot, tokens in content.runs:
-            start = offset + slot * token_bytes
-            end = start + (tokens - 1) * token_bytes + row_bytes
+            if not row_bytes:
+                for piece in _in_order(memory, plane._replace(offset=offset), slot, tokens, size):
+                    update(piece)
+                continue
+            start = offset + slot * row_bytes
+            end = start + tokens * row_bytes
             if start < 0 or end > limit:
-                raise Internal(f"content at byte {start} lies outside a memory of {limit} bytes")
-            if gaps:
-                for at in range(start, end, token_bytes):
-                    update(memory[at : at + row_bytes])
-            elif end - start <= PIECE_BYTES:
+                raise _outside(start, limit)
+            if end - start <= PIECE_BYTES:
                 update(memory[start:end])
             else:
                 for at in range(start, end, PIECE_BYTES):
                     update(memory[at : min(at + PIECE_BYTES, end)])
     return found.intdigest()
+
+
+def _in_order(memory: memoryview, plane: Plane, slot: int, tokens: int, page_tokens: int) -> Iterator[bytes]:
+    """Copies of a run of tokens in canonical order, piece by piece."""
+    strides = (plane.page_stride, plane.token_stride, plane.head_stride, 1)
+    for at, pages, each in page_pieces(slot, tokens, page_tokens):
+        shape = (pages, each, plane.heads, plane.head_bytes)
+        start = plane.at(at, page_tokens)
+        last = sum(stride * (count - 1) for stride, count in zip(strides, shape, strict=True))
+        if start < 0 or start + last >= len(memory):
+            raise _outside(start, len(memory))
+        rows = np.ndarray(shape, np.uint8, memory, start, strides)
+        many = max(1, PIECE_BYTES // (each * plane.row_bytes))
+        few = max(1, PIECE_BYTES // plane.row_bytes)
+        for page in range(0, pages, many):
+            for token in range(0, each, few):
+                yield rows[page : page + many, token : token + few].tobytes()
+
+
+def _outside(start: int, limit: int) -> Internal:
+    return Internal(f"content at byte {start} lies outside a region of {limit} bytes")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,10 +19,11 @@ from segue.core.errors import LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content, Part, Sample, canonical_content, page_runs
+from segue.layout.pairs import PairLayout
 from segue.layout.spec import KVShape, PoolSpec
 
 #: Changes whenever the meaning of a plan changes, so that two versions never agree by accident.
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 #: Ranks that one replica may declare.
 MAX_RANKS = 1024
@@ -43,6 +44,7 @@ class PairPlan:
     targets: tuple[PoolSpec, ...]
     pairs: tuple[tuple[int, int], ...]
     digest: bytes
+    layouts: dict[tuple[int, int], PairLayout] = field(repr=False, compare=False)
 
     @property
     def source_page_tokens(self) -> int:
@@ -61,9 +63,7 @@ class PairPlan:
 
     def pair_token_bytes(self, source: int, target: int) -> int:
         """Bytes that one token moves between these two ranks."""
-        part = self._part(source, target)
-        spec = self.sources[source]
-        return part.layers * (spec.k_token_bytes + spec.v_token_bytes)
+        return self._layout(source, target).token_bytes
 
     def hash(self, prompt_tokens: int, prefix_tokens: int, pages: int) -> int:
         """`plan_hash` of these layouts, without hashing them again."""
@@ -81,18 +81,15 @@ class PairPlan:
         """The byte ranges that move the KV of `span` from rank `source` to rank `target`.
 
         `src_pages` hold the prompt from token 0 on, `dst_pages` from `dst_first_token` on (the
-        first token of a page). As few blocks as the page ids allow: one per run of pages that is
-        contiguous on both sides (two if K and V of a token differ in size). Raises LayoutMismatch
-        for a pair outside the plan, pages that do not hold `span`, or ids outside a pool.
+        first token of a page). As few blocks as page ids and strides allow: of layer-major pools one per run
+        of pages that is contiguous on both sides (two if K and V of a token differ in size). Raises
+        LayoutMismatch for a pair outside the plan, pages that do not hold `span`, or ids outside a pool.
         """
-        part = self._part(source, target)
+        layout = self._layout(source, target)
         if len(span) == 0:
             return []
-        src, dst = self.sources[source], self.targets[target]
-        src_runs = page_runs(src_pages, src, 0, span, "source")
-        dst_runs = page_runs(dst_pages, dst, dst_first_token, span, "destination")
-        src_base = (part.layer_start - src.layer_start) * src.layer_bytes
-        dst_base = (part.layer_start - dst.layer_start) * dst.layer_bytes
+        src_runs = page_runs(src_pages, self.sources[source], 0, span, "source")
+        dst_runs = page_runs(dst_pages, self.targets[target], dst_first_token, span, "destination")
         out: list[CopyBlock] = []
         i = j = 0
         token, end = span.start, span.end
@@ -101,13 +98,7 @@ class PairPlan:
             dst_token, dst_slot, dst_tokens = dst_runs[j]
             src_end, dst_end = src_token + src_tokens, dst_token + dst_tokens
             stop = min(src_end, dst_end, end)
-            _emit(
-                out,
-                _Side(src, src_base, src_slot + token - src_token),
-                _Side(dst, dst_base, dst_slot + token - dst_token),
-                part.layers,
-                stop - token,
-            )
+            layout.emit(out, src_slot + token - src_token, dst_slot + token - dst_token, stop - token)
             i += stop == src_end
             j += stop == dst_end
             token = stop
@@ -117,7 +108,7 @@ class PairPlan:
         self, source: int, target: int, span: Span, pages: Sequence[int], sample: Sample
     ) -> Content:
         """What of `span` this pair moves, as it lies in the source's pool; arguments as in `blocks`."""
-        part = self._part(source, target)
+        part = self._layout(source, target).part
         return canonical_content(self.sources[source], part, span, pages, 0, sample, "source")
 
     def target_content(
@@ -130,52 +121,17 @@ class PairPlan:
         sample: Sample,
     ) -> Content:
         """The same bytes in the same order, as they lie in the target's pool once they have landed."""
-        part = self._part(source, target)
+        part = self._layout(source, target).part
         return canonical_content(self.targets[target], part, span, pages, first_token, sample, "destination")
 
-    def _part(self, source: int, target: int) -> Part:
-        """The layers and heads that both ranks hold."""
-        if (source, target) not in self.pairs:
+    def _layout(self, source: int, target: int) -> PairLayout:
+        """How these two ranks share KV."""
+        layout = self.layouts.get((source, target))
+        if layout is None:
             raise LayoutMismatch(
                 f"source rank {source} and target rank {target} are not a pair of the plan: {self.pairs}"
             )
-        src, dst = self.sources[source], self.targets[target]
-        layer = max(src.layer_start, dst.layer_start)
-        layer_end = min(src.layer_start + src.layer_count, dst.layer_start + dst.layer_count)
-        head = max(src.head_start, dst.head_start)
-        head_end = min(src.head_start + src.head_count, dst.head_start + dst.head_count)
-        return Part(layer, layer_end - layer, head, head_end - head)
-
-
-@dataclass(slots=True)
-class _Side:
-    spec: PoolSpec
-    base: int
-    slot: int
-
-
-def _emit(out: list[CopyBlock], src: _Side, dst: _Side, layers: int, tokens: int) -> None:
-    """Append the blocks of one run of `tokens` in `layers`: a row per (layer, K or V)."""
-    k_bytes, v_bytes = src.spec.k_token_bytes, src.spec.v_token_bytes
-    src_k = src.base + src.slot * k_bytes
-    dst_k = dst.base + dst.slot * k_bytes
-    if k_bytes == v_bytes:
-        # K and V areas have the same size, so K0 V0 K1 V1 … are equally spaced.
-        stride = (src.spec.layer_bytes // 2, dst.spec.layer_bytes // 2)
-        out.append(_block(src_k, dst_k, 2 * layers, tokens * k_bytes, *stride))
-        return
-    stride = (src.spec.layer_bytes, dst.spec.layer_bytes)
-    out.append(_block(src_k, dst_k, layers, tokens * k_bytes, *stride))
-    if v_bytes:
-        src_v = src.base + src.spec.pages * src.spec.page_tokens * k_bytes + src.slot * v_bytes
-        dst_v = dst.base + dst.spec.pages * dst.spec.page_tokens * k_bytes + dst.slot * v_bytes
-        out.append(_block(src_v, dst_v, layers, tokens * v_bytes, *stride))
-
-
-def _block(src: int, dst: int, rows: int, row_bytes: int, src_stride: int, dst_stride: int) -> CopyBlock:
-    if rows == 1 or src_stride == dst_stride == row_bytes:
-        return CopyBlock(src, dst, 1, rows * row_bytes)
-    return CopyBlock(src, dst, rows, row_bytes, src_stride, dst_stride)
+        return layout
 
 
 def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairPlan:
@@ -203,7 +159,17 @@ def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairP
                 "this version needs equal --tp and --pp on both sides"
             )
     pairs = tuple((rank, rank) for rank in range(len(sources)))
-    return PairPlan(tuple(sources), tuple(targets), pairs, _layout_digest(sources, targets))
+    layouts = {(s, t): PairLayout(sources[s], targets[t], _shared(sources[s], targets[t])) for s, t in pairs}
+    return PairPlan(tuple(sources), tuple(targets), pairs, _layout_digest(sources, targets), layouts)
+
+
+def _shared(src: PoolSpec, dst: PoolSpec) -> Part:
+    """The layers and heads that both ranks hold."""
+    layer = max(src.layer_start, dst.layer_start)
+    layer_end = min(src.layer_start + src.layer_count, dst.layer_start + dst.layer_count)
+    head = max(src.head_start, dst.head_start)
+    head_end = min(src.head_start + src.head_count, dst.head_start + dst.head_count)
+    return Part(layer, layer_end - layer, head, head_end - head)
 
 
 def plan_hash(

@@ -56,11 +56,11 @@ class BitFlips:
         end = slot + tokens
         if self._final(node, effect) and end % spec.page_tokens and rng.random() < 0.3:
             self._counts["flips beside"] += 1
-            at = plane.offset + end * plane.token_bytes
+            at = plane.at(end, spec.page_tokens)
         else:
             self.spoiled.add(effect.transfer)
             slot, tokens = content.runs[rng.randrange(len(content.runs))]
-            at = plane.offset + (slot + rng.randrange(tokens)) * plane.token_bytes
+            at = plane.at(slot + rng.randrange(tokens), spec.page_tokens)
         node.engine.memory[at + rng.randrange(plane.row_bytes)] ^= 1 << rng.randrange(8)
 
     def _final(self, node: KVNode, effect: events.ComputeChecksum) -> bool:

@@ -172,7 +172,7 @@ class _Unreadable:
     """Memory that cannot be read."""
 
     @property
-    def buffer(self) -> Any:
+    def buffers(self) -> Any:
         raise Injected("injected into a checksum")
 
 

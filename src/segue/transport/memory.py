@@ -20,6 +20,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from segue.core.errors import ConfigError, OutOfCapacity
-from segue.layout.spec import region_starts
+from segue.layout.spec import PoolSpec, region_starts
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
@@ -137,6 +138,22 @@ class Memory:
     def buffer(self) -> HostBytes:
         """The bytes of its only region. Raises ConfigError."""
         return self.only.buffer
+
+    @cached_property
+    def buffers(self) -> list[HostBytes]:
+        """The bytes of each region. Raises ConfigError where one is a device's."""
+        return [region.buffer for region in self.regions]
+
+    def check_pool(self, spec: PoolSpec) -> None:
+        """Raises ConfigError unless it is the memory that `spec` describes: the same regions, or for a
+        layer-major pool one that is large enough."""
+        sizes = tuple(region.nbytes for region in self.regions)
+        if not spec.planes and (len(sizes) > 1 or sizes[0] < spec.nbytes):
+            raise ConfigError(f"the pool needs {spec.nbytes} bytes in one region, not regions of {sizes}")
+        if spec.planes and spec.regions != sizes:
+            raise ConfigError(
+                f"the pool is described in regions of {spec.regions} bytes, its memory has {sizes}"
+            )
 
     def check_kinds(self, transport: str, kinds: frozenset[MemoryKind]) -> None:
         """Raises ConfigError, with what to do, unless a transport that can register `kinds` can register

@@ -106,18 +106,11 @@ def parse_rows(data: bytes | bytearray, header: Header) -> Rows:
 def ranges_of(area: Content, memory_bytes: int) -> Rows:
     """The byte ranges of `area` as rows (start, end), in order; ranges that touch are one. Raises Internal
     when they are not in a memory of this size."""
-    runs = np.array(area.runs, np.uint64).reshape(-1, 2)
-    planes = np.array(area.planes, np.uint64).reshape(-1, 3)
-    starts = (planes[:, :1] + planes[:, 1:2] * runs[:, 0]).ravel()
-    ends = starts + (planes[:, 1:2] * runs[:, 1]).ravel()
-    if not len(starts):
+    found = area.ranges()
+    if not len(found):
         return np.zeros((1, 2), np.uint64)  # a grant without pages, of a prompt that was cached whole
-    apart = np.flatnonzero(starts[1:] != ends[:-1])
-    found = np.empty((len(apart) + 1, 2), np.uint64)
-    found[0, 0], found[1:, 0] = starts[0], starts[apart + 1]
-    found[-1, 1], found[:-1, 1] = ends[-1], ends[apart]
-    if int(ends[-1]) > memory_bytes:
-        raise Internal(f"a grant up to byte {ends[-1]} of a memory of {memory_bytes} bytes")
+    if int(found[-1, 1]) > memory_bytes:
+        raise Internal(f"a grant up to byte {found[-1, 1]} of a memory of {memory_bytes} bytes")
     return found
 
 

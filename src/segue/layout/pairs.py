@@ -1,0 +1,211 @@
+"""How the KV that two ranks share lies on either side, and the blocks that move a stretch of it.
+
+A stretch of tokens in neighbouring pages has up to five axes on each side: layers, K and V, pages, tokens and
+heads. Axes that follow one another without a gap on both sides are one axis. What is contiguous on both sides
+is the row of a block, the longest other axis are its rows, and each step along the others is another block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from segue.layout.blocks import CopyBlock
+from segue.layout.content import Part, page_pieces
+from segue.layout.spec import Plane, PoolSpec, planes_of
+
+#: Forms of a stretch whose blocks are kept; a pool has few, but for tests.
+MAX_FORMS = 1024
+
+
+class Axis(NamedTuple):
+    """`length` equal things, so many bytes apart at the source and at the destination."""
+
+    length: int
+    src: int
+    dst: int
+
+
+class Lane(NamedTuple):
+    """Rows that differ in their layer, or in K and V: `rows` of them, the first one at these offsets."""
+
+    src: int
+    dst: int
+    rows: int
+    src_stride: int
+    dst_stride: int
+
+
+#: A block, as its fields.
+Form = tuple[int, int, int, int, int, int]
+
+
+@dataclass(slots=True)
+class Group:
+    """Planes of one form, equally spaced on both sides: `src` and `dst` are the first of them."""
+
+    src: Plane
+    dst: Plane
+    axes: tuple[Axis, ...]
+    #: blocks of a stretch, by its pages and tokens, with the first token of both sides at 0
+    forms: dict[tuple[int, int], list[Form]] = field(default_factory=dict)
+
+
+class PairLayout:
+    """The planes that a source and a target rank share."""
+
+    def __init__(self, src: PoolSpec, dst: PoolSpec, part: Part) -> None:
+        self.part = part
+        self._src_tokens, self._dst_tokens = src.page_tokens, dst.page_tokens
+        shape = src.shape
+        self.token_bytes = part.layers * part.heads * (shape.k_dim + shape.v_dim) * shape.item_bytes
+        ours, theirs = _shared_planes(src, part), _shared_planes(dst, part)
+        planes = list(zip(ours, theirs, strict=True))
+        self._src_linear = all(plane.linear(src.page_tokens) for plane in ours)
+        self._dst_linear = all(plane.linear(dst.page_tokens) for plane in theirs)
+        dense = all(a.dense(src.page_tokens) and b.dense(dst.page_tokens) for a, b in planes)
+        self._groups = list(_groups(planes, src.kinds))
+        #: only where a run of tokens is one row of each plane, on both sides: a token's bytes, and the rows
+        self._lanes = (
+            [(group.src.row_bytes, lane) for group in self._groups for lane in _lanes(group)] if dense else []
+        )
+
+    def emit(self, out: list[CopyBlock], src_slot: int, dst_slot: int, tokens: int) -> None:
+        """Append the blocks of `tokens` tokens in neighbouring pages, from these slots on."""
+        if self._lanes:
+            for width, (src, dst, rows, src_stride, dst_stride) in self._lanes:
+                src, dst, nbytes = src + src_slot * width, dst + dst_slot * width, tokens * width
+                if rows == 1 or src_stride == dst_stride == nbytes:
+                    out.append(CopyBlock(src, dst, 1, rows * nbytes))
+                else:
+                    out.append(CopyBlock(src, dst, rows, nbytes, src_stride, dst_stride))
+            return
+        for src_at, dst_at, pages, each in self._stretches(src_slot, dst_slot, tokens):
+            for group in self._groups:
+                src, dst = group.src.at(src_at, self._src_tokens), group.dst.at(dst_at, self._dst_tokens)
+                out += [
+                    CopyBlock(src + a, dst + b, rows, row_bytes, src_stride, dst_stride)
+                    for a, b, rows, row_bytes, src_stride, dst_stride in _form(group, pages, each)
+                ]
+
+    def _stretches(self, src_slot: int, dst_slot: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
+        """The same tokens as boxes: (source slot, destination slot, pages, tokens of each page)."""
+        src_size, dst_size = self._src_tokens, self._dst_tokens
+        if self._src_linear and self._dst_linear:
+            yield src_slot, dst_slot, 1, tokens
+        elif src_size == dst_size and (src_slot - dst_slot) % src_size == 0:
+            for at, pages, each in page_pieces(src_slot, tokens, src_size):
+                yield at, at - src_slot + dst_slot, pages, each
+        else:
+            while tokens:
+                each = tokens if self._src_linear else min(tokens, src_size - src_slot % src_size)
+                each = each if self._dst_linear else min(each, dst_size - dst_slot % dst_size)
+                yield src_slot, dst_slot, 1, each
+                src_slot, dst_slot, tokens = src_slot + each, dst_slot + each, tokens - each
+
+
+def _shared_planes(spec: PoolSpec, part: Part) -> list[Plane]:
+    first = (part.layer_start - spec.layer_start) * spec.kinds
+    planes = planes_of(spec)[first : first + part.layers * spec.kinds]
+    return [plane.part(part.head_start - spec.head_start, part.heads) for plane in planes]
+
+
+def _groups(planes: Sequence[tuple[Plane, Plane]], kinds: int) -> Iterator[Group]:
+    """The planes in as few groups as their order allows: K with V where all layers have them alike."""
+    layers = [planes[at : at + kinds] for at in range(0, len(planes), kinds)]
+    if all(_same_forms(layer) for layer in layers):
+        yield from _equally_spaced(layers)
+    else:
+        for kind in zip(*layers, strict=True):
+            yield from _equally_spaced([[plane] for plane in kind])
+
+
+def _same_forms(layer: Sequence[tuple[Plane, Plane]]) -> bool:
+    """Whether K and V of a layer differ in nothing but their place, V behind K on both sides."""
+    (a, b), *others = layer
+    return all(
+        _alike(a, c) and _alike(b, d) and c.offset > a.offset and d.offset > b.offset for c, d in others
+    )
+
+
+def _alike(one: Plane, other: Plane) -> bool:
+    return one[1:] == other[1:]  # all but their offsets
+
+
+def _equally_spaced(layers: Sequence[Sequence[tuple[Plane, Plane]]]) -> Iterator[Group]:
+    """Runs of layers that lie at one distance from each other, in which everything else is equal."""
+    at = 0
+    while at < len(layers):
+        first = layers[at]
+        steps = _steps(first, layers[at + 1]) if at + 1 < len(layers) else None
+        count = 1
+        while steps is not None and at + count < len(layers):
+            if _steps(layers[at + count - 1], layers[at + count]) != steps:
+                break
+            count += 1
+        (src, dst), *values = first
+        axes = [Axis(count, *steps)] if steps is not None and count > 1 else []
+        axes += [Axis(2, v_src.offset - src.offset, v_dst.offset - dst.offset) for v_src, v_dst in values]
+        yield Group(src, dst, tuple(axes))
+        at += count
+
+
+def _steps(
+    one: Sequence[tuple[Plane, Plane]], other: Sequence[tuple[Plane, Plane]]
+) -> tuple[int, int] | None:
+    """How far `other` lies behind `one`, at the source and at the destination; None unless all of it does."""
+    steps: set[tuple[int, int]] = set()
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        if not (_alike(a, c) and _alike(b, d)):
+            return None
+        steps.add((c.offset - a.offset, d.offset - b.offset))
+    found = steps.pop()
+    return found if not steps and min(found) > 0 else None
+
+
+def _joined(axes: Iterable[Axis], unit: int) -> tuple[int, list[Axis]]:
+    """The bytes that are contiguous on both sides, and as few axes around them as possible."""
+    kept: list[Axis] = []
+    for axis in sorted((axis for axis in axes if axis.length > 1), key=lambda a: (a.dst, a.src)):
+        count, src, dst = axis
+        if src == dst == unit and not kept:
+            unit *= count
+        elif kept and (src, dst) == (kept[-1].src * kept[-1].length, kept[-1].dst * kept[-1].length):
+            kept[-1] = kept[-1]._replace(length=kept[-1].length * count)
+        else:
+            kept.append(axis)
+    return unit, kept
+
+
+def _split(axes: Sequence[Axis]) -> tuple[Axis, list[tuple[int, int]]]:
+    """The longest axis, for the rows of blocks, and where each step along the others leads."""
+    rows = max(axes, default=Axis(1, 0, 0), key=lambda axis: axis.length)
+    places = [(0, 0)]
+    for axis in axes:
+        if axis is not rows:
+            places = [
+                (src + i * axis.src, dst + i * axis.dst) for src, dst in places for i in range(axis.length)
+            ]
+    return rows, places
+
+
+def _lanes(group: Group) -> list[Lane]:
+    _, axes = _joined(group.axes, 0)
+    rows, places = _split(axes)
+    return [Lane(group.src.offset + src, group.dst.offset + dst, *rows) for src, dst in places]
+
+
+def _form(group: Group, pages: int, tokens: int) -> list[Form]:
+    """The blocks of so many tokens of so many neighbouring pages."""
+    known = group.forms.get((pages, tokens))
+    if known is None:
+        both = zip(group.src.axes(pages, tokens), group.dst.axes(pages, tokens), strict=True)
+        axes = [*group.axes, *(Axis(count, src, dst) for (src, count), (dst, _) in both)]
+        unit, kept = _joined(axes, group.src.head_bytes)
+        rows, places = _split(kept)
+        known = [(src, dst, rows.length, unit, rows.src, rows.dst) for src, dst in places]
+        if len(group.forms) >= MAX_FORMS:
+            group.forms.clear()
+        group.forms[pages, tokens] = known
+    return known

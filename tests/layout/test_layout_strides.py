@@ -1,0 +1,483 @@
+"""Pools of any strides against an oracle that walks every layer, K and V, head and token by itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segue.core.errors import LayoutMismatch
+from segue.core.types import Span
+from segue.layout.blocks import CopyBlock
+from segue.layout.content import Part, Sample, canonical_content, checksum, whole_pages
+from segue.layout.overlap import Box, box
+from segue.layout.pairs import PairLayout
+from segue.layout.planner import PairPlan, plan_pair
+from segue.layout.spec import KVShape, PlaneSpec, PoolSpec, region_starts
+
+Key = tuple[int, bool, int, int]  # layer, value, token, head: as in the whole model
+
+
+def kv(layers: int = 3, heads: int = 4, k_dim: int = 2, v_dim: int = 2, item_bytes: int = 2) -> KVShape:
+    kind = "mha" if v_dim else "mla"
+    return KVShape(
+        kind=kind,  # type: ignore[arg-type]
+        layers=layers,
+        kv_heads=heads if v_dim else 1,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        dtype="x",
+        item_bytes=item_bytes,
+    )
+
+
+def rank(shape: KVShape, pages: int, page_tokens: int, **changes: object) -> PoolSpec:
+    values = {"layer_count": shape.layers, "head_count": shape.kv_heads} | changes
+    return PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, **values)  # type: ignore[arg-type]
+
+
+def laid_out(spec: PoolSpec, rng: random.Random) -> PoolSpec:
+    """The same pool, its planes somewhere: axes in any order, gaps between all things, K and V together or
+    apart, layers in one region or in several."""
+    shape, pad = spec.shape, rng.choice((0, 0, 3))
+    together = shape.k_dim == shape.v_dim and rng.random() < 0.6
+    counts = {"page": spec.pages, "token": spec.page_tokens, "head": spec.head_count}
+    if together:
+        counts["kv"] = 2
+    order = rng.choice([["head", "token", "page"], ["token", "head", "page"], ["page", "head", "token"]])
+    if together:
+        order.insert(rng.randrange(len(order) + 1), "kv")
+    per_region = rng.randint(1, spec.layer_count)
+    sizes: list[int] = []
+    planes: list[PlaneSpec] = []
+    at = 0
+    for layer in range(spec.layer_count):
+        if layer % per_region == 0:
+            sizes.append(0)
+            at = rng.randrange(5)
+        for value in range(1 if together else spec.kinds):
+            extent = (shape.v_dim if value else shape.k_dim) * shape.item_bytes
+            strides: dict[str, int] = {}
+            for axis in order:
+                strides[axis] = extent + rng.randint(0, pad)
+                extent += strides[axis] * (counts[axis] - 1)
+            inner = (strides["page"], strides["token"], strides["head"])
+            planes.append(PlaneSpec(len(sizes) - 1, at, *inner))
+            if together:
+                planes.append(PlaneSpec(len(sizes) - 1, at + strides["kv"], *inner))
+            at += extent + rng.randint(0, pad)
+        sizes[-1] = at + rng.randrange(3)
+    return msgspec.structs.replace(spec, regions=tuple(sizes), planes=tuple(planes))
+
+
+@dataclass
+class Pool:
+    """A rank's memory, random where the prompt is not, in which the oracle finds each element by the words of
+    `PlaneSpec` alone."""
+
+    spec: PoolSpec
+    pages: list[int]
+    first_token: int
+    memory: bytearray
+
+    @classmethod
+    def of(cls, spec: PoolSpec, rng: random.Random, first_token: int, tokens: int) -> Pool:
+        count = -(-(tokens - first_token) // spec.page_tokens)
+        ids = list(range(spec.pages))
+        if rng.random() < 0.5:
+            rng.shuffle(ids)
+        start = rng.randint(0, spec.pages - count)
+        return cls(spec, ids[start : start + count], first_token, bytearray(rng.randbytes(spec.nbytes)))
+
+    def where(self, key: Key) -> tuple[int, int]:
+        """Offset and bytes of one head of one token."""
+        layer, value, token, head = key
+        spec = self.spec
+        page, inside = divmod(token - self.first_token, spec.page_tokens)
+        width = (spec.shape.v_dim if value else spec.shape.k_dim) * spec.shape.item_bytes
+        layer, head = layer - spec.layer_start, head - spec.head_start
+        if not spec.planes:
+            slot = self.pages[page] * spec.page_tokens + inside
+            return spec.offset(layer, value, slot) + head * width, width
+        plane = spec.planes[layer * spec.kinds + value]
+        at = plane.offset + self.pages[page] * plane.page_stride + inside * plane.token_stride
+        return region_starts(spec.regions)[plane.region] + at + head * plane.head_stride, width
+
+    def put(self, data: dict[Key, bytes]) -> None:
+        for key, item in data.items():
+            at, width = self.where(key)
+            self.memory[at : at + width] = item
+
+    def get(self, key: Key) -> bytes:
+        at, width = self.where(key)
+        return bytes(self.memory[at : at + width])
+
+    @property
+    def regions(self) -> list[memoryview]:
+        sizes = self.spec.regions or (self.spec.nbytes,)
+        view = memoryview(self.memory)
+        return [view[at : at + n] for at, n in zip(region_starts(sizes), sizes, strict=True)]
+
+
+def keys_of(part: Part, kinds: int, span: Span) -> list[Key]:
+    """In canonical order."""
+    return [
+        (layer, bool(value), token, head)
+        for layer in range(part.layer_start, part.layer_start + part.layers)
+        for value in range(kinds)
+        for token in range(span.start, span.end)
+        for head in range(part.head_start, part.head_start + part.heads)
+    ]
+
+
+def shapes(rng: random.Random) -> KVShape:
+    if rng.random() < 0.2:
+        return kv(layers=rng.randint(1, 4), v_dim=0, k_dim=rng.randint(1, 3))
+    k_dim = rng.randint(1, 3)
+    return kv(rng.randint(1, 4), rng.randint(1, 4), k_dim, k_dim if rng.random() < 0.8 else rng.randint(1, 3))
+
+
+def a_pool(shape: KVShape, rng: random.Random, first_token: int, tokens: int, size: int) -> Pool:
+    count = -(-(tokens - first_token) // size)
+    spec = rank(shape, count + rng.randint(0, 3) or 1, size)
+    return Pool.of(laid_out(spec, rng) if rng.random() < 0.8 else spec, rng, first_token, tokens)
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 16, 64])
+
+
+def copy(blocks: list[CopyBlock], src: bytearray, dst: bytearray) -> list[int]:
+    """Carry the blocks out; the destination's offsets that were written, each as often as it was."""
+    written = []
+    for b in blocks:
+        assert min(msgspec.structs.astuple(b)) >= 0
+        for row in range(b.rows):
+            a, to = b.src_offset + row * b.src_stride, b.dst_offset + row * b.dst_stride
+            dst[to : to + b.row_bytes] = src[a : a + b.row_bytes]
+            written += range(to, to + b.row_bytes)
+    return written
+
+
+@settings(max_examples=250, deadline=None)
+@given(seed=st.integers(0, 2**32), sizes=st.tuples(SIZES, SIZES), tokens=st.integers(1, 40))
+def test_blocks_move_each_element_once_to_its_own_place_and_nothing_else(
+    seed: int, sizes: tuple[int, int], tokens: int
+) -> None:
+    rng = random.Random(seed)
+    shape = shapes(rng)
+    prefix = rng.randrange(tokens)
+    first = prefix // sizes[1] * sizes[1]
+    src, dst = a_pool(shape, rng, 0, tokens, sizes[0]), a_pool(shape, rng, first, tokens, sizes[1])
+    plan = plan_pair([src.spec], [dst.spec])
+    part = Part(0, shape.layers, 0, shape.kv_heads)
+    before = bytes(dst.memory)
+    cuts = sorted({prefix, tokens, *(rng.randint(prefix, tokens) for _ in range(2))})
+    written = []
+    for start, end in pairwise(cuts):
+        blocks = plan.blocks(0, 0, Span(start, end), src.pages, dst.pages, first)
+        assert sum(b.nbytes for b in blocks) == (end - start) * plan.pair_token_bytes(0, 0)
+        written += copy(blocks, src.memory, dst.memory)
+    moved = keys_of(part, src.spec.kinds, Span(prefix, tokens))
+    assert all(src.get(key) == dst.get(key) for key in moved)
+    wanted = [at + i for at, width in map(dst.where, moved) for i in range(width)]
+    assert sorted(written) == sorted(wanted)
+    others = set(range(len(before))) - set(wanted)
+    assert all(before[at] == dst.memory[at] for at in others)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), sizes=st.tuples(SIZES, SIZES), tokens=st.integers(1, 20))
+def test_ranks_of_unequal_parts_share_exactly_the_part_that_both_hold(
+    seed: int, sizes: tuple[int, int], tokens: int
+) -> None:
+    rng = random.Random(seed)
+    shape = kv(layers=4, heads=4)
+    part = Part(rng.randrange(4), 1, rng.randrange(4), 1)
+    part = part._replace(
+        layers=rng.randint(1, 4 - part.layer_start), heads=rng.randint(1, 4 - part.head_start)
+    )
+    pools = []
+    for size in sizes:
+        low, high = rng.randint(0, part.layer_start), rng.randint(part.layer_start + part.layers, 4)
+        left, right = rng.randint(0, part.head_start), rng.randint(part.head_start + part.heads, 4)
+        held = {"layer_start": low, "layer_count": high - low, "head_start": left, "head_count": right - left}
+        spec = rank(shape, -(-tokens // size), size, **held)
+        pools.append(Pool.of(laid_out(spec, rng), rng, 0, tokens))
+    src, dst = pools
+    layout = PairLayout(src.spec, dst.spec, part)
+    plan = PairPlan((src.spec,), (dst.spec,), ((0, 0),), b"", {(0, 0): layout})
+    span = Span(0, tokens)
+    written = copy(plan.blocks(0, 0, span, src.pages, dst.pages, 0), src.memory, dst.memory)
+    keys = keys_of(part, 2, span)
+    assert all(src.get(key) == dst.get(key) for key in keys)
+    assert (
+        len(written)
+        == sum(width for _, width in map(dst.where, keys))
+        == plan.pair_token_bytes(0, 0) * tokens
+    )
+    theirs = [
+        checksum(p.regions, canonical_content(p.spec, part, span, p.pages, 0, Sample(), "")) for p in pools
+    ]
+    assert theirs[0] == theirs[1] == xxhash.xxh3_64_intdigest(b"".join(map(src.get, keys)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    sizes=st.tuples(SIZES, SIZES),
+    tokens=st.integers(1, 40),
+    every=st.integers(1, 3),
+)
+def test_pools_of_unequal_strides_have_one_checksum_and_each_of_its_bits_counts(
+    seed: int, sizes: tuple[int, int], tokens: int, every: int
+) -> None:
+    rng = random.Random(seed)
+    shape = shapes(rng)
+    start = rng.randrange(tokens)
+    span, sample = Span(start, rng.randint(start + 1, tokens)), Sample(every, rng.randrange(9))
+    part, every = Part(0, shape.layers, 0, shape.kv_heads), min(every, shape.layers)
+    keys = [k for k in keys_of(part, 2 if shape.v_dim else 1, span) if k[0] % every == sample.key % every]
+    first = start // sizes[1] * sizes[1]
+    a, b = a_pool(shape, rng, 0, tokens, sizes[0]), a_pool(shape, rng, first, tokens, sizes[1])
+    data = {key: rng.randbytes(a.where(key)[1]) for key in keys}
+    wanted = xxhash.xxh3_64_intdigest(b"".join(data.values()))
+    for pool in (a, b):
+        pool.put(data)
+        content = canonical_content(pool.spec, part, span, pool.pages, pool.first_token, sample, "test")
+        assert content.nbytes == sum(map(len, data.values()))
+        assert checksum(pool.regions, content) == wanted
+        mine = {at + i for at, width in map(pool.where, keys) for i in range(width)}
+        assert mine == {at for low, high in content.ranges().tolist() for at in range(low, high)}
+        others = sorted(set(range(len(pool.memory))) - mine)
+        for places, changes in ((others, False), (sorted(mine), True)):
+            if places:
+                pool.memory[rng.choice(places)] ^= 1 << rng.randrange(8)
+                assert (checksum(pool.regions, content) != wanted) is changes
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), size=SIZES, count=st.integers(0, 5))
+def test_a_grant_of_pages_is_their_content_in_ordered_ranges_that_do_not_touch(
+    seed: int, size: int, count: int
+) -> None:
+    rng = random.Random(seed)
+    shape = shapes(rng)
+    spec = laid_out(rank(shape, 7, size), rng)
+    pages = rng.sample(range(7), count)
+    ranges = whole_pages(spec, pages).ranges().tolist()
+    assert all(low < high for low, high in ranges)
+    assert all(one[1] < other[0] for one, other in pairwise(ranges))
+    pool = Pool(spec, pages, 0, bytearray())
+    keys = keys_of(Part(0, shape.layers, 0, shape.kv_heads), spec.kinds, Span(0, count * size))
+    assert {at for low, high in ranges for at in range(low, high)} == {
+        at + i for at, width in map(pool.where, keys) for i in range(width)
+    }
+
+
+# ---- how many blocks ---------------------------------------------------------------------------------
+
+
+def as_before(src: PoolSpec, dst: PoolSpec, src_slot: int, dst_slot: int, tokens: int) -> list[CopyBlock]:
+    """The formula of layer-major pools, as it was before pools were described by strides."""
+    out = []
+    shape = src.shape
+    areas = [pool.pages * pool.page_tokens * pool.head_count * shape.item_bytes for pool in (src, dst)]
+    layers = [area * (shape.k_dim + shape.v_dim) for area in areas]
+    kinds = (
+        [(shape.k_dim, 0, 2 * src.layer_count)]
+        if shape.k_dim == shape.v_dim
+        else [
+            (shape.k_dim, 0, src.layer_count),
+            (shape.v_dim, shape.k_dim, src.layer_count),
+        ]
+    )
+    for dim, skip, rows in kinds:
+        width = dim * src.head_count * shape.item_bytes
+        strides = [layer // (2 if len(kinds) == 1 else 1) for layer in layers]
+        a, b = areas[0] * skip + src_slot * width, areas[1] * skip + dst_slot * width
+        if not width:
+            continue
+        if rows == 1 or strides[0] == strides[1] == tokens * width:
+            out.append(CopyBlock(a, b, 1, rows * tokens * width))
+        else:
+            out.append(CopyBlock(a, b, rows, tokens * width, *strides))
+    return out
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    sizes=st.tuples(SIZES, SIZES),
+    dims=st.sampled_from([(2, 2), (2, 3), (3, 0)]),
+    tokens=st.integers(1, 60),
+)
+def test_layer_major_pools_move_in_the_same_blocks_as_ever(
+    seed: int, sizes: tuple[int, int], dims: tuple[int, int], tokens: int
+) -> None:
+    rng = random.Random(seed)
+    shape = kv(layers=rng.randint(1, 4), k_dim=dims[0], v_dim=dims[1])
+    src, dst = (rank(shape, -(-tokens // size) + rng.randrange(3), size) for size in sizes)
+    first = [rng.randint(0, pool.pages - -(-tokens // pool.page_tokens)) for pool in (src, dst)]
+    pages = [range(at, pool.pages) for at, pool in zip(first, (src, dst), strict=True)]
+    found = plan_pair([src], [dst]).blocks(0, 0, Span(0, tokens), pages[0], pages[1], 0)
+    assert found == as_before(src, dst, first[0] * sizes[0], first[1] * sizes[1], tokens)
+
+
+def vllm(shape: KVShape, pages: int, page_tokens: int, order: str) -> PoolSpec:
+    """One tensor for each layer, its axes in this order, the outermost first (`N`: pages, `K`: K and V)."""
+    sizes = {"N": pages, "K": 2, "B": page_tokens, "H": shape.kv_heads}
+    strides, extent = {}, shape.k_dim * shape.item_bytes
+    for axis in reversed(order):
+        strides[axis] = extent
+        extent *= sizes[axis]
+    return rank(
+        shape,
+        pages,
+        page_tokens,
+        regions=(extent,) * shape.layers,
+        planes=tuple(
+            PlaneSpec(layer, value * strides["K"], strides["N"], strides["B"], strides["H"])
+            for layer in range(shape.layers)
+            for value in (0, 1)
+        ),
+    )
+
+
+LLAMA = kv(layers=32, heads=8, k_dim=128, v_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "run", "scattered"),
+    [
+        ("KNBH", "KNBH", 2, 64),  # K of all layers, V of all layers
+        ("NKBH", "NKBH", 1, 32),  # a run of pages is one range of each layer
+        ("NKHB", "NKHB", 1, 32),
+        ("KNHB", "KNHB", 2, 64),
+        ("", "KNBH", 2, 64),
+        ("KNBH", "", 2, 64),
+        ("NKBH", "", 32 * 2, 64),
+        ("NKHB", "KNHB", 32 * 2, 64),
+        ("", "KNHB", 32 * 2 * 8 * 16, 32 * 2 * 8 * 16),  # another order of heads and tokens: a block for each
+    ],
+)
+def test_runs_are_as_few_blocks_as_the_strides_allow(
+    source: str, target: str, run: int, scattered: int
+) -> None:
+    def pool(order: str) -> PoolSpec:
+        return vllm(LLAMA, 64, 16, order) if order else rank(LLAMA, 64, 16)
+
+    plan = plan_pair([pool(source)], [pool(target)])
+    neighbours = list(range(5, 37))
+    assert len(plan.blocks(0, 0, Span(0, 512), neighbours, neighbours, 0)) == run
+    apart = list(range(0, 64, 2))
+    assert len(plan.blocks(0, 0, Span(0, 512), apart, apart, 0)) == scattered
+
+
+# ---- what is refused ------------------------------------------------------------------------------------
+
+GOOD = vllm(kv(layers=2), 4, 4, "NKBH")
+
+
+def changed(index: int, **fields: int) -> tuple[PlaneSpec, ...]:
+    planes = list(GOOD.planes)
+    planes[index] = msgspec.structs.replace(planes[index], **fields)
+    return tuple(planes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"planes": GOOD.planes[:-1]}, "planes: 3 of them where 2 layers need 4"),
+        ({"planes": ()}, "planes: 0 of them"),
+        ({"regions": GOOD.regions[:1]}, r"planes\[2\].region is 1 of 1 regions"),
+        ({"regions": (GOOD.regions[0], GOOD.regions[1] - 1)}, r"planes\[3\].offset: .* outside regions\[1\]"),
+        (
+            {"planes": changed(3, offset=GOOD.planes[3].offset + 1)},
+            r"planes\[3\].offset: .* outside regions\[1\]",
+        ),
+        ({"planes": changed(1, offset=0)}, r"planes\[1\].offset: .* overlaps planes\[0\]"),
+        ({"planes": changed(2, region=0)}, r"planes\[2\].offset: .* overlaps planes\[0\]"),
+        ({"planes": changed(0, page_stride=0)}, r"planes\[0\].page_stride is 0 bytes"),
+        ({"planes": changed(0, page_stride=63)}, r"planes\[0\].page_stride is 63 bytes"),
+        ({"planes": changed(2, token_stride=15)}, r"planes\[2\].token_stride is 15 bytes"),
+        ({"planes": changed(2, head_stride=3)}, r"planes\[2\].head_stride is 3 bytes"),
+        ({"planes": changed(2, page_stride=65)}, r"planes\[.\].* overlaps planes\[2\]"),
+    ],
+)
+def test_a_description_that_cannot_be_is_refused_and_the_field_is_named(
+    fields: dict[str, object], words: str
+) -> None:
+    with pytest.raises(LayoutMismatch, match=words):
+        msgspec.structs.replace(GOOD, **fields)
+    # On the wire as well, where the field may also be no number at all.
+    raw = msgspec.to_builtins(GOOD) | {k: msgspec.to_builtins(v) for k, v in fields.items()}
+    with pytest.raises(LayoutMismatch, match=words):
+        msgspec.convert(raw, PoolSpec)
+
+
+@pytest.mark.parametrize("value", [-1, 2**56, "1", None])
+@pytest.mark.parametrize("field", PlaneSpec.__struct_fields__)
+def test_a_number_outside_the_limits_is_no_description(field: str, value: object) -> None:
+    raw = msgspec.to_builtins(GOOD)
+    raw["planes"][1][field] = value
+    with pytest.raises(msgspec.ValidationError, match=rf"planes\[1\]\.{field}"):
+        msgspec.convert(raw, PoolSpec)
+    raw = msgspec.to_builtins(GOOD) | {"regions": [value]}
+    with pytest.raises(msgspec.ValidationError, match="regions"):
+        msgspec.convert(raw, PoolSpec)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    strides=st.lists(st.tuples(*[st.integers(0, 30)] * 4), min_size=2, max_size=2),
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 3),
+    pages=st.integers(1, 3),
+)
+def test_whatever_is_accepted_has_each_byte_once(
+    strides: list[tuple[int, int, int, int]], heads: int, tokens: int, pages: int
+) -> None:
+    shape = kv(layers=1, heads=heads, k_dim=2, v_dim=2, item_bytes=1)
+    try:
+        spec = rank(shape, pages, tokens, regions=(80,), planes=tuple(PlaneSpec(0, *one) for one in strides))
+    except LayoutMismatch:
+        return
+    pool = Pool(spec, list(range(pages)), 0, bytearray())
+    keys = keys_of(Part(0, 1, 0, heads), 2, Span(0, pages * tokens))
+    held = [at + i for at, width in map(pool.where, keys) for i in range(width)]
+    assert len(set(held)) == len(held)
+    assert max(held) < 80
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 5))
+def test_every_nested_description_is_accepted_and_travels(seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    spec = laid_out(rank(shapes(rng), rng.randint(1, 5), size), rng)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode([spec]), type=list[PoolSpec]) == [spec]
+
+
+def test_interleaved_axes_are_taken_for_an_overlap_and_boxes_are_joined() -> None:
+    assert box(0, 0, 4, [(64, 3), (4, 16)]) == Box(0, 0, 192, ())
+    assert box(0, 7, 4, [(64, 3), (8, 8), (1000, 1)]) == Box(0, 7, 4, ((8, 24),))
+    assert box(0, 0, 4, [(10, 3), (12, 2)]) == (12, 2)
+
+
+def test_a_pair_of_unequal_strides_has_one_plan_hash_and_another_than_layer_major_pools() -> None:
+    shape = kv(layers=2)
+    pools = [
+        rank(shape, 4, 4),
+        vllm(shape, 4, 4, "NKBH"),
+        vllm(shape, 4, 4, "KNBH"),
+        vllm(shape, 4, 4, "NKHB"),
+    ]
+    digests = {plan_pair([a], [b]).digest for a, b in product(pools, pools)}
+    assert len(digests) == len(pools) ** 2
+    assert np.unique([p.nbytes for p in pools[1:]]).size == 1
