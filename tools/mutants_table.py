@@ -683,15 +683,15 @@ MUTANTS = (
     Mutant(
         "a lost session is no event",
         MANAGER,
-        "            dialer.lost()\n        self._handle(events.PeerDown(leader, error.info))",
-        "            dialer.lost()",
+        "leader, error)\n        self._handle(events.PeerDown(leader, error.info))\n",
+        "leader, error)\n",
         "hand-offs of an ended session go on waiting",
     ),
     Mutant(
         "a lost peer is not dialled again",
-        "conn/peers.py",
-        "        self._lost.set()",
-        "        self._lost.clear()",
+        "session/dialer.py",
+        "            await session.ended()\n",
+        "            await asyncio.Event().wait()\n",
         "the dialler sleeps through the end of its session",
     ),
     Mutant(

@@ -131,7 +131,7 @@ def test_every_mode_and_page_size_hands_over(mode: ChecksumMode, pages: tuple[in
     try:
         prefill.manager.start()
         decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         assert_handed_over(prefill, decode, TOKENS, 10)
         assert_handed_over(prefill, decode, TOKENS, 64, prefix=16)
         assert_at_rest(prefill)
@@ -147,7 +147,7 @@ def test_a_sampled_flip_is_seen_where_the_sample_looks(hook: Hook) -> None:
     try:
         prefill.manager.start()
         decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         hook.side, hook.before = decode, flip
         transfer, _, receiver = send_all(prefill, decode)
         decode.wait_release(transfer)
@@ -282,7 +282,7 @@ def test_a_large_chunk_goes_through_the_thread_and_is_verified(
     try:
         prefill.manager.start()
         decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         hook.side, hook.before = decode, note
         assert_handed_over(prefill, decode, 40, 40)
         assert seen == [("segue-digest", 40 * shape.token_bytes)]

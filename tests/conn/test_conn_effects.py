@@ -230,25 +230,6 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     assert moved == [effect]
 
 
-def test_a_bug_while_a_session_s_end_is_handled_leaves_nobody_undialled(rig: Rig) -> None:
-    lost: list[int] = []
-
-    class Dialer:
-        def lost(self) -> None:
-            lost.append(1)
-
-        def stop(self) -> None: ...
-
-    def bug(event: object, now: float) -> None:
-        raise RuntimeError("a bug")
-
-    rig.manager._dialers[PREFILL] = Dialer()  # type: ignore[assignment]
-    rig.line.peer = type("P", (), {"role": Role.PREFILL, "leader": PREFILL})()  # type: ignore[attr-defined]
-    rig.manager.exchange.handle = bug  # type: ignore[method-assign, assignment]
-    rig.manager.closed(rig.line, OutOfCapacity("x"))  # type: ignore[arg-type]
-    assert lost == [1]
-
-
 def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined(rig: Rig) -> None:
     def bug(event: object, now: float) -> None:
         raise RuntimeError("a bug")

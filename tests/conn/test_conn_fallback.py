@@ -46,7 +46,7 @@ def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why_o
         for decode in decodes:
             there = _over_tcp(decode)
             decode.manager.start()
-            decode.manager.add_peer(prefill.me, *prefill.manager.address)
+            decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
             assert there.wait(30)
             for _ in range(2):
                 assert_handed_over(prefill, decode, 33, 8)

@@ -73,7 +73,7 @@ def test_a_transport_of_ones_own_carries_a_hand_off_and_is_preferred_as_it_says(
     try:
         prefill.manager.start()
         decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         assert_handed_over(prefill, decode, 23, 7)
         assert {peer.leader for peer in Board.written} == {decode.me}
     finally:
@@ -89,7 +89,7 @@ def test_who_does_not_know_a_transport_takes_the_next_one() -> None:
     try:
         prefill.manager.start()
         decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         assert_handed_over(prefill, decode, 8, 8)
         assert len(Board.written) == written
     finally:

@@ -99,7 +99,7 @@ def joined_with(prefill: Side, endpoints: dict[str, list[bytes]]) -> Iterator[Si
     manager._hello = msgspec.msgpack.encode(msgspec.structs.replace(manager.info, endpoints=endpoints))
     try:
         manager.start()
-        manager.add_peer(prefill.me, *prefill.manager.address)
+        manager.add_peer(prefill.me, *prefill.manager.plane.address)
         yield decode
     finally:
         decode.close()
@@ -129,8 +129,8 @@ def test_a_bug_while_a_path_is_opened_ends_that_session_typed_and_no_other(bug: 
         decode.manager.closed = note  # type: ignore[method-assign]
         for side in (prefill, decode, good):
             side.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.address)
-        good.manager.add_peer(prefill.me, *prefill.manager.address)
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+        good.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         assert ended.wait(20)
         assert errors[0].info.code is ErrorCode.INTERNAL
         assert repr(bug)[:12] in errors[0].info.text
@@ -189,12 +189,12 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
                     msgspec.structs.replace(side.manager.info, endpoints=endpoints)
                 )
                 side.manager.start()
-                side.manager.add_peer(prefill.me, *prefill.manager.address)
+                side.manager.add_peer(prefill.me, *prefill.manager.plane.address)
             for _ in bad:
                 assert began.acquire(timeout=20), "a peer's connect waits for another's"
             assert not ended, "the port swallows nothing"
             good.manager.start()
-            good.manager.add_peer(prefill.me, *prefill.manager.address)
+            good.manager.add_peer(prefill.me, *prefill.manager.plane.address)
             assert_handed_over(prefill, good, 8, 8)
             assert ended == [RankId(good.me)]
     finally:
@@ -276,10 +276,11 @@ def test_a_bug_does_not_end_the_dialling_of_a_peer(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         there = asyncio.Event()
 
-        async def connect() -> None:
+        async def connect() -> Any:
             if outcomes:
                 raise outcomes.pop(0)
             there.set()
+            await asyncio.Event().wait()
 
         monkeypatch.setattr("segue.session.tasks.FIRST_PAUSE_S", 0.001)
         dialer = Dialer(connect, "here", refused=told.append, patience_s=5.0)
@@ -300,7 +301,7 @@ def test_a_port_that_is_none_is_a_typed_refusal_of_what_waits_for_that_peer(port
         decode.manager.add_peer(absent, "127.0.0.1", port)
         transfer = TransferId(new_room(), 0, absent, decode.me)
         receiver = decode.manager.receiver(transfer)
-        ask(decode, lambda: decode.manager._dialers[absent])._patience_s = 0.0
+        ask(decode, lambda: decode.manager.plane._dialers[absent])._patience_s = 0.0
         receiver.init(8, 60)
         while receiver.poll() is not KVPoll.FAILED:
             decode.changes.get(timeout=20)

@@ -74,7 +74,7 @@ def sides(transport: str = "shm", **decode_options: object) -> Iterator[tuple[Si
     try:
         prefill.manager.start()
         decode.manager.start()
-        decode.manager.add_peer(prefill.me, *prefill.manager.address)
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         yield prefill, decode
     finally:
         decode.close()
@@ -219,10 +219,10 @@ def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves(
         assert receiver.error.code in (ErrorCode.PEER_LOST, ErrorCode.DRAINING)
         receiver.clear()
         decode.manager.remove_peer(prefill.me)
-        again = Side(Role.PREFILL, port=prefill.manager.address[1])
+        again = Side(Role.PREFILL, port=prefill.manager.plane.address[1])
         try:
             again.manager.start()
-            decode.manager.add_peer(again.me, *again.manager.address)
+            decode.manager.add_peer(again.me, *again.manager.plane.address)
             assert_handed_over(again, decode, 33, 8)
         finally:
             again.close()

@@ -39,7 +39,7 @@ class Leader:
             me=LeaderId(new_incarnation()),
             role=role,
             secret=SECRET,
-            handler=self,
+            handlers=dict.fromkeys(Role, self),
             message_type=ControlMessage,
             limits=LIMITS,
         )

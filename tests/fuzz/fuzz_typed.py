@@ -24,7 +24,7 @@ from targets import TARGETS
 
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.cli.flags import KNOWN
-from segue.conn.manager import LeaderMessage
+from segue.conn.control_plane import LeaderMessage
 from segue.core.control import ControlMessage, Outputs
 from segue.core.errors import ErrorInfo
 from segue.core.request import Ticket

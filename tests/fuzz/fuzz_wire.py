@@ -14,7 +14,7 @@ from fuzz_loop import Target
 from fuzz_mutate import as_json, msgpack
 
 from ranks import make_tcp, rank
-from segue.conn.manager import LeaderMessage
+from segue.conn.control_plane import LeaderMessage
 from segue.core.control import Cancel
 from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
 from segue.core.limits import Limits
@@ -103,7 +103,7 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
             me=LeaderId(MINE),
             role=Role.DECODE,
             secret=SECRET,
-            handler=owner,  # type: ignore[arg-type]
+            handlers=dict.fromkeys(Role, owner),  # type: ignore[arg-type]
             message_type=LeaderMessage,
             limits=Limits(max_frame_bytes=2**20),
         )
@@ -112,7 +112,7 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
         connection.connection_made(wire)  # type: ignore[arg-type]
         feed = frames.encode_preamble(frames.PROTOCOL_VERSION)
         if state == "open":
-            connection.state = State.OPEN
+            connection.state, connection.handler = State.OPEN, owner  # type: ignore[assignment]
             connection._inbox.max_frame_bytes = 2**20
             feed = b""
         elif state == "proven":

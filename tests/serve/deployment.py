@@ -10,7 +10,6 @@ from typing import Any
 
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
-from segue.conn.manager import KVManager
 from segue.core.config import InstanceConfig, LimitsConfig, ModelConfig
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import AbortedByClient, SegueError
@@ -47,13 +46,13 @@ class Front:
             me=self.me,
             role=Role.FRONTEND,
             secret=None,
-            handler=self,
+            handlers=dict.fromkeys(Role, self),
             message_type=ControlMessage,
             limits=LIMITS.limits(),
         )
 
     def join(self, instance: Instance) -> None:
-        host, port = instance.host.address
+        host, port = instance.plane.address
         connect = self.node.connect(host, port, expect=instance.me, timeout_s=5)
         self.sessions[instance.me] = self.io.call(connect, 6)
 
@@ -175,10 +174,10 @@ class Running:
         self.instance.leader.inbox.put(Inspect(inspect))
         assert done.wait(10)
         assert sizes, "the integrity check failed"
-        host = self.instance.host
-        if isinstance(host, KVManager):
+        manager = self.instance.manager
+        if manager is not None:
             wire = threading.Event()
-            host.io.post(lambda: (sizes.update(host.sizes()), wire.set()))
+            manager.io.post(lambda: (sizes.update(manager.sizes()), wire.set()))
             assert wire.wait(10)
         return {k: v for k, v in sizes.items() if k not in ("peers", "ended", "deadlines")}
 

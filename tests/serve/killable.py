@@ -160,28 +160,28 @@ class Cluster:
 
     def kill(self, running: Running) -> None:
         """End all its sessions at once, and let nobody in any more."""
-        host = running.instance.host
+        plane = running.instance.plane
         done = threading.Event()
 
         async def cut() -> None:
-            await host._node.close(PeerLost("it was killed"))
+            await plane.node.close(PeerLost("it was killed"))
             done.set()
 
         tasks: list[asyncio.Task[None]] = []
-        host.io.post(lambda: tasks.append(asyncio.ensure_future(cut())))
+        plane.io.post(lambda: tasks.append(asyncio.ensure_future(cut())))
         assert done.wait(10)
 
     def cut(self, running: Running) -> None:
         """Cut the sockets of its sessions without a word; it lives, and others come back to it."""
-        host = running.instance.host
+        plane = running.instance.plane
         done = threading.Event()
 
         def snap() -> None:
-            for session in list(host._node.sessions.values()):
+            for session in list(plane.sessions.values()):
                 session.abort()
             done.set()
 
-        host.io.post(snap)
+        plane.io.post(snap)
         assert done.wait(10)
 
     def kill_at(self, running: Running, step: int) -> None:

@@ -24,7 +24,7 @@ def test_whatever_ends_the_keep_alive_ends_the_instance_loudly(role: Role, error
             raise error
 
         assert instance._status().alive()
-        instance.host.io.post(lambda: instance._spawn(ends(), "keep-alive"))
+        instance.plane.io.post(lambda: instance._spawn(ends(), "keep-alive"))
         running.thread.join(20)
         assert not running.thread.is_alive(), "it goes on without what it cannot be without"
         assert instance.failure is not None
@@ -55,7 +55,7 @@ def test_a_registry_that_does_not_hear_of_the_drain_is_told_once_and_not_for_eve
         running.thread.join(20)
         made.io.call(asyncio.sleep(0), 10)
         for _ in range(5):
-            instance.host.io.call(asyncio.sleep(0), 10)
+            instance.plane.io.call(asyncio.sleep(0), 10)
         instance._registry = registry
         assert asked == [1]
         assert instance.failure is None, "an ordinary drain is no failure"
@@ -68,6 +68,6 @@ def test_an_http_server_that_dies_is_not_hidden() -> None:
         http = instance.http
         assert http is not None
         assert http._task is not None
-        instance.host.io.post(http._task.cancel)
+        instance.plane.io.post(http._task.cancel)
         running.thread.join(20)
         assert instance.failure is not None

@@ -13,7 +13,6 @@ import pytest
 import torch
 from deployment import Deployment, deployment
 
-from segue.conn.manager import KVManager
 from segue.core.request import Usage
 from segue.core.types import Role
 from segue.engine.base import Engine
@@ -194,16 +193,16 @@ def test_prefix_hits_on_either_side(folder: Callable[[str], Path]) -> None:
 
 def carried_bytes(prefill: Instance) -> int:
     """Bytes that the transport has landed in the pools of all decodes of `prefill`."""
-    host = prefill.host
-    assert isinstance(host, KVManager)
+    manager = prefill.manager
+    assert manager is not None
     done: list[int] = []
     heard = threading.Event()
 
     def count() -> None:
-        done.append(sum(speed.nbytes for speed in host.paths().values()))
+        done.append(sum(speed.nbytes for speed in manager.paths().values()))
         heard.set()
 
-    host.io.post(count)
+    manager.io.post(count)
     assert heard.wait(10)
     return done[0]
 

@@ -113,7 +113,7 @@ def node(letter: str, handler: Events, **changes: Any) -> SessionNode:
         "me": leader(letter),
         "role": Role.PREFILL,
         "secret": SECRET,
-        "handler": handler,
+        "handlers": dict.fromkeys(Role, handler),
         "message_type": Message,
         "limits": Limits(),
     }

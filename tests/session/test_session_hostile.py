@@ -348,7 +348,7 @@ def test_frames_survive_any_way_of_being_cut(lengths: list[int], sizes: list[int
         connection = Connection(me, dialling=False, loop=asyncio.get_running_loop())
         connection.connection_made(FakeTransport())  # type: ignore[arg-type]
         # What the framing does once the session is open; how it opens is shown elsewhere.
-        connection.state = State.OPEN
+        connection.state, connection.handler = State.OPEN, here
         connection._inbox.max_frame_bytes = 2**20
         notes = [Note(i, bytes([i]) * (n * (50 if i == 3 else 1))) for i, n in enumerate(lengths)]
         bodies = [msgspec.msgpack.encode(note) for note in notes]

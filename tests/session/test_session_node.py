@@ -562,7 +562,7 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
             await stranger.close()
         for dialler in diallers:
             await dialler.close()
-            assert [type(e) for e in dialler.handler.of("closed")] == [Draining]  # type: ignore[attr-defined]
+            assert [type(e) for e in dialler._handlers[Role.PREFILL].of("closed")] == [Draining]  # type: ignore[attr-defined]
         with pytest.raises(Draining):
             await diallers[0].connect(*address, timeout_s=DEADLINE_S)
         await asyncio.sleep(0)

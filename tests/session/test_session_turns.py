@@ -75,7 +75,7 @@ class Net:
             me=leader(name),
             role=Role.PREFILL,
             secret=SECRET,
-            handler=Owner(),
+            handlers=dict.fromkeys(Role, Owner()),
             message_type=Message,
             limits=LIMITS,
             advertise=host if bound else None,
@@ -87,7 +87,7 @@ class Net:
         return node
 
     def owner(self, name: str) -> Owner:
-        handler = self.nodes[name].handler
+        handler = self.nodes[name]._handlers[Role.PREFILL]
         assert isinstance(handler, Owner)
         return handler
 

@@ -39,7 +39,7 @@ class Peer(Process):
             me=self.me,
             role=Role.FRONTEND,
             secret=b"a secret of the tests",
-            handler=self,
+            handlers=dict.fromkeys(Role, self),
             message_type=ControlMessage,
             limits=Limits(keepalive_s=0.5, peer_silence_s=2.0),
         )

@@ -1,4 +1,4 @@
-"""How one leader meets its peers, and what its manager runs on."""
+"""Who a leader is, how it meets its peers, and what its parts run on."""
 
 from __future__ import annotations
 
@@ -21,38 +21,46 @@ from segue.transport.kinds import KINDS, TransportKinds
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVConfig:
-    """How one leader meets its peers.
+class SessionConfig:
+    """Who a leader is, and how it talks to others.
 
-    `model` is the fingerprint that both sides must share, `transports` the names to offer. `host:port` is
-    where sessions listen (port 0: any); transports listen on `host` at `transport_port` (0: any).
-    `advertise`, `advertise_port` (of sessions) and `advertise_transport_port` are what peers are told if
-    it is something else: two leaders must not advertise the same. `secret` is mandatory beyond loopback.
-    `kv_checksum` is what the checksums of chunks that this side sends cover.
+    `host:port` is where sessions listen (port 0: any), `advertise` and `advertise_port` what peers are told
+    if it is something else: two leaders must not advertise the same. `secret` is mandatory beyond loopback.
     """
 
     role: Role
+    me: LeaderId = field(default_factory=lambda: LeaderId(new_incarnation()))
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str | None = None
+    advertise_port: int | None = None
+    secret: bytes | None = None
+    limits: Limits = field(default_factory=Limits)
+    tls: Tls | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig(SessionConfig):
+    """And what it hands over.
+
+    `model` is the fingerprint that both sides must share, `transports` the names to offer, in order of
+    preference. Transports listen on `host` at `transport_port` (0: any), `advertise_transport_port` is what
+    peers are told if it is another. `kv_checksum` is what the checksums of chunks that this side sends cover.
+    """
+
     model: str
     spec: PoolSpec
     transports: Sequence[str] = field(default_factory=KINDS.automatic)
-    host: str = "127.0.0.1"
-    port: int = 0
     transport_port: int = 0
-    advertise: str | None = None
-    advertise_port: int | None = None
     advertise_transport_port: int | None = None
-    secret: bytes | None = None
     dp_size: int = 1
     kv_checksum: ChecksumMode = ChecksumMode.FULL
-    limits: Limits = field(default_factory=Limits)
-    tls: Tls | None = None
-    me: LeaderId = field(default_factory=lambda: LeaderId(new_incarnation()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """What makes the parts that a manager runs on: threads, sockets, chance. Another one (the simulator's)
-    runs the same manager in a world of its own."""
+    """What makes the parts that a leader runs on: threads, sockets, chance. Another one (the simulator's)
+    runs the same leader in a world of its own."""
 
     io: Callable[[Callable[[dict[str, Any]], None]], Io] = IoThread
     node: Callable[..., SessionNode] = SessionNode

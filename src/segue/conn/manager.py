@@ -11,30 +11,29 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
 
 from segue.conn.config import HOST, KVConfig, Runtime
+from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.peers import Joined, PathSpeed, Peer, join
 from segue.conn.transports import Transports
 from segue.core.clock import Clock
-from segue.core.control import ControlMessage
 from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
 from segue.core.types import LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.session.api import PeerInfo, Session, SessionHandler
-from segue.session.dialer import Dialer
 from segue.session.tasks import background, typed
 from segue.transport import base as transport_base
 from segue.transport.memory import Memory
 
 log = logging.getLogger("segue.conn")
 
-LeaderMessage = HandoffMessage | ControlMessage
 #: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
 #: what has failed meanwhile, that it waits for our last write, where to write.
 EARLY_PER_TRANSFER = 4
@@ -42,7 +41,8 @@ EARLY_PER_TRANSFER = 4
 FENCE_AGAIN_S = 1.0
 #: This process has one rank.
 ONLY_RANK = 0
-KV_ROLES = (Role.PREFILL, Role.DECODE)
+#: Whom a role hands KV over with.
+COUNTERPART = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 H = TypeVar("H", KVSender, KVReceiver)
 
 
@@ -50,7 +50,8 @@ class KVManager:
     """One leader's end of all its hand-offs. Public methods may be called from any thread.
 
     `on_change` is called on the I/O thread for each change of a hand-off (its handle is already
-    up to date) and must not block. `control` receives the sessions of frontends.
+    up to date) and must not block. It handles the sessions of peer leaders; who handles those of peers with
+    other roles stands in `others`.
     """
 
     def __init__(
@@ -59,21 +60,18 @@ class KVManager:
         memory: Memory,
         on_change: OnChange | None = None,
         *,
-        control: SessionHandler | None = None,
+        others: Mapping[Role, SessionHandler] = MappingProxyType({}),
         clock: Clock | None = None,
         runtime: Runtime = HOST,
     ) -> None:
         self.config = config
         self.clock: Clock = clock or MonotonicClock()
-        self.io = runtime.io(self._loop_error)
-        self._uniform = runtime.uniform
         self._kinds = runtime.transports
-        self.address: tuple[str, int] = (config.host, 0)
-        self._control = control
+        self.plane = ControlPlane(config, {**others, COUNTERPART[config.role]: self}, runtime)
+        self.io = self.plane.io
         self._on_change = on_change
         self._handles: dict[TransferId, KVSender | KVReceiver] = {}
         self._peers: dict[LeaderId, Peer] = {}
-        self._dialers: dict[LeaderId, Dialer] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
@@ -106,34 +104,17 @@ class KVManager:
         self._digester = runtime.digester(
             memory, partial(self.io.post, self._handle), config.limits.max_transfers
         )
-        self._node = runtime.node(
-            me=config.me,
-            role=config.role,
-            secret=config.secret,
-            handler=self,
-            message_type=LeaderMessage,
-            limits=config.limits,
-            tls=config.tls,
-            advertise=config.advertise,
-            advertise_port=config.advertise_port,
-        )
 
     # ---- life --------------------------------------------------------------------------------
 
     def start(self) -> tuple[str, int]:
-        """Start the I/O thread and listen for sessions; returns the address peers connect to.
-
-        Raises ConfigError when the port is in use or a secret is missing beyond loopback.
-        """
-        self.io.start()
+        """As `ControlPlane.start`."""
         self._digester.start()
         try:
-            listen = self._node.listen(self.config.host, self.config.port)
-            self.address = self.io.call(listen, self.config.limits.connect_s)
+            return self.plane.start()
         except BaseException:
             self.close()
             raise
-        return self.address
 
     def close(self) -> None:
         """End all sessions, transports and the thread. Hand-offs still open fail on the peer's side.
@@ -146,19 +127,9 @@ class KVManager:
         # First of all, so that no verdict asks anything of transports that are closed.
         self._digester.close()
         try:
-            if self.io.running:
-                self.io.call(self._close_sessions(), self.config.limits.connect_s)
+            self.plane.close()
         finally:
             self._transports.close()
-            self.io.stop()
-
-    async def _close_sessions(self) -> None:
-        for dialer in list(self._dialers.values()):
-            dialer.stop()
-        self._dialers.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-        await self._node.close()
 
     # ---- the engine's side -------------------------------------------------------------------
 
@@ -185,23 +156,24 @@ class KVManager:
 
     def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
         """Keep a session to this leader from now on; a lost one is dialled again. Idempotent."""
-        self.io.post(self._add_peer, leader, host, port)
+        self.io.post(self.plane.keep_session, leader, host, port, partial(self._peer_refused, leader))
 
     def remove_peer(self, leader: LeaderId) -> None:
         """Do not dial this leader any more (it left the registry). An open session goes on."""
-        self.io.post(self._remove_peer, leader)
+        self.io.post(self.plane.drop_session, leader)
 
-    @property
-    def sessions(self) -> Mapping[LeaderId, Session]:
-        """The open sessions, peers' and frontends'; a live view for the I/O thread."""
-        return self._node.sessions
+    def _peer_refused(self, leader: LeaderId, error: SegueError) -> None:
+        # What waits for this peer need not wait for its deadline to hear why.
+        if leader not in self._peers:
+            self._handle(events.PeerDown(leader, error.info))
 
     def problems(self) -> list[str]:
         """What is wrong with the tables, whatever happens at the moment; call it on the I/O thread."""
+        sessions = self.plane.sessions
         found = [
             f"no session for peer {leader}"
             for leader, peer in self._peers.items()
-            if leader not in self.sessions and not peer.session.closing
+            if leader not in sessions and not peer.session.closing
         ]
         try:
             self.exchange.check_integrity()
@@ -393,7 +365,7 @@ class KVManager:
         """What the path to each live peer has carried, by its name."""
         return {str(leader): peer.speed for leader, peer in self._peers.items()}
 
-    # ---- sessions (SessionHandler) -----------------------------------------------------------
+    # ---- sessions with peer leaders (SessionHandler) -----------------------------------------
 
     def hello(self) -> bytes:
         """Our `LeaderInfo`."""
@@ -401,10 +373,7 @@ class KVManager:
 
     def accept(self, peer: PeerInfo) -> None:
         """Refuse a peer whose KV cannot be joined with ours, before anything is served."""
-        if peer.role in KV_ROLES:
-            self._join(peer)
-        elif self._control is not None:
-            self._control.accept(peer)
+        self._join(peer)
 
     def _join(self, peer: PeerInfo) -> Joined:
         """By what the peer was told, so that both sides come to the same transport."""
@@ -424,11 +393,7 @@ class KVManager:
         return PeerLost(f"the session begins anew without {name}: {error}")
 
     def opened(self, session: Session) -> None:
-        """A peer leader: open its transport, then tell the protocol. A frontend: pass on."""
-        if session.peer.role not in KV_ROLES:
-            if self._control is not None:
-                self._control.opened(session)
-            return
+        """Open the path to its memory, then tell the protocol."""
         joined = self._join(session.peer)
         peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
         leader = session.peer.leader
@@ -467,11 +432,7 @@ class KVManager:
             self._handle(events.Received(peer.session.peer.leader, message))
 
     def received(self, session: Session, message: object) -> None:
-        """A message of a peer leader goes to the protocol, one of a frontend to `control`."""
-        if session.peer.role not in KV_ROLES:
-            if self._control is not None:
-                self._control.received(session, message)
-            return
+        """A message goes to the protocol, or waits until the path is open."""
         peer = self._peers.get(session.peer.leader)
         if peer is None or peer.session is not session:
             return
@@ -487,10 +448,6 @@ class KVManager:
     def closed(self, session: Session, error: SegueError) -> None:
         """The session ended: exactly its transfers fail."""
         leader = session.peer.leader
-        if session.peer.role not in KV_ROLES:
-            if self._control is not None:
-                self._control.closed(session, error)
-            return
         peer = self._peers.get(leader)
         if peer is None or peer.session is not session:
             return
@@ -499,36 +456,4 @@ class KVManager:
             peer.opening.cancel()
         level = logging.INFO if isinstance(error, Draining) else logging.WARNING
         log.log(level, "peer left leader=%s reason=%s", leader, error)
-        if (dialer := self._dialers.get(leader)) is not None:
-            dialer.lost()
         self._handle(events.PeerDown(leader, error.info))
-
-    def _add_peer(self, leader: LeaderId, host: str, port: int) -> None:
-        if leader in self._dialers or self._closed:
-            return
-
-        async def connect() -> object:
-            limit_s = self.config.limits.connect_s
-            return await self._node.connect(host, port, expect=leader, timeout_s=limit_s)
-
-        def refused(error: SegueError) -> None:
-            # What waits for this peer need not wait for its deadline to hear why.
-            if leader not in self._peers:
-                self._handle(events.PeerDown(leader, error.info))
-
-        dialer = Dialer(
-            connect,
-            f"{host}:{port}",
-            refused=refused,
-            patience_s=self.config.limits.connect_s,
-            uniform=self._uniform,
-        )
-        self._dialers[leader] = dialer
-        dialer.start(self.io.loop)
-
-    def _remove_peer(self, leader: LeaderId) -> None:
-        if (dialer := self._dialers.pop(leader, None)) is not None:
-            dialer.stop()
-
-    def _loop_error(self, context: dict[str, object]) -> None:
-        log.error("error in the I/O loop: %s", context.get("message"), exc_info=context.get("exception"))  # type: ignore[arg-type]

@@ -64,15 +64,13 @@ class Joined:
 def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> Joined:
     """Check that the two replicas can hand KV over, and how. Pure.
 
-    Raises PeerRefused (role, protocol, model, no common transport) or LayoutMismatch, each with
+    Raises PeerRefused (protocol, model, no common transport) or LayoutMismatch, each with
     both sides' values.
     """
     try:
         theirs = msgspec.msgpack.decode(peer.hello, type=LeaderInfo)
     except DECODE_ERRORS as exc:
         raise PeerRefused(f"{peer.address} sent an unreadable description of itself: {exc}") from exc
-    if peer.role is role:
-        raise PeerRefused(f"both sides are {role.value} instances; a hand-off needs prefill and decode")
     if theirs.protocol != PROTOCOL_VERSION:
         raise PeerRefused(
             f"{peer.address} speaks hand-off protocol {theirs.protocol}, this side {PROTOCOL_VERSION}; "

@@ -75,7 +75,7 @@ class Membership:
             me=LeaderId(incarnation or new_incarnation()),
             role=Role.FRONTEND,
             secret=secret,
-            handler=self,
+            handlers=dict.fromkeys(SERVING, self),
             message_type=ControlMessage,
             limits=limits,
             tls=tls,
@@ -156,9 +156,11 @@ class Membership:
         """Keep a session to `replica` open for as long as it is listed."""
         where = replica.where
 
-        async def connect() -> None:
+        async def connect() -> Session:
             timeout_s = self._limits.connect_s + self._limits.handshake_s
-            await self._node.connect(where.host, where.port, expect=replica.leader, timeout_s=timeout_s)
+            return await self._node.connect(
+                where.host, where.port, expect=replica.leader, timeout_s=timeout_s
+            )
 
         dialer = Dialer(connect, replica.name, uniform=self._uniform)
         self._dialers[replica.leader] = dialer
@@ -206,7 +208,6 @@ class Membership:
             return
         replica.session = None
         replica.load = None
-        self._dialers[replica.leader].lost()
         self._metrics.forget(replica.role, replica.name)
         log.warning("the session with %s ended: %s", replica.name, error)
         # Exactly its requests fail, with this error.

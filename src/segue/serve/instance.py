@@ -20,7 +20,8 @@ from pathlib import Path
 
 from segue.bootstrap.client import Registry, RegistryClient
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.conn.config import KVConfig
+from segue.conn.config import KVConfig, SessionConfig
+from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change
 from segue.conn.io import MonotonicClock
 from segue.conn.manager import KVManager
@@ -34,7 +35,7 @@ from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
-from segue.serve.control import ControlHost, FrontendSessions, Host
+from segue.serve.control import FrontendSessions
 from segue.serve.gc import frozen_imports
 from segue.serve.http import InstanceStatus, start_http
 from segue.serve.integrity import look
@@ -54,17 +55,29 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class Instance:
-    """One replica of one instance, on any engine. `start`, then `run` on the main thread, `close`."""
+    """One leader of one instance, on any engine. `start`, then `run` on the main thread, `close`.
 
-    def __init__(self, config: InstanceConfig, engine: Engine, memory: Memory) -> None:
+    `me` names the leader, `dp_size` how many leaders its instance has. Each has a process of its own, with an
+    engine, a pool, sessions and an entry in the registry. By default it is the only one, newly named.
+    """
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        engine: Engine,
+        memory: Memory,
+        *,
+        me: LeaderId | None = None,
+        dp_size: int = 1,
+    ) -> None:
         self.config = config
         self.engine = engine
         self.limits = config.limit.limits()
         self.tls = tls.from_config(config.tls, config.peer_host)
         self.frontends = FrontendSessions()
-        self.me = LeaderId(new_incarnation())
+        self.me = me or LeaderId(new_incarnation())
+        self.dp_size = dp_size
         self.model = f"{engine.info.fingerprint}/{engine.info.dtype}"
-        self.host: Host
         pool = PagePool(engine.spec.pages, engine.spec.page_tokens)
         scheduling = SchedulerConfig(
             me=self.me,
@@ -73,20 +86,23 @@ class Instance:
             chunk_tokens=config.engine.chunk_tokens,
             secret=config.secret,
         )
+        frontends = {Role.FRONTEND: self.frontends}
+        self.manager: KVManager | None = None
         if config.role is Role.UNIFIED:
-            self.host = self._control_host()
+            self.plane = ControlPlane(self._session_config(), frontends)
             self.scheduler: Scheduler = UnifiedScheduler(engine, pool, scheduling)
         else:
-            self.host = manager = self._kv_manager(memory)
+            self.manager = KVManager(self._kv_config(memory), memory, self._changed, others=frontends)
+            self.plane = self.manager.plane
             make = PrefillScheduler if config.role is Role.PREFILL else DecodeScheduler
-            self.scheduler = make(engine, pool, scheduling, manager)
+            self.scheduler = make(engine, pool, scheduling, self.manager)
         self.leader = Leader(
             self.scheduler,
             engine,
             limits=self.limits,
             clock=MonotonicClock(),
-            send=lambda origin, outputs: self.host.io.post(self.frontends.send, origin, outputs),
-            report=lambda load: self.host.io.post(self.frontends.report, load),
+            send=lambda origin, outputs: self.plane.io.post(self.frontends.send, origin, outputs),
+            report=lambda load: self.plane.io.post(self.frontends.report, load),
         )
         self.frontends.deliver = self.leader.inbox.put
         self._stack = AsyncExitStack()
@@ -96,42 +112,34 @@ class Instance:
         #: Why this instance leaves, if something failed that it cannot be without.
         self.failure: SegueError | None = None
 
-    def _control_host(self) -> ControlHost:
+    def _session_config(self) -> SessionConfig:
         config = self.config
-        return ControlHost(
-            self.frontends,
+        return SessionConfig(
+            role=config.role,
             me=self.me,
             host=config.host,
             port=config.port,
+            advertise=config.advertise_host,
+            advertise_port=config.advertise_port,
             secret=config.secret or None,
             limits=self.limits,
             tls=self.tls,
-            advertise=config.advertise_host,
-            advertise_port=config.advertise_port,
         )
 
-    def _kv_manager(self, memory: Memory) -> KVManager:
+    def _kv_config(self, memory: Memory) -> KVConfig:
         config = self.config
         names = transports(config.transport, memory)
         moves_bytes = all(KINDS.kind(name).moves_bytes for name in names)
-        kv = KVConfig(
-            role=config.role,
+        return KVConfig(
+            **vars(self._session_config()),
             model=self.model,
             spec=self.engine.spec,
             transports=names,
-            host=config.host,
-            port=config.port,
             transport_port=config.data_port,
-            advertise=config.advertise_host,
-            advertise_port=config.advertise_port,
             advertise_transport_port=config.advertise_data_port,
-            secret=config.secret or None,
+            dp_size=self.dp_size,
             kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
-            limits=self.limits,
-            tls=self.tls,
-            me=self.me,
         )
-        return KVManager(kv, memory, self._changed, control=self.frontends)
 
     def _changed(self, change: Change) -> None:
         self.leader.changed(change)
@@ -144,8 +152,8 @@ class Instance:
 
         Raises ConfigError (port in use), BootstrapUnreachable or Unauthorized.
         """
-        self.host.start()
-        return self.host.io.call(self._join(), self.config.registry_wait_s + 4 * self.limits.connect_s)
+        (self.manager or self.plane).start()
+        return self.plane.io.call(self._join(), self.config.registry_wait_s + 4 * self.limits.connect_s)
 
     async def _join(self) -> bool:
         config, secret = self.config, self.config.secret or None
@@ -158,8 +166,8 @@ class Instance:
         self._stack.push_async_callback(registry.aclose)
         await registry.register(self._record())
         self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
-        if isinstance(self.host, KVManager) and config.role is Role.DECODE:
-            self._spawn(self._follow_prefill(registry, self.host), "watch")
+        if self.manager is not None and config.role is Role.DECODE:
+            self._spawn(self._follow_prefill(registry, self.manager), "watch")
         if config.http_port is not None:
             self.http = start_http(self._status(), config.host, config.http_port, self.limits.handshake_s)
             self._stack.push_async_callback(self.http.stop)
@@ -168,25 +176,25 @@ class Instance:
         return True
 
     def _status(self) -> InstanceStatus:
-        host, config = self.host, self.config
+        config, manager = self.config, self.manager
         return InstanceStatus(
             about={
                 "disaggregation_mode": config.role.value,
                 "served_model_name": config.served_model,
                 "incarnation": self.me.incarnation,
                 "tp_size": 1,
-                "dp_size": 1,
-                "load_balance_method": "round_robin",  # of one rank
+                "dp_size": self.dp_size,
+                "load_balance_method": "round_robin",
             },
             load=lambda: self.frontends.load,
-            counts=host.sizes,
+            counts=dict if manager is None else manager.sizes,
             alive=lambda: self.leader.running and self.failure is None,
-            integrity=lambda: look(self.leader, host, role=config.role.value, me=self.me),
-            paths=host.paths,
+            integrity=lambda: look(self.leader, self.plane, manager),
+            paths=dict if manager is None else manager.paths,
         )
 
     def _record(self) -> InstanceRecord:
-        port = self.config.advertise_port or self.host.address[1]
+        port = self.config.advertise_port or self.plane.address[1]
         return InstanceRecord(
             incarnation=self.me.incarnation,
             role=self.config.role,
@@ -195,6 +203,7 @@ class Instance:
             # What every request gets that is accepted: no sequence is longer than the pool.
             context_tokens=self.scheduler.room_tokens,
             source=self.config.model,
+            dp_size=self.dp_size,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.config.peer_host, port=port)],
         )
 
@@ -233,8 +242,8 @@ class Instance:
     def drain(self) -> None:
         """Take nothing new, finish what is there, then let `run` return. From any thread or signal."""
         self.leader.inbox.put(Drain())
-        self.host.io.post(self._stop.set)
-        self.host.io.post(self._say_draining)
+        self.plane.io.post(self._stop.set)
+        self.plane.io.post(self._say_draining)
 
     def _say_draining(self) -> None:
         registry = self._registry
@@ -247,10 +256,10 @@ class Instance:
     def close(self) -> None:
         """Leave the registry, end sessions, transports and threads. Idempotent."""
         try:
-            if self.host.io.running and self._registry is not None:
-                self.host.io.call(self._leave(self._registry), 2 * self.limits.connect_s)
+            if self.plane.io.running and self._registry is not None:
+                self.plane.io.call(self._leave(self._registry), 2 * self.limits.connect_s)
         finally:
-            self.host.close()
+            (self.manager or self.plane).close()
 
     async def _leave(self, registry: Registry) -> None:
         self._registry = None
@@ -310,7 +319,7 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
     try:
         if not instance.start():
             return 0
-        host, port = instance.host.address
+        host, port = instance.plane.address
         log.info("serving role=%s leader=%s address=%s:%d", config.role.value, instance.me, host, port)
         on_ready(f"{host}:{port}")
         instance.run()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from segue.conn.control_plane import ControlPlane
+from segue.conn.manager import KVManager
 from segue.core.errors import DeadlineExceeded, Draining
-from segue.core.types import LeaderId
 from segue.observe.integrity import NodeState, busy, process_facts
 from segue.roles.scheduler import Scheduler
-from segue.serve.control import Host
 from segue.serve.leader import Inspect, Leader
 
 #: A leader answers between two steps; one that does not in this time is stuck.
@@ -17,7 +17,7 @@ ANSWER_S = 10.0
 _Seen = tuple[dict[str, int], dict[str, int], list[str]]
 
 
-async def look(leader: Leader, host: Host, *, role: str, me: LeaderId) -> NodeState:
+async def look(leader: Leader, plane: ControlPlane, manager: KVManager | None) -> NodeState:
     """The state of the instance; call it on its I/O loop. Raises Draining when its leader has left,
     DeadlineExceeded when it does not answer."""
     if not leader.running:
@@ -38,20 +38,21 @@ async def look(leader: Leader, host: Host, *, role: str, me: LeaderId) -> NodeSt
         tables, pages, problems = await asyncio.wait_for(answer, ANSWER_S)
     except TimeoutError:
         raise DeadlineExceeded(f"the leader did not answer within {ANSWER_S:g} s") from None
-    tables = tables | host.sizes()
-    problems = problems + host.problems()
+    if manager is not None:
+        tables = tables | manager.sizes()
+        problems = problems + manager.problems()
     at_rest = not busy(tables)
     if at_rest and (pages["used"] or pages["quarantined"]):
         problems.append(f"at rest, but of {pages['total']} pages {pages['used']} are used "
                         f"and {pages['quarantined']} quarantined")  # fmt: skip
     descriptors, segments, rss_bytes = process_facts()
     return NodeState(
-        role=role,
-        incarnation=me.incarnation,
+        role=plane.config.role.value,
+        incarnation=plane.config.me.incarnation,
         at_rest=at_rest,
         problems=problems,
         tables=tables,
-        sessions=sorted(map(str, host.sessions)),
+        sessions=sorted(map(str, plane.sessions)),
         pages=pages,
         descriptors=descriptors,
         segments=segments,

@@ -49,9 +49,13 @@ class Session(Protocol):
         """End the session; `SessionHandler.closed` is called on both sides."""
         ...
 
+    async def ended(self) -> None:
+        """Returns when the session has ended, whoever has ended it."""
+        ...
+
 
 class SessionHandler(Protocol):
-    """What the owner of a `SessionNode` does with its sessions. Called on the loop; must not block."""
+    """What is done with the sessions of peers of one role. Called on the loop; must not block."""
 
     def hello(self) -> bytes:
         """Our payload for the handshake, in both directions."""

@@ -64,7 +64,6 @@ class Owner(Protocol):
     """What a connection needs from its node."""
 
     limits: Limits
-    handler: SessionHandler
     encoder: msgspec.msgpack.Encoder
     decoder: msgspec.msgpack.Decoder[object]
     protocol: int
@@ -75,8 +74,8 @@ class Owner(Protocol):
         """Raise a SegueError if nobody at `host` may talk to us."""
         ...
 
-    def authenticated(self, connection: Connection) -> None:
-        """The peer has proven itself. May raise a SegueError to refuse."""
+    def authenticated(self, connection: Connection) -> SessionHandler:
+        """The peer has proven itself: whose session this is to be. May raise a SegueError to refuse."""
         ...
 
     def next_turn(self) -> int:
@@ -132,6 +131,8 @@ class Connection(asyncio.BufferedProtocol):
         self.outcome: asyncio.Future[bool] | None = loop.create_future() if dialling else None
         self.state = State.PREAMBLE
         self.handshake = owner.new_handshake(dialling)
+        #: Whose session it is to be; known once the peer is authenticated.
+        self.handler: SessionHandler
         self.expect: LeaderId | None = None
         #: Where the peer listens, if it does: no two processes hold one address.
         self.place = ""
@@ -145,6 +146,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop = loop
         self._peer: PeerInfo | None = None
         self._told: bytes | None = None
+        self._end: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._lost = False
         self._closed_due = False
@@ -191,6 +193,13 @@ class Connection(asyncio.BufferedProtocol):
     def close(self, error: SegueError | None = None) -> None:
         """See `Session.close`. `SessionHandler.closed` follows in the loop's next turn."""
         self._end_later(error or PeerLost(f"the session with {self.describe()} was closed"), tell=True)
+
+    async def ended(self) -> None:
+        """See `Session.ended`."""
+        if self.state is not State.ENDED:
+            if self._end is None:
+                self._end = self._loop.create_future()
+            await asyncio.shield(self._end)
 
     def describe(self) -> str:
         """For texts: role, leader and address of the peer."""
@@ -327,7 +336,7 @@ class Connection(asyncio.BufferedProtocol):
             self._violation(f"a message that does not decode: {error}")
             return
         try:
-            self._owner.handler.received(self, message)
+            self.handler.received(self, message)
         except Exception:
             # By contract the handler has its own error boundary; one request's bug must not
             # end the session under all the others.
@@ -366,7 +375,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._send_frame(handshake.proof_frame())
             case Progress.AUTHENTICATED:
                 self._inbox.max_frame_bytes = owner.limits.max_frame_bytes
-                owner.authenticated(self)
+                self.handler = owner.authenticated(self)
                 if not self.dialling:
                     self._send_frame(handshake.proof_frame())
                     self._send_welcome()
@@ -387,7 +396,7 @@ class Connection(asyncio.BufferedProtocol):
     def _introduction(self) -> bytes:
         """What we say of ourselves, which is one thing in a session."""
         if self._told is None:
-            self._told = self._ask("introduce itself", self._owner.handler.hello)
+            self._told = self._ask("introduce itself", self.handler.hello)
         return self._told
 
     def _send_welcome(self) -> None:
@@ -408,7 +417,7 @@ class Connection(asyncio.BufferedProtocol):
             hello=welcome.payload,
             told=self._introduction(),
         )
-        self._ask("judge its peer", self._owner.handler.accept, self._peer)
+        self._ask("judge its peer", self.handler.accept, self._peer)
         if self.dialling:
             self._send_welcome()
         elif handshake.decides:
@@ -525,6 +534,8 @@ class Connection(asyncio.BufferedProtocol):
         if self.outcome is not None and not self.outcome.done():
             self.outcome.set_exception(error)
             self.outcome.exception()  # seen: a dialler that gave up does not fetch it
+        if self._end is not None:
+            self._end.set_result(None)
         self._inbox.drop()
         self._owner.ended(self)
         return True

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from segue.core.backoff import Backoff, Uniform
 from segue.core.errors import SegueError
+from segue.session.api import Session
 from segue.session.tasks import keep_running
 
 log = logging.getLogger("segue.session")
@@ -24,7 +25,7 @@ class Dialer:
 
     def __init__(
         self,
-        connect: Callable[[], Awaitable[object]],
+        connect: Callable[[], Awaitable[Session]],
         name: str,
         *,
         refused: Callable[[SegueError], None] | None = None,
@@ -36,7 +37,6 @@ class Dialer:
         self._uniform = uniform
         self._refused = refused
         self._name = name
-        self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -49,17 +49,12 @@ class Dialer:
         if self._task is not None:
             self._task.cancel()
 
-    def lost(self) -> None:
-        """The session ended."""
-        self._lost.set()
-
     async def _run(self) -> None:
         clock = asyncio.get_running_loop().time
         backoff, said, since = Backoff(uniform=self._uniform), "", clock()
         while True:
-            self._lost.clear()
             try:
-                await self._connect()
+                session = await self._connect()
             except SegueError as error:
                 if str(error) != said:
                     said = str(error)
@@ -71,6 +66,6 @@ class Dialer:
                 continue
             backoff.reset()
             said = ""
-            await self._lost.wait()
+            await session.ended()
             since = clock()
             await asyncio.sleep(backoff.next_s())

@@ -74,6 +74,7 @@ def is_loopback(host: str) -> bool:
 class SessionNode:
     """Opens, accepts and keeps sessions. See `handshake` for the rules of opening.
 
+    `handlers` are whose sessions they are, by the peer's role; a peer of another role is refused.
     `secret` is the deployment's shared secret; without one only loopback is talked to, in both
     directions. `message_type` is the union of msgspec structs that sessions carry. `tls` puts TLS under
     the sessions, in both directions. `advertise` and `advertise_port` are where peers reach the listener,
@@ -87,7 +88,7 @@ class SessionNode:
         me: LeaderId,
         role: Role,
         secret: bytes | None,
-        handler: SessionHandler,
+        handlers: Mapping[Role, SessionHandler],
         message_type: Any,
         limits: Limits,
         tls: Tls | None = None,
@@ -107,7 +108,7 @@ class SessionNode:
             )
         self.me = me
         self.role = role
-        self.handler = handler
+        self._handlers = handlers
         self.limits = limits
         self.protocol = protocol
         self._random_bytes = random_bytes
@@ -130,7 +131,7 @@ class SessionNode:
         self._socket: socket.socket | None = None
         self._connections: dict[Connection, None] = {}
         self._open: dict[LeaderId, Connection] = {}
-        #: the sessions whose `opened` the handler has heard and whose `closed` it has not
+        #: the sessions whose `opened` a handler has heard and whose `closed` it has not
         self._told: dict[LeaderId, Connection] = {}
         self._places: dict[str, Connection] = {}
         self._arrivals: dict[LeaderId, list[asyncio.Future[None]]] = {}
@@ -342,7 +343,7 @@ class SessionNode:
                 "--secret-file"
             )
 
-    def authenticated(self, connection: Connection) -> None:
+    def authenticated(self, connection: Connection) -> SessionHandler:
         self._listener.authenticated(connection)
         hello = connection.handshake.peer
         assert hello is not None
@@ -359,6 +360,10 @@ class SessionNode:
         proven = sum(1 for c in self._connections if c.handshake.authenticated and c.state is not State.ENDED)
         if proven > self.limits.max_sessions:
             raise OutOfCapacity(f"{self.role} {self.me} already has {self.limits.max_sessions} sessions")
+        handler = self._handlers.get(hello.role)
+        if handler is None:
+            raise PeerRefused(f"a {self.role} instance has no sessions with a {hello.role} instance")
+        return handler
 
     def _end_predecessor(self, connection: Connection, hello: Hello) -> None:
         """Another leader where an old one was reached proves that the old one is gone: two
@@ -417,7 +422,7 @@ class SessionNode:
             if not arrival.done():
                 arrival.set_result(None)
         try:
-            self.handler.opened(connection)
+            connection.handler.opened(connection)
         except Exception:
             # As for `received`: the handler's bug is the handler's; the session itself is sound.
             self.stats.handler_errors += 1
@@ -439,7 +444,7 @@ class SessionNode:
         if hello is not None and self._told.get(hello.leader) is connection:
             del self._told[hello.leader]
         try:
-            self.handler.closed(connection, error)
+            connection.handler.closed(connection, error)
         except Exception:
             self.stats.handler_errors += 1
             log.exception("the handler failed on the end of the session with %s", connection.describe())

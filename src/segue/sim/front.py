@@ -110,7 +110,7 @@ class FrontNode(Process):
             me=self.me,
             role=Role.FRONTEND,
             secret=deployment.secret,
-            handler=self,
+            handlers=dict.fromkeys(Role, self),
             message_type=ControlMessage,
             limits=deployment.front_limits,
         )

@@ -10,12 +10,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.conn.config import Runtime, SessionConfig
+from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change
 from segue.core.clock import Clock
-from segue.core.control import ControlMessage, Load
+from segue.core.control import Load
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
@@ -28,7 +31,6 @@ from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import FrontendSessions
 from segue.serve.leader import Drain, Item, Leader
 from segue.session.api import Session
-from segue.session.node import SessionNode
 from segue.sim.engine import Copied, LineageEngine, WrongKV, lineage_spec
 from segue.sim.faults import Injected, NodeFaults
 from segue.sim.loop import SimLoop
@@ -215,6 +217,11 @@ class LeaderNode(Process):
         self.host, self.port = deployment.addresses.of(spec.name)
         self.loop = SimLoop(self, self.skewed, deployment.network, self.host, deployment.timing.hop_s)  # type: ignore[abstract]
         self.io = SimIo(self.loop)
+        self.runtime = Runtime(
+            io=lambda _on_error: self.io,
+            node=partial(SimSessionNode, loop=self.loop),
+            uniform=deployment.world.rng(f"dialer {self.name}").uniform,
+        )
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
         self.draining = self.drained = False
@@ -249,16 +256,18 @@ class LeaderNode(Process):
         )
 
     def _listen(self) -> None:
-        self._node: SessionNode = SimSessionNode(
-            loop=self.loop,
-            me=self.me,
+        self.plane = ControlPlane(self._session_config(), {Role.FRONTEND: self.fronts}, self.runtime)
+        self.plane.start()
+
+    def _session_config(self) -> SessionConfig:
+        return SessionConfig(
             role=self.spec.role,
+            me=self.me,
+            host=self.host,
+            port=self.port,
             secret=self.deployment.secret,
-            handler=self.fronts,
-            message_type=ControlMessage,
             limits=self.limits,
         )
-        self.io.call(self._node.listen(self.host, self.port), 1.0)
 
     def record(self) -> InstanceRecord:
         """What the registry is told."""
@@ -375,17 +384,17 @@ class LeaderNode(Process):
 
     async def close_sessions(self) -> None:
         """As an instance that leaves."""
-        await self._node.close()
+        await self.plane.close_sessions()
 
     @property
     def pending(self) -> int:
         """Connections here that have not proven themselves."""
-        return self._node.pending
+        return self.plane.node.pending
 
     @property
     def sessions(self) -> list[Session]:
         """Every open session."""
-        return list(self._node.sessions.values())
+        return list(self.plane.sessions.values())
 
     # ---- life ------------------------------------------------------------------------------------
 

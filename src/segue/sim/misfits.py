@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
-from segue.conn.manager import LeaderMessage
+from segue.conn.control_plane import LeaderMessage
 from segue.core.control import Cancel
 from segue.core.errors import AbortedByClient, ErrorCode, SegueError, TransferFailed
 from segue.core.types import Role, Span, TransferId

@@ -29,7 +29,7 @@ from segue.sim.datapath import DataPath, ShmPath, SimKinds, SimShm, SimTcp, SimT
 from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
-from segue.sim.runtime import SimSessionNode, SimWorker
+from segue.sim.runtime import SimWorker
 from segue.sim.threads import SimThread
 from segue.sim.world import Violation
 from segue.transport.base import EventSink
@@ -107,7 +107,7 @@ class SimManager(KVManager):
             config,
             Memory([host_region(node.engine.memory)]),
             node.changed,
-            control=node.fronts,
+            others={Role.FRONTEND: node.fronts},
             clock=node.clock,
             runtime=runtime,
         )
@@ -245,26 +245,18 @@ class KVNode(LeaderNode):
 
     def _make_scheduler(self) -> Scheduler:
         config = KVConfig(
-            role=self.spec.role,
+            **vars(self._session_config()),
             model=self.spec.model,
             spec=self.engine.spec,
             transports=(SimShm.name if self.deployment.one_sided else SimTcp.name,),
-            host=self.host,
-            port=self.port,
-            secret=self.deployment.secret,
             kv_checksum=self.spec.kv_checksum,
-            limits=self.limits,
-            me=self.me,
         )
-        rng = self.deployment.world.rng(f"dialer {self.name}")
-        runtime = Runtime(
-            io=lambda _on_error: self.io,
-            node=partial(SimSessionNode, loop=self.loop),
+        runtime = replace(
+            self.runtime,
             transports=SimKinds(self._make_transport),
             digester=partial(SimDigester, self),
             connecting=lambda name: ThreadPerCall(name, self._spawn),
             exchange=partial(CheckedExchange, self),
-            uniform=rng.uniform,
         )
         self.manager = SimManager(self, config, runtime)
         make = PrefillScheduler if self.spec.role is Role.PREFILL else DecodeScheduler
@@ -281,12 +273,12 @@ class KVNode(LeaderNode):
         self.after(self.world_timing.latency_s * self.rng.random(), SimThread(self, run).run)
 
     def _listen(self) -> None:
-        self._node = self.manager._node
+        self.plane = self.manager.plane
         self.manager.start()
 
     async def close_sessions(self) -> None:
         """As an instance that leaves."""
-        await self.manager._close_sessions()
+        await self.plane.close_sessions()
 
     @property
     def exchange(self) -> Exchange:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from segue.conn.io import LoopIo
 from segue.core.errors import ErrorCode
 from segue.core.types import LeaderId
-from segue.session.api import Session
+from segue.session.api import Session, SessionHandler
 from segue.session.connection import Connection
 from segue.session.node import SessionNode
 from segue.sim.faults import Injected
@@ -133,10 +133,10 @@ class SimSessionNode(SessionNode):
             self._wrong(f"dialled {expect} and took {session.peer.leader} for it")
         return session
 
-    def authenticated(self, connection: Connection) -> None:
+    def authenticated(self, connection: Connection) -> SessionHandler:
         """As production."""
         try:
-            super().authenticated(connection)
+            return super().authenticated(connection)
         finally:
             hello, places = connection.handshake.peer, self._sim_loop.network.places
             place = places.get(hello.leader) if hello is not None else None

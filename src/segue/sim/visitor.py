@@ -176,7 +176,7 @@ class Visitor(Outsider):
             "role": Role.FRONTEND,
             "limits": Limits(keepalive_s=timing.keepalive_s, peer_silence_s=timing.silence_s),
             "message_type": ControlMessage,
-            "handler": self,
+            "handlers": dict.fromkeys(Role, self),
             "secret": secret,
         }
         sockets = SimSockets(self.loop)

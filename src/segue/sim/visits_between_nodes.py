@@ -8,7 +8,7 @@ from typing import Any
 from segue.core.control import Cancel
 from segue.core.errors import AbortedByClient, ConfigError, ErrorCode, RequestTooLarge, SegueError
 from segue.core.limits import Limits
-from segue.core.types import LeaderId
+from segue.core.types import LeaderId, Role
 from segue.session.api import PeerInfo, Session
 from segue.session.connection import Connection, State
 from segue.session.node import SessionNode
@@ -33,7 +33,7 @@ class Owner:
         self.ends: list[SegueError] = []
         limits = {"keepalive_s": timing.keepalive_s, "peer_silence_s": timing.silence_s, **limits}
         self.node: SessionNode = visitor.node(
-            me=new_leader(visitor.rng), handler=self, limits=Limits(**limits)
+            me=new_leader(visitor.rng), handlers=dict.fromkeys(Role, self), limits=Limits(**limits)
         )
 
     def hello(self) -> bytes:

@@ -1,0 +1,112 @@
+"""The sessions of one leader: where they run, who talks on them, and which of them are kept open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from segue.conn.config import HOST, Runtime, SessionConfig
+from segue.core.control import ControlMessage
+from segue.core.errors import SegueError
+from segue.core.types import LeaderId, Role
+from segue.handoff.messages import HandoffMessage
+from segue.session.api import Session, SessionHandler
+from segue.session.dialer import Dialer
+
+log = logging.getLogger("segue.conn")
+
+LeaderMessage = HandoffMessage | ControlMessage
+
+
+class ControlPlane:
+    """An I/O thread, the session node on it, and one handler for each role that a peer may have.
+
+    A peer of any other role is refused. Handlers are called on the I/O thread. The public methods may be
+    called from any other thread, those of sessions (`keep_session`, `drop_session`, `sessions`) on it only.
+    """
+
+    def __init__(
+        self, config: SessionConfig, handlers: Mapping[Role, SessionHandler], runtime: Runtime = HOST
+    ) -> None:
+        self.config = config
+        self.io = runtime.io(_loop_error)
+        #: Where it listens; port 0 before `start`.
+        self.address: tuple[str, int] = (config.host, 0)
+        self.node = runtime.node(
+            me=config.me,
+            role=config.role,
+            secret=config.secret,
+            handlers=handlers,
+            message_type=LeaderMessage,
+            limits=config.limits,
+            tls=config.tls,
+            advertise=config.advertise,
+            advertise_port=config.advertise_port,
+        )
+        self._uniform = runtime.uniform
+        self._dialers: dict[LeaderId, Dialer] = {}
+        self._closed = False
+
+    def start(self) -> tuple[str, int]:
+        """Start the I/O thread and listen for sessions; returns the address peers connect to.
+
+        Raises ConfigError when the port is in use or a secret is missing beyond loopback.
+        """
+        config = self.config
+        self.io.start()
+        try:
+            self.address = self.io.call(self.node.listen(config.host, config.port), config.limits.connect_s)
+        except BaseException:
+            self.close()
+            raise
+        return self.address
+
+    def close(self) -> None:
+        """End all sessions and the thread. Idempotent; call it from outside the I/O thread."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self.io.running:
+                self.io.call(self.close_sessions(), self.config.limits.connect_s)
+        finally:
+            self.io.stop()
+
+    async def close_sessions(self) -> None:
+        """Listen no more, dial nobody any more, and end all sessions."""
+        self._closed = True
+        for leader in list(self._dialers):
+            self.drop_session(leader)
+        await self.node.close()
+
+    # ---- on the I/O thread -------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> Mapping[LeaderId, Session]:
+        """The open sessions, whoever has opened them; a live view."""
+        return self.node.sessions
+
+    def keep_session(
+        self, leader: LeaderId, host: str, port: int, refused: Callable[[SegueError], None]
+    ) -> None:
+        """Keep a session to `leader` from now on; a lost one is dialled again. Idempotent. `refused` as
+        `Dialer` says; it is patient for `connect_s`."""
+        if leader in self._dialers or self._closed:
+            return
+        limit_s = self.config.limits.connect_s
+
+        async def connect() -> Session:
+            return await self.node.connect(host, port, expect=leader, timeout_s=limit_s)
+
+        dialer = Dialer(connect, f"{host}:{port}", refused=refused, patience_s=limit_s, uniform=self._uniform)
+        self._dialers[leader] = dialer
+        dialer.start(self.io.loop)
+
+    def drop_session(self, leader: LeaderId) -> None:
+        """Do not dial `leader` any more. An open session goes on."""
+        if (dialer := self._dialers.pop(leader, None)) is not None:
+            dialer.stop()
+
+
+def _loop_error(context: dict[str, object]) -> None:
+    log.error("error in the I/O loop: %s", context.get("message"), exc_info=context.get("exception"))  # type: ignore[arg-type]
