@@ -569,3 +569,41 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
         assert len(asyncio.all_tasks()) == before
 
     LOOPS[runner](main())
+
+
+def test_each_role_has_its_handler_and_a_peer_of_another_role_is_refused_by_name() -> None:
+    async def main() -> None:
+        leaders, frontends = Events(payload=b"for leaders"), Events(payload=b"for frontends")
+        here = node("a", Events(), handlers={Role.DECODE: leaders, Role.FRONTEND: frontends})
+        d, f = node("b", Events(), role=Role.DECODE), node("c", Events(), role=Role.FRONTEND)
+        u = node("d", Events(), role=Role.UNIFIED)
+        async with closing(u, f, d, here):
+            address = await here.listen("127.0.0.1", 0)
+            of_d = await d.connect(*address, timeout_s=DEADLINE_S)
+            of_f = await f.connect(*address, timeout_s=DEADLINE_S)
+            assert (of_d.peer.hello, of_f.peer.hello) == (b"for leaders", b"for frontends")
+            of_d.send(Note(1))
+            of_f.send(Note(2))
+            assert await leaders.wait("received") == [Note(1)]
+            assert await frontends.wait("received") == [Note(2)]
+            with pytest.raises(PeerRefused, match="prefill instance has no sessions with a unified"):
+                await u.connect(*address, timeout_s=DEADLINE_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("closes", ["here", "there", "before anybody waits"])
+def test_whoever_waits_for_the_end_of_a_session_is_woken(closes: str) -> None:
+    async def main() -> None:
+        here = Events()
+        listener, dialler = node("a", here), node("b", Events())
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            await here.wait("opened")
+            waiting = [] if closes == "before anybody waits" else [asyncio.create_task(session.ended())]
+            await asyncio.sleep(0)
+            (here.sessions[0] if closes == "there" else session).close()
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.gather(session.ended(), *waiting)
+
+    asyncio.run(main())
