@@ -27,9 +27,9 @@ from segue.session.handshake import Handshake, session_key
 from segue.session.node import SessionNode
 from segue.transport import handshake, shm_out, tcp, tcp_wire
 from segue.transport.base import Endpoint
-from segue.transport.host import host_id
 from segue.transport.kinds import KINDS
 from segue.transport.memory import allocate
+from segue.transport.shm_host import HOST
 from segue.transport.shm_wire import ShmAddress
 
 SECRET = b"a secret of the tests"
@@ -323,7 +323,7 @@ def _shm_endpoint(data: bytes) -> str:
 
 def _shm_endpoint_seeds() -> list[bytes]:
     name = b"\0segue-fuzz-%d" % os.getpid()  # nobody listens there
-    address = ShmAddress(version=1, name=name, key=KEY, host=host_id())
+    address = ShmAddress(version=1, name=name, key=KEY, host=HOST.id())
     return [
         msgspec.msgpack.encode(a)
         for a in (

@@ -25,11 +25,12 @@ from ranks import make_shm, rank
 from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, host, memory, shm_in, shm_out
+from segue.transport import handshake, memory, shm_in, shm_out
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.kinds import KINDS
 from segue.transport.memory import allocate, map_shared
 from segue.transport.shm import ShmTransport
+from segue.transport.shm_host import HOST
 from segue.transport.shm_table import SLOTS
 from segue.transport.shm_wire import GOODBYE, ShmAddress
 
@@ -182,7 +183,7 @@ def test_a_living_process_is_not_dead_whatever_the_loop_says(sides: tuple[Side, 
     """At either end the kernel is asked: an event alone is no proof."""
     writer, reader = sides
     works(writer, reader)
-    incoming, path = reader.transport._incoming, writer.transport._peers[reader.me]
+    incoming, path = reader.transport._incoming, writer.transport._paths.of[reader.me]
     assert incoming is not None
     (peer,) = incoming.writers[writer.me]
     reader.on_loop(lambda: incoming._died(peer, select.EPOLLIN))
@@ -200,14 +201,14 @@ def test_a_pidfd_says_ended_only_of_a_process_that_has() -> None:
         os.read(obey, 1)
         os._exit(0)
     pidfd = os.pidfd_open(child)
-    assert not host.ended(pidfd)
+    assert not HOST.ended(pidfd)
     os.write(order, b"1")
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # ended, and not yet forgotten
-    assert host.ended(pidfd)
+    assert HOST.ended(pidfd)
     os.waitpid(child, 0)
-    assert host.ended(pidfd)
+    assert HOST.ended(pidfd)
     os.close(pidfd)
-    assert not host.ended(pidfd)  # a number that stands for nothing proves nothing
+    assert not HOST.ended(pidfd)  # a number that stands for nothing proves nothing
     os.close(obey)
     os.close(order)
 
@@ -240,7 +241,7 @@ def test_a_kernel_that_cannot_populate_by_madvise_has_another_way(
     writer, reader = sides
     with madvise_fails(errno.EINVAL, monkeypatch):
         works(writer, reader)
-    assert writer.transport._peers[reader.me].mapped.pool is not reader.memory.buffer
+    assert writer.transport._paths.of[reader.me].mapped.pool is not reader.memory.buffer
 
 
 def test_the_other_way_leaves_every_page_resident_and_writable_without_a_fault(
@@ -724,7 +725,7 @@ def test_what_was_not_granted_is_refused_and_the_grants_of_who_has_gone_are_over
     table = reader.transport._table
     reader.transport.grant(rank("other"), 9, whole(MiB))
     assert len(table) == 2
-    path = writer.transport._peers[reader.me]
+    path = writer.transport._paths.of[reader.me]
     writer.on_loop(lambda: path._gone("the test says so"))
     assert reader.next() == reader_lost(writer.me, proven=True)
     assert mappings() == unmapped, "a goodbye while the pool is still mapped"

@@ -13,12 +13,13 @@ from functools import partial
 
 import numpy as np
 
-from segue.core.errors import Internal, SegueError, TransferFailed
+from segue.core.errors import Internal, SegueError
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent
 from segue.transport.copy_queue import CopyJob, CopyQueue, Then
 from segue.transport.memory import HostBytes
+from segue.transport.paths import not_granted
 from segue.transport.shm_host import HOST, ShmHost
 
 Copy = Callable[[CopyJob, Sequence[CopyBlock]], None]
@@ -138,7 +139,7 @@ class Copier:
         try:
             if job.error is None and not job.allowed():
                 refused = True
-                error = TransferFailed(f"epoch {job.epoch:x} is not granted by {job.peer}", retryable=False)
+                error = not_granted(job.peer, job.epoch)
             elif job.error is None:
                 self._copy(job, blocks)
         except BaseException as exc:

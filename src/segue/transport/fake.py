@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
-from segue.core.errors import ConfigError, PeerRefused, SegueError, TransferFailed
+from segue.core.errors import PeerRefused, SegueError
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport import ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, Transport, TransportEvent, WriteFailed, Written
-from segue.transport.epochs import FencedEpochs
+from segue.transport.emitter import EventEmitter
 from segue.transport.memory import Memory, MemoryKind
 from segue.transport.options import TransportOptions
+from segue.transport.paths import Paths
 
 
 class FakeTransport(Transport):
@@ -31,14 +32,11 @@ class FakeTransport(Transport):
     memory_kinds = frozenset(MemoryKind)
 
     def __init__(self, on_event: EventSink, options: TransportOptions) -> None:
-        self._on_event = on_event
+        self._emitter = EventEmitter(self.name, on_event)
         self._lock = threading.RLock()
-        self._memory: Memory | None = None
-        self._fenced = FencedEpochs()
-        self._target_bytes: dict[RankId, int] = {}
+        self._paths: Paths[int] = Paths(self.name, self.memory_kinds, self._emitter)  # bytes of the target
         self._events: deque[TransportEvent] = deque()
         self._telling = False
-        self._closed = False
 
     @classmethod
     def unusable(cls) -> str:
@@ -48,9 +46,8 @@ class FakeTransport(Transport):
     def register(self, memory: Memory) -> Endpoint:
         """See `Transport.register`."""
         with self._lock:
-            if self._memory is not None or self._closed:
-                raise ConfigError("a transport registers one memory, once, before it is closed")
-            self._memory = memory
+            self._paths.check_register(memory)
+            self._paths.memory = memory
         return Endpoint(self.name, memory.nbytes, b"")
 
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
@@ -58,9 +55,8 @@ class FakeTransport(Transport):
         if endpoint.transport != self.name:
             raise PeerRefused(f"not a fake endpoint: {endpoint.transport}")
         with self._lock:
-            if self._closed:
-                raise TransferFailed("the transport is closed")
-            self._target_bytes.setdefault(peer, endpoint.nbytes)
+            if self._paths.check_connect(peer) is not None:
+                self._paths.add(peer, endpoint.nbytes)
 
     def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """See `Transport.grant`; nothing lands in any case."""
@@ -70,11 +66,8 @@ class FakeTransport(Transport):
         posted = perf_counter()
         with self._lock:
             try:
-                if self._memory is None or peer not in self._target_bytes:
-                    raise TransferFailed(f"no fake path to {peer}")
-                if (peer, epoch) in self._fenced:
-                    raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
-                nbytes = ranges.check_memory(blocks, self._memory, self._target_bytes[peer])
+                target_bytes, memory = self._paths.check_write(peer, epoch)
+                nbytes = ranges.check_memory(blocks, memory, target_bytes)
             except SegueError as exc:
                 self._events.append(WriteFailed(peer, epoch, tag, exc))
             else:
@@ -84,16 +77,16 @@ class FakeTransport(Transport):
     def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence`; always proven."""
         with self._lock:
-            self._fenced.add(peer, epoch)
+            self._paths.fenced.add(peer, epoch)
             self._events.append(Fenced(peer, epoch, True))
         self._tell()
 
     def close(self) -> None:
         """See `Transport.close`."""
         with self._lock:
-            self._closed = True
+            self._emitter.closed = True
             self._events.clear()
-            self._memory = None
+            self._paths.memory = None
 
     def _tell(self) -> None:
         with self._lock:
@@ -101,7 +94,7 @@ class FakeTransport(Transport):
                 return
             self._telling = True
         try:
-            while self._events and not self._closed:
-                self._on_event(self._events.popleft())
+            while self._events:
+                self._emitter.emit(self._events.popleft())
         finally:
             self._telling = False

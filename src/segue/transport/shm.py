@@ -33,7 +33,7 @@ from functools import partial
 
 import msgspec
 
-from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, OutOfCapacity, SegueError, TransferFailed
+from segue.core.errors import DECODE_ERRORS, ConfigError, OutOfCapacity, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
@@ -42,9 +42,9 @@ from segue.transport.base import Endpoint, EventSink, Fenced, Transport, WriteFa
 from segue.transport.copier import Copier, Copy, copy_slice
 from segue.transport.copy_queue import CopyJob
 from segue.transport.emitter import EventEmitter
-from segue.transport.epochs import FencedEpochs
 from segue.transport.memory import Memory, MemoryKind, allocate, map_shared
 from segue.transport.options import TransportOptions
+from segue.transport.paths import Paths, fenced
 from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_in import ShmListener
 from segue.transport.shm_out import MappedPeer, map_peer
@@ -86,17 +86,14 @@ class ShmTransport(Transport):
         copy: Copy = copy_slice,
         host: ShmHost = HOST,
     ) -> None:
-        self._me = options.me
-        self._handshake_s = options.limits.handshake_s
-        self._max_pending = tuning.max_pending
+        self._options = options
+        self._tuning = tuning
         self._lock = threading.RLock()
         self._emitter = EventEmitter(self.name, on_event)
-        self._memory: Memory | None = None
         self._incoming: ShmListener | None = None
         self._host = host
         self._table = GrantTable(host)
-        self._fenced = FencedEpochs()
-        self._peers: dict[RankId, MappedPeer] = {}
+        self._paths: Paths[MappedPeer] = Paths(self.name, self.memory_kinds, self._emitter)
         self._loop = host.loop("segue-shm-io", self._crashed)
         self._copier = Copier(
             "segue-shm-copy",
@@ -142,9 +139,7 @@ class ShmTransport(Transport):
     def register(self, memory: Memory) -> Endpoint:
         """See `Transport.register`. Raises ConfigError also for several regions, or one that can shrink."""
         with self._lock:
-            if self._memory is not None or self._emitter.closed:
-                raise ConfigError("a transport registers one memory, once, before it is closed")
-            memory.check_kinds(self.name, self.memory_kinds)
+            self._paths.check_register(memory)
             fd = memory.only.fd
             if fd is None or not self._host.sealed(fd):
                 raise ConfigError(
@@ -154,7 +149,7 @@ class ShmTransport(Transport):
             listener = self._host.listen(name)
             key = handshake.new_key(self._host.random_bytes)
             address = ShmAddress(version=1, name=name, key=key, host=self._host.id())
-            self._memory = memory
+            self._paths.memory = memory
             self._incoming = ShmListener(
                 self._loop,
                 self._lock,
@@ -163,8 +158,8 @@ class ShmTransport(Transport):
                 fd,
                 self._table,
                 self._emitter.emit,
-                max_pending=self._max_pending,
-                handshake_s=self._handshake_s,
+                max_pending=self._tuning.max_pending,
+                handshake_s=self._options.limits.handshake_s,
                 host=self._host,
             )
         self._loop.post(self._incoming.listener.open)
@@ -173,23 +168,19 @@ class ShmTransport(Transport):
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         with self._lock:
-            if self._emitter.closed:
-                raise TransferFailed("the transport is closed")
-            if self._memory is None:
-                raise ConfigError("register the memory before connecting")
-            if peer in self._peers:
+            if self._paths.check_connect(peer) is None:
                 return
-        mapped = map_peer(self._me, peer, endpoint, timeout_s, self._host)
+        me = self._options.me
+        mapped = map_peer(me, peer, endpoint, timeout_s, self._host)
         path = MappedPeer(
-            self._loop, self._copier, self._me, peer, mapped, self._emitter.emit, self._forget, self._host
+            self._loop, self._copier, me, peer, mapped, self._emitter.emit, self._forget, self._host
         )
         with self._lock:
-            if self._emitter.closed or peer in self._peers:
-                mapped.unmap()
-                mapped.leave(self._host, goodbye=True)
+            if self._paths.add(peer, path):
+                self._loop.post(path.open)
                 return
-            self._peers[peer] = path
-        self._loop.post(path.open)
+        mapped.unmap()
+        mapped.leave(self._host, goodbye=True)
 
     def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """See `Transport.grant`; `area` binds nobody: the peer, of our own user, writes by itself. Raises
@@ -202,18 +193,14 @@ class ShmTransport(Transport):
         """See `Transport.write`."""
         error: SegueError
         with self._lock:
-            path = self._peers.get(peer)
             try:
-                if path is None or path.broken or self._memory is None:
+                path, memory = self._paths.check_write(peer, epoch)
+                if path.broken:
                     raise TransferFailed(f"no shm path to {peer}")
-                if self._emitter.failure:
-                    raise Internal(self._emitter.failure)
-                if (peer, epoch) in self._fenced:
-                    raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
                 pool = path.mapped.pool
-                nbytes = ranges.check(blocks, self._memory.nbytes, len(pool))
+                nbytes = ranges.check(blocks, memory.nbytes, len(pool))
                 allowed = path.allowing(epoch)
-                job = CopyJob(peer, epoch, tag, blocks, nbytes, self._memory.buffer, pool, allowed)
+                job = CopyJob(peer, epoch, tag, blocks, nbytes, memory.buffer, pool, allowed)
                 if self._copier.submit(job):
                     return
                 raise OutOfCapacity("too many writes are waiting in the shm transport")
@@ -227,15 +214,10 @@ class ShmTransport(Transport):
             if self._emitter.closed:
                 return
             self._table.remove(peer, epoch)
-            self._fenced.add(peer, epoch)
+            self._paths.fenced.add(peer, epoch)
             written = self._incoming is not None and self._incoming.may_write(peer)
             answer = Fenced(peer, epoch, proven=not written)
-            now = self._copier.cancel(
-                peer,
-                epoch,
-                TransferFailed(f"epoch {epoch:x} was fenced", retryable=False),
-                partial(self._emitter.emit, answer),
-            )
+            now = self._copier.cancel(peer, epoch, fenced(epoch), partial(self._emitter.emit, answer))
         if now is not None:
             self._emitter.run_soon(self._loop, now)
 
@@ -247,7 +229,7 @@ class ShmTransport(Transport):
             self._emitter.closed = True
         quiet = self._copier.stop(_CLOSE_S)
         if quiet:  # else the process' death will be the proof
-            for path in list(self._peers.values()):
+            for path in list(self._paths.of.values()):
                 path.mapped.unmap()
         self._loop.stop(partial(self._release, quiet), _CLOSE_S)
 
@@ -256,22 +238,19 @@ class ShmTransport(Transport):
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
         with self._lock:
-            names = {*self._peers, *(self._incoming.writers if self._incoming is not None else ())}
+            names = {*self._paths.of, *(self._incoming.writers if self._incoming is not None else ())}
         self._emitter.all_gone(names)
 
     def _forget(self, path: MappedPeer) -> bool:
         with self._lock:
-            if self._peers.get(path.peer) is not path:
-                return False
-            del self._peers[path.peer]
-            return True
+            return self._paths.remove(path.peer, path)
 
     def _release(self, quiet: bool) -> None:
         """The loop's last call: close every descriptor, after saying goodbye where it is true."""
-        for path in self._peers.values():
+        for path in self._paths.of.values():
             path.mapped.leave(self._host, goodbye=quiet)
         if self._incoming is not None:
             self._incoming.close()
-        self._peers.clear()
+        self._paths.of.clear()
         self._table.close()
-        self._memory = None
+        self._paths.memory = None

@@ -6,14 +6,20 @@ import logging
 import mmap
 import os
 import secrets
+import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from segue.transport import host, memory
+from segue.transport import memory
 from segue.transport.ioloop import IoLoop
 
 log = logging.getLogger("segue.shm")
+
+_SO_PEERPIDFD = 77  # Linux 6.5
+_CREDENTIALS = struct.Struct("3i")
 
 
 class ShmHost:
@@ -54,8 +60,10 @@ class ShmHost:
     # ---- sockets and processes -------------------------------------------------------------------
 
     def id(self) -> str:
-        """See `host.host_id`."""
-        return host.host_id()
+        """Equal for two processes that can reach each other's abstract unix sockets and descriptors:
+        the same boot of the same kernel, the same network namespace and the same user."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.getuid()}"
 
     def random_bytes(self, nbytes: int) -> bytes:
         """What nobody can guess: keys, and names of sockets."""
@@ -66,16 +74,35 @@ class ShmHost:
         return os.getuid()
 
     def peer_uid(self, sock: socket.socket) -> int:
-        """See `host.peer_uid`."""
-        return host.peer_uid(sock)
+        """The user at the other end of a unix socket, as the kernel recorded it at `connect`/`listen`."""
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(raw)[1])
 
     def peer_pidfd(self, sock: socket.socket) -> int | None:
-        """See `host.peer_pidfd`."""
-        return host.peer_pidfd(sock)
+        """A descriptor that becomes readable when the process at the other end has ended.
+
+        None when the kernel says that it has ended already. The fallback for old kernels opens it by
+        process id: if that id was reused meanwhile, the descriptor stands for a process that lives longer
+        than the peer, so a death is reported late, never early. Raises OSError when neither works.
+        """
+        try:
+            fd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+            os.set_inheritable(fd, False)
+            return fd
+        except OSError:
+            raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid = int(_CREDENTIALS.unpack(raw)[0])
+            try:
+                return os.pidfd_open(pid)
+            except ProcessLookupError:
+                return None
 
     def ended(self, pidfd: int) -> bool:
-        """See `host.ended`."""
-        return host.ended(pidfd)
+        """Whether the process that `pidfd` stands for has ended, asked of the kernel now. An event of a
+        descriptor is no answer: its number may have stood for another one when the event was collected."""
+        asked = select.poll()
+        asked.register(pidfd, select.POLLIN)
+        return any(mask & select.POLLIN for _, mask in asked.poll(0))
 
     def listen(self, name: bytes) -> socket.socket:
         """A listener that does not block, at an abstract name."""

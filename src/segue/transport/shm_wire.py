@@ -12,7 +12,7 @@ DEATH_GRACE_S = 1.0
 
 
 class ShmAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in `Endpoint.data`. `host` is `host.host_id()` of the listener."""
+    """What is in `Endpoint.data`. `host` is `ShmHost.id()` of the listener."""
 
     version: int
     name: bytes

@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from segue.core.errors import DECODE_ERRORS, ConfigError, Internal, PeerRefused, SegueError, TransferFailed
+from segue.core.errors import DECODE_ERRORS, ConfigError, PeerRefused, SegueError
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
@@ -28,9 +28,10 @@ from segue.session.tls import GIVE_BOTH
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, Transport, WriteFailed
 from segue.transport.emitter import EventEmitter
-from segue.transport.epochs import FencedEpochs, Grants
+from segue.transport.epochs import Grants
 from segue.transport.memory import Memory, MemoryKind
 from segue.transport.options import TransportOptions
+from segue.transport.paths import Paths
 from segue.transport.tcp_channel import Channel, TlsChannel
 from segue.transport.tcp_in import InStream, TcpListener
 from segue.transport.tcp_net import NET, Net, TcpTuning
@@ -70,12 +71,10 @@ class TcpTransport(Transport):
         self._stall_s = options.limits.peer_silence_s
         self._lock = threading.Lock()
         self._emitter = EventEmitter(self.name, on_event)
-        self._memory: Memory | None = None
         self._views: list[memoryview] = []  # exports: no mapping can be unmapped under our feet
         self._incoming: TcpListener | None = None
         self._grants = Grants()
-        self._fenced = FencedEpochs()
-        self._peers: dict[RankId, PeerWriter] = {}
+        self._paths: Paths[PeerWriter] = Paths(self.name, self.memory_kinds, self._emitter)
         self._net = net
         self._loop = net.loop("segue-tcp", self._crashed)
         self._loop.start()
@@ -85,21 +84,19 @@ class TcpTransport(Transport):
     def register(self, memory: Memory) -> Endpoint:
         """See `Transport.register`. Raises ConfigError when the port cannot be listened on."""
         with self._lock:
-            if self._memory is not None or self._emitter.closed:
-                raise ConfigError("a transport registers one memory, once, before it is closed")
-            memory.check_kinds(self.name, self.memory_kinds)
+            self._paths.check_register(memory)
             listener = self._listen()
-            self._memory, self._views = memory, [memoryview(region.buffer) for region in memory.regions]
+            self._paths.memory = memory
+            self._views = [memoryview(region.buffer) for region in memory.regions]
             key = handshake.new_key(self._net.random_bytes)
             self._incoming = TcpListener(
                 self._loop,
                 listener,
                 key,
-                self._in_stream,
+                partial(self._in_stream, memory),
                 self._writer_gone,
                 self._channel,
-                max_pending=self._tuning.max_pending,
-                max_streams=self._tuning.max_streams,
+                tuning=self._tuning,
                 handshake_s=self._options.limits.handshake_s,
             )
             self._loop.post(self._incoming.listener.open)
@@ -116,12 +113,9 @@ class TcpTransport(Transport):
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
         with self._lock:
-            if self._emitter.closed:
-                raise TransferFailed("the transport is closed")
-            if self._memory is None:
-                raise ConfigError("register the memory before connecting")
-            if peer in self._peers:
-                return
+            memory = self._paths.check_connect(peer)
+        if memory is None:
+            return
         try:
             address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
         except DECODE_ERRORS as exc:
@@ -140,7 +134,7 @@ class TcpTransport(Transport):
             self._loop,
             peer,
             channels,
-            self._memory,
+            memory,
             endpoint.nbytes,
             self._emitter.emit,
             self._path_gone,
@@ -148,12 +142,11 @@ class TcpTransport(Transport):
             stall_s=self._stall_s,
         )
         with self._lock:
-            if self._emitter.closed or peer in self._peers:
-                for channel in channels:
-                    channel.close()
+            if self._paths.add(peer, path):
+                self._loop.post(path.open)
                 return
-            self._peers[peer] = path
-            self._loop.post(path.open)
+        for channel in channels:
+            channel.close()
 
     def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """See `Transport.grant`. Raises OutOfCapacity when too many grants live."""
@@ -165,15 +158,9 @@ class TcpTransport(Transport):
         """See `Transport.write`."""
         posted = self._loop.time()
         with self._lock:
-            path = self._peers.get(peer)
             try:
-                if path is None or self._memory is None:
-                    raise TransferFailed(f"no tcp path to {peer}")
-                if self._emitter.failure:
-                    raise Internal(self._emitter.failure)
-                if (peer, epoch) in self._fenced:
-                    raise TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
-                nbytes = ranges.check_memory(blocks, self._memory, path.target_bytes)
+                path, memory = self._paths.check_write(peer, epoch)
+                nbytes = ranges.check_memory(blocks, memory, path.target_bytes)
             except SegueError as exc:
                 failed = WriteFailed(peer, epoch, tag, exc)
             else:
@@ -187,8 +174,8 @@ class TcpTransport(Transport):
             if self._emitter.closed:
                 return
             self._grants.remove(peer, epoch)  # seen before the next slice lands
-            self._fenced.add(peer, epoch)
-            path = self._peers.get(peer)
+            self._paths.fenced.add(peer, epoch)
+            path = self._paths.of.get(peer)
             if path is not None and not self._emitter.failure:
                 self._loop.post(partial(path.fence, epoch))
                 return
@@ -206,24 +193,27 @@ class TcpTransport(Transport):
 
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
-        self._emitter.all_gone({*self._peers, *(self._incoming.groups if self._incoming is not None else ())})
+        self._emitter.all_gone(
+            {*self._paths.of, *(self._incoming.groups if self._incoming is not None else ())}
+        )
 
     def _release(self) -> None:
-        for path in self._peers.values():
+        for path in self._paths.of.values():
             path.close()
-        self._peers.clear()
+        self._paths.of.clear()
         if self._incoming is not None:
             self._incoming.close()
         self._views.clear()
-        self._memory = None
+        self._paths.memory = None
 
-    def _in_stream(self, channel: Channel, peer: RankId, broken: Callable[[SegueError], None]) -> InStream:
-        assert self._memory is not None
+    def _in_stream(
+        self, memory: Memory, channel: Channel, peer: RankId, broken: Callable[[SegueError], None]
+    ) -> InStream:
         return InStream(
             self._loop,
             channel,
             peer,
-            self._memory,
+            memory,
             self._grants,
             broken,
             tuning=self._tuning,
@@ -237,8 +227,7 @@ class TcpTransport(Transport):
 
     def _path_gone(self, path: PeerWriter, error: SegueError) -> None:
         with self._lock:
-            if self._peers.get(path.peer) is path:
-                del self._peers[path.peer]
+            self._paths.remove(path.peer, path)
         self._emitter.emit(PeerGone(path.peer, False, error))
 
     def _listen(self) -> socket.socket:

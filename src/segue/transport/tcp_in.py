@@ -219,14 +219,13 @@ class TcpListener:
         gone: Callable[[RankId, SegueError], None],
         channel: Callable[[socket.socket], Channel],
         *,
-        max_pending: int,
-        max_streams: int,
+        tuning: TcpTuning,
         handshake_s: float,
     ) -> None:
         self._stream = stream
         self._gone = gone
         self._channel = channel
-        self._max_streams = max_streams
+        self._max_streams = tuning.max_streams
         self._count = 0
         self.groups: dict[RankId, Group] = {}
         self.listener = AuthenticatedListener(
@@ -237,7 +236,7 @@ class TcpListener:
             self._admit,
             name="tcp",
             handshake_s=handshake_s,
-            max_pending=max_pending,
+            max_pending=tuning.max_pending,
         )
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.memory import Memory
 from segue.transport.options import TransportOptions
+from segue.transport.paths import fenced, not_granted
 from segue.transport.tcp_channel import RECORD_BYTES, Channel, TlsChannel
 from segue.transport.tcp_net import Net, TcpTuning
 from segue.transport.tcp_wire import Cursor, PartRows
@@ -155,7 +156,7 @@ class PeerWriter:
 
     def fence(self, epoch: int) -> None:
         """Fail what is queued; say `Fenced` when what is in flight was answered."""
-        error = TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
+        error = fenced(epoch)
         dropped = [part for part in self._queue if part.write.epoch == epoch]
         if dropped:
             self._queue = deque(part for part in self._queue if part.write.epoch != epoch)
@@ -318,7 +319,7 @@ class PeerWriter:
 def _refusal(peer: RankId, epoch: int, status: int) -> SegueError | None:
     if status == tcp_wire.LANDED:
         return None
-    return TransferFailed(f"epoch {epoch:x} is not granted by {peer}", retryable=False)
+    return not_granted(peer, epoch)
 
 
 def open_streams(
