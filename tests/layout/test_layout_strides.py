@@ -18,7 +18,6 @@ from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Part, Sample, canonical_content, checksum, whole_pages
 from segue.layout.overlap import Box, box
-from segue.layout.pairs import PairLayout
 from segue.layout.planner import PairPlan, plan_pair
 from segue.layout.spec import KVShape, PlaneSpec, PoolSpec, region_starts
 
@@ -137,6 +136,13 @@ def keys_of(part: Part, kinds: int, span: Span) -> list[Key]:
     ]
 
 
+def shared(a: PoolSpec, b: PoolSpec) -> Part:
+    layers = [range(s.layer_start, s.layer_start + s.layer_count) for s in (a, b)]
+    heads = [range(s.head_start, s.head_start + s.head_count) for s in (a, b)]
+    both = [sorted(set(one) & set(other)) for one, other in (layers, heads)]
+    return Part(both[0][0], len(both[0]), both[1][0], len(both[1]))
+
+
 def shapes(rng: random.Random) -> KVShape:
     if rng.random() < 0.2:
         return kv(layers=rng.randint(1, 4), v_dim=0, k_dim=rng.randint(1, 3))
@@ -211,8 +217,8 @@ def test_ranks_of_unequal_parts_share_exactly_the_part_that_both_hold(
         spec = rank(shape, -(-tokens // size), size, **held)
         pools.append(Pool.of(laid_out(spec, rng), rng, 0, tokens))
     src, dst = pools
-    layout = PairLayout(src.spec, dst.spec, part)
-    plan = PairPlan((src.spec,), (dst.spec,), ((0, 0),), b"", {(0, 0): layout})
+    plan = PairPlan((src.spec,), (dst.spec,), ((0, 0),), b"")
+    part = shared(src.spec, dst.spec)
     span = Span(0, tokens)
     written = copy(plan.blocks(0, 0, span, src.pages, dst.pages, 0), src.memory, dst.memory)
     keys = keys_of(part, 2, span)

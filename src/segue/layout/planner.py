@@ -44,7 +44,9 @@ class PairPlan:
     targets: tuple[PoolSpec, ...]
     pairs: tuple[tuple[int, int], ...]
     digest: bytes
-    layouts: dict[tuple[int, int], PairLayout] = field(repr=False, compare=False)
+    _layouts: dict[tuple[int, int], PairLayout] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def source_page_tokens(self) -> int:
@@ -125,12 +127,15 @@ class PairPlan:
         return canonical_content(self.targets[target], part, span, pages, first_token, sample, "destination")
 
     def _layout(self, source: int, target: int) -> PairLayout:
-        """How these two ranks share KV."""
-        layout = self.layouts.get((source, target))
+        """How these two ranks share KV; worked out when it is first asked for."""
+        layout = self._layouts.get((source, target))
         if layout is None:
-            raise LayoutMismatch(
-                f"source rank {source} and target rank {target} are not a pair of the plan: {self.pairs}"
-            )
+            if (source, target) not in self.pairs:
+                raise LayoutMismatch(
+                    f"source rank {source} and target rank {target} are not a pair of the plan: {self.pairs}"
+                )
+            src, dst = self.sources[source], self.targets[target]
+            layout = self._layouts[source, target] = PairLayout(src, dst, _shared(src, dst))
         return layout
 
 
@@ -159,8 +164,7 @@ def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairP
                 "this version needs equal --tp and --pp on both sides"
             )
     pairs = tuple((rank, rank) for rank in range(len(sources)))
-    layouts = {(s, t): PairLayout(sources[s], targets[t], _shared(sources[s], targets[t])) for s, t in pairs}
-    return PairPlan(tuple(sources), tuple(targets), pairs, _layout_digest(sources, targets), layouts)
+    return PairPlan(tuple(sources), tuple(targets), pairs, _layout_digest(sources, targets))
 
 
 def _shared(src: PoolSpec, dst: PoolSpec) -> Part:
