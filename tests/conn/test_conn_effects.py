@@ -72,7 +72,7 @@ class Rig:
         self.line = Line()
         info = self.manager.info
         self.manager._peers[PREFILL] = Peer(self.line, info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
-        self.manager._transports.choose(PREFILL, "fake", ())
+        self.manager._ranks.choose(PREFILL, "fake", ((0, 0),), ())
         self.manager._handle(events.PeerUp(PREFILL, info, "fake"))
         self.one, self.other = self.opened(5), self.opened(6)
         self.changes.clear()
@@ -125,16 +125,16 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events
             rig.line.breaks = one
             return events.Send(PREFILL, Abort(one))
         case "PostWrite":
-            monkeypatch.setattr(rig.manager._transports, "move", bug)
+            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
             return events.PostWrite(one, 0, 1, 1, 0, ())
         case "Grant":
-            monkeypatch.setattr(rig.manager._transports, "move", bug)
+            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
             return events.Grant(one, 0, 1, (0,))
         case "Fence":
-            monkeypatch.setattr(rig.manager._transports, "move", bug)
+            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
             return events.Fence(one, 0, 1)
         case "ComputeChecksum":
-            monkeypatch.setattr(rig.manager._digester, "submit", bug)
+            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
             return events.ComputeChecksum(one, 0, 1, Content((), ()))
         case "Phase":
             rig.breaks_change = kind
@@ -189,7 +189,7 @@ def test_a_documented_refusal_of_the_transport_keeps_its_code(
         monkeypatch.undo()
         raise OutOfCapacity("too many grants")
 
-    monkeypatch.setattr(rig.manager._transports, "move", full)
+    monkeypatch.setattr(rig.manager._ranks, "carry_out", full)
     rig.handle(events.Grant(rig.one, 0, 1, (0,)))
     for _ in range(4):
         rig.turn()
@@ -225,7 +225,7 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     [(delay, call, args)] = [item for item in later if item[2][:1] == (effect,)]
     assert delay == FENCE_AGAIN_S
     moved: list[events.Effect] = []
-    rig.manager._transports.move = moved.append  # type: ignore[method-assign, assignment]
+    rig.manager._ranks.carry_out = moved.append  # type: ignore[method-assign, assignment]
     call(*args)
     assert moved == [effect]
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_manager import LIMITS, Side, ask, assert_handed_over, spec
 
-from segue.conn.config import KVConfig
+from segue.conn.config import KVConfig, Runtime
 from segue.conn.peers import join
-from segue.conn.threads import ThreadPerCall
-from segue.conn.transports import Transports
+from segue.conn.rank import local_rank
+from segue.conn.ranks import Ranks
 from segue.core.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.types import (
     Incarnation,
@@ -111,14 +111,14 @@ def test_a_bug_while_a_path_is_opened_ends_that_session_typed_and_no_other(bug: 
     ended = threading.Event()
     errors: list[SegueError] = []
     try:
-        connect = prefill.manager._transports._by_name["shm"].connect
+        connect = prefill.manager._ranks._ranks[0]._by_name["shm"].connect
 
         def broken(peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
             if peer == RankId(decode.me):
                 raise bug
             connect(peer, endpoint, timeout_s)
 
-        prefill.manager._transports._by_name["shm"].connect = broken  # type: ignore[method-assign]
+        prefill.manager._ranks._ranks[0]._by_name["shm"].connect = broken  # type: ignore[method-assign]
         closed = decode.manager.closed
 
         def note(session: Any, error: SegueError) -> None:
@@ -167,7 +167,7 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
     ended: list[RankId] = []
     try:
         with swallowing() as port:
-            tcp: Any = prefill.manager._transports._by_name["tcp"]
+            tcp: Any = prefill.manager._ranks._ranks[0]._by_name["tcp"]
             connect = tcp.connect
 
             def noted(peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
@@ -240,12 +240,13 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
     slow = Slow()
     config = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
     memory = allocate(spec().nbytes)
-    transports = Transports(config, memory, Only(slow), lambda *_: None, ThreadPerCall("x"))
+    rank = local_rank(config, memory, Runtime(transports=Only(slow)))  # type: ignore[arg-type, return-value]
+    transports = Ranks([rank], Role.PREFILL, 8)
     peer, other = LeaderId(new_incarnation()), LeaderId(new_incarnation())
 
     async def main() -> None:
         for each in (peer, other):
-            transports.choose(each, "tcp", ())
+            transports.choose(each, "tcp", ((0, 0),), ())
         for _ in range(5):  # its session opens and ends, as often as it likes
             task = asyncio.ensure_future(transports.connect(peer, info(), 60.0))
             await asyncio.sleep(0)

@@ -184,6 +184,8 @@ class World:
         self.one_sided = one_sided
         self.page_tokens = page_tokens
         self.limits = limits or Limits()
+        #: grants are answered by the test, not at once
+        self.grants_late = False
         self.now = 0.0
         self.rooms = 0
         self.births = 0
@@ -258,6 +260,8 @@ class World:
                 assert (effect.rank, effect.epoch) not in node.epochs, "an epoch was used twice"
                 assert effect.epoch != 0
                 node.epochs[effect.rank, effect.epoch] = True
+                if not self.grants_late:
+                    self.tell(node, events.Granted(effect.transfer, effect.rank))
             case events.Fence():
                 node.fences.append(effect)
             case events.Phase():

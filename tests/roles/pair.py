@@ -184,7 +184,7 @@ class Pair:
                 proven = self.fences_proven or node is self.prefill
                 node.post(events.FenceDone(effect.transfer, effect.rank, proven))
             case events.Grant():
-                pass
+                node.post(events.Granted(effect.transfer, effect.rank))
             case events.Phase() | events.Release() | events.Quarantined():
                 node.changed(effect)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from segue.conn.config import HOST, Runtime, SessionConfig
 from segue.core.control import ControlMessage
@@ -45,32 +46,38 @@ class ControlPlane:
         )
         self._uniform = runtime.uniform
         self._dialers: dict[LeaderId, Dialer] = {}
-        self._closed = False
+        self._closed = self._ended = False
 
-    def start(self) -> tuple[str, int]:
-        """Start the I/O thread and listen for sessions; returns the address peers connect to.
+    def start(self, before: Coroutine[Any, Any, None] | None = None) -> tuple[str, int]:
+        """Start the I/O thread, do what is to be done on it `before`, and listen for sessions; returns the
+        address peers connect to.
 
         Raises ConfigError when the port is in use or a secret is missing beyond loopback.
         """
         config = self.config
         self.io.start()
         try:
+            if before is not None:
+                self.io.call(before, config.limits.connect_s)
             self.address = self.io.call(self.node.listen(config.host, config.port), config.limits.connect_s)
         except BaseException:
             self.close()
             raise
         return self.address
 
-    def close(self) -> None:
-        """End all sessions and the thread. Idempotent; call it from outside the I/O thread."""
-        if self._closed:
+    def close(self, then: Callable[[], None] = lambda: None) -> None:
+        """End all sessions, do `then`, and end the thread. Idempotent; not to be called on the thread."""
+        if self._ended:
             return
-        self._closed = True
+        self._closed = self._ended = True
         try:
             if self.io.running:
                 self.io.call(self.close_sessions(), self.config.limits.connect_s)
         finally:
-            self.io.stop()
+            try:
+                then()
+            finally:
+                self.io.stop()
 
     async def close_sessions(self) -> None:
         """Listen no more, dial nobody any more, and end all sessions."""

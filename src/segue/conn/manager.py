@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -21,10 +21,11 @@ from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.peers import Joined, PathSpeed, Peer, join
-from segue.conn.transports import Transports
+from segue.conn.rank import Rank, local_rank
+from segue.conn.ranks import Ranks
 from segue.core.clock import Clock
 from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
-from segue.core.types import LeaderId, Role, TransferId
+from segue.core.types import LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
 from segue.session.api import PeerInfo, Session, SessionHandler
@@ -39,8 +40,6 @@ log = logging.getLogger("segue.conn")
 EARLY_PER_TRANSFER = 4
 #: After a fence that the transport did not take, before it is asked again.
 FENCE_AGAIN_S = 1.0
-#: This process has one rank.
-ONLY_RANK = 0
 #: Whom a role hands KV over with.
 COUNTERPART = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 H = TypeVar("H", KVSender, KVReceiver)
@@ -49,6 +48,8 @@ H = TypeVar("H", KVSender, KVReceiver)
 class KVManager:
     """One leader's end of all its hand-offs. Public methods may be called from any thread.
 
+    `pool` is the memory of its one rank, laid out as `config.spec` says, or its ranks, wherever they are;
+    `on_rank_lost` is called on the I/O thread when one of these cannot go on, and with it the whole leader.
     `on_change` is called on the I/O thread for each change of a hand-off (its handle is already
     up to date) and must not block. It handles the sessions of peer leaders; who handles those of peers with
     other roles stands in `others`.
@@ -57,9 +58,10 @@ class KVManager:
     def __init__(
         self,
         config: KVConfig,
-        memory: Memory,
+        pool: Memory | Sequence[Rank],
         on_change: OnChange | None = None,
         *,
+        on_rank_lost: Callable[[SegueError], None] = lambda _: None,
         others: Mapping[Role, SessionHandler] = MappingProxyType({}),
         clock: Clock | None = None,
         runtime: Runtime = HOST,
@@ -72,22 +74,22 @@ class KVManager:
         self._on_change = on_change
         self._handles: dict[TransferId, KVSender | KVReceiver] = {}
         self._peers: dict[LeaderId, Peer] = {}
+        #: grants that were carried out a moment ago
+        self._granted: list[events.Granted] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
-        self._transports = Transports(
-            config,
-            memory,
-            runtime.transports,
-            partial(self.io.post, self._transport_event),
-            runtime.connecting("segue-connect"),
-        )
+        self._on_rank_lost = on_rank_lost
+        #: why hand-offs are impossible from now on
+        self._lost: SegueError | None = None
+        ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
+        self._ranks = Ranks(ranks, config.role, config.limits.max_sessions)
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
             model=config.model,
             dp_size=config.dp_size,
-            ranks=[config.spec],
-            endpoints=self._transports.endpoints,
+            ranks=[rank.spec for rank in ranks],
+            endpoints=self._ranks.endpoints,
             max_transfers=config.limits.max_transfers,
         )
         self._hello = msgspec.msgpack.encode(self.info)
@@ -101,17 +103,13 @@ class KVManager:
             info=self.info,
             kv_checksum=config.kv_checksum,
         )
-        self._digester = runtime.digester(
-            memory, partial(self.io.post, self._handle), config.limits.max_transfers
-        )
 
     # ---- life --------------------------------------------------------------------------------
 
     def start(self) -> tuple[str, int]:
         """As `ControlPlane.start`."""
-        self._digester.start()
         try:
-            return self.plane.start()
+            return self.plane.start(self._ranks.start(self))
         except BaseException:
             self.close()
             raise
@@ -124,12 +122,7 @@ class KVManager:
         if self._closed:
             return
         self._closed = True
-        # First of all, so that no verdict asks anything of transports that are closed.
-        self._digester.close()
-        try:
-            self.plane.close()
-        finally:
-            self._transports.close()
+        self.plane.close(self._ranks.close)
 
     # ---- the engine's side -------------------------------------------------------------------
 
@@ -183,7 +176,11 @@ class KVManager:
 
     def sizes(self) -> dict[str, int]:
         """The number of entries of every table, for leak checks: all zero at rest but `peers`."""
-        return {**self.exchange.sizes(), "handles": len(self._handles)}
+        return {
+            **self.exchange.sizes(),
+            "handles": len(self._handles),
+            "unanswered": self._ranks.unanswered,
+        }
 
     # ---- the protocol, on the I/O thread -----------------------------------------------------
 
@@ -205,9 +202,13 @@ class KVManager:
                 self._carry_out(effect)
             except Exception as exc:
                 self._not_done(effect, typed(exc, f"carrying out {type(effect).__name__}"))
+        while self._granted:
+            self._handle(self._granted.pop())
         self._arm(now)
 
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
+        if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
+            return events.refusal(event, self._lost.info)
         try:
             return self.exchange.handle(event, now)
         except SegueError as error:
@@ -290,7 +291,7 @@ class KVManager:
 
     def _digest(self, effect: events.ComputeChecksum) -> None:
         try:
-            self._digester.submit(effect)
+            self._ranks.carry_out(effect)
         except Exception as exc:
             self._not_done(effect, typed(exc, "asking for a checksum"))
 
@@ -305,14 +306,15 @@ class KVManager:
 
     def _move(self, effect: events.PostWrite | events.Grant | events.Fence) -> None:
         transfer = effect.transfer
-        leader = self._transports.peer_of(transfer)
+        leader = self._ranks.peer_of(transfer)
         if isinstance(effect, events.PostWrite) and leader not in self._peers:
             gone = TransferFailed(f"the session to {leader} has ended", room=transfer.room)
             self.io.loop.call_soon(
                 self._handle, events.WriteBroken(transfer, effect.rank, effect.tag, gone.info)
             )
         else:
-            self._transports.move(effect)
+            if self._ranks.carry_out(effect):
+                self._granted.append(events.Granted(transfer, effect.rank))
 
     def _arm(self, now: float) -> None:
         deadline = self.exchange.next_deadline()
@@ -330,29 +332,64 @@ class KVManager:
         self._timer = None
         self._handle(events.Tick())
 
-    # ---- transports --------------------------------------------------------------------------
+    # ---- ranks (RankOwner; from any thread) ---------------------------------------------------
 
-    def _transport_event(self, name: str, event: transport_base.TransportEvent) -> None:
+    def moved(self, rank: int, transport: str, event: transport_base.TransportEvent) -> None:
+        """See `RankOwner.moved`."""
+        self.io.post(self._moved, rank, transport, event)
+
+    def granted(self, rank: int, peer: RankId, epoch: int) -> None:
+        """See `RankOwner.granted`."""
+        self.io.post(self._now_granted, rank, peer, epoch)
+
+    def hashed(self, answer: events.ChecksumReady) -> None:
+        """See `RankOwner.hashed`."""
+        self.io.post(self._hashed, answer)
+
+    def lost(self, rank: int, error: SegueError) -> None:
+        """See `RankOwner.lost`: all hand-offs of this leader end now, on both sides; none begins any more."""
+        self.io.post(self._rank_lost, rank, error)
+
+    def _now_granted(self, rank: int, peer: RankId, epoch: int) -> None:
+        transfer = self.exchange.transfer_of(peer.leader, epoch)
+        if self._ranks.granted(rank, peer, epoch) and transfer is not None:
+            self._handle(events.Granted(transfer, rank))
+
+    def _hashed(self, answer: events.ChecksumReady) -> None:
+        if not self._closed:
+            self._handle(answer)
+
+    def _rank_lost(self, rank: int, error: SegueError) -> None:
+        log.error("rank %d of this leader is lost: %s", rank, error)
+        self._lost = error
+        for transfer in self.exchange.open_transfers():
+            self._handle(events.AbortTransfer(transfer, error.info))
+        self._on_rank_lost(error)
+
+    def _moved(self, rank: int, name: str, event: transport_base.TransportEvent) -> None:
+        if self._closed:
+            return  # nothing is asked of ranks any more
         leader = event.peer.leader
         if isinstance(event, transport_base.PeerGone):
+            if event.proven and not self._ranks.died(event.peer):
+                return
             self._handle(events.PeerDown(leader, event.error.info, dead=event.proven))
             peer = self._peers.get(leader)
             if peer is not None and peer.transport == name:
                 peer.session.close(event.error)
             return
+        proven = self._ranks.fenced(rank, event) if isinstance(event, transport_base.Fenced) else None
         transfer = self.exchange.transfer_of(leader, event.epoch)
         if transfer is None:
             return  # ended meanwhile; the exchange needs no proof any more
         match event:
             case transport_base.Written():
                 self._measure(leader, event)
-                self._handle(events.WriteLanded(transfer, ONLY_RANK, event.tag, event.seconds))
+                self._handle(events.WriteLanded(transfer, rank, event.tag, event.seconds))
             case transport_base.WriteFailed():
-                self._handle(
-                    events.WriteBroken(transfer, ONLY_RANK, event.tag, event.error.info, event.refused)
-                )
-            case transport_base.Fenced():
-                self._handle(events.FenceDone(transfer, ONLY_RANK, event.proven))
+                self._handle(events.WriteBroken(transfer, rank, event.tag, event.error.info, event.refused))
+            case transport_base.Fenced() if proven is not None:
+                self._handle(events.FenceDone(transfer, rank, proven))
 
     def _measure(self, leader: LeaderId, event: transport_base.Written) -> None:
         """A slow path must not be taken silently: its speed is logged once, and shown for ever."""
@@ -382,8 +419,8 @@ class KVManager:
     def _withdraw(self, name: str, error: SegueError) -> SegueError:
         """This process cannot have what a path of the transport `name` takes: the pair meets anew without
         it, if there is another. What to end the session with."""
-        if self._transports.withdraw(name):
-            self.info = msgspec.structs.replace(self.info, endpoints=self._transports.endpoints)
+        if self._ranks.withdraw(name):
+            self.info = msgspec.structs.replace(self.info, endpoints=self._ranks.endpoints)
             self._hello = msgspec.msgpack.encode(self.info)
             self._said[self._hello] = self.info
             rest = ", ".join(self.info.endpoints)
@@ -398,7 +435,7 @@ class KVManager:
         peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
         leader = session.peer.leader
         self._peers[leader] = peer
-        self._transports.choose(leader, joined.transport, self._peers)
+        self._ranks.choose(leader, joined.transport, joined.plan.pairs, self._peers)
         log.info(
             "peer joined role=%s leader=%s address=%s transport=%s",
             session.peer.role.value,
@@ -418,7 +455,7 @@ class KVManager:
         """Prefill: connect the transport (it may block) before the first message is handled."""
         leader = peer.session.peer.leader
         try:
-            await self._transports.connect(leader, peer.info, self.config.limits.connect_s)
+            await self._ranks.connect(leader, peer.info, self.config.limits.connect_s)
         except OutOfCapacity as error:
             raise self._withdraw(peer.transport, error) from error
         if self._peers.get(leader) is peer:

@@ -10,7 +10,7 @@ import msgspec
 from segue.core.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
 from segue.core.types import Role
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
-from segue.layout.planner import plan_pair
+from segue.layout.planner import PairPlan, plan_pair
 from segue.session.api import PeerInfo, Session
 from segue.transport.base import Endpoint
 from segue.transport.kinds import KINDS, TransportKinds
@@ -55,10 +55,12 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A legal pair: what the peer said of itself and the transport that both will use."""
+    """A legal pair: what the peer said of itself, the transport that both will use, and what is copied from
+    which rank to which."""
 
     info: LeaderInfo
     transport: str
+    plan: PairPlan
 
 
 def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> Joined:
@@ -82,7 +84,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
             f"{mine.model[:16]}); start both sides with the same --model and --dtype"
         )
     prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
-    plan_pair(prefill.ranks, decode.ranks)
+    plan = plan_pair(prefill.ranks, decode.ranks)
     endpoints = [
         {name: [_endpoint(data) for data in of_ranks or [b""]] for name, of_ranks in i.endpoints.items()}
         for i in (prefill, decode)
@@ -94,7 +96,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
             f"decode {sorted(decode.endpoints)}; start both sides with the same --transport, between "
             "hosts with tcp"
         )
-    return Joined(theirs, name)
+    return Joined(theirs, name, plan)
 
 
 def _endpoint(data: bytes) -> Endpoint:

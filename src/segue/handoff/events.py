@@ -115,6 +115,14 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
+class Granted:
+    """Transport: our rank `rank` has carried out its `Grant`; writes may land there from now on."""
+
+    transfer: TransferId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class WriteLanded:
     """Transport: the write `tag` of our rank `rank` (see `PostWrite`) has landed at the destination."""
 
@@ -172,6 +180,7 @@ Event = (
     | PeerUp
     | PeerDown
     | Received
+    | Granted
     | WriteLanded
     | WriteBroken
     | ChecksumReady
@@ -218,7 +227,8 @@ class ComputeChecksum:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode: writes of `epoch` by `transfer.prefill` may land in `pages` of our rank `rank`."""
+    """Decode: writes of `epoch` by `transfer.prefill` may land in `pages` of our rank `rank`; answered by its
+    `Granted`."""
 
     transfer: TransferId
     rank: int

@@ -22,6 +22,7 @@ from segue.handoff.events import (
     Effect,
     Event,
     FenceDone,
+    Granted,
     OpenReceiver,
     OpenSender,
     PeerDown,
@@ -113,6 +114,7 @@ class Exchange:
             WriteBroken: self._of_rank,
             ChecksumReady: self._of_rank,
             FenceDone: self._of_rank,
+            Granted: self._of_rank,
             Tick: self._tick,
         }
 
@@ -142,6 +144,10 @@ class Exchange:
         """Which live transfer with `peer` writes under `epoch`; None if it is over or never was."""
         machine = self._epochs.get((peer, epoch))
         return None if machine is None else machine.transfer
+
+    def open_transfers(self) -> list[TransferId]:
+        """The hand-offs that have not ended."""
+        return [transfer for transfer, machine in self._machines.items() if not machine.phase.terminal]
 
     def sizes(self) -> dict[str, int]:
         """How much is in every table; all zero at rest without peers."""
@@ -250,7 +256,7 @@ class Exchange:
 
     # ---- our ranks: transport and hash -----------------------------------------------------------
 
-    def _of_rank(self, event: WriteLanded | WriteBroken | ChecksumReady | FenceDone) -> None:
+    def _of_rank(self, event: Granted | WriteLanded | WriteBroken | ChecksumReady | FenceDone) -> None:
         machine = self._machines.get(event.transfer)
         if machine is None and isinstance(event, FenceDone):
             return  # the answer to the fence of a success, mostly

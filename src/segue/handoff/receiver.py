@@ -14,6 +14,7 @@ from segue.handoff.events import (
     ComputeChecksum,
     FenceDone,
     Grant,
+    Granted,
     PeerDown,
     Phase,
     Publish,
@@ -40,11 +41,12 @@ from segue.layout.content import Sample
 
 
 class ReceiverState(enum.StrEnum):
-    """`PUBLISHED` is WAITING_FOR_INPUT with pages that a peer may write into; `QUARANTINED` is FAILED
-    with such pages; the last two hold nothing."""
+    """`GRANTING` and `PUBLISHED` are WAITING_FOR_INPUT with pages that a peer may write into, before it is
+    told and after; `QUARANTINED` is FAILED with such pages; the last two hold nothing."""
 
     BOOTSTRAPPING = "BOOTSTRAPPING"
     WAITING_FOR_INPUT = "WAITING_FOR_INPUT"
+    GRANTING = "GRANTING"
     PUBLISHED = "PUBLISHED"
     TRANSFERRING = "TRANSFERRING"
     QUARANTINED = "QUARANTINED"
@@ -58,12 +60,14 @@ _S = ReceiverState
 class ReceiverMachine(Machine):
     """Publishes pages, tallies and verifies what lands in them, commits; or fails and waits for a proof."""
 
-    __slots__ = ("_tally", "pages", "peer_done")
+    __slots__ = ("_granting", "_tally", "pages", "peer_done")
 
     def __init__(self, args: MachineArgs) -> None:
         super().__init__(args)
         self._tally: Tally | None = None
         self.pages: tuple[int, ...] = ()
+        #: our ranks at which a write could not land yet
+        self._granting: set[int] = set()
         #: The peer has given its word, or is dead: it starts no write any more.
         self.peer_done = False
 
@@ -77,7 +81,8 @@ class ReceiverMachine(Machine):
     # ---- the engine ----------------------------------------------------------------------------
 
     def _publish(self, event: Publish) -> None:
-        """Let the peer write into `event.pages`. Raises IllegalEvent, unchanged, for wrong pages."""
+        """Have our ranks let the peer write into `event.pages`. Raises IllegalEvent, unchanged, for wrong
+        pages."""
         plan = self.plan
         due = expected_pages(self.prompt_tokens, event.prefix_tokens, plan.target_page_tokens)
         pages = list(event.pages[: max(0, due)])
@@ -89,18 +94,29 @@ class ReceiverMachine(Machine):
         self.epoch = self.new_epoch()
         self.prefix_tokens = event.prefix_tokens
         self._tally = Tally(self.transfer, plan, event.prefix_tokens, self.prompt_tokens)
-        # The grants come first: a write may arrive as soon as the peer has read the message.
+        self._granting = set(self.ranks)
         for rank in self.ranks:
             self.emit(Grant(self.transfer, rank, self.epoch, self.pages))
+
+    def _granted(self, event: Granted) -> None:
+        if event.rank not in self._granting:
+            raise self.illegal(f"no grant is waited for at rank {event.rank}")
+        self._granting.discard(event.rank)
+
+    def _all_granted(self) -> bool:
+        return not self._granting
+
+    def _tell_where(self) -> None:
+        """Only now: a write may arrive at any rank as soon as the peer has read the message."""
         message = Destination(
             transfer=self.transfer,
             epoch=self.epoch,
             budget_s=self.deadline - self.turn.now,
             prompt_tokens=self.prompt_tokens,
-            prefix_tokens=event.prefix_tokens,
-            pages=pages,
+            prefix_tokens=self.prefix_tokens,
+            pages=list(self.pages),
             transport=self.transport,
-            plan_hash=plan.hash(self.prompt_tokens, event.prefix_tokens, len(pages)),
+            plan_hash=self.plan.hash(self.prompt_tokens, self.prefix_tokens, len(self.pages)),
         )
         self.send(message)
 
@@ -235,8 +251,12 @@ class ReceiverMachine(Machine):
             **rows(_S.FAILED, {**_ENDED_BY, ChunkPosted: _too_early, Metadata: _too_early}),
         },
         _S.WAITING_FOR_INPUT: {
-            Publish: (_publish, _S.PUBLISHED),
+            Publish: (_publish, _S.GRANTING),
             **rows(_S.FAILED, {**_ENDED_BY, ChunkPosted: _too_early, Metadata: _too_early}),
+        },
+        _S.GRANTING: {
+            Granted: (_granted, _S.GRANTING),
+            **rows(_S.QUARANTINED, {**_ENDED_BY, ChunkPosted: _too_early, Metadata: _too_early}),
         },
         _S.PUBLISHED: {
             Accepted: (_accepted, _S.PUBLISHED),
@@ -263,6 +283,7 @@ class ReceiverMachine(Machine):
     }
 
     FOLLOWS: ClassVar[Mapping[ReceiverState, Follow]] = {
+        _S.GRANTING: (_all_granted, _tell_where, _S.PUBLISHED),
         _S.TRANSFERRING: (_complete, _commit, _S.SUCCESS),
         _S.QUARANTINED: (_untouched, Machine.release, _S.FAILED),
     }
@@ -270,6 +291,7 @@ class ReceiverMachine(Machine):
     STATES: ClassVar[Mapping[ReceiverState, tuple[KVPoll, Lease]]] = {
         _S.BOOTSTRAPPING: (KVPoll.BOOTSTRAPPING, Lease.HELD),
         _S.WAITING_FOR_INPUT: (KVPoll.WAITING_FOR_INPUT, Lease.HELD),
+        _S.GRANTING: (KVPoll.WAITING_FOR_INPUT, Lease.PUBLISHED),
         _S.PUBLISHED: (KVPoll.WAITING_FOR_INPUT, Lease.PUBLISHED),
         _S.TRANSFERRING: (KVPoll.TRANSFERRING, Lease.PUBLISHED),
         _S.QUARANTINED: (KVPoll.FAILED, Lease.QUARANTINED),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from test_manager import Side, spec
 
-from segue.conn.config import KVConfig
-from segue.conn.threads import ThreadPerCall
-from segue.conn.transports import Transports
+from segue.conn.config import KVConfig, Runtime
+from segue.conn.rank import local_rank
+from segue.conn.ranks import Ranks
 from segue.core.errors import TransferFailed
 from segue.core.limits import Limits
 from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
@@ -20,6 +20,8 @@ from segue.transport.memory import allocate
 from segue.transport.options import TransportOptions
 
 PEERS = 3
+#: one rank at either side
+PAIRS = ((0, 0),)
 
 
 class Recorder:
@@ -51,7 +53,7 @@ class Recorder:
 
 
 class Made:
-    """The transports of one side over two recorders."""
+    """The one rank of a side, over two recorders."""
 
     def __init__(self, role: Role) -> None:
         self.made: dict[str, Recorder] = {}
@@ -59,9 +61,8 @@ class Made:
             role=role, model="m", spec=spec(), transports=("shm", "tcp"), limits=Limits(max_sessions=PEERS)
         )
         self.memory = allocate(self.config.spec.nbytes)
-        self.transports = Transports(
-            self.config, self.memory, self, lambda _name, _event: None, ThreadPerCall("x")
-        )
+        rank = local_rank(self.config, self.memory, Runtime(transports=self))
+        self.ranks = Ranks([rank], role, PEERS)
 
     def create(self, name: str, on_event: Any, options: TransportOptions) -> Any:
         self.made[name] = Recorder(name, on_event, options)
@@ -75,22 +76,22 @@ class Made:
 def test_an_effect_goes_to_the_transport_of_its_peer_and_names_its_rank() -> None:
     made = Made(Role.PREFILL)
     near, far = LeaderId(new_incarnation()), LeaderId(new_incarnation(), 1)
-    made.transports.choose(near, "shm", {near})
-    made.transports.choose(far, "tcp", {near, far})
-    made.transports.move(events.PostWrite(made.transfer(near), 0, 7, 1, 2, ()))
-    made.transports.move(events.Fence(made.transfer(far), 0, 8))
+    made.ranks.choose(near, "shm", PAIRS, {near})
+    made.ranks.choose(far, "tcp", PAIRS, {near, far})
+    made.ranks.carry_out(events.PostWrite(made.transfer(near), 0, 7, 1, 2, ()))
+    made.ranks.carry_out(events.Fence(made.transfer(far), 0, 8))
     assert made.made["shm"].asked == [("write", RankId(near, 2), 7, 1)]
     assert made.made["tcp"].asked == [("fence", RankId(far), 8)]
     assert made.made["shm"].options.me == RankId(made.config.me)
-    made.transports.close()
+    made.ranks.close()
     assert all(transport.closed for transport in made.made.values())
     made.memory.close()
 
 
 def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
     made, peer = Made(Role.DECODE), LeaderId(new_incarnation())
-    made.transports.choose(peer, "tcp", {peer})
-    made.transports.move(events.Grant(made.transfer(peer), 0, 7, (3, 1)))
+    made.ranks.choose(peer, "tcp", PAIRS, {peer})
+    made.ranks.carry_out(events.Grant(made.transfer(peer), 0, 7, (3, 1)))
     ((what, name, epoch, area),) = made.made["tcp"].asked
     assert (what, name, epoch) == ("grant", RankId(peer), 7)
     pool = made.config.spec
@@ -112,29 +113,29 @@ def test_a_grant_names_the_bytes_of_its_pages_and_no_others() -> None:
 def test_what_is_remembered_of_peers_is_bounded_and_never_a_live_one(role: Role) -> None:
     made = Made(role)
     stays = LeaderId(new_incarnation())
-    made.transports.choose(stays, "tcp", {stays})
+    made.ranks.choose(stays, "tcp", PAIRS, {stays})
     others = [LeaderId(new_incarnation()) for _ in range(20)]
     for other in others:
-        made.transports.choose(other, "shm", {stays, other})
+        made.ranks.choose(other, "shm", PAIRS, {stays, other})
     # A fence may come after its session, so the last ones that left are still known.
     for known in (stays, *others[-(PEERS - 1) :]):
-        made.transports.move(events.Fence(made.transfer(known), 0, 1))
+        made.ranks.carry_out(events.Fence(made.transfer(known), 0, 1))
     assert [ask[1] for ask in made.made["tcp"].asked] == [RankId(stays)]
     assert len(made.made["shm"].asked) == PEERS - 1
     with pytest.raises(KeyError):
-        made.transports.move(events.Fence(made.transfer(others[0]), 0, 1))
+        made.ranks.carry_out(events.Fence(made.transfer(others[0]), 0, 1))
     made.memory.close()
 
 
 def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
     made, side = Made(Role.PREFILL), Side(Role.DECODE)
     peer = LeaderId(new_incarnation())
-    made.transports.choose(peer, "shm", {peer})
+    made.ranks.choose(peer, "shm", PAIRS, {peer})
     info = side.manager.info
-    asyncio.run(made.transports.connect(peer, info, 1.0))
+    asyncio.run(made.ranks.connect(peer, info, 1.0))
     assert made.made["shm"].asked == [("connect", RankId(peer), "shm", 1.0)]
     info.endpoints["shm"][0] = b"\xc1"
     with pytest.raises(TransferFailed, match="unreadable endpoint"):
-        asyncio.run(made.transports.connect(peer, info, 1.0))
+        asyncio.run(made.ranks.connect(peer, info, 1.0))
     side.close()
     made.memory.close()

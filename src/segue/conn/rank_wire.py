@@ -1,0 +1,195 @@
+"""What a leader and the worker process of one of its ranks say to each other, over a socket of one host.
+
+    frame   unsigned 32-bit length of the body, body (msgpack)
+
+The worker speaks first: `Ready`. It answers each `Connect` with `Connected`, `Write` with `Landed` or
+`Broken`, `Grant` with `Granted`, `Fence` with `Fenced`, `Checksum` with `Hashed`, and `Ping` with `Pong`.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from segue.core.errors import DECODE_ERRORS, ErrorInfo, RequestTooLarge, TransferFailed
+from segue.core.types import RankId, TransferId
+from segue.layout.blocks import CopyBlock
+from segue.layout.content import Content
+from segue.layout.spec import PoolSpec
+
+HEAD = struct.Struct("!I")
+#: More than the blocks of any chunk, or the pages of any prompt, take.
+MAX_BYTES = 64 * 2**20
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name."""
+
+    spec: PoolSpec
+    endpoints: dict[str, bytes]
+
+
+class Connect(msgspec.Struct, frozen=True, tag=True):
+    """`Rank.connect`; `number` names the question."""
+
+    number: int
+    transport: str
+    peer: RankId
+    endpoint: bytes
+    timeout_s: float
+
+
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """The path is open, or why it is not."""
+
+    number: int
+    error: ErrorInfo | None = None
+
+
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """`Rank.write`."""
+
+    transport: str
+    peer: RankId
+    epoch: int
+    number: int
+    blocks: list[CopyBlock]
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """`transport.base.Written`; `number` is its tag."""
+
+    transport: str
+    peer: RankId
+    epoch: int
+    number: int
+    nbytes: int
+    seconds: float
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """`transport.base.WriteFailed`; `number` is its tag."""
+
+    transport: str
+    peer: RankId
+    epoch: int
+    number: int
+    error: ErrorInfo
+    refused: bool
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """`Rank.grant`."""
+
+    transport: str
+    peer: RankId
+    epoch: int
+    pages: list[int]
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """Writes of `epoch` by this rank of a peer may land."""
+
+    peer: RankId
+    epoch: int
+
+
+class Fence(msgspec.Struct, frozen=True, tag=True):
+    """`Rank.fence`."""
+
+    transport: str
+    peer: RankId
+    epoch: int
+
+
+class Fenced(msgspec.Struct, frozen=True, tag=True):
+    """`transport.base.Fenced`."""
+
+    transport: str
+    peer: RankId
+    epoch: int
+    proven: bool
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """`transport.base.PeerGone`."""
+
+    transport: str
+    peer: RankId
+    proven: bool
+    error: ErrorInfo
+
+
+class Checksum(msgspec.Struct, frozen=True, tag=True):
+    """`Rank.checksum`."""
+
+    transfer: TransferId
+    rank: int
+    number: int
+    content: Content
+
+
+class Hashed(msgspec.Struct, frozen=True, tag=True):
+    """`handoff.events.ChecksumReady`."""
+
+    transfer: TransferId
+    rank: int
+    number: int
+    checksum: int
+    error: ErrorInfo | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The worker could not do what it was asked, and cannot say for which hand-off: it ends."""
+
+    error: ErrorInfo
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Are you there?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Yes."""
+
+
+Command = Connect | Write | Grant | Fence | Checksum | Ping
+Answer = Ready | Connected | Landed | Broken | Granted | Fenced | Gone | Hashed | Failed | Pong
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Command | Answer) -> bytes:
+    """One frame. RequestTooLarge beyond `MAX_BYTES`."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_BYTES:
+        raise RequestTooLarge(
+            f"{type(message).__name__} for a rank takes {len(body)} bytes; at most {MAX_BYTES} may"
+        )
+    return HEAD.pack(len(body)) + body
+
+
+class Frames:
+    """Bytes in, messages of one side out."""
+
+    def __init__(self, kind: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[Command | Answer] = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Command | Answer]:
+        """What is complete now. Raises TransferFailed for bytes that are no message."""
+        self._buffer += data
+        found: list[Command | Answer] = []
+        while len(self._buffer) >= HEAD.size:
+            (length,) = HEAD.unpack_from(self._buffer)
+            if length > MAX_BYTES:
+                raise TransferFailed(f"a frame of {length} bytes, at most {MAX_BYTES} are taken")
+            if len(self._buffer) < HEAD.size + length:
+                break
+            try:
+                found.append(self._decoder.decode(self._buffer[HEAD.size : HEAD.size + length]))
+            except DECODE_ERRORS as exc:
+                raise TransferFailed(f"unreadable message between a leader and its worker: {exc}") from exc
+            del self._buffer[: HEAD.size + length]
+        return found

@@ -1,0 +1,155 @@
+"""A rank's own process: carries out what the leader asks of it over the channel, with a `LocalRank`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from segue.conn import rank_wire as wire
+from segue.conn.channel import Channel
+from segue.conn.io import Io
+from segue.conn.rank import LocalRank
+from segue.core.errors import Internal, SegueError
+from segue.core.limits import Limits
+from segue.core.types import RankId
+from segue.handoff.events import ChecksumReady, ComputeChecksum
+from segue.session.tasks import background, typed
+from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+
+
+class RankWorker:
+    """The worker's end of `sock`, whose other end a `WorkerRank` has. It is served on `io`'s loop, so the
+    thread of the engine may compute meanwhile.
+
+    `leader_gone` is called once, on the loop, when the leader has closed the channel or died: nothing will be
+    asked any more, and the process should end.
+    """
+
+    def __init__(
+        self,
+        rank: LocalRank,
+        sock: socket.socket,
+        io: Io,
+        limits: Limits,
+        leader_gone: Callable[[SegueError], None],
+    ) -> None:
+        self._rank = rank
+        self._sock = sock
+        self._io = io
+        self._limits = limits
+        self._leader_gone = leader_gone
+        self._channel: Channel | None = None
+
+    def start(self) -> None:
+        """Say what this rank has, and serve."""
+        self._io.start()
+        self._io.call(self._start(), self._limits.connect_s)
+
+    async def _start(self) -> None:
+        channel = Channel(
+            "the leader",
+            wire.Frames(wire.Command),
+            self._asked,
+            self._ended,
+            backlog_bytes=self._limits.max_session_backlog_bytes,
+        )
+        await asyncio.get_running_loop().create_connection(lambda: channel, sock=self._sock)
+        self._channel = channel
+        await self._rank.start(self)
+        channel.send(wire.Ready(self._rank.spec, dict(self._rank.endpoints)))
+
+    def close(self) -> None:
+        """End the transports, and only then the channel: its end says that nothing is written any more."""
+        self._rank.close()
+        try:
+            if self._io.running:
+                self._io.call(self._close(), self._limits.connect_s)
+        finally:
+            self._io.stop()
+
+    async def _close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            await self._channel.closed()
+
+    # ---- what the leader asks --------------------------------------------------------------------
+
+    def _asked(self, command: wire.Command) -> None:
+        try:
+            self._do(command)
+        except Exception as exc:
+            self._refuse(command, typed(exc, f"carrying out {type(command).__name__}"))
+
+    def _do(self, command: wire.Command) -> None:
+        match command:
+            case wire.Connect():
+                connecting = self._connect(command)
+                background(connecting, name=f"connecting to {command.peer}", failed=self._broken)
+            case wire.Write(transport, peer, epoch, number, blocks):
+                self._rank.write(transport, peer, epoch, number, blocks)
+            case wire.Grant(transport, peer, epoch, pages):
+                self._rank.grant(transport, peer, epoch, pages)
+                self._say(wire.Granted(peer, epoch))
+            case wire.Fence(transport, peer, epoch):
+                self._rank.fence(transport, peer, epoch)
+            case wire.Checksum(transfer, rank, number, content):
+                self._rank.checksum(ComputeChecksum(transfer, rank, number, content))
+
+    async def _connect(self, command: wire.Connect) -> None:
+        error = None
+        try:
+            await self._rank.connect(command.transport, command.peer, command.endpoint, command.timeout_s)
+        except SegueError as exc:
+            error = exc.info
+        self._say(wire.Connected(command.number, error))
+
+    def _refuse(self, command: wire.Command, error: SegueError) -> None:
+        """What was asked was not done: its hand-off ends, or, where nobody waits for an answer that could say
+        so, this rank."""
+        match command:
+            case wire.Write(transport, peer, epoch, number):
+                self._say(wire.Broken(transport, peer, epoch, number, error.info, False))
+            case wire.Checksum(transfer, rank, number):
+                self._say(wire.Hashed(transfer, rank, number, 0, error.info))
+            case _:
+                self._broken(error)
+
+    def _broken(self, error: SegueError) -> None:
+        self._say(wire.Failed(error.info))
+
+    def _ended(self, error: SegueError, over: bool) -> None:
+        if over:
+            self._leader_gone(error)
+
+    # ---- what the rank answers (RankOwner; on any thread) ----------------------------------------
+
+    def moved(self, rank: int, transport: str, event: TransportEvent) -> None:
+        """See `RankOwner.moved`."""
+        match event:
+            case Written(peer, epoch, tag, nbytes, seconds):
+                answer: wire.Answer = wire.Landed(transport, peer, epoch, tag, nbytes, seconds)
+            case WriteFailed(peer, epoch, tag, error, refused):
+                answer = wire.Broken(transport, peer, epoch, tag, error.info, refused)
+            case Fenced(peer, epoch, proven):
+                answer = wire.Fenced(transport, peer, epoch, proven)
+            case PeerGone(peer, proven, error):
+                answer = wire.Gone(transport, peer, proven, error.info)
+        self._io.post(self._say, answer)
+
+    def granted(self, rank: int, peer: RankId, epoch: int) -> None:
+        """See `RankOwner.granted`; a rank of this process grants at once."""
+        raise Internal(f"rank {rank} of this process has granted twice")
+
+    def hashed(self, answer: ChecksumReady) -> None:
+        """See `RankOwner.hashed`."""
+        said = wire.Hashed(answer.transfer, answer.rank, answer.tag, answer.checksum, answer.error)
+        self._io.post(self._say, said)
+
+    def lost(self, rank: int, error: SegueError) -> None:
+        """See `RankOwner.lost`; a rank of this process is not lost before the process."""
+        raise Internal(f"rank {rank} of this process is lost: {error}")
+
+    def _say(self, answer: wire.Answer) -> None:
+        if self._channel is not None:
+            self._channel.send(answer)

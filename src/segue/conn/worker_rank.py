@@ -1,0 +1,237 @@
+"""A rank in a process of its own, as its leader sees it: the same seam, over a local channel.
+
+A worker closes its end of the channel only after its transports, and a process that dies closes it too.
+So the end of the channel proves that the worker writes and hashes no more; and its pool is gone with it: what
+lands there is never read, for the replica cannot serve without it. Silence proves nothing: the writes are
+given up, and the fences stay open until the channel has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from collections.abc import Sequence
+
+from segue.conn import rank_wire as wire
+from segue.conn.channel import Channel
+from segue.conn.io import LoopIo
+from segue.conn.rank import RankOwner
+from segue.core.errors import (
+    BootstrapTimeout,
+    ErrorInfo,
+    Internal,
+    PeerLost,
+    SegueError,
+    TransferFailed,
+)
+from segue.core.limits import Limits
+from segue.core.types import RankId
+from segue.handoff.events import ChecksumReady, ComputeChecksum
+from segue.layout.blocks import CopyBlock
+from segue.transport.base import Fenced, PeerGone, WriteFailed, Written
+
+
+class WorkerRank:
+    """See `Rank`. `sock` is our end of a socket pair, whose other end a `RankWorker` has. What that one says
+    first is waited for here, at most `limits.connect_s`.
+
+    Not more than `limits.max_session_backlog_bytes` wait for a worker that does not read, and one of which
+    nothing is heard for `limits.peer_silence_s` is given up. Raises BootstrapTimeout or TransferFailed.
+    """
+
+    def __init__(self, index: int, sock: socket.socket, limits: Limits) -> None:
+        ready = _first_words(index, sock, limits.connect_s)
+        self.spec = ready.spec
+        self.endpoints = ready.endpoints
+        self._index = index
+        self._sock = sock
+        self._limits = limits
+        self._owner: RankOwner | None = None
+        self._channel: Channel | None = None
+        self._io: LoopIo | None = None
+        self._error: SegueError | None = None
+        self._over = False
+        self._numbers = itertools.count(1)
+        self._connecting: dict[int, asyncio.Future[None]] = {}
+        self._writes: set[tuple[str, RankId, int, int]] = set()
+        self._fences: dict[tuple[str, RankId, int], None] = {}
+        self._checksums: dict[tuple[object, int], ComputeChecksum] = {}
+
+    async def start(self, owner: RankOwner) -> None:
+        """See `Rank.start`."""
+        self._owner = owner
+        self._io = LoopIo(asyncio.get_running_loop())
+        self._channel = channel = Channel(
+            f"the worker of rank {self._index}",
+            wire.Frames(wire.Answer),
+            self._answered,
+            self._ended,
+            backlog_bytes=self._limits.max_session_backlog_bytes,
+            ping_s=self._limits.keepalive_s,
+            silence_s=self._limits.peer_silence_s,
+        )
+        await self._io.loop.create_connection(lambda: channel, sock=self._sock)
+
+    # ---- what it is asked ------------------------------------------------------------------------
+
+    async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
+        """See `Rank.connect`."""
+        if self._error is not None:
+            raise self._error
+        number = next(self._numbers)
+        answer = self._connecting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._say(wire.Connect(number, transport, peer, endpoint, timeout_s))
+            # The worker keeps the deadline; this one is for a worker that does not.
+            async with asyncio.timeout(timeout_s + self._limits.peer_silence_s):
+                await answer
+        except TimeoutError:
+            raise BootstrapTimeout(
+                f"the worker of rank {self._index} did not connect to {peer} in time"
+            ) from None
+        finally:
+            del self._connecting[number]
+
+    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+        """See `Transport.write`."""
+        if self._error is not None:
+            self._moved(transport, WriteFailed(peer, epoch, tag, self._error))
+            return
+        self._say(wire.Write(transport, peer, epoch, tag, list(blocks)))
+        self._writes.add((transport, peer, epoch, tag))
+
+    def grant(self, transport: str, peer: RankId, epoch: int, pages: Sequence[int]) -> bool:
+        """See `Rank.grant`."""
+        if self._error is not None:
+            raise self._error
+        self._say(wire.Grant(transport, peer, epoch, list(pages)))
+        return False
+
+    def fence(self, transport: str, peer: RankId, epoch: int) -> None:
+        """See `Transport.fence`."""
+        if self._over:
+            self._moved(transport, Fenced(peer, epoch, True))
+            return
+        self._fences[transport, peer, epoch] = None
+        self._say(wire.Fence(transport, peer, epoch))
+
+    def checksum(self, effect: ComputeChecksum) -> None:
+        """Have the worker hash what `effect` names."""
+        if self._error is not None:
+            raise self._error
+        self._say(wire.Checksum(effect.transfer, effect.rank, effect.tag, effect.content))
+        self._checksums[effect.transfer, effect.tag] = effect
+
+    def close(self) -> None:
+        """End the channel, upon which the worker ends its transports. Idempotent."""
+        self._owner = None
+        if self._channel is None or self._io is None:
+            self._sock.close()
+        elif not self._io.loop.is_closed():
+            self._io.call(self._hang_up(self._channel), self._limits.connect_s)
+
+    @staticmethod
+    async def _hang_up(channel: Channel) -> None:
+        channel.close()
+        await channel.closed()
+
+    # ---- what it answers -------------------------------------------------------------------------
+
+    def _answered(self, answer: wire.Answer) -> None:
+        match answer:
+            case wire.Landed(transport, peer, epoch, number, nbytes, seconds):
+                self._settle(transport, peer, epoch, number)
+                self._moved(transport, Written(peer, epoch, number, nbytes, seconds))
+            case wire.Broken(transport, peer, epoch, number, error, refused):
+                self._settle(transport, peer, epoch, number)
+                self._moved(transport, WriteFailed(peer, epoch, number, error.exception(), refused))
+            case wire.Granted(peer, epoch):
+                if self._owner is not None:
+                    self._owner.granted(self._index, peer, epoch)
+            case wire.Fenced(transport, peer, epoch, proven):
+                self._fences.pop((transport, peer, epoch), None)
+                self._moved(transport, Fenced(peer, epoch, proven))
+            case wire.Gone(transport, peer, proven, error):
+                self._moved(transport, PeerGone(peer, proven, error.exception()))
+            case wire.Hashed(transfer, rank, number, checksum, error):
+                self._checksums.pop((transfer, number), None)
+                self._hashed(ChecksumReady(transfer, rank, number, checksum, error))
+            case wire.Connected(number, error):
+                waiting = self._connecting.get(number)
+                if waiting is not None and not waiting.done():
+                    _settle_future(waiting, error)
+            case wire.Failed(error):
+                self._give_up(error.exception())
+
+    def _settle(self, transport: str, peer: RankId, epoch: int, number: int) -> None:
+        self._writes.discard((transport, peer, epoch, number))
+
+    def _ended(self, reason: SegueError, over: bool) -> None:
+        """The channel has ended (`over`), or its worker is not heard any more."""
+        self._give_up(reason)
+        if over and not self._over:
+            self._over = True
+            for transport, peer, epoch in list(self._fences):
+                self._moved(transport, Fenced(peer, epoch, True))
+            self._fences.clear()
+            for effect in list(self._checksums.values()):
+                self._hashed(ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, reason.info))
+            self._checksums.clear()
+
+    def _give_up(self, reason: SegueError) -> None:
+        if self._error is not None:
+            return
+        self._error = reason
+        for waiting in list(self._connecting.values()):
+            if not waiting.done():
+                _settle_future(waiting, reason.info)
+        writes, self._writes = self._writes, set()
+        for transport, peer, epoch, tag in sorted(writes):
+            self._moved(transport, WriteFailed(peer, epoch, tag, reason))
+        if self._owner is not None:
+            self._owner.lost(self._index, reason)
+
+    def _say(self, command: wire.Command) -> None:
+        if self._channel is None:
+            raise Internal(f"rank {self._index} was asked before it was started")
+        self._channel.send(command)
+
+    def _moved(self, transport: str, event: Written | WriteFailed | Fenced | PeerGone) -> None:
+        if self._owner is not None:
+            self._owner.moved(self._index, transport, event)
+
+    def _hashed(self, answer: ChecksumReady) -> None:
+        if self._owner is not None:
+            self._owner.hashed(answer)
+
+
+def _settle_future(waiting: asyncio.Future[None], error: ErrorInfo | None) -> None:
+    if error is None:
+        waiting.set_result(None)
+    else:
+        waiting.set_exception(error.exception())
+
+
+def _first_words(index: int, sock: socket.socket, timeout_s: float) -> wire.Ready:
+    """What a worker says of itself, read before the loop has the socket."""
+    frames = wire.Frames(wire.Answer)
+    ends_at = time.monotonic() + timeout_s
+    while True:
+        sock.settimeout(max(1e-3, ends_at - time.monotonic()))
+        try:
+            data = sock.recv(64 * 1024)
+        except TimeoutError:
+            raise BootstrapTimeout(
+                f"the worker of rank {index} was not ready within {timeout_s:g} s"
+            ) from None
+        except OSError as exc:
+            raise TransferFailed(f"the worker of rank {index} cannot be heard: {exc}") from exc
+        if not data:
+            raise PeerLost(f"the worker of rank {index} has ended before it was ready")
+        for message in frames.feed(data):
+            if not isinstance(message, wire.Ready):
+                raise TransferFailed(f"the worker of rank {index} began with {type(message).__name__}")
+            sock.setblocking(False)
+            return message

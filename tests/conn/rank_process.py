@@ -1,0 +1,61 @@
+"""One rank of a leader in a process of its own, over a pool that the test can look into.
+
+python rank_process.py CHANNEL_FD POOL_FD < configuration (msgpack)
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+
+from segue.conn.config import HOST, KVConfig
+from segue.conn.io import IoThread
+from segue.conn.rank import local_rank
+from segue.conn.rank_worker import RankWorker
+from segue.core.limits import Limits
+from segue.core.types import LeaderId, Role
+from segue.layout.spec import PoolSpec
+from segue.transport.memory import Memory, Region, host_region
+
+
+class Wanted(msgspec.Struct):
+    """What the test wants of this rank."""
+
+    index: int
+    me: LeaderId
+    role: Role
+    spec: PoolSpec
+    transport: str
+    limits: Limits
+
+
+def main() -> None:
+    wanted = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Wanted)
+    pool_fd = int(sys.argv[2])
+    mapping = mmap.mmap(pool_fd, os.fstat(pool_fd).st_size)
+    address = host_region(mapping).address
+    memory = Memory([Region(address, len(mapping), fd=pool_fd, owner=mapping)])
+    config = KVConfig(
+        role=wanted.role,
+        model="m",
+        spec=wanted.spec,
+        me=wanted.me,
+        transports=[wanted.transport],
+        limits=wanted.limits,
+    )
+    gone = threading.Event()
+    rank = local_rank(config, memory, HOST, wanted.index)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    worker = RankWorker(rank, channel, IoThread(), wanted.limits, lambda _: gone.set())
+    worker.start()
+    gone.wait()
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

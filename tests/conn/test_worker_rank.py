@@ -1,0 +1,317 @@
+"""Leaders whose ranks are processes of their own: what arrives, and what is left of a
+hand-off when one of them dies, stands still, or says nonsense."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from rank_process import Wanted
+from test_manager import LIMITS, assert_at_rest, begin
+
+from segue.conn import rank_wire as wire
+from segue.conn.config import KVConfig
+from segue.conn.handles import Change, KVReceiver, KVSender
+from segue.conn.manager import KVManager
+from segue.conn.worker_rank import WorkerRank
+from segue.core.errors import BootstrapTimeout, ErrorCode, PeerLost, SegueError, TransferFailed
+from segue.core.limits import Limits
+from segue.core.types import (
+    KVPoll,
+    LeaderId,
+    RankCoord,
+    Role,
+    Span,
+    TransferId,
+    new_incarnation,
+    new_room,
+)
+from segue.handoff import events
+from segue.handoff.messages import Metadata
+from segue.layout.spec import KVShape, PoolSpec
+from segue.transport.memory import Memory, allocate
+
+SHAPE = KVShape(layers=3, kv_heads=6, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
+PAGES, PAGE = 16, 4
+PROCESS = Path(__file__).with_name("rank_process.py")
+
+
+def specs(ranks: int) -> list[PoolSpec]:
+    """The heads of the model shared out evenly."""
+    heads = SHAPE.kv_heads // ranks
+    return [
+        PoolSpec(
+            shape=SHAPE,
+            coord=RankCoord(tp=rank),
+            page_tokens=PAGE,
+            pages=PAGES,
+            layer_count=SHAPE.layers,
+            head_start=rank * heads,
+            head_count=heads,
+        )
+        for rank in range(ranks)
+    ]
+
+
+class RankProcess:
+    """A rank's process, our end of its channel, and its pool."""
+
+    def __init__(self, index: int, me: LeaderId, role: Role, spec: PoolSpec, transport: str, limits: Limits):
+        self.memory: Memory = allocate(spec.nbytes)
+        self.channel, theirs = socket.socketpair()
+        fd = self.memory.only.fd
+        assert fd is not None
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROCESS), str(theirs.fileno()), str(fd)],
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(), fd),
+        )
+        theirs.close()
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.msgpack.encode(Wanted(index, me, role, spec, transport, limits)))
+        self.process.stdin.close()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.memory.close()
+
+
+class RankedSide:
+    """A manager over ranks in processes of their own."""
+
+    def __init__(self, role: Role, ranks: int, transport: str, limits: Limits = LIMITS) -> None:
+        self.me = LeaderId(new_incarnation())
+        self.specs = specs(ranks)
+        self.processes = [
+            RankProcess(i, self.me, role, spec, transport, limits) for i, spec in enumerate(self.specs)
+        ]
+        self.changes: queue.Queue[Change] = queue.Queue()
+        self.lost: queue.Queue[SegueError] = queue.Queue()
+        config = KVConfig(
+            role=role, model="m", spec=self.specs[0], me=self.me, transports=[transport], limits=limits
+        )
+        patient = msgspec.structs.replace(limits, connect_s=30.0)  # a starved machine starts Python slowly
+        self.manager = KVManager(
+            config,
+            [WorkerRank(i, each.channel, patient) for i, each in enumerate(self.processes)],
+            self.changes.put,
+            on_rank_lost=self.lost.put,
+        )
+
+    def wait(self, handle: KVSender | KVReceiver, phase: KVPoll) -> None:
+        while handle.poll() is not phase:
+            assert not handle.poll().terminal, handle.error
+            self.changes.get(timeout=10)
+
+    def wait_for(self, kind: type[Any]) -> Any:
+        while True:
+            change = self.changes.get(timeout=15)
+            if isinstance(change, kind):
+                return change
+
+    def fill(self, rng: np.random.Generator) -> None:
+        for each in self.processes:
+            each.memory.buffer[:] = rng.bytes(each.memory.nbytes)
+
+    def heads(self, layer: int, value: bool, slot: int) -> bytes:
+        """All heads of one token, from the ranks that hold them."""
+        found = b""
+        for spec, each in zip(self.specs, self.processes, strict=True):
+            at = spec.offset(layer, value, slot)
+            found += bytes(
+                each.memory.buffer[at : at + (spec.v_token_bytes if value else spec.k_token_bytes)]
+            )
+        return found
+
+    def close(self) -> None:
+        self.manager.close()
+        for each in self.processes:
+            each.close()
+
+
+@contextmanager
+def ranked(
+    prefill_ranks: int, decode_ranks: int, transport: str, limits: Limits = LIMITS
+) -> Iterator[tuple[RankedSide, RankedSide]]:
+    with ExitStack() as stack:
+        made = []
+        for role, ranks in ((Role.DECODE, decode_ranks), (Role.PREFILL, prefill_ranks)):
+            side = RankedSide(role, ranks, transport, limits)
+            stack.callback(side.close)
+            side.manager.start()
+            made.append(side)
+        decode, prefill = made
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+        yield prefill, decode
+
+
+def hand_over(prefill: RankedSide, decode: RankedSide, tokens: int, chunks: Sequence[int]) -> None:
+    transfer, sender, receiver = begin(prefill, decode, tokens)  # type: ignore[arg-type]
+    receiver.send_metadata(range(2, 2 + -(-tokens // PAGE)))
+    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+    start = 0
+    for end in (*chunks, tokens):
+        last = Metadata(transfer=transfer, prompt_tokens=tokens, first_token=7) if end == tokens else None
+        sender.send(Span(start, end), range(PAGES), last)
+        start = end
+    decode.wait(receiver, KVPoll.SUCCESS)
+    prefill.wait(sender, KVPoll.SUCCESS)
+    for token in range(tokens):
+        for layer in range(SHAPE.layers):
+            for value in (False, True):
+                sent = prefill.heads(layer, value, token)
+                assert decode.heads(layer, value, 2 * PAGE + token) == sent, (token, layer, value)
+    sender.clear()
+    receiver.clear()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 1), (2, 2), (3, 3)])
+def test_bytes_arrive_between_worker_processes(transport: str, prefill_ranks: int, decode_ranks: int) -> None:
+    with ranked(prefill_ranks, decode_ranks, transport) as (prefill, decode):
+        rng = np.random.default_rng(prefill_ranks * 10 + decode_ranks)
+        for chunks in ((), (8, 20)):
+            prefill.fill(rng)
+            decode.fill(rng)
+            hand_over(prefill, decode, 33, chunks)
+        for side in (prefill, decode):
+            assert_at_rest(side)  # type: ignore[arg-type]
+
+
+def reserved(prefill: RankedSide, decode: RankedSide) -> tuple[KVSender, KVReceiver]:
+    """A hand-off of which decode has said where to write, and prefill has sent the first half."""
+    _, sender, receiver = begin(prefill, decode, 32)  # type: ignore[arg-type]
+    receiver.send_metadata(range(8))
+    prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)
+    sender.send(Span(0, 16), range(PAGES))
+    decode.wait(receiver, KVPoll.TRANSFERRING)
+    return sender, receiver
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_the_death_of_one_rank_ends_every_hand_off_of_its_leader_at_once_and_frees_all_pages(
+    role: Role, transport: str
+) -> None:
+    """Long before the deadline of any; the other side hears why, and nothing begins any more."""
+    with ranked(2, 2, transport) as (prefill, decode):
+        sender, receiver = reserved(prefill, decode)
+        victim = prefill if role is Role.PREFILL else decode
+        victim.processes[1].process.kill()
+        for side, handle in ((prefill, sender), (decode, receiver)):
+            side.wait_for(events.Release)
+            assert handle.poll() is KVPoll.FAILED
+            assert handle.error is not None
+        error = victim.lost.get(timeout=10)
+        assert isinstance(error, PeerLost)
+        assert "the worker of rank 1 has ended" in str(error)
+        _, sender, receiver = begin_anyway(prefill, decode)
+        late = sender if role is Role.PREFILL else receiver
+        victim.wait_for(events.Release)
+        assert late.error is not None
+        assert late.error.code is ErrorCode.PEER_LOST
+
+
+def begin_anyway(prefill: RankedSide, decode: RankedSide) -> tuple[None, KVSender, KVReceiver]:
+    transfer = TransferId(new_room(), 0, prefill.me, decode.me)
+    sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
+    sender.init(4, 20)
+    receiver.init(4, 20)
+    return None, sender, receiver
+
+
+def test_a_rank_that_stands_still_keeps_pages_until_it_is_known_to_be_dead() -> None:
+    """Its silence ends the hand-offs, and proves nothing: it may write when it goes on."""
+    limits = msgspec.structs.replace(LIMITS, keepalive_s=0.1, peer_silence_s=0.6)
+    with ranked(2, 2, "shm", limits) as (prefill, decode):
+        sender, receiver = reserved(prefill, decode)
+        stopped = prefill.processes[1].process
+        stopped.send_signal(signal.SIGSTOP)
+        try:
+            error = prefill.lost.get(timeout=10)
+            assert "silent" in str(error)
+            decode.wait_for(events.Quarantined)
+            assert sender.poll() is KVPoll.FAILED
+            assert receiver.poll() is KVPoll.FAILED
+            sizes = prefill.manager.sizes(), decode.manager.sizes()
+            assert [each["quarantined"] for each in sizes] == [1, 1]
+            assert not any(isinstance(c, events.Release) for c in list(prefill.changes.queue))
+        finally:
+            stopped.kill()
+        prefill.wait_for(events.Release)
+        decode.wait_for(events.Release)
+
+
+class Raw:
+    """A worker of which the test says every byte."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.sock, theirs = socket.socketpair()
+        self.sock.settimeout(10)
+        self.say(wire.Ready(specs(1)[0], {"shm": b"x"}))
+        self.rank = WorkerRank(0, theirs, limits)
+
+    def say(self, answer: wire.Answer) -> None:
+        self.sock.sendall(wire.encode(answer))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "text"),
+    [
+        (b"", PeerLost, "has ended before it was ready"),
+        (b"\x00\x00\x00\x02\xc1\xc1", TransferFailed, "unreadable message"),
+        (b"\xff\xff\xff\xff", TransferFailed, "a frame of 4294967295 bytes"),
+        (wire.encode(wire.Pong()), TransferFailed, "began with Pong"),
+        (None, BootstrapTimeout, "was not ready within"),
+    ],
+)
+def test_a_worker_that_does_not_say_what_it_has_is_refused_typed_and_in_time(
+    said: bytes | None, kind: type[SegueError], text: str
+) -> None:
+    ours, theirs = socket.socketpair()
+    if said is not None:
+        theirs.sendall(said)
+        if not said:
+            theirs.close()
+    with pytest.raises(kind, match=text):
+        WorkerRank(3, ours, Limits(connect_s=0.2))
+    ours.close()
+    theirs.close()
+
+
+class Owner:
+    """Notes what a rank answers."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.ends = threading.Event()
+
+    def moved(self, rank: int, transport: str, event: Any) -> None:
+        self.heard.append(event)
+
+    def hashed(self, answer: events.ChecksumReady) -> None:
+        self.heard.append(answer)
+
+    def lost(self, rank: int, error: SegueError) -> None:
+        self.heard.append(error)
+        self.ends.set()
+
+
+def test_descriptors_of_worker_ranks_are_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with ranked(2, 2, "tcp") as (prefill, decode):
+        hand_over(prefill, decode, 8, ())
+    assert len(os.listdir("/proc/self/fd")) == before
