@@ -64,7 +64,7 @@ def test_an_instance_that_moves_is_served_at_its_new_address(ends: int) -> None:
     node = deployment.nodes[first]
     assert (node.host, node.port) != Addresses([first], random.Random(0)).of(first)
     assert node.name == f"{first}#1"
-    assert node.me in deployment.fronts["front0"].ends
+    assert node.me in deployment.fronts["front0"].view
     assert deployment.counts["done"] > 0
 
 
@@ -82,7 +82,7 @@ def test_a_role_changes_at_the_same_address_and_the_other_side_keeps_one(ends: i
     assert Role.DECODE in roles.values()
     for name, node in deployment.nodes.items():
         assert (node.host, node.port) == before.of(name)
-        assert node.me in deployment.fronts["front0"].ends
+        assert node.me in deployment.fronts["front0"].view
     assert deployment.counts["done"] > 0
 
 

@@ -27,11 +27,12 @@ from segue.roles.decode import DecodeScheduler
 from segue.roles.handoffs import RoleTransfer
 from segue.roles.request_state import RequestState
 from segue.serve.leader import FromFrontend, FrontendGone, Item
+from segue.sim.clients import Asked
 from segue.sim.datapath import ShmPath, TcpPath
 from segue.sim.deployment import Deployment
 from segue.sim.engine import reference
 from segue.sim.flow import Part
-from segue.sim.front import Call, FrontNode
+from segue.sim.front import FrontNode
 from segue.sim.node import VOCAB, KVNode
 from segue.sim.run import describe, run_scenario, tell
 from segue.sim.scenario import make_scenario
@@ -93,8 +94,8 @@ class Stage:
         node.scheduler.admission.requests[job.key] = job
         return job
 
-    def call(self) -> Call:
-        return next(c for c in self.deployment.calls.values() if c.tokens)
+    def asked(self) -> Asked:
+        return next(c for c in self.deployment.asked.values() if c.tokens)
 
 
 @pytest.fixture(scope="module")
@@ -280,17 +281,17 @@ def commits_metadata_of_another_prompt(stage: Stage) -> None:
 
 
 def answers_from_spoiled_metadata(stage: Stage) -> None:
-    call = stage.call()
-    stage.checks.spoiled[call.room] = "first token"
-    stage.checks.tokens(call)
+    asked = stage.asked()
+    stage.checks.spoiled[asked.room] = "first token"
+    stage.checks.tokens(asked)
 
 
 def placed(stage: Stage) -> None:
     """The attempt of `stage.transfer` begins, by way of the first frontend."""
     who = {stage.front.me, stage.prefill.me, stage.decode.me}
-    call = stage.call()
-    call.deadline = stage.deployment.world.now + 8.0
-    stage.deployment.causes.placed(stage.transfer.room, call, who)
+    asked = stage.asked()
+    asked.deadline = stage.deployment.world.now + 8.0
+    stage.deployment.causes.placed(stage.transfer.room, asked, who)
 
 
 def fails(stage: Stage, code: ErrorCode, text: str = "?") -> None:
@@ -374,18 +375,18 @@ def outlived_the_nearer_deadline(stage: Stage) -> None:
 
 
 def stops_at_once(stage: Stage) -> None:
-    call = stage.call()
-    wanted = call.wanted
+    asked = stage.asked()
+    wanted = asked.wanted
     stop = [reference(wanted.prompt, wanted.sampling, VOCAB, 1)[0]]
     wanted.sampling = structs.replace(wanted.sampling, stop_token_ids=stop, min_tokens=0, max_tokens=9)
-    call.tokens = reference(wanted.prompt, wanted.sampling, VOCAB, 2)
-    stage.checks.ended(call)
+    asked.tokens = reference(wanted.prompt, wanted.sampling, VOCAB, 2)
+    stage.checks.ended(asked)
 
 
 def without_prompt_logprobs(stage: Stage) -> None:
-    call = stage.call()
-    call.wanted.sampling = structs.replace(call.wanted.sampling, prompt_logprobs=0)
-    stage.checks.ended(call)
+    asked = stage.asked()
+    asked.wanted.sampling = structs.replace(asked.wanted.sampling, prompt_logprobs=0)
+    stage.checks.ended(asked)
 
 
 def unspoiled_metadata_refused(stage: Stage) -> None:
@@ -488,25 +489,25 @@ def memory_not_given_back(stage: Stage) -> None:
 def after_the_first_token(stage: Stage) -> None:
     stage.deployment.causes.unexplained = lambda *_: ""  # type: ignore[method-assign]
     lost = ErrorInfo(code=ErrorCode.PEER_LOST, text="gone", origin="x", phase="y")
-    stage.checks.error(stage.call(), lost, Role.DECODE)
+    stage.checks.error(stage.asked(), lost, Role.DECODE)
 
 
 def wrong_token(stage: Stage) -> None:
-    call = stage.call()
-    call.tokens[-1] = (call.tokens[-1] + 1) % 1000
-    stage.checks.tokens(call)
+    asked = stage.asked()
+    asked.tokens[-1] = (asked.tokens[-1] + 1) % 1000
+    stage.checks.tokens(asked)
 
 
 def tokens_missing(stage: Stage) -> None:
-    call = stage.call()
-    call.tokens.clear()
-    stage.checks.ended(call)
+    asked = stage.asked()
+    asked.tokens.clear()
+    stage.checks.ended(asked)
 
 
 def usage_does_not_add_up(stage: Stage) -> None:
-    call = stage.call()
-    call.usage = Usage(prompt_tokens=len(call.wanted.prompt), computed=len(call.wanted.prompt) + 1)
-    stage.checks.tokens(call)
+    asked = stage.asked()
+    asked.usage = Usage(prompt_tokens=len(asked.wanted.prompt), computed=len(asked.wanted.prompt) + 1)
+    stage.checks.tokens(asked)
 
 
 def too_many_jobs(stage: Stage) -> None:
@@ -521,7 +522,7 @@ def peers_remembered(stage: Stage) -> None:
 
 
 def never_ended(stage: Stage) -> None:
-    stage.call().outcome = ""
+    stage.asked().outcome = ""
     stage.checks.at_rest()
 
 
@@ -659,11 +660,11 @@ def test_a_failure_that_a_retry_heals_needs_a_cause(monkeypatch: pytest.MonkeyPa
 
 def test_the_story_of_a_room_is_readable() -> None:
     stage = Stage()
-    call = stage.call()
-    lines = tell(stage.deployment, tuple(call.rooms))
+    asked = stage.asked()
+    lines = tell(stage.deployment, tuple(asked.rooms))
     story = "\n".join(lines)
     for word in ("submit", "Publish", "→ Destination", "← Destination", "SUCCESS", "done"):
         assert word in story
-    others = [r for r in stage.deployment.rooms if r not in call.rooms]
+    others = [r for r in stage.deployment.rooms if r not in asked.rooms]
     assert not any(f"{room:x}." in story for room in others)
-    assert describe(events.Release(call and stage.transfer)).strip().startswith("Release")
+    assert describe(events.Release(asked and stage.transfer)).strip().startswith("Release")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ MEMORY = mmap.mmap(-1, 4096)
 def job(peer: RankId, epoch: int, tag: int, count: int) -> CopyJob:
     """A write of `count` slices."""
     blocks = [CopyBlock(0, 0, 1, SLICE) for _ in range(count)]
-    return CopyJob(peer, epoch, tag, blocks, count * SLICE, MEMORY, MEMORY, lambda: True)
+    return CopyJob(peer, epoch, tag, blocks, count * SLICE, MEMORY, MEMORY, lambda: True, time.monotonic)
 
 
 @dataclass(eq=False)

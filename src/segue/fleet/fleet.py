@@ -17,7 +17,7 @@ from segue.core.backoff import Uniform
 from segue.core.errors import Draining, ErrorInfo, Internal, OutOfCapacity, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output, Request
-from segue.core.types import Incarnation, new_room
+from segue.core.types import LeaderId, new_room
 from segue.fleet.call import Call, Parts, Signal
 from segue.fleet.membership import InstanceWatch, Membership
 from segue.fleet.router import Router
@@ -29,10 +29,10 @@ from segue.session.tls import Tls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """What a simulation puts in the place of the network and of chance. `incarnation` None: a fresh one."""
+    """What a simulation puts in the place of the network and of chance. `me` None: a fresh one."""
 
     node: Callable[..., SessionNode] = SessionNode
-    incarnation: Incarnation | None = None
+    me: LeaderId | None = None
     uniform: Uniform = random.uniform
     randbelow: RandBelow = random.randrange
     new_room: Callable[[], int] = new_room
@@ -64,7 +64,7 @@ class Fleet:
             served_model=settings.served_model,
             changed=self._membership_changed,
             tls=tls,
-            incarnation=runtime.incarnation,
+            me=runtime.me,
             make_node=runtime.node,
             uniform=runtime.uniform,
         )

@@ -17,7 +17,7 @@ from segue.core.control import ControlMessage, Load, Outputs
 from segue.core.errors import PeerRefused, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Ticket
-from segue.core.types import Incarnation, LeaderId, Role, new_incarnation
+from segue.core.types import LeaderId, Role, new_incarnation
 from segue.fleet.replica import OutputSink, Replica
 from segue.handoff.ticket import sign
 from segue.observe.metrics import Metrics
@@ -57,7 +57,7 @@ class Membership:
         served_model: str,
         changed: Callable[[], None],
         tls: Tls | None = None,
-        incarnation: Incarnation | None = None,
+        me: LeaderId | None = None,
         make_node: Callable[..., SessionNode] = SessionNode,
         uniform: Uniform = random.uniform,
     ) -> None:
@@ -72,7 +72,7 @@ class Membership:
         self._dialers: dict[LeaderId, Dialer] = {}
         self._watch: asyncio.Task[None] | None = None
         self._node = make_node(
-            me=LeaderId(incarnation or new_incarnation()),
+            me=me or LeaderId(new_incarnation()),
             role=Role.FRONTEND,
             secret=secret,
             handlers=dict.fromkeys(SERVING, self),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from segue.balance.base import Candidate
 from segue.core.errors import ErrorCode, ErrorInfo
-from segue.core.request import Usage
-from segue.core.types import LeaderId, Role
+from segue.core.request import Request, Usage
+from segue.core.types import Role
 from segue.sim.engine import answer, logprob_of, reference
 from segue.sim.node import VOCAB
 from segue.sim.world import Violation
 
 if TYPE_CHECKING:
+    from segue.sim.clients import Asked
     from segue.sim.deployment import Deployment
-    from segue.sim.front import Call
+    from segue.sim.front import FrontNode
 
 #: Placements of one request, whatever happens to it (stated here anew, not taken from production).
 MAX_ATTEMPTS = 4
@@ -44,73 +44,106 @@ class AnswerChecks:
         if wrong:
             raise Violation("12", f"{error.code} without a cause: {wrong}: {error}", rooms)
 
-    def tokens(self, call: Call) -> None:
+    def tokens(self, asked: Asked) -> None:
         """24, as soon as it can be seen; 23 with the first token."""
-        wanted = call.wanted
-        if call.room in self.spoiled:
-            raise Violation("7", f"{wanted.name} got {call.tokens} from spoiled metadata", (call.room,))
-        expected = reference(wanted.prompt, wanted.sampling, VOCAB, len(call.tokens))
-        if call.tokens != expected:
-            raise Violation("24", f"{wanted.name} got {call.tokens}, not {expected}", tuple(call.rooms))
-        self.usage(call, call.usage)
+        wanted = asked.wanted
+        if asked.room in self.spoiled:
+            raise Violation("7", f"{wanted.name} got {asked.tokens} from spoiled metadata", (asked.room,))
+        expected = reference(wanted.prompt, wanted.sampling, VOCAB, len(asked.tokens))
+        if asked.tokens != expected:
+            raise Violation("24", f"{wanted.name} got {asked.tokens}, not {expected}", tuple(asked.rooms))
+        self.usage(asked, asked.usage)
 
-    def usage(self, call: Call, usage: Usage | None) -> None:
+    def usage(self, asked: Asked, usage: Usage | None) -> None:
         """23, of what a client is told and of what each attempt's worker says."""
-        wanted = call.wanted
+        wanted = asked.wanted
         if usage is not None and (
             usage.prompt_tokens != usage.decode_cached + usage.prefill_cached + usage.computed
             or usage.prompt_tokens != len(wanted.prompt)
             or min(usage.decode_cached, usage.prefill_cached, usage.computed) < 0
         ):
-            raise Violation("23", f"{wanted.name}: {usage}", tuple(call.rooms))
+            raise Violation("23", f"{wanted.name}: {usage}", tuple(asked.rooms))
 
-    def placed(
-        self, call: Call, route: tuple[LeaderId, LeaderId], there: dict[Role, list[Candidate]]
-    ) -> None:
-        """24 for what is asked of an attempt; and that it is asked of somebody who may be there."""
-        wanted, asked, rooms = call.wanted, call.request, tuple(call.rooms)
+    def placed(self, asked: Asked, request: Request) -> None:
+        """24 for what is asked of an attempt. And a pair is a transaction: nothing of the attempt before is
+        left running that nobody has told to end."""
+        wanted, rooms = asked.wanted, tuple(asked.rooms)
         if len(rooms) >= MAX_ATTEMPTS:
             raise Violation("24", f"{wanted.name} is placed for the {len(rooms) + 1}th time", rooms)
-        if (asked.prompt, asked.output) != (wanted.prompt, call.tokens):
-            raise Violation("24", f"{wanted.name} goes on after {asked.output}, not {call.tokens}", rooms)
-        for leader in set(route) & call.dead:
-            role = next(r for r, found in there.items() if any(c.leader == leader for c in found))
-            # Others that are said to be gone are no better choice.
-            worse = call.dead | call.attempts.lost
-            if any(c.leader not in worse for c in there[role]):
-                raise Violation("24", f"{wanted.name} is asked of {leader} again, which it lost", rooms)
+        if (request.prompt, request.output) != (wanted.prompt, asked.tokens):
+            raise Violation("24", f"{wanted.name} goes on after {request.output}, not {asked.tokens}", rooms)
+        self._halves(asked)
 
-    def error(self, call: Call, error: ErrorInfo, role: Role) -> None:
+    def _halves(self, asked: Asked) -> None:
+        if asked.attempts and asked.attempts[-1].live:
+            left = ", ".join(f"{role} {leader}" for leader, role in asked.attempts[-1].live.items())
+            raise Violation("pair", f"{asked.wanted.name} still runs at {left}", tuple(asked.rooms))
+
+    def refused(self, front: FrontNode, asked: Asked, error: ErrorInfo) -> None:
+        """25, of a client's one error: it is that of its last attempt, or its frontend's own and true."""
+        rooms, now = tuple(asked.rooms), self.deployment.world.now
+        own = error.origin == "frontend"
+        if own and error.code is ErrorCode.DEADLINE_EXCEEDED:
+            wrong = "before its deadline" if now < asked.deadline - 1e-6 else ""
+        elif own and error.code in (ErrorCode.STARTING, ErrorCode.BOOTSTRAP_UNREACHABLE):
+            wrong = "though somebody could serve" if front.sessions.pairs() else ""
+        else:
+            wrong = "" if asked.failure and asked.failure.code is error.code else f"not {asked.failure}"
+        if wrong:
+            raise Violation("25", f"{asked.wanted.name} is told {error}, {wrong}", rooms)
+
+    def ended_at(self, front: FrontNode, asked: Asked) -> None:
+        """15, of a request; and when it has ended, nothing of it is left running."""
+        now = self.deployment.world.now
+        if now > asked.deadline + 0.3 and not front.was_paused:
+            raise Violation("15", f"{asked.wanted.name} outlived its deadline", tuple(asked.rooms))
+        self._halves(asked)
+
+    def waiting(self, front: FrontNode) -> None:
+        """17, of requests: none waits while somebody could serve it who is not said to be gone. Something may
+        be about to place it, so it must have been so at the last look too."""
+        pairs = front.sessions.pairs()
+        for asked in front.asked.values():
+            idle = not asked.attempts or not asked.attempts[-1].live
+            worse = asked.dead | asked.suspect
+            if not idle or not any(p.leader not in worse and d.leader not in worse for p, d in pairs):
+                asked.idle_at = -1
+            elif asked.idle_at == len(asked.attempts):
+                raise Violation("17", f"{asked.wanted.name} waits for nothing", tuple(asked.rooms))
+            else:
+                asked.idle_at = len(asked.attempts)
+
+    def error(self, asked: Asked, error: ErrorInfo, role: Role) -> None:
         """An error that came from a leader; 19: nothing between the leaders fails what decode has."""
-        rooms = tuple(call.rooms)
+        rooms = tuple(asked.rooms)
         if not error.origin or (not error.phase and error.code not in _AT_THE_DOOR):
-            raise Violation("25", f"{call.wanted.name}: no origin or phase in {error}", rooms)
-        if call.wanted.bad:
+            raise Violation("25", f"{asked.wanted.name}: no origin or phase in {error}", rooms)
+        if asked.wanted.bad:
             return
-        self._explained(error, (call.room,))
-        if role is Role.DECODE and call.begun and error.code not in _AFTER_COMMIT:
-            raise Violation("19", f"{call.wanted.name} failed after its first token: {error}", rooms)
+        self._explained(error, (asked.room,))
+        if role is Role.DECODE and asked.begun and error.code not in _AFTER_COMMIT:
+            raise Violation("19", f"{asked.wanted.name} failed after its first token: {error}", rooms)
 
-    def left(self, call: Call, error: ErrorInfo) -> None:
+    def left(self, asked: Asked, error: ErrorInfo) -> None:
         """A session ended under a request."""
-        self._explained(error, (call.room,))
+        self._explained(error, (asked.room,))
 
-    def ended(self, call: Call) -> None:
+    def ended(self, asked: Asked) -> None:
         """A request has its one end."""
-        self.deployment.counts[call.outcome] += 1
-        if call.outcome == "done":
-            wanted = call.wanted
-            count = len(call.tokens)
+        self.deployment.counts[asked.outcome] += 1
+        if asked.outcome == "done":
+            wanted = asked.wanted
+            count = len(asked.tokens)
             # A generation may also end where the context or the pool of its instance does.
             ends = {min(512, n.pages * n.page_tokens) for n in self.deployment.scenario.nodes}
             due = len(answer(wanted.prompt, wanted.sampling, VOCAB, self.deployment.eos))
             if count != due and (count > due or len(wanted.prompt) + count not in ends):
                 raise Violation(
-                    "24", f"{wanted.name} ended after {count} tokens, not {due}", tuple(call.rooms)
+                    "24", f"{wanted.name} ended after {count} tokens, not {due}", tuple(asked.rooms)
                 )
-            asked = wanted.sampling.prompt_logprobs is not None
-            expected = [logprob_of(wanted.prompt, at) for at in range(len(wanted.prompt))] if asked else []
-            if call.prompt_logprobs != expected:
+            prompted = wanted.sampling.prompt_logprobs is not None
+            expected = [logprob_of(wanted.prompt, at) for at in range(len(wanted.prompt))] if prompted else []
+            if asked.prompt_logprobs != expected:
                 raise Violation(
-                    "24", f"{wanted.name}: wrong log-probabilities of its prompt", tuple(call.rooms)
+                    "24", f"{wanted.name}: wrong log-probabilities of its prompt", tuple(asked.rooms)
                 )

@@ -17,8 +17,8 @@ from segue.core.types import LeaderId
 from segue.sim.world import Process
 
 if TYPE_CHECKING:
+    from segue.sim.clients import Asked
     from segue.sim.deployment import Deployment
-    from segue.sim.front import Call
     from segue.sim.leader import LeaderNode, NodeSpec
 
 _UNREACHED = {ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT}
@@ -120,7 +120,7 @@ class Cause:
 class Route:
     """Who serves an attempt, and the nearest deadline that any of them was given."""
 
-    call: Call
+    asked: Asked
     who: set[LeaderId]
     placed_at: float
     deadline: float
@@ -148,11 +148,11 @@ class Causes:
         until = inf if for_ever else now + seconds + self._deployment.checks.bound_s
         self._found.append(Cause(kind, frozenset(p.me for p in who), now, until))  # type: ignore[attr-defined]
 
-    def placed(self, room: int, call: Call, who: set[LeaderId]) -> None:
+    def placed(self, room: int, asked: Asked, who: set[LeaderId]) -> None:
         """An attempt begins."""
         route = self._routes.get(room)
         if route is None:
-            self._routes[room] = Route(call, who, self._world.now, call.deadline)
+            self._routes[room] = Route(asked, who, self._world.now, asked.deadline)
         else:  # a repeated ticket
             route.who |= who
 
@@ -185,7 +185,7 @@ class Causes:
             return "an internal error that nobody injected"
         if route is None:
             return "nobody has placed it"
-        wrong = "" if route.call.wanted.bad else self._why(error, rooms[-1], route)
+        wrong = "" if route.asked.wanted.bad else self._why(error, rooms[-1], route)
         route.chained = route.chained or not wrong
         return wrong
 
@@ -245,7 +245,7 @@ class Causes:
 
     def _too_long(self, route: Route) -> bool:
         room_tokens = min(spec.pages * spec.page_tokens for spec in self._specs(route))
-        return len(route.call.wanted.prompt) + 1 > room_tokens
+        return len(route.asked.wanted.prompt) + 1 > room_tokens
 
     def _full(self, error: ErrorInfo, route: Route) -> bool:
         scenario = self._deployment.scenario

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 from segue.core.limits import Limits
 from segue.core.types import LeaderId, Role
+from segue.observe.metrics import Metrics
 from segue.sim.addresses import Addresses
 from segue.sim.causes import CODES, Causes
+from segue.sim.clients import Asked, Wanted
 from segue.sim.datapath import DataPath, TcpPath
-from segue.sim.front import Call, FrontNode, Wanted
+from segue.sim.front import FrontNode
 from segue.sim.invariants import Checks
 from segue.sim.leader import EOS
 from segue.sim.network import Network
@@ -49,8 +51,9 @@ class Deployment:
         self.counts: Counter[str] = Counter()
         #: faults that took place, by kind
         self.struck: Counter[str] = Counter()
-        self.calls: dict[str, Call] = {}
-        self.rooms: dict[int, Call] = {}
+        self.metrics = Metrics()
+        self.asked: dict[str, Asked] = {}
+        self.rooms: dict[int, Asked] = {}
         self.healed_at = 0.0
         self.calm = not scenario.features - {"client abort", "bad request", "skew", "leg delay"}
         self.causes = Causes(self)
@@ -135,7 +138,11 @@ class Deployment:
         heap, step = world.heap, world.step
         while heap and heap[0][0] <= end:
             step()
-            if quiet and not world.events % 64 and not any(not c.outcome for c in self.calls.values()):
+            if (
+                quiet
+                and not world.events % 64
+                and not any(not asked.outcome for asked in self.asked.values())
+            ):
                 return
         world.now = max(world.now, end) if not quiet else world.now
 
@@ -153,6 +160,7 @@ class Deployment:
     def front_limits(self) -> Limits:
         """The bounds of a frontend's sessions."""
         return Limits(
+            connect_s=self.timing.connect_s,
             keepalive_s=self.timing.keepalive_s,
             peer_silence_s=self.timing.silence_s,
             max_session_backlog_bytes=self.scenario.backlog_bytes,

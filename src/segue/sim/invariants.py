@@ -420,6 +420,9 @@ class Checks(AnswerChecks, RequestChecks):
             if not leader.paused and not leader.busy and any(leader.scheduler.sizes().values()):
                 self.node(leader)
                 self._stands(leader)
+        for front in self.deployment.fronts.values():
+            if front.alive and not front.paused and front.resumed_at < now - 1.0:
+                self.waiting(front)
         lives = self.deployment.by_leader
         for (me, transfer), half in list(self.open.items()):
             node = half.node
@@ -459,13 +462,17 @@ class Checks(AnswerChecks, RequestChecks):
 
     def at_rest(self) -> None:
         """15, 21: everything has ended and everything is back."""
-        for name, call in self.deployment.calls.items():
-            if not call.outcome:
-                raise Violation("15", f"{name} never ended", tuple(call.rooms))
-            if self.deployment.calm and not call.wanted.bad and call.outcome not in ("done", "aborted"):
-                raise Violation(
-                    "12", f"{name} {call.outcome} though nothing went wrong: {call.error}", tuple(call.rooms)
-                )
+        calm = self.deployment.calm
+        for name, asked in self.deployment.asked.items():
+            rooms = tuple(asked.rooms)
+            if not asked.outcome:
+                raise Violation("15", f"{name} never ended", rooms)
+            if calm and not asked.wanted.bad and asked.outcome not in ("done", "aborted"):
+                text = f"{name} {asked.outcome} though nothing went wrong: {asked.error}"
+                raise Violation("12", text, rooms)
+        for front in self.deployment.fronts.values():
+            if front.alive and any(front.fleet.sizes().values()):
+                raise Violation("21", f"{front.name} at rest still has {front.fleet.sizes()}")
         for node in self.deployment.leaders():
             self._at_rest(node)
         if self.reads:

@@ -146,7 +146,7 @@ class RegistryNode(Process):
 
 
 class Member:
-    """What one process does with the registry, as `serve.instance` and `frontend.replicas` do it."""
+    """What one process does with the registry: one as in `serve.instance`, a frontend by its fleet."""
 
     def __init__(self, deployment: Deployment, process: LeaderNode | FrontNode) -> None:
         self.deployment = deployment
@@ -154,7 +154,7 @@ class Member:
         self.joined_at: float | None = None
         self.left = False
         self._tasks: list[asyncio.Task[None]] = []
-        self.view: dict[LeaderId, InstanceRecord] = {}
+        self._view: dict[LeaderId, InstanceRecord] = {}
         self.client = RegistryClient(
             URL,
             secret=deployment.secret,
@@ -163,8 +163,15 @@ class Member:
             transport=SimHttp(process.loop),
             clock=SkewedClock(deployment.world, 0.0, 1.0),
         )
-        first = self._follow if isinstance(process, FrontNode) else self._join
-        self._spawn(first())
+        if isinstance(process, FrontNode):
+            process.begin(self.client)
+        else:
+            self._spawn(self._join())
+
+    @property
+    def view(self) -> dict[LeaderId, InstanceRecord]:
+        """What the process believes that the registry lists."""
+        return self.process.view if isinstance(self.process, FrontNode) else self._view
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(self.process.loop.enter(self.process.loop.create_task, work))
@@ -227,18 +234,11 @@ class Member:
 
     # ---- whoever looks for others -----------------------------------------------------------------
 
-    async def _follow(self, role: Role | None = None) -> None:
-        while not self.left:
-            try:
-                async for records in self.client.watch(role):
-                    self.view = {leader: record for record in records for leader, _ in record.leaders()}
-                    self.process.instances_changed(self.view)
-                return
-            except SegueError as error:
-                if isinstance(self.process, LeaderNode):
-                    raise
-                self._trouble(error)
-            await self._pause(self.deployment.timing.retry_s)
+    async def _follow(self, role: Role) -> None:
+        assert isinstance(self.process, LeaderNode)
+        async for records in self.client.watch(role):
+            self._view = {leader: record for record in records for leader, _ in record.leaders()}
+            self.process.instances_changed(self._view)
 
 
 class Registry:

@@ -130,9 +130,9 @@ def tell(deployment: Deployment, rooms: tuple[int, ...], limit: int = 200) -> li
     # All rooms of the request: an earlier attempt is part of the story.
     wanted = set(rooms)
     for room in rooms:
-        call = deployment.rooms.get(room)
-        if call is not None:
-            wanted.update(call.rooms)
+        asked = deployment.rooms.get(room)
+        if asked is not None:
+            wanted.update(asked.rooms)
     lines: list[str] = []
     for time, who, what in deployment.world.trace:
         if isinstance(what, events.Tick) or not _concerns(what, wanted):

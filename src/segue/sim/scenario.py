@@ -11,8 +11,8 @@ from msgspec import structs
 from segue.balance.policies import POLICY_NAMES
 from segue.core.request import SamplingParams
 from segue.core.types import ChecksumMode, Role
+from segue.sim.clients import Wanted
 from segue.sim.engine import reference
-from segue.sim.front import Wanted
 from segue.sim.node import VOCAB, NodeSpec
 from segue.sim.timing import Timing
 from segue.sim.vocabulary import AT_THE_DOORS, BAD, DATA, FAULTS, FEATURES, LATER, NEWEST, ODD, RARE, UNMET
@@ -51,6 +51,9 @@ class Scenario:
     forgetful: bool = False
     max_queue: int = 64
     max_early: int = 64
+    #: how often in a row a frontend places requests again, and how long one waits for somebody to serve it
+    retry_budget: float = 10.0
+    no_replica_wait_s: float = 2.0
     #: how much may wait in a session for a peer that does not read
     backlog_bytes: int = 2**26
 
@@ -126,6 +129,9 @@ def make_scenario(seed: int) -> Scenario:
     scenario.features |= frozenset(f for f in DATA if data.random() < share)
     of_data = [f for f in DATA if f in scenario.features]
     scenario.faults += _faults(data, scenario, of_data, len(scenario.faults))
+    fleet = random.Random(f"segue fleet {seed}")
+    scenario.retry_budget = fleet.choice((10.0, 1e6, 1e6))
+    scenario.no_replica_wait_s = fleet.choice((2.0, 20.0, 20.0))
     rare = random.Random(f"segue rare {seed}")
     scenario.features |= frozenset(f for f in RARE if rare.random() < share)
     found = [f for f in RARE if f in scenario.features]
@@ -148,7 +154,6 @@ def _tighten(rng: random.Random, scenario: Scenario) -> None:
             wanted.prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, room - 2))]
             longest = room - len(wanted.prompt)
             wanted.sampling = structs.replace(wanted.sampling, max_tokens=rng.randint(1, longest))
-            wanted.unified = rng.random() < 0.5
             wanted.bad = ""
 
 
@@ -180,7 +185,7 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
     counts = (
         (Role.PREFILL, rng.choice((1, 1, 2, 3))),
         (Role.DECODE, rng.choice((1, 1, 2, 3))),
-        (Role.UNIFIED, rng.choice((0, 0, 0, 1))),
+        (Role.UNIFIED, rng.choice((0, 0, 0, 0, 0, 0, 0, 1))),
     )
     same_page = rng.choice((2, 4, 4, 8))
     mixed = rng.random() < 0.3
@@ -266,7 +271,6 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
                 front=rng.randrange(scenario.fronts),
                 abort_after_s=rng.expovariate(50) if abort else None,
                 leg_delay_s=delays,
-                unified=rng.random() < 0.3,
                 bad=bad,
             )
         )

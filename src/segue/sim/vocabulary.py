@@ -116,7 +116,7 @@ BAD = (
 )
 
 #: In what an instance differs from the others.
-ODD = ("", "", "model", "model", "layers", "model and layers")
+ODD = ("", "", "model", "layers", "layers", "model and layers")
 
 #: Where a fault can strike: right after the next one of these.
 TRIGGERS = (

@@ -1,7 +1,7 @@
 """What the copying threads of `shm` decide: which slice is next, what ends with one, who may be answered.
 
-No thread, lock or system call is in here (but the clock that says how long a write took): `Copier` calls
-it under its lock, and a test or a simulator in any order it likes. A job is *held* while a thread is inside
+No thread, lock or system call is in here: `Copier` calls it under its lock, and a test or a simulator in any
+order it likes. A job is *held* while a thread is inside
 a slice of it, and from its end on until that was told. Whoever must know that nothing of a job is written
 any more (a fence, the end of a path) waits until it is not held.
 """
@@ -9,7 +9,6 @@ any more (a fence, the end of a path) waits until it is not held.
 from __future__ import annotations
 
 import mmap
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ Then = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class CopyJob:
-    """One write. `allowed` says whether the receiver still grants its epoch."""
+    """One write. `allowed` says whether the receiver still grants its epoch, `clock` how long it took."""
 
     peer: RankId
     epoch: int
@@ -36,17 +35,20 @@ class CopyJob:
     source: HostBytes
     target: mmap.mmap
     allowed: Callable[[], bool]
-    posted: float = field(default_factory=time.perf_counter)
+    clock: Callable[[], float]
+    posted: float = field(init=False)
     error: SegueError | None = None
     refused: bool = False
     active: int = 0  # threads that copy a slice of it right now
+
+    def __post_init__(self) -> None:
+        self.posted = self.clock()
 
     def event(self) -> TransportEvent:
         """The one event that ends it."""
         if self.error is not None:
             return WriteFailed(self.peer, self.epoch, self.tag, self.error, self.refused)
-        seconds = time.perf_counter() - self.posted
-        return Written(self.peer, self.epoch, self.tag, self.nbytes, seconds)
+        return Written(self.peer, self.epoch, self.tag, self.nbytes, self.clock() - self.posted)
 
 
 @dataclass(slots=True, eq=False)

@@ -200,7 +200,8 @@ class ShmTransport(Transport):
                 pool = path.mapped.pool
                 nbytes = ranges.check(blocks, memory.nbytes, len(pool))
                 allowed = path.allowing(epoch)
-                job = CopyJob(peer, epoch, tag, blocks, nbytes, memory.buffer, pool, allowed)
+                clock = self._loop.time
+                job = CopyJob(peer, epoch, tag, blocks, nbytes, memory.buffer, pool, allowed, clock)
                 if self._copier.submit(job):
                     return
                 raise OutOfCapacity("too many writes are waiting in the shm transport")
