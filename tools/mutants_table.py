@@ -30,6 +30,7 @@ CONTENT = "layout/content.py"
 TOMBSTONES = "handoff/tombstones.py"
 INBOX, KEEPALIVE = "session/inbox.py", "session/keepalive.py"
 NODE = "session/node.py"
+CALL, ROUTER, REPLICA = "fleet/call.py", "fleet/router.py", "fleet/replica.py"
 MANAGER, CONNECTION, LEADER = "conn/manager.py", "session/connection.py", "serve/leader.py"
 
 MUTANTS = (
@@ -608,6 +609,41 @@ MUTANTS = (
         "        for tier in (self.avoid, self.lost):",
         "        for tier in (self._pair_failures,):",
         "a session that came back makes its instance look as good as any",
+    ),
+    Mutant(
+        "a pair is retried before its first half was ended",
+        CALL,
+        "        self.end(error.info)\n        self._call.attempt_failed",
+        "        self._leave(*self.route.replicas)\n        self._call.attempt_failed",
+        "the half that did not fail runs on until its deadline",
+    ),
+    Mutant(
+        "only decode is told to end",
+        CALL,
+        "        for replica in self._live:\n            if replica.session is not None:",
+        "        for replica in self._live:\n            if replica.session is not None and replica is self.route.decode:",
+        "prefill goes on computing for nobody",
+    ),
+    Mutant(
+        "only prefill is told to end",
+        CALL,
+        "        for replica in self._live:\n            if replica.session is not None:",
+        "        for replica in self._live:\n            if replica.session is not None and replica is self.route.prefill:",
+        "decode goes on waiting, or generating, for nobody",
+    ),
+    Mutant(
+        "pairs that refused one another are forgotten",
+        ROUTER,
+        "        self._refused.add(route.pair)\n",
+        "",
+        "each request tries the pair that cannot work anew",
+    ),
+    Mutant(
+        "a draining replica is asked",
+        REPLICA,
+        "return self.session is not None and self.listed and not draining",
+        "return self.session is not None and self.listed",
+        "it refuses what is new, and the request pays for it",
     ),
     Mutant(
         "tokens of the attempt before are not counted",

@@ -49,6 +49,10 @@ class FrontSession:
         """As production."""
         return self.session.closing
 
+    async def ended(self) -> None:
+        """As production."""
+        await self.session.ended()
+
     @property
     def leader(self) -> LeaderId:
         """Whom it is with."""
