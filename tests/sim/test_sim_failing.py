@@ -8,8 +8,7 @@ import shlex
 import pytest
 
 from segue.cli import sim
-from segue.handoff.events import Effect
-from segue.handoff.receiver import ReceiverMachine
+from segue.handoff.tally import Fences
 from segue.sim.run import load
 
 #: A seed in which the sabotage below does harm.
@@ -20,12 +19,12 @@ SEED = 23
 def sabotaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Production takes the answer to a fence for a proof, whatever it says (one of `make mutants`)."""
 
-    normal = ReceiverMachine.fence_done
+    normal = Fences.answer
 
-    def fence_done(self: ReceiverMachine, proven: bool, now: float, out: list[Effect]) -> bool:
-        return normal(self, True, now, out)
+    def answer(self: Fences, rank: int, proven: bool) -> bool:
+        return normal(self, rank, True)
 
-    monkeypatch.setattr(ReceiverMachine, "fence_done", fence_done)
+    monkeypatch.setattr(Fences, "answer", answer)
     monkeypatch.setattr(sim, "SHRINK_RUNS", 60)
 
 

@@ -310,11 +310,11 @@ class Registry:
                 self.stop(fault.seconds, silently=True)
             case "close":
                 self.close(fault.seconds)
+            case _ if node is None:
+                pass
             case "impostor":
                 self.stop(fault.seconds)
                 self._pretend(fault)
-            case _ if node is None:
-                pass
             case "pause":
                 if not node.paused:
                     node.pause()
