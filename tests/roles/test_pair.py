@@ -207,6 +207,26 @@ def test_what_a_forward_left_out_is_not_sent() -> None:
     pair.assert_at_rest()
 
 
+@pytest.mark.parametrize("chunk", range(4))
+def test_an_error_in_any_chunk_of_a_prompt_ends_it_on_both_sides_and_its_chunk_is_not_sent(
+    chunk: int,
+) -> None:
+    """Not in the last one alone: the KV of the chunk is not there."""
+    pair = Pair()
+    watched = Watched(pair)
+    pair.submit("r", list(range(64)), 3)
+    while len(watched.posted) < 4 and not pair.errors("r"):
+        watched.left_out = 1 if len(watched.posted) == chunk else 0
+        pair.pump()
+        pair.decode.turn()
+        pair.prefill.turn()
+    watched.left_out = 0
+    pair.run()
+    assert watched.posted == [*[(0, 1)] * chunk, (0, 0)]
+    assert pair.errors("r") == ["INTERNAL", "INTERNAL"]
+    pair.assert_at_rest()
+
+
 @pytest.mark.parametrize("fails", ["the sequence", "the step"])
 def test_a_forward_that_fails_after_its_kv_has_left_ends_both_sides(fails: str) -> None:
     pair = Pair()

@@ -197,18 +197,21 @@ def test_another_seed_or_another_output_is_another_request() -> None:
     pair.assert_at_rest()
 
 
-def test_evicted_pages_are_computed_again() -> None:
-    pair, prompt = Pair(prefill_pages=12), list(range(18))
+@pytest.mark.parametrize("evicted", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [16, 18], ids=["whole pages", "and a tail"])
+def test_evicted_pages_are_computed_again(tokens: int, evicted: int) -> None:
+    pair, prompt = Pair(prefill_pages=12), list(range(tokens))
     pair.lose = hold(Metadata)
     ask(pair, "first", prompt)
-    until_computed(pair, 18)
+    until_computed(pair, tokens)
     decode_dies(pair)
-    assert pair.prefill.scheduler.cache.tree.evict(2) == 2
+    assert pair.prefill.scheduler.cache.tree.evict(evicted) == evicted
     before = pair.prefill.engine.computed_tokens
     wanted = ask(pair, "again", prompt, attempt=1)
     pair.run()
     assert pair.tokens("again") == wanted
-    assert pair.prefill.engine.computed_tokens - before == 18 - 8
+    still_there = min(4 - evicted, (tokens - 1) // 4)
+    assert pair.prefill.engine.computed_tokens - before == tokens - 4 * still_there
     pair.assert_at_rest()
 
 

@@ -13,7 +13,7 @@ from segue.core.errors import AbortedByClient, ErrorCode
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import FinishReason, Incarnation, LeaderId
-from segue.engine.base import run_step
+from segue.engine.base import SequenceResult, run_step
 from segue.engine.pages import PagePool
 from segue.roles.config import SchedulerConfig
 from segue.roles.unified import UnifiedScheduler
@@ -139,6 +139,20 @@ def test_an_engine_that_breaks_on_the_end_of_a_request_ends_nothing_else() -> No
     scheduler.advance(5.0)
     assert tokens(run(scheduler, 5.0)["good"]) == reference([1, 2, 3], sampling, VOCAB, 9)
     assert [what.split()[0] for what, _ in scheduler.bugs] == ["close", "close"]
+    assert not any(scheduler.sizes().values())
+    scheduler.check_integrity()
+
+
+def test_an_error_in_a_chunk_that_is_not_the_last_ends_its_request_alone() -> None:
+    scheduler = make()
+    submit(scheduler, "bad", list(range(40)), 3)
+    sampling = submit(scheduler, "good", [1, 2, 3], 3)
+    [first] = scheduler.plan(1.0)
+    assert not first.sample
+    scheduler.complete([SequenceResult(first.seq_id, error="not computed")], 1.0)
+    outputs = run(scheduler)
+    assert [o.error.code for o in outputs["bad"] if o.error] == [ErrorCode.INTERNAL]
+    assert tokens(outputs["good"]) == reference([1, 2, 3], sampling, VOCAB, 3)
     assert not any(scheduler.sizes().values())
     scheduler.check_integrity()
 
