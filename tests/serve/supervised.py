@@ -12,7 +12,7 @@ from pathlib import Path
 from segue.core.config import FrontendConfig, Host, InstanceConfig, ServeConfig
 from segue.core.types import Role
 from segue.serve.children import Console
-from segue.serve.supervisor import Outcome, Supervisor
+from segue.serve.supervisor import ServeResult, Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 
@@ -50,7 +50,7 @@ def make(
     return supervisor
 
 
-async def run(supervisor_of: Callable[[], Supervisor]) -> Outcome:
+async def run(supervisor_of: Callable[[], Supervisor]) -> ServeResult:
     return await supervisor_of().run()
 
 

@@ -20,7 +20,7 @@ from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, Limi
 from segue.core.errors import ConfigError
 from segue.core.settings import argv
 from segue.core.types import Role
-from segue.serve.supervisor import Outcome, Supervisor, _secret_fd, check_port
+from segue.serve.supervisor import ServeResult, Supervisor, _secret_fd, check_port
 
 FAST = LimitsConfig(drain_s=0.1)
 Announce = Callable[[Supervisor, str], None]
@@ -30,7 +30,7 @@ def stop_at_once(supervisor: Supervisor, url: str) -> None:
     supervisor.stop()
 
 
-def run(journal: Path, announce: Announce = stop_at_once, **settings: Any) -> Outcome:
+def run(journal: Path, announce: Announce = stop_at_once, **settings: Any) -> ServeResult:
     made: list[Supervisor] = []
 
     def make() -> Supervisor:
@@ -56,7 +56,7 @@ def test_drain_takes_the_door_first_and_leaves_nobody(tmp_path: Path) -> None:
         urls.append(url)
         supervisor.stop()
 
-    assert run(tmp_path / "j", announce, prefill=2) == Outcome(0)
+    assert run(tmp_path / "j", announce, prefill=2) == ServeResult(0)
     assert urls == ["http://127.0.0.1:1"]
     left = events(tmp_path / "j", "left")
     assert left[0] == "frontend"
@@ -67,7 +67,7 @@ def test_drain_takes_the_door_first_and_leaves_nobody(tmp_path: Path) -> None:
 
 
 def test_unified_is_one_instance(tmp_path: Path) -> None:
-    assert run(tmp_path / "j", unified=True) == Outcome(0)
+    assert run(tmp_path / "j", unified=True) == ServeResult(0)
     assert sorted(events(tmp_path / "j", "left")) == ["frontend", "unified-0"]
 
 
@@ -88,34 +88,34 @@ def test_children_get_their_share_of_threads_and_no_variables_of_ours(
 def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> None:
     supervisor: Supervisor | None = None
 
-    async def plans() -> list[Any]:
+    async def child_specs() -> list[Any]:
         nonlocal supervisor
         supervisor = supervised.make(tmp_path / "j", stop_at_once)
         seen: list[InstanceConfig | FrontendConfig] = []
         supervisor._command = lambda role, config: seen.append(config) or ["x"]
-        planned = supervisor.plans("http://127.0.0.1:9", 77, 78)
+        planned = supervisor.child_specs("http://127.0.0.1:9", 77, 78)
         return [*zip(planned, seen, strict=True)]
 
-    for plan, config in asyncio.run(plans()):
-        assert plan.pass_fds == ((77, 78) if plan.role is Role.FRONTEND else (77,))
+    for spec, config in asyncio.run(child_specs()):
+        assert spec.pass_fds == ((77, 78) if spec.role is Role.FRONTEND else (77,))
         assert config.secret_file == "/proc/self/fd/77"
         assert config.secret == b""
 
 
 def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Path) -> None:
-    async def plans() -> list[Any]:
+    async def child_specs() -> list[Any]:
         access = AccessConfig(api_key="hunter2-of-the-tests")
         supervisor = supervised.make(
             tmp_path / "j", stop_at_once, keys=["hunter2-of-the-tests"], access=access
         )
         supervisor._command = lambda role, config: argv(config)
-        return supervisor.plans("http://127.0.0.1:9", 77, 78)
+        return supervisor.child_specs("http://127.0.0.1:9", 77, 78)
 
-    for plan in asyncio.run(plans()):
-        frontend = plan.role is Role.FRONTEND
-        assert ("--api-key-file=/proc/self/fd/78" in plan.argv) is frontend
-        assert "hunter2" not in repr(plan.argv)
-        assert "hunter2" not in repr(plan.environ)
+    for spec in asyncio.run(child_specs()):
+        frontend = spec.role is Role.FRONTEND
+        assert ("--api-key-file=/proc/self/fd/78" in spec.argv) is frontend
+        assert "hunter2" not in repr(spec.argv)
+        assert "hunter2" not in repr(spec.environ)
 
 
 def test_an_anonymous_file_is_read_by_its_owner_and_changed_by_nobody() -> None:
@@ -141,12 +141,12 @@ def test_a_child_that_cannot_start_ends_everything_with_its_reason(
         raise AssertionError("announced without decode")
 
     outcome = run(tmp_path / "j", never, behaviours={"decode-0": behaviour})
-    assert outcome == Outcome(status, reason)
+    assert outcome == ServeResult(status, reason)
 
 
 def test_a_child_that_never_reports_is_named_after_the_deadline(tmp_path: Path) -> None:
     outcome = run(tmp_path / "j", behaviours={"frontend": "silent"}, startup_s=1.5)
-    assert outcome == Outcome(1, "frontend did not start within 1.5 s")
+    assert outcome == ServeResult(1, "frontend did not start within 1.5 s")
 
 
 def test_a_death_is_loud_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +156,7 @@ def test_a_death_is_loud_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.Log
         # The service is told to stop only once the death has been seen: so it did go on.
         victim.exited.add_done_callback(lambda _: asyncio.get_running_loop().call_soon(supervisor.stop))
 
-    assert run(tmp_path / "j", announce, prefill=2, behaviours={"prefill-1": "late-crash"}) == Outcome(0)
+    assert run(tmp_path / "j", announce, prefill=2, behaviours={"prefill-1": "late-crash"}) == ServeResult(0)
     assert "child=prefill-1 how='exit status 7'" in caplog.text
     assert "line='out of luck'" in caplog.text
 
@@ -170,7 +170,7 @@ def test_without_a_pair_the_service_ends_with_status_1(
 
     outcome = run(tmp_path / "j", announce)
     role = victim.removesuffix("-0")
-    assert outcome == Outcome(1, f"nothing can serve any more: no {role} is left")
+    assert outcome == ServeResult(1, f"nothing can serve any more: no {role} is left")
     assert f"child={victim} how='signal 9 (SIGKILL)'" in caplog.text
     assert sorted(events(tmp_path / "j", "left")) == sorted({"prefill-0", "decode-0", "frontend"} - {victim})
 
@@ -206,7 +206,7 @@ def test_stop_while_starting_leaves_nobody(tmp_path: Path) -> None:
         asyncio.get_running_loop().call_later(0.5, made[0].stop)
         return made[0]
 
-    assert asyncio.run(supervised.run(make)) == Outcome(0)
+    assert asyncio.run(supervised.run(make)) == ServeResult(0)
     assert not any(c.alive for c in made[0].children)
 
 

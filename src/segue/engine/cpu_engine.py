@@ -40,7 +40,7 @@ LOGPROB_ROWS = 128
 
 
 class TokenSampler(Protocol):
-    """What the runner asks of `segue.engine.sampler.Sampler`."""
+    """What the engine asks of `segue.engine.sampler.Sampler`."""
 
     def open(
         self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
@@ -58,8 +58,8 @@ class TokenSampler(Protocol):
 
 
 @dataclass(slots=True)
-class _Sequence:
-    """What the runner itself keeps of an open sequence.
+class _OpenSequence:
+    """What the engine itself keeps of an open sequence.
 
     `last_hidden` is the final hidden state of the last prompt token computed so far, of which
     the next chunk's first token takes its log-probability; kept only if those were asked for.
@@ -99,7 +99,7 @@ class CpuEngine:
             pages=pool.spec.pages,
             page_tokens=pool.spec.page_tokens,
         )
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _OpenSequence] = {}
 
     def open(
         self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
@@ -108,7 +108,7 @@ class CpuEngine:
         if seq_id in self._sequences:
             raise InvalidRequest(f"sequence {seq_id} is open already")
         self._sampler.open(seq_id, prompt, sampling, output)
-        self._sequences[seq_id] = _Sequence(len(prompt), sampling.prompt_logprobs is not None)
+        self._sequences[seq_id] = _OpenSequence(len(prompt), sampling.prompt_logprobs is not None)
 
     def append(self, seq_id: int, token: int) -> None:
         """Tell the sampler a token that was drawn elsewhere."""

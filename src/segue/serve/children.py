@@ -24,7 +24,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChildSpec:
     """A child to start: its name in logs, its role, its command and its environment."""
 
     name: str
@@ -82,9 +82,9 @@ class Child:
     """A running child. `report` and `exited` are tasks that end with what their names say."""
 
     def __init__(
-        self, plan: Plan, process: asyncio.subprocess.Process, report_fd: int, console: Console
+        self, spec: ChildSpec, process: asyncio.subprocess.Process, report_fd: int, console: Console
     ) -> None:
-        self.plan = plan
+        self.spec = spec
         self.process = process
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._console = console
@@ -92,19 +92,19 @@ class Child:
         self.exited: asyncio.Task[int] = awaited(self._until_exit())
 
     @classmethod
-    async def start(cls, plan: Plan, console: Console, lifeline_fd: int) -> Child:
+    async def start(cls, spec: ChildSpec, console: Console, lifeline_fd: int) -> Child:
         """Start `plan` in a session of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
         report_read, report_write = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *plan.argv,
+                *spec.argv,
                 f"--lifeline-fd={lifeline_fd}",
                 f"--report-fd={report_write}",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=dict(plan.environ),
-                pass_fds=(lifeline_fd, report_write, *plan.pass_fds),
+                env=dict(spec.environ),
+                pass_fds=(lifeline_fd, report_write, *spec.pass_fds),
                 start_new_session=True,
             )
         except BaseException:
@@ -112,12 +112,12 @@ class Child:
             raise
         finally:
             os.close(report_write)
-        return cls(plan, process, report_read, console)
+        return cls(spec, process, report_read, console)
 
     @property
     def name(self) -> str:
         """The child's name in logs."""
-        return self.plan.name
+        return self.spec.name
 
     @property
     def alive(self) -> bool:

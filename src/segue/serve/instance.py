@@ -38,9 +38,9 @@ from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import FrontendSessions
 from segue.serve.gc import frozen_imports
 from segue.serve.http import InstanceStatus, start_http
-from segue.serve.integrity import look
+from segue.serve.integrity import instance_state
 from segue.serve.leader import Drain, Leader
-from segue.serve.registry import look as look_for_registry
+from segue.serve.registry import wait_for_registry
 from segue.session import tls
 from segue.session.guarded_http import GuardedServer
 from segue.session.tasks import background
@@ -157,7 +157,7 @@ class Instance:
 
     async def _join(self) -> bool:
         config, secret = self.config, self.config.secret or None
-        if not await look_for_registry(config, self.tls, self._stop):
+        if not await wait_for_registry(config, self.tls, self._stop):
             return False
         registry = RegistryClient(
             config.registry_url, secret=secret, limits=self.limits, on_error=_registry_trouble, tls=self.tls
@@ -189,7 +189,7 @@ class Instance:
             load=lambda: self.frontends.load,
             counts=dict if manager is None else manager.sizes,
             alive=lambda: self.leader.running and self.failure is None,
-            integrity=lambda: look(self.leader, self.plane, manager),
+            integrity=lambda: instance_state(self.leader, self.plane, manager),
             paths=dict if manager is None else manager.paths,
         )
 

@@ -1,4 +1,4 @@
-"""A look at everything an instance holds, taken on the threads that own it."""
+"""The state of an instance: everything it holds, asked for on the threads that own it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSWER_S = 10.0
 _Seen = tuple[dict[str, int], dict[str, int], list[str]]
 
 
-async def look(leader: Leader, plane: ControlPlane, manager: KVManager | None) -> NodeState:
+async def instance_state(leader: Leader, plane: ControlPlane, manager: KVManager | None) -> NodeState:
     """The state of the instance; call it on its I/O loop. Raises Draining when its leader has left,
     DeadlineExceeded when it does not answer."""
     if not leader.running:

@@ -51,7 +51,7 @@ def _wait(config: InstanceConfig, tls: Tls | None) -> bool:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
         try:
-            return await look(config, tls, stop)
+            return await wait_for_registry(config, tls, stop)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
@@ -59,7 +59,7 @@ def _wait(config: InstanceConfig, tls: Tls | None) -> bool:
     return asyncio.run(wait())
 
 
-async def look(config: InstanceConfig, tls: Tls | None, stop: asyncio.Event) -> bool:
+async def wait_for_registry(config: InstanceConfig, tls: Tls | None, stop: asyncio.Event) -> bool:
     """Wait for the registry of `config`; False if `stop` is set before it answers. Raises as `arrival`."""
     return await arrival(
         config.registry_url,

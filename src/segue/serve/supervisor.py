@@ -25,7 +25,7 @@ from segue.core.config import AccessConfig, FrontendConfig, Host, InstanceConfig
 from segue.core.errors import ConfigError
 from segue.core.settings import PREFIX
 from segue.core.types import Role
-from segue.serve.children import Child, Console, Plan
+from segue.serve.children import Child, ChildSpec, Console
 from segue.serve.lifeline import CannotStart, Ready, Report
 from segue.session.tasks import awaited
 
@@ -50,7 +50,7 @@ Registry = Callable[[bytes], AbstractAsyncContextManager[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ServeResult:
     """How the deployment ended: the exit status and, unless it was a clean drain, why."""
 
     status: int
@@ -127,7 +127,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._halt = asyncio.Event()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> ServeResult:
         """Start, serve until a signal or the end of what can serve, drain. Every child is reaped
         when it returns. Raises ConfigError before anything is started."""
         check_port(self.config.host, self.config.port)
@@ -146,10 +146,10 @@ class Supervisor:
         finally:
             self._console.close()
 
-    async def _serve(self, url: str, secret_fd: int, keys_fd: int, lifeline_fd: int) -> Outcome:
-        for plan in self.plans(url, secret_fd, keys_fd):
-            self.children.append(await Child.start(plan, self._console, lifeline_fd))
-            log.info("event=started child=%s pid=%d", plan.name, self.children[-1].process.pid)
+    async def _serve(self, url: str, secret_fd: int, keys_fd: int, lifeline_fd: int) -> ServeResult:
+        for spec in self.child_specs(url, secret_fd, keys_fd):
+            self.children.append(await Child.start(spec, self._console, lifeline_fd))
+            log.info("event=started child=%s pid=%d", spec.name, self.children[-1].process.pid)
         failed = await self._started()
         if failed is not None:
             await self._leave(self.children, ABORT_S)
@@ -161,11 +161,11 @@ class Supervisor:
                 return lost
         log.info("event=draining")
         clean = await self._drain()
-        return Outcome(0) if clean else Outcome(1, "not everything drained; see the log")
+        return ServeResult(0) if clean else ServeResult(1, "not everything drained; see the log")
 
     # ---- start -------------------------------------------------------------------------------
 
-    def plans(self, url: str, secret_fd: int, keys_fd: int) -> list[Plan]:
+    def child_specs(self, url: str, secret_fd: int, keys_fd: int) -> list[ChildSpec]:
         """The children of this deployment, for a registry at `url`. The descriptors are those of the files
         with its secret and with the clients' keys."""
         config, host = self.config, self._host
@@ -175,36 +175,36 @@ class Supervisor:
             else {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
         )
         secret_file = f"/proc/self/fd/{secret_fd}"
-        plans = []
+        specs = []
         for role, count in counts.items():
             for index in range(count):
                 name = f"{role}-{index}"
                 instance = config.instance(role, name, host, url, self._size)
                 instance = dataclasses.replace(instance, secret_file=secret_file)
-                plans.append(
-                    self._plan(name, role, instance, instance.engine.threads_per_worker or 1, (secret_fd,))
+                specs.append(
+                    self._spec(name, role, instance, instance.engine.threads_per_worker or 1, (secret_fd,))
                 )
         access = AccessConfig(api_key_file=f"/proc/self/fd/{keys_fd}" if self._keys else None)
         frontend = dataclasses.replace(config.frontend(url), secret_file=secret_file, access=access)
-        plans.append(self._plan("frontend", Role.FRONTEND, frontend, 1, (secret_fd, keys_fd)))
-        return plans
+        specs.append(self._spec("frontend", Role.FRONTEND, frontend, 1, (secret_fd, keys_fd)))
+        return specs
 
-    def _plan(
+    def _spec(
         self,
         name: str,
         role: Role,
         config: InstanceConfig | FrontendConfig,
         threads: int,
         fds: tuple[int, ...],
-    ) -> Plan:
+    ) -> ChildSpec:
         # Settings reach a child as flags alone: a SEGUE_PORT meant for the frontend is not everybody's.
         environ = {k: v for k, v in self._environ.items() if not k.startswith(PREFIX)}
         environ |= dict.fromkeys(THREAD_VARIABLES, str(threads))
         environ["TOKENIZERS_PARALLELISM"] = "false"
         environ["PYTHONUNBUFFERED"] = "1"
-        return Plan(name, role, self._command(role, config), environ, fds)
+        return ChildSpec(name, role, self._command(role, config), environ, fds)
 
-    async def _started(self) -> Outcome | None:
+    async def _started(self) -> ServeResult | None:
         """Wait until every child is ready (None), one of them ends, or somebody wants us to stop."""
         loop = asyncio.get_running_loop()
         stop = awaited(self._stop.wait())
@@ -222,13 +222,13 @@ class Supervisor:
                     return None
                 if not done:
                     names = ", ".join(c.name for c in reports.values())
-                    return Outcome(1, f"{names} did not start within {self._startup_s:g} s")
+                    return ServeResult(1, f"{names} did not start within {self._startup_s:g} s")
                 for child in [reports.pop(task) for task in list(reports) if task in done]:
                     report = child.report.result()
                     if not isinstance(report, Ready):
                         return await self._why(child, report)
                     log.info("event=ready child=%s", child.name)
-                    if child.plan.role is Role.FRONTEND:
+                    if child.spec.role is Role.FRONTEND:
                         url = report.url
                 for task, child in exits.items():
                     if task in done:
@@ -238,19 +238,19 @@ class Supervisor:
         self._announce(url)
         return None
 
-    async def _why(self, child: Child, report: Report | None) -> Outcome:
+    async def _why(self, child: Child, report: Report | None) -> ServeResult:
         """Why `child` could not start: its own word, or what is seen of its end."""
         if isinstance(report, CannotStart):
-            return Outcome(report.status, f"{child.name}: {report.error.text}")
+            return ServeResult(report.status, f"{child.name}: {report.error.text}")
         await asyncio.wait({child.exited}, timeout=ABORT_S)
         if child.alive:
-            return Outcome(1, f"{child.name} closed its report pipe without a report")
+            return ServeResult(1, f"{child.name} closed its report pipe without a report")
         last = child.last_lines[-1] if child.last_lines else "it wrote nothing"
-        return Outcome(1, f"{child.name} ended during the start with {child.exit_text()}: {last}")
+        return ServeResult(1, f"{child.name} ended during the start with {child.exit_text()}: {last}")
 
     # ---- serve -------------------------------------------------------------------------------
 
-    async def _watch(self) -> Outcome | None:
+    async def _watch(self) -> ServeResult | None:
         """Wait for a stop signal (None) or for so many deaths that nothing can serve."""
         stop = awaited(self._stop.wait())
         alive = {c.exited: c for c in self.children if c.alive}
@@ -260,7 +260,7 @@ class Supervisor:
                 for child in gone:
                     self._log_exit(child)
                 if (missing := self._missing()) is not None:
-                    return Outcome(1, f"nothing can serve any more: no {missing} is left")
+                    return ServeResult(1, f"nothing can serve any more: no {missing} is left")
                 done, _ = await asyncio.wait({stop, *alive}, return_when=asyncio.FIRST_COMPLETED)
                 gone = [alive.pop(task) for task in list(alive) if task in done]
                 if stop in done:
@@ -277,9 +277,9 @@ class Supervisor:
 
     def _missing(self) -> Role | None:
         """The role without which no request completes and of which nobody is alive."""
-        needed = {c.plan.role for c in self.children}
+        needed = {c.spec.role for c in self.children}
         for role in sorted(needed):
-            if not any(c.alive for c in self.children if c.plan.role is role):
+            if not any(c.alive for c in self.children if c.spec.role is role):
                 return role
         return None
 
@@ -288,8 +288,8 @@ class Supervisor:
     async def _drain(self) -> bool:
         """The frontend first, then who computes; True if all left by themselves."""
         patience_s = self.config.limit.drain_s + MARGIN_S
-        frontends = [c for c in self.children if c.plan.role is Role.FRONTEND]
-        others = [c for c in self.children if c.plan.role is not Role.FRONTEND]
+        frontends = [c for c in self.children if c.spec.role is Role.FRONTEND]
+        others = [c for c in self.children if c.spec.role is not Role.FRONTEND]
         clean = await self._leave(frontends, patience_s)
         return await self._leave(others, patience_s) and clean
 
