@@ -435,8 +435,8 @@ MUTANTS = (
     Mutant(
         "source pages never released",
         PREFILL,
-        "                self.cache.release(state)\n                self.table.remove",
-        "                state.pages = []\n                self.table.remove",
+        "                self.cache.release(state)\n                del self.table",
+        "                state.pages = []\n                del self.table",
         "prefill's pages are gone after a hand-off",
     ),
     Mutant(

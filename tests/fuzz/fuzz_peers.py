@@ -36,7 +36,7 @@ from segue.handoff.messages import (
     Moved,
 )
 from segue.handoff.ticket import sign, verify
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import SchedulerConfig
 from segue.roles.unified import UnifiedScheduler
 from segue.session.api import PeerInfo
 from segue.sim.engine import LineageEngine, lineage_spec

@@ -21,7 +21,7 @@ from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import SchedulerConfig
 from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.sim.engine import LineageEngine, lineage_spec

@@ -303,7 +303,7 @@ def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     assert pair.decode.pool.quarantined == 11
     free = pair.decode.pool.free
     drained.append(True)
-    transfer = next(iter(pair.prefill.scheduler.table._transfers))
+    transfer = next(iter(pair.prefill.scheduler.table))
     pair.decode.post(events.FenceDone(transfer, 0, False))
     pair.prefill.post(events.FenceDone(transfer, 0, True))
     pair.run()

@@ -13,7 +13,7 @@ from segue.core.request import Output, Request, SamplingParams, Ticket
 from segue.core.types import FinishReason, Incarnation, LeaderId
 from segue.engine.base import run_step
 from segue.engine.pages import PagePool
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import SchedulerConfig
 from segue.roles.unified import UnifiedScheduler
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 

@@ -100,7 +100,7 @@ def test_lesson_25_no_lease_ends_by_time_alone(side: str) -> None:
     pair.lose = hold
     pair.submit("r", list(range(40)), 4, budget_s=50)
     pair.run()
-    transfer = next(iter(pair.prefill.scheduler.table._transfers))
+    transfer = next(iter(pair.prefill.scheduler.table))
     pair.clock.advance(50)
     pair.run()
     assert pair.errors("r")

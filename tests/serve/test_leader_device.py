@@ -21,7 +21,7 @@ from segue.core.types import Incarnation, KVPoll, LeaderId, Span, TransferId
 from segue.engine.base import OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
 from segue.handoff import events
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import SchedulerConfig
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler

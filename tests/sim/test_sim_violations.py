@@ -403,7 +403,7 @@ def left_behind(item: Callable[[Stage], Item]) -> Callable[[Stage], None]:
     def spoil(stage: Stage) -> None:
         job = stage.job(stage.decode)
         scheduler: Any = stage.decode.scheduler
-        scheduler.table._transfers[stage.transfer] = RoleTransfer(job, None)  # type: ignore[arg-type]
+        scheduler.table[stage.transfer] = RoleTransfer(job, None)  # type: ignore[arg-type]
         stage.checks.broken(stage.decode, item(stage))
 
     return spoil

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass, field
 
 from segue.core.control import Submit
 from segue.core.errors import Draining, ErrorInfo, InvalidRequest, OutOfCapacity
+from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import Incarnation, TransferId
+from segue.core.types import Incarnation, LeaderId
 from segue.engine.base import ModelInfo
 from segue.handoff.ticket import SpentTickets, verify
-from segue.roles.config import SchedulerConfig
 from segue.roles.request_state import RequestKey, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`me` is the leader that tickets must name, `name` what errors call it. A step computes at most
+    `chunk_tokens` tokens of prompts. Tickets are signed with `secret`, or not at all if it is empty."""
+
+    me: LeaderId
+    name: str
+    limits: Limits = field(default_factory=Limits)
+    chunk_tokens: int = 512
+    secret: bytes = b""
 
 
 class Admission:
@@ -84,14 +97,6 @@ class Admission:
         """The request has ended."""
         del self.requests[state.key]
         del self.by_seq[state.seq_id]
-
-    def of_frontend(self, origin: Incarnation) -> list[RequestState]:
-        """Every request of one frontend."""
-        return [state for state in self.requests.values() if state.origin == origin]
-
-    def of_transfer(self, transfer: TransferId) -> RequestState | None:
-        """The request whose hand-off this is, unless it has ended."""
-        return next((state for state in self.requests.values() if state.transfer == transfer), None)
 
     # ---- time --------------------------------------------------------------------------------
 

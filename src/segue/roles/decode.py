@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping
 
 from segue.conn.handles import Change, KVReceiver
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest, MetadataMismatch
-from segue.core.types import KVPoll
+from segue.core.types import KVPoll, TransferId
 from segue.engine.base import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.messages import Metadata
-from segue.roles.config import SchedulerConfig
-from segue.roles.handoffs import Handoffs, HandoffTable, RoleTransfer
+from segue.roles.admission import SchedulerConfig
+from segue.roles.handoffs import Handoffs, RoleTransfer, check_free
 from segue.roles.request_state import RequestState, first_usage
 from segue.roles.running_batch import RunningBatch
 from segue.roles.scheduler import Scheduler
@@ -30,7 +30,7 @@ class DecodeScheduler(Scheduler):
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
         super().__init__(engine, pool, config)
         self.handoffs = handoffs
-        self.table: HandoffTable[KVReceiver] = HandoffTable()
+        self.table: dict[TransferId, RoleTransfer[KVReceiver]] = {}
         self.preallocation: deque[RequestState] = deque()
         self.batch = RunningBatch(self.cache, engine, config.limits.max_batch)
 
@@ -39,9 +39,9 @@ class DecodeScheduler(Scheduler):
     def _admit(self, state: RequestState, now: float) -> None:
         if state.ticket.decode != self.config.me:
             raise InvalidRequest("the ticket names another decode replica")
-        self.table.check_free(state)
+        check_free(self.table, state)
         receiver = self.handoffs.receiver(state.transfer)
-        self.table.add(state, receiver)
+        self.table[state.transfer] = RoleTransfer(state, receiver)
         state.enter("reserve", now)
         receiver.init(len(state.prompt), state.deadline - now)
         self.preallocation.append(state)
@@ -154,7 +154,7 @@ class DecodeScheduler(Scheduler):
         state = entry.state
         if state.ended:  # else it is committed: the pages go on with the request
             self._give_back(entry)
-        self.table.remove(state.transfer)
+        del self.table[state.transfer]
         entry.handle.clear()
 
     def _give_back(self, entry: RoleTransfer[KVReceiver]) -> None:

@@ -18,8 +18,8 @@ from segue.engine.base import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.messages import Metadata
-from segue.roles.config import SchedulerConfig
-from segue.roles.handoffs import Handoffs, HandoffTable
+from segue.roles.admission import SchedulerConfig
+from segue.roles.handoffs import Handoffs, RoleTransfer, check_free
 from segue.roles.prefill_queue import PrefillQueue
 from segue.roles.request_state import RequestState
 from segue.roles.retained_prompts import RetainedPrompts
@@ -35,7 +35,7 @@ class PrefillScheduler(Scheduler):
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
         super().__init__(engine, pool, config)
         self.handoffs = handoffs
-        self.table: HandoffTable[KVSender] = HandoffTable()
+        self.table: dict[TransferId, RoleTransfer[KVSender]] = {}
         self.queue = PrefillQueue(self.cache)
         self.retained = RetainedPrompts()
         self._steps: list[SequenceStep] = []
@@ -47,9 +47,9 @@ class PrefillScheduler(Scheduler):
     def _admit(self, state: RequestState, now: float) -> None:
         if state.ticket.prefill != self.config.me:
             raise InvalidRequest("the ticket names another prefill replica")
-        self.table.check_free(state)
+        check_free(self.table, state)
         sender = self.handoffs.sender(state.transfer)
-        self.table.add(state, sender)
+        self.table[state.transfer] = RoleTransfer(state, sender)
         state.enter("bootstrap", now)
         sender.init(len(state.prompt), state.deadline - now)
 
@@ -135,7 +135,7 @@ class PrefillScheduler(Scheduler):
                 self.end(state, None, now)
             case events.Release():
                 self.cache.release(state)
-                self.table.remove(change.transfer)
+                del self.table[change.transfer]
                 entry.handle.clear()
             case _:
                 pass

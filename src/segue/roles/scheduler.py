@@ -18,8 +18,7 @@ from segue.core.request import Output, TokenLogprob
 from segue.core.types import Incarnation, TransferId
 from segue.engine.base import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
-from segue.roles.admission import Admission
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import Admission, SchedulerConfig
 from segue.roles.kv_cache import KVCache
 from segue.roles.request_state import RequestState
 
@@ -76,7 +75,7 @@ class Scheduler(ABC):
 
     def frontend_gone(self, origin: Incarnation, error: ErrorInfo, now: float) -> None:
         """End everything that `origin` asked for; nobody is left to read it."""
-        for state in self.admission.of_frontend(origin):
+        for state in [s for s in self.admission.requests.values() if s.origin == origin]:
             self.end(state, error, now)
         self.admission.frontend_gone(origin)
 
@@ -133,7 +132,8 @@ class Scheduler(ABC):
 
     def broken_handoff(self, transfer: TransferId, error: ErrorInfo, now: float) -> None:
         """As `broken`, for the request whose hand-off is `transfer`; one that has ended stays ended."""
-        state = self.admission.of_transfer(transfer)
+        requests = self.admission.requests.values()
+        state = next((state for state in requests if state.transfer == transfer), None)
         if state is not None:
             self.fail(state, error, now)
 
@@ -225,11 +225,6 @@ class Scheduler(ABC):
     def outbox(self) -> list[tuple[Incarnation, Output]]:
         """What frontends are to be told; who tells them clears it."""
         return self.admission.outbox
-
-    @property
-    def room_tokens(self) -> int:
-        """The longest sequence, prompt and answer together, that this instance can hold."""
-        return self.admission.room_tokens
 
     def load(self) -> Load:
         """What placement needs."""

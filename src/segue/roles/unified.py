@@ -8,7 +8,7 @@ from segue.conn.handles import Change
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest
 from segue.engine.base import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import SchedulerConfig
 from segue.roles.prefill_queue import PrefillQueue
 from segue.roles.request_state import RequestState, first_usage
 from segue.roles.running_batch import RunningBatch

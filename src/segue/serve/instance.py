@@ -30,7 +30,7 @@ from segue.core.errors import ConfigError, SegueError
 from segue.core.types import ChecksumMode, LeaderId, Role, new_incarnation
 from segue.engine.base import Engine
 from segue.engine.pages import PagePool
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import SchedulerConfig
 from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
@@ -201,7 +201,7 @@ class Instance:
             model=self.model,
             served_model=self.config.served_model,
             # What every request gets that is accepted: no sequence is longer than the pool.
-            context_tokens=self.scheduler.room_tokens,
+            context_tokens=self.scheduler.admission.room_tokens,
             source=self.config.model,
             dp_size=self.dp_size,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.config.peer_host, port=port)],

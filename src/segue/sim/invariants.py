@@ -321,7 +321,7 @@ class Checks(AnswerChecks, RequestChecks):
         owners = [0] * node.pool.total
         jobs = {id(job): job for job in scheduler.admission.requests.values()}
         if isinstance(node, KVNode):
-            jobs |= {id(entry.state): entry.state for entry in scheduler.table._transfers.values()}
+            jobs |= {id(entry.state): entry.state for entry in scheduler.table.values()}
         jobs |= {id(state): state for state, _ in scheduler._held}
         held = [
             node.squeezed,
@@ -352,7 +352,7 @@ class Checks(AnswerChecks, RequestChecks):
             if not now <= job.entered + job.ticket.budget_s + slack_s:  # not what production made of it
                 raise Violation("15", f"{node.name}: a job outlived its deadline", (job.ticket.room,))
         if isinstance(node, KVNode):
-            for transfer, entry in scheduler.table._transfers.items():
+            for transfer, entry in scheduler.table.items():
                 phase = node.exchange.phase(transfer)
                 late_s = now - entry.state.entered - entry.state.ticket.budget_s
                 if phase is not None and not phase.terminal and not late_s <= slack_s:
@@ -372,7 +372,7 @@ class Checks(AnswerChecks, RequestChecks):
         scheduler: Any = node.scheduler
         since_s = self.world.now - node.resumed_at
         found: set[TransferId] = set()
-        for transfer, entry in scheduler.table._transfers.items():
+        for transfer, entry in scheduler.table.items():
             phase = node.exchange.phase(transfer)
             if entry.state.ended and phase is not None and not phase.terminal:
                 found.add(transfer)
@@ -391,7 +391,7 @@ class Checks(AnswerChecks, RequestChecks):
     def _hidden_quarantine(self, node: KVNode) -> None:
         """3: pages that wait for a proof are counted as such, or nobody would hear the alarm."""
         scheduler: Any = node.scheduler
-        for transfer in list(scheduler.table._transfers):
+        for transfer in list(scheduler.table):
             half = self.halves.get((node.me, transfer))
             if half is None or not half.quarantined or half.released_at is not None or half.ended_at is None:
                 continue

@@ -25,7 +25,7 @@ from segue.core.request import Output
 from segue.core.types import ChecksumMode, Incarnation, LeaderId, RankId, Role
 from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
-from segue.roles.config import SchedulerConfig
+from segue.roles.admission import SchedulerConfig
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import FrontendSessions

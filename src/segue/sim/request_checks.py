@@ -101,7 +101,7 @@ class RequestChecks:
         if queue is not None:
             ready += [*queue.waiting, *queue.running]
         table = getattr(scheduler, "table", None)
-        entries = list(table._transfers.values()) if table is not None else []
+        entries = list(table.values()) if table is not None else []
         in_flight = [e.state for e in entries if e.state.pages and not any(e.state is job for job in ready)]
         queued = getattr(scheduler, "preallocation", ())
         ready += [
