@@ -17,7 +17,18 @@ import coverage
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "segue"
 #: What decides between workers; `--rooms` asks for others.
-ROOMS = ("handoff", "roles", "balance", "conn", "session", "transport", "bootstrap", "serve", "frontend")
+ROOMS = (
+    "handoff",
+    "roles",
+    "balance",
+    "conn",
+    "session",
+    "transport",
+    "bootstrap",
+    "serve",
+    "fleet",
+    "frontend",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from deployment import deployment
+from deployment import deployment, lineage_engine
 
-from segue.core.errors import BootstrapUnreachable, Draining, ErrorCode
+from segue.core.config import InstanceConfig
+from segue.core.errors import BootstrapUnreachable, Draining, ErrorCode, PeerRestarted
 from segue.core.types import Role
+from segue.serve import instance as module
+from segue.serve.instance import Instance, run_instance
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), Draining("the registry says so")])
@@ -71,3 +77,36 @@ def test_an_http_server_that_dies_is_not_hidden() -> None:
         instance.plane.io.post(http._task.cancel)
         running.thread.join(20)
         assert instance.failure is not None
+
+
+@pytest.mark.parametrize(("fails", "status"), [(True, 1), (False, 0)])
+def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
+    fails: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`run_instance` as `segue unified` runs it, but for the model and what is for a whole process."""
+    made: list[Instance] = []
+
+    def make(config: InstanceConfig, engine: object, memory: object) -> Instance:
+        made.append(Instance(config, *lineage_engine()))
+        return made[0]
+
+    def ready(_: str) -> None:
+        [instance] = made
+        if fails:
+            instance.plane.io.post(lambda: instance._spawn(ends(), "keep-alive"))
+        else:
+            instance.drain()
+
+    async def ends() -> None:
+        raise PeerRestarted("the registry says that this incarnation is over")
+
+    monkeypatch.setattr("segue.engine.cpu_engine.load_engine", lambda *_, **__: SimpleNamespace(memory=None))
+    monkeypatch.setattr(module, "Instance", make)
+    monkeypatch.setattr(module, "frozen_imports", contextlib.nullcontext)
+    monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=lambda _: None))
+    monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: None, freeze=lambda: None))
+    monkeypatch.setattr(module.sys, "setswitchinterval", lambda _: None)
+    with deployment(Role.UNIFIED) as others:
+        config = others.running[0].instance.config
+        assert run_instance(replace(config, port=0), on_ready=ready) == status
+    assert (made[0].failure is not None) == fails

@@ -40,7 +40,7 @@ from segue.serve.gc import frozen_imports
 from segue.serve.http import InstanceStatus, start_http
 from segue.serve.integrity import instance_state
 from segue.serve.leader import Drain, Leader
-from segue.serve.registry import wait_for_registry
+from segue.serve.registry import follow_prefill, wait_for_registry
 from segue.session import tls
 from segue.session.guarded_http import GuardedServer
 from segue.session.tasks import background
@@ -167,7 +167,7 @@ class Instance:
         await registry.register(self._record())
         self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
         if self.manager is not None and config.role is Role.DECODE:
-            self._spawn(self._follow_prefill(registry, self.manager), "watch")
+            self._spawn(follow_prefill(registry, self.manager), "watch")
         if config.http_port is not None:
             self.http = start_http(self._status(), config.host, config.http_port, self.limits.handshake_s)
             self._stack.push_async_callback(self.http.stop)
@@ -223,17 +223,6 @@ class Instance:
         log.error("leaving: %s failed: %s", name, error)
         self.failure = self.failure or error
         self.drain()
-
-    async def _follow_prefill(self, registry: Registry, manager: KVManager) -> None:
-        """Keep a session to every prefill leader that the registry names, and to no other host."""
-        known: dict[LeaderId, ReplicaRecord] = {}
-        async for records in registry.watch(Role.PREFILL):
-            now = {leader: where for record in records for leader, where in record.leaders()}
-            for leader in known.keys() - now.keys():
-                manager.remove_peer(leader)
-            for leader in now.keys() - known.keys():
-                manager.add_peer(leader, now[leader].host, now[leader].port)
-            known = now
 
     def run(self) -> None:
         """Serve on this thread until drained."""

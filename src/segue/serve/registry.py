@@ -1,4 +1,5 @@
-"""An instance finds its registry, or runs it, before it fetches or loads a model."""
+"""What an instance does with its registry: it finds it, or runs it, before it fetches or loads a model, and
+decode follows which prefill leaders there are."""
 
 from __future__ import annotations
 
@@ -7,12 +8,16 @@ import contextlib
 import dataclasses
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Protocol
 
 from segue.bootstrap.arrival import arrival
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
+from segue.conn.manager import KVManager
 from segue.core.config import InstanceConfig
+from segue.core.types import LeaderId, Role
 from segue.session.tls import Tls, from_config
 
 log = logging.getLogger("segue.instance")
@@ -70,3 +75,23 @@ async def wait_for_registry(config: InstanceConfig, tls: Tls | None, stop: async
         stop=stop,
         say=log.warning,
     )
+
+
+class RegistryWatch(Protocol):
+    """The part of the registry's client that `follow_prefill` needs."""
+
+    def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
+        """The instances of `role`: now, and again at each change."""
+        ...
+
+
+async def follow_prefill(registry: RegistryWatch, manager: KVManager) -> None:
+    """Keep a session to every prefill leader that the registry names, and to no other host; for ever."""
+    known: dict[LeaderId, ReplicaRecord] = {}
+    async for records in registry.watch(Role.PREFILL):
+        now = {leader: where for record in records for leader, where in record.leaders()}
+        for leader in [leader for leader in known if leader not in now]:
+            manager.remove_peer(leader)
+        for leader in [leader for leader in now if leader not in known]:
+            manager.add_peer(leader, now[leader].host, now[leader].port)
+        known = now

@@ -22,7 +22,7 @@ from segue.core.control import Load
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import ChecksumMode, Incarnation, LeaderId, RankId, Role
+from segue.core.types import ChecksumMode, Incarnation, RankId, Role
 from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
 from segue.roles.admission import SchedulerConfig
@@ -279,9 +279,6 @@ class LeaderNode(Process):
             context_tokens=CONTEXT_TOKENS,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.host, port=self.port)],
         )
-
-    def instances_changed(self, found: dict[LeaderId, InstanceRecord]) -> None:
-        """The registry's topology; only some follow it."""
 
     # ---- the leader's thread ---------------------------------------------------------------------
 

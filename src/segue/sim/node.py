@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from segue.bootstrap.records import InstanceRecord
 from segue.conn.config import KVConfig, Runtime
 from segue.conn.digest import Digester
 from segue.conn.handles import KVReceiver, KVSender
@@ -240,7 +239,6 @@ class KVNode(LeaderNode):
         self.grants: Sized = ()
         self.transport: SimTransport
         self._pool_at = 0
-        self._targets: dict[LeaderId, InstanceRecord] = {}
         super().__init__(deployment, spec, life)
 
     def _make_scheduler(self) -> Scheduler:
@@ -331,17 +329,3 @@ class KVNode(LeaderNode):
         first = offset % plane // token
         last = (offset + nbytes - 1) % plane // token
         return set(range(first // spec.page_tokens, last // spec.page_tokens + 1))
-
-    # ---- the registry ------------------------------------------------------------------------------
-
-    def instances_changed(self, found: dict[LeaderId, InstanceRecord]) -> None:
-        """As `Instance._follow_prefill`: decode keeps a session to every prefill leader, and no other."""
-        if self.spec.role is not Role.DECODE:
-            return
-        now = {i: r for i, r in found.items() if r.role is Role.PREFILL}
-        for leader in sorted(self._targets.keys() - now.keys()):
-            self.manager.remove_peer(leader)
-        for leader in sorted(now.keys() - self._targets.keys()):
-            where = dict(now[leader].leaders())[leader]
-            self.manager.add_peer(leader, where.host, where.port)
-        self._targets = now

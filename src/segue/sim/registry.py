@@ -19,6 +19,7 @@ from segue.bootstrap.waiting import AwakeClock
 from segue.core.errors import DpRankConflict, ErrorCode, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, LeaderId, Role
+from segue.serve.registry import follow_prefill
 from segue.sim.front import FrontNode
 from segue.sim.http import SimGuardedServer, SimHttp
 from segue.sim.leader import LeaderNode
@@ -27,7 +28,7 @@ from segue.sim.node import KVNode
 from segue.sim.world import Process, SkewedClock, Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from segue.sim.deployment import Deployment
     from segue.sim.scenario import Fault
@@ -204,7 +205,7 @@ class Member:
             self.say_draining()
         self._spawn(self._or_drain("keep-alive", self.client.keep_alive, node.me.incarnation))
         if isinstance(node, KVNode) and node.spec.role is Role.DECODE:
-            self._spawn(self._or_drain("watch", self._follow, Role.PREFILL))
+            self._spawn(self._or_drain("watch", follow_prefill, self, node.manager))
 
     async def _or_drain(self, name: str, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """As `Instance._spawn`: one that has lost its registry for good drains."""
@@ -234,11 +235,11 @@ class Member:
 
     # ---- whoever looks for others -----------------------------------------------------------------
 
-    async def _follow(self, role: Role) -> None:
-        assert isinstance(self.process, LeaderNode)
+    async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
+        """As production's client; what it shows is kept."""
         async for records in self.client.watch(role):
             self._view = {leader: record for record in records for leader, _ in record.leaders()}
-            self.process.instances_changed(self._view)
+            yield records
 
 
 class Registry:

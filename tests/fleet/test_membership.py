@@ -1,0 +1,149 @@
+"""Who is there: what goes wrong in following the registry and in keeping sessions is seen, and mended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fleet_rig import FakeRegistry, Leader, Rig, run
+
+from segue.bootstrap.records import InstanceRecord
+from segue.core.control import Outputs
+from segue.core.errors import BootstrapUnreachable, PeerLost, Unauthorized
+from segue.core.request import Output
+from segue.core.types import FinishReason, Role
+from segue.session.node import SessionNode
+
+
+@pytest.fixture(autouse=True)
+def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segue.session.tasks.FIRST_PAUSE_S", 0.001)
+
+
+class Broken(InstanceRecord, frozen=True, kw_only=True):
+    """A record that breaks whoever looks at its leaders."""
+
+    def leaders(self) -> Any:
+        raise KeyError("a bug")
+
+
+class Failing(FakeRegistry):
+    """A registry whose first watches go wrong."""
+
+    def __init__(self, *outcomes: BaseException | list[InstanceRecord]) -> None:
+        super().__init__()
+        self.outcomes = list(outcomes)
+
+    async def watch(self) -> AsyncIterator[list[InstanceRecord]]:
+        if self.outcomes:
+            outcome = self.outcomes.pop(0)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
+            return
+        async for records in super().watch():
+            yield records
+
+
+BROKEN = Broken(incarnation="b" * 32, role=Role.DECODE, model="m", served_model="tiny", context_tokens=9)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [KeyError("a bug"), Unauthorized("a wrong secret"), BootstrapUnreachable("away"), [], [BROKEN]],
+    ids=["a bug", "refused", "away", "ended", "a bug in what was listed"],
+)
+def test_whatever_ends_the_watch_of_the_registry_it_begins_again(
+    outcome: BaseException | list[InstanceRecord], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(rig: Rig) -> None:
+        rig.fleet.membership._registry = rig.registry = Failing(outcome)
+        await rig.add(Role.UNIFIED)
+        assert await rig.run() == [5, 6, 7]
+        assert not rig.registry.outcomes
+
+    run(test)
+    assert "the watch of instances begins again" in caplog.text
+
+
+def test_a_bug_in_a_dial_is_logged_and_dialled_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes: list[Exception] = [KeyError("a bug"), OverflowError("port must be 0-65535")]
+    normal = SessionNode.connect
+
+    async def connect(self: SessionNode, *args: Any, **options: Any) -> Any:
+        if outcomes:
+            raise outcomes.pop(0)
+        return await normal(self, *args, **options)
+
+    monkeypatch.setattr(SessionNode, "connect", connect)
+
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.UNIFIED)
+        assert await rig.run() == [5, 6, 7]
+
+    run(test)
+    assert not outcomes
+    assert "KeyError('a bug')" in caplog.text
+
+
+def test_a_session_that_ends_is_opened_again() -> None:
+    async def test(rig: Rig) -> None:
+        leader = await rig.add(Role.UNIFIED)
+        assert await rig.run() == [5, 6, 7]
+        leader.session.close(PeerLost("the cable"))
+        await rig.until(lambda: not rig.fleet.can_serve)
+        await rig.until(lambda: rig.fleet.can_serve)
+        assert await rig.run() == [5, 6, 7]
+
+    run(test)
+
+
+def test_a_replica_that_leaves_the_list_is_forgotten_when_nothing_runs_on_it_any_more() -> None:
+    async def test(rig: Rig) -> None:
+        leader = await rig.add(Role.UNIFIED, "one")
+        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        await anext(stream)
+        rig.registry.drop(leader.node.me.incarnation)
+        await rig.until(lambda: not rig.fleet.can_serve)
+        assert rig.fleet.sizes()["unlisted"] == 1, "its request goes on"
+        submitted = leader.submits[0].request.request_id
+        last = Output(request_id=submitted, position=1, token_ids=[9], finish=FinishReason.LENGTH)
+        leader.session.send(Outputs([last]))
+        assert [output.token_ids async for output in stream] == [[9]]
+        assert rig.fleet.membership.replicas == {}
+        assert rig.fleet.sizes() == {"streams": 0, "legs": 0, "tokens": 0, "unlisted": 0}
+
+    run(test)
+
+
+def test_a_leader_that_the_registry_does_not_list_is_refused() -> None:
+    async def test(rig: Rig) -> None:
+        listed, stranger = await rig.add(Role.UNIFIED), Leader(Role.UNIFIED)
+        rig.leaders.append(stranger)
+        host, port = await stranger.node.listen("127.0.0.1", 0)
+        with pytest.raises(Exception, match="not in the registry's list"):
+            await rig.fleet.membership._node.connect(host, port, expect=stranger.node.me, timeout_s=5)
+        assert list(rig.fleet.membership.replicas) == [listed.node.me]
+
+    run(test)
+
+
+def test_closing_ends_the_watch_and_every_dialler() -> None:
+    async def main() -> None:
+        rig = Rig()
+        rig.fleet.start()
+        leader = await rig.add(Role.UNIFIED)
+        await leader.node.close()
+        await rig.fleet.close()
+        membership = rig.fleet.membership
+        assert membership._watch is not None
+        assert membership._watch.done()
+        tasks = [dialer._task for dialer in membership._dialers.values()]
+        assert tasks
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+
+    asyncio.run(main())

@@ -1,0 +1,200 @@
+"""Who gets a request, decided without a network or a clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from segue.balance.attempts import Attempts, Next
+from segue.balance.base import PlacementRequest
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.core.errors import (
+    AbortedByClient,
+    DeadlineExceeded,
+    ErrorCode,
+    Internal,
+    LayoutMismatch,
+    OutOfCapacity,
+    PeerLost,
+    SegueError,
+    TransferFailed,
+)
+from segue.core.request import Request, SamplingParams
+from segue.core.types import Incarnation, LeaderId, Role
+from segue.fleet.replica import Replica, Route
+from segue.fleet.router import FIRST_COOL_S, LONGEST_COOL_S, Router
+from segue.fleet.settings import FleetSettings
+
+REQUEST = Request(request_id="r", prompt=[1, 2], sampling=SamplingParams())
+
+
+class Fleet:
+    """A table of replicas, all with a session, and the router over it."""
+
+    def __init__(self, *replicas: tuple[str, Role], **settings: Any) -> None:
+        self.replicas: dict[LeaderId, Replica] = {}
+        settings.setdefault("policy", "round_robin")
+        self.router = Router(self.replicas, FleetSettings(served_model="m", **settings), lambda n: 0)
+        self.made: dict[str, Replica] = {}
+        for name, role in replicas:
+            self.add(name, role)
+
+    def add(self, name: str, role: Role, model: str = "one", **kw: Any) -> Replica:
+        where = ReplicaRecord(dp_rank=0, host="127.0.0.1", port=1)
+        kw = {"served_model": "m", "context_tokens": 64, "model": model, **kw}
+        record = InstanceRecord(incarnation=Incarnation(name * 32), role=role, replicas=[where], **kw)
+        replica = Replica(record, where, session=object())  # type: ignore[arg-type]
+        self.replicas[replica.leader] = self.made[name] = replica
+        self.router.membership_changed()
+        return replica
+
+    def choose(
+        self, attempts: Attempts | None = None, now: float = 0.0, patient: bool = False
+    ) -> tuple[str, str] | None:
+        wanted = PlacementRequest(1, REQUEST.prompt)
+        route = self.router.choose(attempts or Attempts(REQUEST), wanted, now, patient=patient)
+        return None if route is None else (self.name(route.prefill), self.name(route.decode))
+
+    def name(self, replica: Replica) -> str:
+        return next(name for name, made in self.made.items() if made is replica)
+
+    def fail(self, prefill: str, decode: str, error: SegueError, attempts: Attempts | None = None) -> Next:
+        attempts = attempts or Attempts(REQUEST)
+        route = Route(1, self.made[prefill], self.made[decode])
+        attempts.begin(*route.pair)
+        return self.router.after_failure(attempts, route, self.made[decode], error.info, 0.0)
+
+
+def pairs(**settings: Any) -> Fleet:
+    sides = (("a", Role.PREFILL), ("b", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE))
+    return Fleet(*sides, **settings)
+
+
+def test_a_pair_that_refused_one_another_is_not_chosen_and_others_of_its_two_are() -> None:
+    fleet = pairs()
+    assert fleet.fail("a", "d", LayoutMismatch("unequal")) is Next.PLACE_AGAIN
+    chosen = {fleet.choose() for _ in range(12)}
+    assert ("a", "d") not in chosen
+    assert {("a", "e"), ("b", "d")} <= chosen
+
+
+def test_a_refusal_is_forgotten_with_either_of_the_two() -> None:
+    fleet = Fleet(("a", Role.PREFILL), ("d", Role.DECODE), ("e", Role.DECODE))
+    fleet.fail("a", "d", LayoutMismatch("unequal"))
+    assert {fleet.choose() for _ in range(4)} == {("a", "e")}
+    gone = fleet.replicas.pop(fleet.made["d"].leader)
+    fleet.router.membership_changed()
+    fleet.replicas[gone.leader] = gone
+    fleet.router.membership_changed()
+    assert ("a", "d") in {fleet.choose() for _ in range(4)}
+
+
+def test_a_refusal_ends_the_request_where_there_is_no_other_pair() -> None:
+    fleet = Fleet(("a", Role.PREFILL), ("d", Role.DECODE))
+    assert fleet.fail("a", "d", LayoutMismatch("unequal")) is Next.END
+    assert fleet.choose() == ("a", "d"), "still the least bad one"
+    fleet.add("u", Role.UNIFIED)
+    assert fleet.fail("a", "d", LayoutMismatch("unequal")) is Next.PLACE_AGAIN
+    assert {fleet.choose() for _ in range(4)} == {("u", "u")}
+
+
+def test_a_full_worker_is_not_asked_again_unless_there_is_another() -> None:
+    fleet = Fleet(("a", Role.PREFILL), ("d", Role.DECODE))
+    full = OutOfCapacity("full", retryable=True)
+    assert fleet.fail("a", "d", full) is Next.END
+    fleet.add("u", Role.UNIFIED)
+    assert fleet.fail("a", "d", full) is Next.PLACE_AGAIN, "a unified one can decode as well"
+    named = full.info.exception().at(origin=fleet.made["a"].name)
+    assert fleet.fail("a", "d", named) is Next.END, "nobody else prefills"
+
+
+def test_a_replica_that_failed_is_passed_over_for_longer_each_time_if_there_is_a_choice() -> None:
+    fleet = pairs()
+    d = fleet.made["d"]
+    for times in range(12):
+        fleet.router.record_failure(d, Internal("a bug").info, 100.0)
+        cooling = fleet.router.cooling(d.leader)
+        assert cooling.failures == times + 1
+        assert cooling.until == 100.0 + min(FIRST_COOL_S * 2**times, LONGEST_COOL_S)
+    assert {fleet.choose(now=100.0 + LONGEST_COOL_S - 0.01) for _ in range(6)} <= {("a", "e"), ("b", "e")}
+    assert "d" in {
+        found[1] for found in (fleet.choose(now=100.0 + LONGEST_COOL_S) for _ in range(6)) if found
+    }
+    fleet.router.record_success(Route(1, fleet.made["a"], d))
+    assert fleet.router.cooling(d.leader).failures == 0
+
+
+@pytest.mark.parametrize("error", [AbortedByClient("left"), DeadlineExceeded("late"), LayoutMismatch("x")])
+def test_what_is_nobodys_fault_counts_against_nobody(error: SegueError) -> None:
+    fleet = pairs()
+    fleet.router.record_success(Route(1, fleet.made["a"], fleet.made["d"]))
+    fleet.router.record_failure(fleet.made["d"], error.info, 0.0)
+    assert fleet.router.cooling(fleet.made["d"].leader).failures == 0
+    assert fleet.router.proven
+
+
+def test_a_fleet_is_proven_by_a_pair_that_is_still_usable_and_has_not_failed_since() -> None:
+    fleet = pairs()
+    assert not fleet.router.proven
+    fleet.router.record_success(Route(1, fleet.made["a"], fleet.made["d"]))
+    fleet.router.record_success(Route(1, fleet.made["b"], fleet.made["e"]))
+    fleet.router.record_failure(fleet.made["d"], Internal("a bug").info, 0.0)
+    assert fleet.router.proven, "the other pair has served"
+    fleet.made["b"].session = None
+    assert not fleet.router.proven
+
+
+def test_each_success_gives_a_part_of_a_retry_back_up_to_the_budget() -> None:
+    fleet = pairs(retry_budget=1.0, retry_refill=0.5)
+    route = Route(1, fleet.made["a"], fleet.made["d"])
+    broken = TransferFailed("broken")
+    assert fleet.fail("a", "d", broken) is Next.PLACE_AGAIN
+    assert fleet.fail("a", "d", broken) is Next.END
+    fleet.router.record_success(route)
+    assert fleet.fail("a", "d", broken) is Next.END
+    for _ in range(9):
+        fleet.router.record_success(route)
+    assert fleet.fail("a", "d", broken) is Next.PLACE_AGAIN
+    assert fleet.fail("a", "d", broken) is Next.END
+    assert fleet.fail("a", "d", PeerLost("gone")) is Next.PLACE_AGAIN, "one worker's end costs no budget"
+
+
+def test_while_draining_only_what_has_begun_goes_on() -> None:
+    fleet = pairs()
+    fleet.router.draining = True
+    assert not fleet.router.can_serve
+    assert fleet.router.lacking().info.code is ErrorCode.DRAINING
+    assert fleet.fail("a", "d", PeerLost("gone")) is Next.END
+    begun = Attempts(REQUEST)
+    begun.output.append(7)
+    assert fleet.fail("a", "d", PeerLost("gone"), begun) is Next.CONTINUE
+
+
+def test_the_longest_context_is_the_shortest_of_those_who_serve() -> None:
+    fleet = Fleet()
+    assert fleet.router.context_tokens is None
+    fleet.add("a", Role.PREFILL, context_tokens=10)
+    assert fleet.router.context_tokens is None, "half a pair serves nobody"
+    fleet.add("d", Role.DECODE, context_tokens=7)
+    assert fleet.router.context_tokens == 7
+    fleet.add("o", Role.DECODE, model="other", context_tokens=3)
+    assert fleet.router.context_tokens == 7
+
+
+def test_the_room_names_the_rank_where_prefill_follows_it() -> None:
+    fleet = Fleet(("d", Role.DECODE))
+    for rank in range(2):
+        where = ReplicaRecord(dp_rank=rank, host="127.0.0.1", port=1)
+        replica = fleet.add("ab"[rank], Role.PREFILL, dp_size=2, load_balance="follow_bootstrap_room")
+        replica.where = where
+    assert {fleet.choose() for _ in range(4)} == {("b", "d")}, "room 1 of two ranks"
+
+
+def test_one_that_its_peer_says_is_gone_is_waited_for_and_then_asked() -> None:
+    fleet = Fleet(("a", Role.PREFILL), ("d", Role.DECODE))
+    attempts = Attempts(REQUEST)
+    gone = PeerLost("the link broke", origin=fleet.made["d"].name).at(peer=fleet.made["a"].name)
+    assert fleet.fail("a", "d", gone, attempts) is Next.PLACE_AGAIN
+    assert fleet.choose(attempts, patient=True) is None
+    assert fleet.choose(attempts) == ("a", "d")
