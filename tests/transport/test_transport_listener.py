@@ -1,0 +1,171 @@
+"""Who is let in by the one listener of all transports with sockets, and who has to go."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ranks import make_tcp, rank
+from segue.core.errors import PeerRefused
+from segue.transport import handshake
+from segue.transport.base import Endpoint, PeerGone, TransportEvent
+from segue.transport.memory import allocate
+from segue.transport.tcp import TcpAddress, TcpTransport
+from tls_files import Authority
+
+ROGUE = rank("rogue")
+
+
+class Listens:
+    """A `tcp` with its memory, and hand-made clients of it."""
+
+    def __init__(self, **fields: object) -> None:
+        self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+        self.memory = allocate(4096)
+        self.transport: TcpTransport = make_tcp(
+            self.events.put, rank("here"), host="0.0.0.0", advertise="127.0.0.1", **fields
+        )
+        endpoint = self.transport.register(self.memory)
+        self.address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
+        self.socks: list[socket.socket] = []
+
+    def comes(self, source: str = "127.0.0.1") -> socket.socket:
+        """A connection from `source` that has its challenge, and says nothing yet."""
+        sock = socket.create_connection(("127.0.0.1", self.address.port), 30, (source, 0))
+        self.socks.append(sock)
+        return sock
+
+    def proof(self, sock: socket.socket) -> tuple[handshake.WriterProof, bytes]:
+        proof = handshake.WriterProof(self.address.key, handshake.Hello(ROGUE, bytes(16), 0, 1))
+        return proof, proof.respond(exactly(sock, handshake.CHALLENGE_BYTES))
+
+    def close(self) -> None:
+        for sock in self.socks:
+            sock.close()
+        self.transport.close()
+        self.memory.close()
+
+
+def exactly(sock: socket.socket, nbytes: int) -> bytes:
+    return sock.recv(nbytes, socket.MSG_WAITALL)
+
+
+def ended(sock: socket.socket) -> bool:
+    """Whether the other end has closed it, with nothing more to say."""
+    return bool(select.select([sock], [], [], 0)[0]) and sock.recv(1) == b""
+
+
+@pytest.fixture
+def few() -> Iterator[Listens]:
+    made = Listens(max_pending=6, handshake_s=3600.0, max_streams=2)
+    yield made
+    made.close()
+
+
+def test_a_flood_from_one_address_closes_its_own_oldest_and_nobody_elses(few: Listens) -> None:
+    quiet = [few.comes("127.0.0.2") for _ in range(3)]
+    answers = [few.proof(sock) for sock in quiet]
+    flood = [few.comes("127.0.0.3") for _ in range(20)]
+    for sock in flood:  # each is asked who it is before a later one takes its place
+        exactly(sock, handshake.CHALLENGE_BYTES)
+    for sock in flood[:-3]:
+        assert sock.recv(1) == b"", "the oldest of the fullest address goes"
+    assert not any(ended(sock) for sock in flood[-3:])
+    for sock, (proof, answer) in list(zip(quiet, answers, strict=True))[:2]:
+        sock.sendall(answer)
+        proof.finish(exactly(sock, handshake.VERDICT_BYTES))
+
+
+def test_a_crowd_of_many_addresses_closes_the_oldest_of_the_fullest(few: Listens) -> None:
+    first = [few.comes("127.0.0.2") for _ in range(2)]
+    others = [few.comes(f"127.0.0.{n}") for n in range(3, 7)]
+    for sock in (*first, *others):
+        exactly(sock, handshake.CHALLENGE_BYTES)
+    late = few.comes("127.0.0.9")
+    exactly(late, handshake.CHALLENGE_BYTES)
+    assert first[0].recv(1) == b""
+    assert not any(ended(sock) for sock in (first[1], *others, late))
+
+
+def test_an_answer_may_come_in_pieces(few: Listens) -> None:
+    sock = few.comes()
+    proof, answer = few.proof(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for at in range(0, len(answer), 11):
+        sock.sendall(answer[at : at + 11])
+    proof.finish(exactly(sock, handshake.VERDICT_BYTES))
+
+
+def test_an_answer_with_a_byte_too_many_is_refused(few: Listens) -> None:
+    sock = few.comes()
+    proof, answer = few.proof(sock)
+    sock.sendall(answer + b"x")
+    with pytest.raises(PeerRefused, match="not a segue stream"):
+        proof.finish(exactly(sock, handshake.VERDICT_BYTES))
+    assert few.events.empty()
+
+
+def test_streams_that_have_proven_themselves_are_bounded_and_a_place_is_free_again(few: Listens) -> None:
+    inside = []
+    for _ in range(2):
+        sock = few.comes()
+        proof, answer = few.proof(sock)
+        sock.sendall(answer)
+        proof.finish(exactly(sock, handshake.VERDICT_BYTES))
+        inside.append(sock)
+    assert few.comes().recv(1) == b"", "it is closed without a word"
+    for sock in inside:
+        sock.close()
+    gone = few.events.get(timeout=30)
+    assert isinstance(gone, PeerGone)
+    assert gone.peer == ROGUE
+    few.proof(few.comes())
+
+
+def test_who_has_not_proven_itself_is_closed_with_the_transport() -> None:
+    made = Listens(handshake_s=3600.0)
+    sock = made.comes()
+    exactly(sock, handshake.CHALLENGE_BYTES)
+    made.transport.close()
+    assert sock.recv(1) == b""
+    made.close()
+
+
+# ---- under TLS --------------------------------------------------------------------------------------
+
+
+def test_the_deadline_of_a_handshake_holds_for_who_never_begins_tls(tmp_path: Path) -> None:
+    made = Listens(tls=Authority(tmp_path).issue().load(), handshake_s=0.2)
+    assert made.comes().recv(1) == b""
+    made.close()
+
+
+def test_plain_bytes_and_a_stranger_s_certificate_end_a_connection_before_any_challenge(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
+    made = Listens(tls=ours.issue().load(), handshake_s=3600.0)
+    with contextlib.suppress(ConnectionResetError), made.comes() as plain:
+        plain.sendall(bytes(100))
+        while plain.recv(100):
+            pass  # an alert of TLS
+    other, challenge = theirs.issue(trust=ours).load().client, b""
+    with contextlib.suppress(OSError), other.wrap_socket(made.comes(), server_hostname="127.0.0.1") as sock:
+        challenge = sock.recv(handshake.CHALLENGE_BYTES)
+    assert challenge == b""
+    refused = [record.message for record in caplog.records if "connection was refused" in record.message]
+    assert len(refused) == 2
+    good = make_tcp(made.events.put, ROGUE, tls=ours.issue().load())
+    memory = allocate(4096)
+    good.register(memory)
+    good.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 30)
+    good.close()
+    memory.close()
+    made.close()
