@@ -128,10 +128,11 @@ class AuthenticatedListener:
         pending.timer = self._loop.later(self._handshake_s, partial(self._drop, pending))
         try:
             self._loop.watch(pending.fd, select.EPOLLIN, partial(self._ready, pending))
-            self._challenge(pending)
         except OSError as exc:
             self._failed(exc)
             self._drop(pending)
+            return
+        self._guard(pending, self._challenge)
 
     def _rest(self, exc: OSError) -> None:
         """The kernel would call us again at once, and for nothing. What is missing is most likely a
@@ -146,27 +147,25 @@ class AuthenticatedListener:
         log.warning("%s cannot let a peer in: %s", self._name, exc.strerror)
 
     def _ready(self, pending: PendingConnection, _events: int) -> None:
+        self._guard(pending, self._read if pending.challenged else self._challenge)
+
+    def _guard(self, pending: PendingConnection, step: Callable[[PendingConnection], None]) -> None:
         try:
-            if not pending.challenged and not self._challenge(pending):
-                return
-            self._read(pending)
+            step(pending)
         except ssl.SSLError as exc:
             log.warning("a %s connection was refused: %s", self._name, explain(exc))
             self._drop(pending)
         except OSError:
             self._drop(pending)  # its end
 
-    def _challenge(self, pending: PendingConnection) -> bool:
-        """One step of the channel's own handshake. True when it is done, and the challenge sent."""
+    def _challenge(self, pending: PendingConnection) -> None:
+        """One step of the channel's own handshake; when it is done, the challenge."""
         wants = pending.channel.handshake()
-        if wants:
-            self._loop.change(pending.fd, wants)
-            return False
         if pending.channel.buffered:
-            self._loop.change(pending.fd, select.EPOLLIN)
-        pending.challenged = True
-        pending.channel.send(pending.proof.challenge())
-        return True
+            self._loop.change(pending.fd, wants or select.EPOLLIN)
+        if not wants:
+            pending.challenged = True
+            pending.channel.send(pending.proof.challenge())
 
     def _read(self, pending: PendingConnection) -> None:
         # One byte more than there may be: what is too long is no answer.
