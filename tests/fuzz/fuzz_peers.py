@@ -113,7 +113,9 @@ def _message_seeds() -> list[bytes]:
 @cache
 def _destination() -> HandoffMessage:
     """The real one: what a decode exchange sends."""
-    effects = _exchange(Role.DECODE, P).handle(events.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    exchange = _exchange(Role.DECODE, P)
+    exchange.handle(events.Publish(TRANSFER, (0, 1, 2), 0), 0.1)
+    effects = exchange.handle(events.Granted(TRANSFER, 0), 0.1)
     return next(
         e.message for e in effects if isinstance(e, events.Send) and isinstance(e.message, Destination)
     )
