@@ -173,7 +173,7 @@ def epoch_used_again(stage: Stage) -> None:
 
 
 def write_after_release(stage: Stage) -> None:
-    stage.prefill.paths[stage.decode.me].land(99, [(0, b"x")])
+    stage.prefill.paths_to(stage.decode.me)[0].land(99, [(0, b"x")])
 
 
 def write_beside_the_pages(stage: Stage) -> None:
@@ -182,7 +182,7 @@ def write_beside_the_pages(stage: Stage) -> None:
     stage.checks.effect(stage.decode, stage.destination([page]))
     other = (page + 1) % stage.decode.pool.total
     at = stage.decode.engine.spec.offset(0, False, other * stage.decode.spec.page_tokens)
-    stage.prefill.paths[stage.decode.me].land(5, [(at, b"x" * 8)])
+    stage.prefill.paths_to(stage.decode.me)[0].land(5, [(at, b"x" * 8)])
 
 
 def streamed(stage: Stage) -> tuple[TcpPath, Part]:
@@ -223,7 +223,7 @@ def unfenced_quarantine(stage: Stage) -> None:
 def false_drained(stage: Stage) -> None:
     stage.phases(stage.prefill, B)
     stage.checks.halves[stage.prefill.me, stage.transfer].epoch = 5
-    path: Any = stage.prefill.paths[stage.decode.me]
+    path: Any = stage.prefill.paths_to(stage.decode.me)[0]
     path.busy_with = lambda epoch: epoch == 5
     stage.checks.effect(stage.prefill, events.Send(stage.decode.me, Drained(stage.transfer)))
 

@@ -66,6 +66,8 @@ CODES: dict[str, frozenset[ErrorCode]] = {
     "clock jump": frozenset(_LOST),
     "session backlog": frozenset(_LOST),
     "digest slow": frozenset(_LATE),
+    "no memory": frozenset({*_LOST, ErrorCode.OUT_OF_CAPACITY}),
+    "no memory for shm": frozenset(_LOST),
 }
 #: An exception that the simulator throws, into some part of an instance.
 _THROWN = (
@@ -97,6 +99,8 @@ _ARMED = frozenset(
         "thread death",
         "connect raises",
         "full queues",
+        "no memory",
+        "no memory for shm",
         *_THROWN,
     }
 )

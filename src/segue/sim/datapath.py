@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from segue.core.errors import TransferFailed
 from segue.core.types import RankId
@@ -37,6 +37,9 @@ SPARE = (5, 6, 7)
 
 class DataPath:
     """From one prefill node to one decode node, whatever connections there are at the moment."""
+
+    #: of which transport
+    name: ClassVar[str]
 
     def __init__(self, writer: KVNode, reader: KVNode) -> None:
         self.writer = writer
@@ -80,7 +83,7 @@ class DataPath:
             if key not in self.lied:
                 self.lied.add(key)
                 error = TransferFailed("the transport reported an error")
-                self.writer.transport.tell(WriteFailed(self.reader.rank, *key, error))
+                self.writer.transports[self.name].tell(WriteFailed(self.reader.rank, *key, error))
                 return
 
     def cut(self) -> None:
@@ -97,6 +100,8 @@ class DataPath:
 
 class TcpPath(DataPath):
     """A path over `tcp`."""
+
+    name = TcpTransport.name
 
     def __init__(self, writer: KVNode, reader: KVNode) -> None:
         super().__init__(writer, reader)
@@ -163,7 +168,7 @@ class TcpPath(DataPath):
     def busy_with(self, epoch: int) -> bool:
         """Whether a write of `epoch` waits or is being sent. What is under way on a stream that broke here is
         the reader's, which has a fence of its own."""
-        io = self.writer.transport.net.io
+        io = self.writer.transports[self.name].net.io
         if io is not None and io.over:
             return False  # its thread has ended, by a fault
         return super().busy_with(epoch) or any(
@@ -200,6 +205,8 @@ class TcpPath(DataPath):
 
 class ShmPath(DataPath):
     """A path over `shm`: the writer's threads copy into the reader's mapped pool."""
+
+    name = ShmTransport.name
 
     def __init__(self, writer: KVNode, reader: KVNode) -> None:
         super().__init__(writer, reader)
@@ -254,7 +261,7 @@ class ShmPath(DataPath):
             (sock if writers else sock.other).cut()
 
     def _sockets(self) -> list[UnixSocket]:
-        things = self.writer.transport.net.open_fds.values()
+        things = self.writer.transports[self.name].net.open_fds.values()
         return [
             thing
             for thing in list(things)
@@ -268,6 +275,9 @@ class SimTransport(Transport):
     net: SimNet
     inner: Transport
     memory_kinds = frozenset(MemoryKind)
+    make_path: ClassVar[type[DataPath]]
+    #: as many as there are live grants
+    grants: Sized
 
     def __init__(self, node: KVNode, on_event: EventSink) -> None:
         self._node = node
@@ -324,7 +334,7 @@ class SimTransport(Transport):
     def _path(self, peer: RankId) -> DataPath:
         reader = self._node.deployment.by_leader[peer.leader]
         assert isinstance(reader, type(self._node))
-        return self._node.data_path(reader)
+        return self._node.data_path(reader, self.name)
 
     def _event(self, event: TransportEvent) -> None:
         if isinstance(event, Written | WriteFailed):
@@ -341,13 +351,13 @@ class SimTransport(Transport):
 class SimKinds(TransportKinds):
     """Production's transports, but for how one is made."""
 
-    def __init__(self, make: Callable[[EventSink, TransportOptions], SimTransport]) -> None:
+    def __init__(self, make: Callable[[str, EventSink, TransportOptions], SimTransport]) -> None:
         super().__init__(KINDS.known)
         self._make = make
 
     def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
-        """Whichever the deployment has."""
-        return self._make(on_event, options)
+        """As production's, in virtual time."""
+        return self._make(name, on_event, options)
 
 
 class SimTcp(SimTransport):
@@ -355,6 +365,7 @@ class SimTcp(SimTransport):
 
     name = TcpTransport.name
     preference = TcpTransport.preference
+    make_path = TcpPath
 
     def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
         super().__init__(node, on_event)
@@ -372,7 +383,7 @@ class SimTcp(SimTransport):
             ),
             self.net,
         )
-        node.grants = self.inner._grants
+        self.grants = self.inner._grants
 
 
 class SimShm(SimTransport):
@@ -380,6 +391,7 @@ class SimShm(SimTransport):
 
     name = ShmTransport.name
     preference = ShmTransport.preference
+    make_path = ShmPath
 
     def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
         super().__init__(node, on_event)
@@ -396,7 +408,7 @@ class SimShm(SimTransport):
             copy=self._copy,
             host=self.host,
         )
-        node.grants = self.inner._table
+        self.grants = self.inner._table
 
     def end_a_thread(self) -> None:
         """The next slice ends the thread that copies it, or the next turn the I/O thread."""

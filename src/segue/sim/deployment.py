@@ -12,7 +12,7 @@ from segue.observe.metrics import Metrics
 from segue.sim.addresses import Addresses
 from segue.sim.causes import CODES, Causes
 from segue.sim.clients import Asked, Wanted
-from segue.sim.datapath import DataPath, TcpPath
+from segue.sim.datapath import DataPath, SimShm, TcpPath
 from segue.sim.front import FrontNode
 from segue.sim.invariants import Checks
 from segue.sim.leader import EOS
@@ -44,7 +44,7 @@ class Deployment:
         self.timing: Timing = scenario.timing
         self.network = Network(self.world, scenario.timing)
         self.streams = Streams(scenario.timing.latency_s)
-        self.one_sided = scenario.one_sided
+        self.transports = scenario.transports
         self.eos = EOS if "endings" in scenario.features else frozenset[int]()
         self.secret = b"a secret of the simulator" if scenario.signed else None
         self.policy = scenario.policy
@@ -229,7 +229,8 @@ class Deployment:
             process.died()
         if not isinstance(process, KVNode):
             return
-        process.transport.died()
+        for transport in process.transports.values():
+            transport.died()
         for key in [k for k in self.checks.reads if k[0] == process.me]:
             del self.checks.reads[key]
 
@@ -445,7 +446,7 @@ class Deployment:
                 if not node.squeezed and not node.busy:
                     node.squeeze(fault.amount * node.pool.total // 64)
                     node.after(fault.seconds, node.unsqueeze)
-            case _ if fault.kind in DATA:
+            case _ if fault.kind in (*DATA, "no memory"):
                 if isinstance(node, KVNode):  # in this life
                     self._data_fault(fault, node)
             case "wrong message":
@@ -483,7 +484,7 @@ class Deployment:
                 raise Violation("scenario", f"no such fault: {fault}")
 
     def _data_fault(self, fault: Fault, node: KVNode) -> None:
-        transport, until = node.transport, self.world.now + fault.seconds
+        transport, until = self._rng.choice(list(node.transports.values())), self.world.now + fault.seconds
         match fault.kind:
             case "deaf port":
                 transport.net.deaf_until = until
@@ -491,15 +492,27 @@ class Deployment:
                 transport.net.full_until = until
             case "write astray":
                 transport.astray += 1
+            case "no memory":
+                self._no_memory(fault, node)
             case "thread death":
                 transport.end_a_thread()
                 node.after(fault.seconds, self._crash, node, 0.01)
             case _:
                 transport.connect_raises += 1
 
+    def _no_memory(self, fault: Fault, node: KVNode) -> None:
+        """Its next path over `shm` cannot be mapped; it must be opened anew. Where there is another transport
+        the pair goes on with that."""
+        shm, other = node.transports.get(SimShm.name), self.nodes[fault.other]
+        if isinstance(shm, SimShm):
+            shm.host.unmapped += 1
+            self.causes.struck("no memory" if len(self.transports) == 1 else "no memory for shm", node)
+            self.break_session(node, other)
+
 
 def _path(a: Process, b: Process | None) -> DataPath | None:
     """The data path between two instances, whichever of them is the prefill one now."""
     if not isinstance(a, KVNode) or not isinstance(b, KVNode):
         return None
-    return a.paths.get(b.me) or b.paths.get(a.me)
+    found = a.paths_to(b.me) or b.paths_to(a.me)
+    return found[0] if found else None

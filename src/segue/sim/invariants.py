@@ -133,6 +133,13 @@ class Checks(AnswerChecks, RequestChecks):
         mine, theirs = node.spec, peer.spec
         if mine.role is theirs.role or (mine.model, mine.layers) != (theirs.model, theirs.layers):
             raise Violation("9", f"{node.name} joined {peer.name}, whose KV is not its own: {mine}, {theirs}")
+        ours, other = node.peers[peer.me], peer.peers.get(node.me)
+        same = other is not None and other.session.handshake.id == ours.session.handshake.id
+        if other is not None and same and ours.transport != other.transport:
+            text = f"{node.name} reaches {peer.name} by {ours.transport}, which answers by {other.transport}"
+            raise Violation("9", text)
+        if len(node.deployment.transports) > 1 and ours.transport == "tcp":
+            node.deployment.counts["pairs that went on without shm"] += 1
 
     def is_over(self, node: KVNode, event: Any) -> bool:
         """Whether the hand-off that `event` speaks of has ended here and let everything go."""
@@ -242,9 +249,9 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _drained(self, node: KVNode, transfer: TransferId) -> None:
         """4: the word that no write starts any more must be true."""
-        path = node.paths.get(transfer.decode)
         half = self.halves.get((node.me, transfer))
-        if path is not None and half is not None and half.epoch and path.busy_with(half.epoch):
+        epoch = half.epoch if half is not None else 0
+        if epoch and any(path.busy_with(epoch) for path in node.paths_to(transfer.decode)):
             raise Violation(
                 "4", f"{node.name} says {transfer} is drained while a write runs", (transfer.room,)
             )
@@ -484,7 +491,7 @@ class Checks(AnswerChecks, RequestChecks):
         sizes |= {f"engine {k}": v for k, v in node.engine.sizes().items()}
         if isinstance(node, KVNode):
             sizes |= {k: v for k, v in node.manager.sizes().items() if k != "peers"}
-            sizes |= {"exposed": len(node.exposed), "grants": len(node.grants)}
+            sizes |= {"exposed": len(node.exposed), "grants": node.grants}
         held = {k: v for k, v in sizes.items() if v}
         if held:
             rooms = tuple(t.room for t in getattr(node, "handles", {}))

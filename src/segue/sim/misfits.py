@@ -81,7 +81,7 @@ class Misfit(Visitor):
         if self.kind in REFUSED:
             info = REFUSED[self.kind][0](info)
         elif self.role is Role.DECODE:
-            info = _endpoints(_OPAQUE)(info)
+            info = structs.replace(info, endpoints={"tcp": [_OPAQUE]})
         return info if isinstance(info, bytes) else msgspec.msgpack.encode(info)
 
     def leader(self) -> SessionNode:
@@ -94,7 +94,7 @@ class Misfit(Visitor):
             await self.dials(self.leader(), ErrorCode.PEER_REFUSED)
         elif self.kind in REFUSED:
             await self.dials(self.leader(), *REFUSED[self.kind][1])
-        elif self.kind == "same role" or (self.role is Role.DECODE and self.deployment.one_sided):
+        elif self.kind == "same role" or not (self.role is Role.PREFILL or "tcp" in self.target.transports):
             await self.dials(self.leader(), ErrorCode.PEER_REFUSED)
         else:
             await self._joins()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.session.api import Session
-from segue.sim.datapath import DataPath, ShmPath, SimKinds, SimShm, SimTcp, SimTransport, TcpPath
+from segue.sim.datapath import DataPath, SimKinds, SimShm, SimTcp, SimTransport
 from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
@@ -230,14 +230,13 @@ class KVNode(LeaderNode):
     scheduler: PrefillScheduler | DecodeScheduler
 
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
-        self.paths: dict[LeaderId, DataPath] = {}
+        #: to a decode node, over a transport
+        self.paths: dict[tuple[LeaderId, str], DataPath] = {}
         self.hearing = Hearing(self)
         #: when the last checksum that a fault made slow has been computed: they wait for one another
         self.reads_until = 0.0
         self.exposed: dict[int, Exposed] = {}
-        #: as many as there are live grants at the transport
-        self.grants: Sized = ()
-        self.transport: SimTransport
+        self.transports: dict[str, SimTransport] = {}
         self._pool_at = 0
         super().__init__(deployment, spec, life)
 
@@ -246,7 +245,7 @@ class KVNode(LeaderNode):
             **vars(self._session_config()),
             model=self.spec.model,
             spec=self.engine.spec,
-            transports=(SimShm.name if self.deployment.one_sided else SimTcp.name,),
+            transports=self.deployment.transports,
             kv_checksum=self.spec.kv_checksum,
         )
         runtime = replace(
@@ -260,11 +259,16 @@ class KVNode(LeaderNode):
         make = PrefillScheduler if self.spec.role is Role.PREFILL else DecodeScheduler
         return make(self.engine, self.pool, self._scheduling(), self.manager)
 
-    def _make_transport(self, on_event: EventSink, options: TransportOptions) -> SimTransport:
+    def _make_transport(self, name: str, on_event: EventSink, options: TransportOptions) -> SimTransport:
         self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)
-        make = SimShm if self.deployment.one_sided else SimTcp
-        self.transport = make(self, on_event, options)
-        return self.transport
+        make = SimShm if name == SimShm.name else SimTcp
+        self.transports[name] = made = make(self, on_event, options)
+        return made
+
+    @property
+    def grants(self) -> int:
+        """How many live grants its transports have."""
+        return sum(len(transport.grants) for transport in self.transports.values())
 
     def _spawn(self, _name: str, run: Callable[[], None]) -> None:
         """A thread of this process that may wait; it begins a little later."""
@@ -303,13 +307,18 @@ class KVNode(LeaderNode):
 
     # ---- what lands here ---------------------------------------------------------------------------
 
-    def data_path(self, reader: KVNode) -> DataPath:
-        """The path to a decode node."""
-        path = self.paths.get(reader.me)
+    def data_path(self, reader: KVNode, name: str) -> DataPath:
+        """The path to a decode node over the transport `name`."""
+        path = self.paths.get((reader.me, name))
         if path is None:
-            make = ShmPath if self.deployment.one_sided else TcpPath
-            path = self.paths[reader.me] = make(self, reader)
+            path = self.paths[reader.me, name] = self.transports[name].make_path(self, reader)
         return path
+
+    def paths_to(self, reader: LeaderId) -> list[DataPath]:
+        """All of them; the one in use, if there is one, first."""
+        peer = self.peers.get(reader)
+        found = [path for (to, _), path in self.paths.items() if to == reader]
+        return sorted(found, key=lambda path: peer is None or path.name != peer.transport)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in our pool an address is; None if not all of these bytes are in it."""

@@ -38,7 +38,7 @@ class Scenario:
 
     seed: int
     features: frozenset[str]
-    one_sided: bool
+    transports: tuple[str, ...]
     signed: bool
     policy: str
     fronts: int
@@ -91,7 +91,7 @@ def make_scenario(seed: int) -> Scenario:
     scenario = Scenario(
         seed=seed,
         features=features,
-        one_sided=rng.random() < 0.6,
+        transports=("shm",) if rng.random() < 0.6 else ("tcp",),
         signed=rng.random() < 0.5,
         policy=rng.choice(POLICY_NAMES),
         fronts=rng.choice((1, 1, 2, 3)),
@@ -138,6 +138,8 @@ def make_scenario(seed: int) -> Scenario:
     scenario.faults += _faults(rare, scenario, found, len(scenario.faults))
     unmet = random.Random(f"segue unmet {seed}")
     scenario.features |= frozenset(f for f in UNMET if unmet.random() < share)
+    if "two transports" in scenario.features:
+        scenario.transports = ("shm", "tcp")
     found = [f for f in UNMET if f in scenario.features]
     scenario.faults += _faults(unmet, scenario, found, len(scenario.faults))
     return scenario

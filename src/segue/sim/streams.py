@@ -144,7 +144,7 @@ class SimNet(Net):
     def _joined(self, listener: SimSocket) -> SimSocket:
         ours, theirs = SimSocket(self), SimSocket(listener.net)
         listener.net.closed(theirs._fd)  # it has a number once it is accepted
-        path: Any = self.node.data_path(listener.net.node)
+        path: Any = self.node.data_path(listener.net.node, "tcp")
         self.streams.opened += 1
         rng = self.node.world.rng(f"stream {self.streams.opened}")
         there, back = Flow(ours, theirs, path, rng), Flow(theirs, ours, path, rng)

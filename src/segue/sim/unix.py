@@ -282,6 +282,8 @@ class SimHost(ShmHost):
         self.io: SimIoLoop | None = None
         self._took: UnixSocket | None = None
         self._rng = node.world.rng(f"host {node.name}")
+        #: how many of the next pools cannot be mapped
+        self.unmapped = 0
         #: a thread that copies ends by this at its next slice
         self.breaks: Exception | None = None
 
@@ -369,6 +371,10 @@ class SimHost(ShmHost):
         return len(self.net.at(fd).data)
 
     def map_pool(self, fd: int, nbytes: int) -> Any:
+        if self.unmapped:
+            self.unmapped -= 1
+            self.node.deployment.counts["pools that could not be mapped"] += 1
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
         mapping = Mapping(self.net.at(fd))
         assert self._took is not None, "a pool that came over no socket"
         self._took.mapping = mapping

@@ -85,6 +85,7 @@ DATA = (
     "write astray",
 )
 
+
 #: What was found to be rare by looking at the lines that no seed ran; with a generator of their own again.
 RARE = (
     "wrong messages",
@@ -96,7 +97,7 @@ RARE = (
 )
 
 #: What sessions and the two ends of a pair had not met; with a generator of their own again.
-UNMET = ("web clients", "node visits")
+UNMET = ("web clients", "node visits", "two transports", "no memory")
 
 ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET})
 
@@ -273,6 +274,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "misfits": (Draw("misfit", 6, "kv", triggers=("",)),),
     "more visitors": (Draw("visitor", 8, "any"),),
     "web clients": (Draw("web client", 16, ""), Draw("web stop", 1, "")),
+    "no memory": (Draw("no memory", 2, "prefill", "decode"),),
     "node visits": (Draw("node visit", 4, "any"),),
     "effect exception": (Draw("effect exception", 3, "kv"),),
     "event exception": (Draw("event exception", 3, "kv"),),
