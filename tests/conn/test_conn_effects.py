@@ -225,7 +225,7 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     [(delay, call, args)] = [item for item in later if item[2][:1] == (effect,)]
     assert delay == FENCE_AGAIN_S
     moved: list[events.Effect] = []
-    rig.manager._ranks.carry_out = moved.append  # type: ignore[method-assign, assignment]
+    rig.manager._ranks.carry_out = lambda effect, *_: moved.append(effect)  # type: ignore[method-assign, assignment]
     call(*args)
     assert moved == [effect]
 

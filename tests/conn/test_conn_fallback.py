@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import logging
+import queue
 import threading
 
 import pytest
 from test_manager import Side, assert_at_rest, assert_handed_over
 
-from segue.core.errors import OutOfCapacity
-from segue.core.types import Role
+from segue.conn import manager as conn_manager
+from segue.core.errors import OutOfCapacity, PeerLost
+from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
+from segue.handoff.events import Fence
 from segue.session.api import PeerInfo, Session
+from segue.transport.base import PeerGone
 from segue.transport.shm_host import ShmHost
 
 BOTH = ("shm", "tcp")
@@ -59,6 +63,56 @@ def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why_o
     assert len(said) == 1
     assert "shm" in said[0]
     assert "Cannot allocate memory" in said[0]
+
+
+def test_the_end_of_a_path_of_an_earlier_session_costs_the_session_that_goes_over_another_nothing() -> None:
+    """A pair has met over shm and then, without it, over tcp: the old path's end is no news."""
+    prefill, decode = Side(Role.PREFILL, transports=BOTH), Side(Role.DECODE, transports=BOTH)
+    try:
+        prefill.manager.start()
+        decode.manager.start()
+        decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
+        assert_handed_over(prefill, decode, 33, 8)
+        there = _over_tcp(prefill)
+
+        def meet_anew() -> None:
+            error = prefill.manager._withdraw("shm", OutOfCapacity("no room"))
+            prefill.manager.plane.sessions[decode.me].close(error)
+
+        prefill.manager.io.post(meet_anew)
+        assert there.wait(30)
+        assert_handed_over(prefill, decode, 33, 8)
+        gone = PeerGone(RankId(decode.me), False, PeerLost("its socket was closed"))
+        prefill.manager.io.post(prefill.manager._moved, 0, "shm", gone)
+        assert_handed_over(prefill, decode, 33, 8)
+    finally:
+        decode.close()
+        prefill.close()
+
+
+def test_a_fence_that_was_not_taken_is_asked_again_of_the_transport_that_has_the_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meanwhile the pair may have met anew over another transport, which knows nothing of them and would say
+    so at once."""
+    monkeypatch.setattr(conn_manager, "FENCE_AGAIN_S", 0.0)
+    prefill = Side(Role.PREFILL, transports=BOTH)
+    decode = LeaderId(new_incarnation())
+    ranks, asked = prefill.manager._ranks, queue.Queue[str]()
+    monkeypatch.setattr(ranks._ranks[0], "fence", lambda name, *_: asked.put(name))
+    fence = Fence(TransferId(1, 0, prefill.me, decode), 0, 5)
+
+    def refuse() -> None:
+        ranks.choose(decode, "shm", [(0, 0)], ())
+        prefill.manager._not_done(fence, OutOfCapacity("full"))
+        ranks.choose(decode, "tcp", [(0, 0)], ())
+
+    try:
+        prefill.manager.start()
+        prefill.manager.io.post(refuse)
+        assert asked.get(timeout=10) == "shm"
+    finally:
+        prefill.close()
 
 
 def test_what_a_peer_was_told_decides_although_it_is_not_offered_any_more() -> None:

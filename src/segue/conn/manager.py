@@ -22,7 +22,7 @@ from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.peers import Joined, PathSpeed, Peer, join
 from segue.conn.rank import Rank, local_rank
-from segue.conn.ranks import Ranks
+from segue.conn.ranks import Ranks, Route
 from segue.core.clock import Clock
 from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
 from segue.core.types import LeaderId, RankId, Role, TransferId
@@ -237,7 +237,9 @@ class KVManager:
                 self.io.loop.call_soon(self._handle, answer)
             case events.Fence():
                 # So it is here, and to fence twice does no harm.
-                self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect)
+                # By then the pair may have another transport, which would know nothing of the writes.
+                route = self._ranks.route_to(self._ranks.peer_of(effect.transfer))
+                self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect, route)
             case events.Send():
                 transfer = effect.message.transfer
                 phase = self.exchange.phase(transfer)
@@ -256,11 +258,11 @@ class KVManager:
     def _end_later(self, transfer: TransferId, error: SegueError) -> None:
         self.io.loop.call_soon(self._handle, events.AbortTransfer(transfer, error.info))
 
-    def _fence_again(self, effect: events.Fence) -> None:
+    def _fence_again(self, effect: events.Fence, route: Route | None) -> None:
         if self._closed:
             return
         try:
-            self._carry_out(effect)
+            self._ranks.carry_out(effect, route)
         except Exception as exc:
             self._not_done(effect, typed(exc, "carrying out Fence"))
 
@@ -371,11 +373,13 @@ class KVManager:
             return  # nothing is asked of ranks any more
         leader = event.peer.leader
         if isinstance(event, transport_base.PeerGone):
+            peer = self._peers.get(leader)
             if event.proven and not self._ranks.died(event.peer):
                 return
+            if not event.proven and peer is not None and peer.transport != name:
+                return  # a path of an earlier session; what went over it has ended
             self._handle(events.PeerDown(leader, event.error.info, dead=event.proven))
-            peer = self._peers.get(leader)
-            if peer is not None and peer.transport == name:
+            if peer is not None:
                 peer.session.close(event.error)
             return
         proven = self._ranks.fenced(rank, event) if isinstance(event, transport_base.Fenced) else None

@@ -15,7 +15,7 @@ from segue.transport.base import Fenced
 
 
 @dataclass(frozen=True, slots=True)
-class _Reached:
+class Route:
     """How a peer is reached: by which transport, and which of its ranks each of ours exchanges bytes with."""
 
     transport: str
@@ -45,7 +45,7 @@ class Ranks:
             if all(name in rank.endpoints for rank in ranks)
         }
         # Outlives the session: a fence may come after it. One entry per peer ever seen, bounded.
-        self._reached: dict[LeaderId, _Reached] = {}
+        self._routes: dict[LeaderId, Route] = {}
         self._connecting: dict[LeaderId, asyncio.Task[None]] = {}
         #: grants of our ranks, each with the peer's ranks that cannot write there yet
         self._grants: dict[tuple[LeaderId, int, int], set[int]] = {}
@@ -83,11 +83,11 @@ class Ranks:
         for source, target in pairs:
             ours, theirs = (source, target) if self._sending else (target, source)
             partners[ours] = (*partners.get(ours, ()), theirs)
-        self._reached[peer] = _Reached(name, partners)
+        self._routes[peer] = Route(name, partners)
         self._dead.pop(peer, None)
-        while len(self._reached) > self._max_peers:
-            oldest = next(known for known in self._reached if known not in live)
-            del self._reached[oldest]
+        while len(self._routes) > self._max_peers:
+            oldest = next(known for known in self._routes if known not in live)
+            del self._routes[oldest]
             self._dead.pop(oldest, None)
 
     async def connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
@@ -108,28 +108,34 @@ class Ranks:
             task.exception()  # seen: who asked may be gone
 
     async def _connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
-        reached = self._reached[peer]
-        endpoints = info.endpoints[reached.transport]
-        for ours, theirs in reached.partners.items():
+        route = self._routes[peer]
+        endpoints = info.endpoints[route.transport]
+        for ours, theirs in route.partners.items():
             for rank in theirs:
                 await self._ranks[ours].connect(
-                    reached.transport, RankId(peer, rank), endpoints[rank], timeout_s
+                    route.transport, RankId(peer, rank), endpoints[rank], timeout_s
                 )
 
     def peer_of(self, transfer: TransferId) -> LeaderId:
         """The other side of a transfer."""
         return transfer.decode if self._sending else transfer.prefill
 
-    def carry_out(self, effect: PostWrite | Grant | Fence | ComputeChecksum) -> bool:
-        """Have the rank do what is for it, over the transport that was chosen for the transfer's peer. True
-        for a grant that holds already."""
+    def route_to(self, peer: LeaderId) -> Route | None:
+        """How `peer` is reached now, if that is known."""
+        return self._routes.get(peer)
+
+    def carry_out(
+        self, effect: PostWrite | Grant | Fence | ComputeChecksum, route: Route | None = None
+    ) -> bool:
+        """Have the rank do what is for it, over the transport that was chosen for the transfer's peer, or by
+        a `route` of before. True for a grant that holds already."""
         rank = self._ranks[effect.rank]
         if isinstance(effect, ComputeChecksum):
             rank.checksum(effect)
             return False
         peer = self.peer_of(effect.transfer)
-        reached = self._reached[peer]
-        name, partners = reached.transport, reached.partners[effect.rank]
+        route = route or self._routes[peer]
+        name, partners = route.transport, route.partners[effect.rank]
         match effect:
             case PostWrite():
                 rank.write(name, RankId(peer, effect.target), effect.epoch, effect.tag, effect.blocks)
@@ -167,8 +173,8 @@ class Ranks:
         key = (leader, event.epoch, rank)
         fence = self._fences.get(key)
         if fence is None:
-            reached = self._reached.get(leader)
-            alone = reached is not None and reached.partners.get(rank) == (event.peer.rank,)
+            route = self._routes.get(leader)
+            alone = route is not None and route.partners.get(rank) == (event.peer.rank,)
             return event.proven if alone else None
         if event.peer.rank not in fence.waiting:
             return None
@@ -182,12 +188,12 @@ class Ranks:
     def died(self, peer: RankId) -> bool:
         """A rank of a peer is dead. True once every one that exchanges bytes with ours is known to be: the
         death of one proves nothing of the others, and its leader says what follows."""
-        reached = self._reached.get(peer.leader)
-        if reached is None:
+        route = self._routes.get(peer.leader)
+        if route is None:
             return True  # it was never told where to write
         dead = self._dead.setdefault(peer.leader, set())
         dead.add(peer.rank)
-        return all(theirs in dead for partners in reached.partners.values() for theirs in partners)
+        return all(theirs in dead for partners in route.partners.values() for theirs in partners)
 
     def close(self) -> None:
         """End all of them; no answer after it returns."""

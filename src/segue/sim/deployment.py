@@ -368,7 +368,7 @@ class Deployment:
         self.healed_at = self.world.now
 
     def _mid_write(self, fault: Fault, process: Process, other: Process | None) -> None:
-        path = _path(process, other)
+        path = _path(process, other, fault.amount)
         if path is None:
             return
         writer = path.writer
@@ -380,7 +380,7 @@ class Deployment:
             path.mid_write.append("pause")
 
     def _path_fault(self, fault: Fault, process: Process, other: Process | None) -> None:
-        path = _path(process, other)
+        path = _path(process, other, fault.amount)
         if path is None:
             return
         if fault.kind != "wire flip":
@@ -501,18 +501,35 @@ class Deployment:
                 transport.connect_raises += 1
 
     def _no_memory(self, fault: Fault, node: KVNode) -> None:
-        """Its next path over `shm` cannot be mapped; it must be opened anew. Where there is another transport
-        the pair goes on with that."""
+        """Its next path over `shm` cannot be mapped, and one must be opened anew. Where there is another
+        transport that pair goes on with it, and so does any other that meets again."""
         shm, other = node.transports.get(SimShm.name), self.nodes[fault.other]
-        if isinstance(shm, SimShm):
-            shm.host.unmapped += 1
-            self.causes.struck("no memory" if len(self.transports) == 1 else "no memory for shm", node)
-            self.break_session(node, other)
+        if not isinstance(shm, SimShm):
+            return
+        shm.host.unmapped += 1
+        self.causes.struck("no memory" if len(self.transports) == 1 else "no memory for shm", node)
+        if (path := node.paths.get((other.me, shm.name))) is not None:
+            path.cut()
+        self.break_session(node, other)
+        if len(self.transports) > 1:
+            self.world.after(0.05, None, self._all_meet_anew, node)
+
+    def _all_meet_anew(self, node: KVNode) -> None:
+        for peer in list(node.peers):
+            self.break_session(node, self.by_leader[peer])
+        self.world.after(0.2, None, self._cut_unused, node)
+
+    def _cut_unused(self, node: KVNode) -> None:
+        """Paths that its pairs have no use for any more end: no cause of anything."""
+        for (reader, name), path in node.paths.items():
+            if (peer := node.peers.get(reader)) is not None and peer.transport != name:
+                self.counts["unused paths cut"] += 1
+                path.cut()
 
 
-def _path(a: Process, b: Process | None) -> DataPath | None:
-    """The data path between two instances, whichever of them is the prefill one now."""
+def _path(a: Process, b: Process | None, which: int) -> DataPath | None:
+    """One of the data paths between two instances, whichever of them is the prefill one now."""
     if not isinstance(a, KVNode) or not isinstance(b, KVNode):
         return None
     found = a.paths_to(b.me) or b.paths_to(a.me)
-    return found[0] if found else None
+    return found[which % len(found)] if found else None
