@@ -45,7 +45,18 @@ _OVER = (PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidReque
 _LONGEST_PAUSE_S = 2.0
 
 
-class Registry(Protocol):
+class InstanceWatch(Protocol):
+    """The part of a registry that tells who is there."""
+
+    def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
+        """The ready instances of `role` (draining ones too, flagged), now and after every change,
+        until `aclose` or cancellation. While the registry is away the last list stands; errors go
+        to the registry's `on_error`. Raises only if the very first question is refused for good
+        (Unauthorized, …)."""
+        ...
+
+
+class Registry(InstanceWatch, Protocol):
     """Who is there, and which DP rank owns which room. All errors are SegueErrors."""
 
     async def register(self, record: InstanceRecord) -> None:
@@ -65,13 +76,6 @@ class Registry(Protocol):
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
         """Flag that the instance takes no new work (or takes it again). What the registry did not hear of an
         instance registered here is told by the next keep-alive."""
-        ...
-
-    def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
-        """The ready instances of `role` (draining ones too, flagged), now and after every change,
-        until `aclose` or cancellation. While the registry is away the last list stands; errors go
-        to the registry's `on_error`. Raises only if the very first question is refused for good
-        (Unauthorized, …)."""
         ...
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:

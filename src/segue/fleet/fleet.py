@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from segue.balance.base import RandBelow
+from segue.bootstrap.client import InstanceWatch
 from segue.core.backoff import Uniform
 from segue.core.errors import Draining, ErrorInfo, Internal, OutOfCapacity, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output, Request
 from segue.core.types import LeaderId, new_room
 from segue.fleet.call import Call, Parts, Signal
-from segue.fleet.membership import InstanceWatch, Membership
+from segue.fleet.membership import Membership
 from segue.fleet.router import Router
 from segue.fleet.settings import FleetSettings
 from segue.observe.metrics import Metrics

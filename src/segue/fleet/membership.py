@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import Callable
 
+from segue.bootstrap.client import InstanceWatch
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.backoff import Uniform
 from segue.core.control import ControlMessage, Load, Outputs
@@ -30,14 +30,6 @@ from segue.session.tls import Tls
 log = logging.getLogger("segue.fleet")
 
 SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
-
-
-class InstanceWatch(Protocol):
-    """The part of the registry's client that a fleet needs."""
-
-    def watch(self) -> AsyncIterator[list[InstanceRecord]]:
-        """All instances: now, and again at each change."""
-        ...
 
 
 class Membership:

@@ -8,11 +8,11 @@ import contextlib
 import dataclasses
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
 from segue.bootstrap.arrival import arrival
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.bootstrap.client import InstanceWatch
+from segue.bootstrap.records import ReplicaRecord
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.conn.manager import KVManager
@@ -77,15 +77,7 @@ async def wait_for_registry(config: InstanceConfig, tls: Tls | None, stop: async
     )
 
 
-class RegistryWatch(Protocol):
-    """The part of the registry's client that `follow_prefill` needs."""
-
-    def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
-        """The instances of `role`: now, and again at each change."""
-        ...
-
-
-async def follow_prefill(registry: RegistryWatch, manager: KVManager) -> None:
+async def follow_prefill(registry: InstanceWatch, manager: KVManager) -> None:
     """Keep a session to every prefill leader that the registry names, and to no other host; for ever."""
     known: dict[LeaderId, ReplicaRecord] = {}
     async for records in registry.watch(Role.PREFILL):

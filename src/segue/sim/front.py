@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from segue.bootstrap.client import InstanceWatch
 from segue.bootstrap.records import InstanceRecord
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, SegueError
 from segue.core.request import Output, Request
 from segue.core.types import LeaderId, Role
 from segue.fleet.fleet import Fleet, Runtime
-from segue.fleet.membership import InstanceWatch
 from segue.fleet.settings import FleetSettings
 from segue.session.api import SessionHandler
 from segue.session.node import SessionNode
