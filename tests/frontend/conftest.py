@@ -1,4 +1,4 @@
-"""What the tests of the door share: a tiny tokenizer and a backend without workers."""
+"""What the tests of the HTTP server share: a tiny tokenizer and a backend without workers."""
 
 import asyncio
 import contextlib
@@ -161,7 +161,7 @@ class FakeBackend:
 
 
 class Running:
-    """A door on a loopback port, its event loop in a thread, so that ordinary clients can be used."""
+    """An HTTP server on a loopback port, its event loop in a thread, so that ordinary clients can be used."""
 
     def __init__(
         self, door: OpenAIServer, server: HttpServer, url: str, loop: asyncio.AbstractEventLoop

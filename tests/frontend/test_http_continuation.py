@@ -1,4 +1,4 @@
-"""A worker lost at each token, as the HTTP door sees it: every answer is the one of an undisturbed run."""
+"""A worker lost at each token, as the HTTP server sees it: every answer is the one of an undisturbed run."""
 
 from __future__ import annotations
 

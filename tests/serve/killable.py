@@ -1,4 +1,4 @@
-"""A deployment of real models in one process, behind the real HTTP door, whose instances can be killed.
+"""A deployment of real models in one process, behind the real HTTP server, whose instances can be killed.
 
 Killed means: every session of the instance ends, it can be reached no more, and what it still says is lost.
 `kill_at` does it on the instance's own thread, in the middle of a step. (`tests/e2e` kills processes.)

@@ -1,0 +1,193 @@
+"""What a frontend may say to its leaders, and what its clients may be told: each rule sees what breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from test_sim_violations import Stage
+
+from segue.core.errors import BootstrapUnreachable, DeadlineExceeded, PeerLost, SegueError
+from segue.core.request import Request, Ticket
+from segue.core.types import LeaderId, Role
+from segue.fleet import call
+from segue.fleet.replica import Replica
+from segue.sim.clients import Asked, Attempt
+from segue.sim.deployment import Deployment
+from segue.sim.run import load, run_scenario
+from segue.sim.scenario import make_scenario
+from segue.sim.world import Violation
+
+#: Nothing goes wrong in it, and there are several pairs.
+PAIRS = next(
+    seed
+    for seed in range(2000)
+    if not (scenario := make_scenario(seed)).features
+    and [n.role for n in scenario.nodes].count(Role.DECODE) > 1
+)
+
+
+class Fronts(Stage):
+    """A deployment of several pairs that ran to rest."""
+
+    def __init__(self) -> None:
+        self.deployment = Deployment(make_scenario(PAIRS))
+        self.deployment.run()
+        self.checks = self.deployment.checks
+        self.pairs = self.front.sessions.pairs()
+
+    def pair(self) -> tuple[LeaderId, LeaderId]:
+        prefill, decode = self.pairs[0]
+        return prefill.leader, decode.leader
+
+    def attempt(self, asked: Asked) -> None:
+        """One more attempt of which both halves run."""
+        prefill, decode = self.pair()
+        ticket = Ticket(room=9, attempt=0, prefill=prefill, decode=decode, budget_s=1.0)
+        live = {prefill: Role.PREFILL, decode: Role.DECODE}
+        asked.attempts.append(Attempt("r~1", (prefill, decode), ticket, ticket, live))
+
+    def refused(self, error: SegueError) -> None:
+        self.checks.refused(self.front, self.asked(), error.info)
+
+    def places(self, asked: Asked) -> None:
+        wanted = asked.wanted
+        request = Request(
+            request_id="r", prompt=wanted.prompt, sampling=wanted.sampling, output=list(asked.tokens)
+        )
+        self.checks.placed(asked, request)
+
+
+def places_beside_a_half_that_runs(stage: Fronts) -> None:
+    asked = stage.asked()
+    stage.attempt(asked)
+    stage.places(asked)
+
+
+def ends_beside_a_half_that_runs(stage: Fronts) -> None:
+    asked = stage.asked()
+    asked.deadline = stage.deployment.world.now
+    stage.attempt(asked)
+    stage.checks.ended_at(stage.front, asked)
+
+
+def ends_late(stage: Fronts) -> None:
+    stage.checks.ended_at(stage.front, stage.asked())
+
+
+def places_for_the_fifth_time(stage: Fronts) -> None:
+    asked = stage.asked()
+    asked.attempts *= 4
+    stage.places(asked)
+
+
+def forgets_a_token(stage: Fronts) -> None:
+    asked = stage.asked()
+    request = Request(request_id="r", prompt=asked.wanted.prompt, sampling=asked.wanted.sampling)
+    stage.checks.placed(asked, request)
+
+
+def is_late_before_its_deadline(stage: Fronts) -> None:
+    stage.asked().deadline = stage.deployment.world.now + 1.0
+    stage.refused(DeadlineExceeded("late", origin="frontend"))
+
+
+def finds_nobody_where_somebody_is(stage: Fronts) -> None:
+    stage.refused(BootstrapUnreachable("nobody can serve", origin="frontend"))
+
+
+def is_told_what_nobody_said(stage: Fronts) -> None:
+    stage.asked().failure = DeadlineExceeded("late").info
+    stage.refused(PeerLost("gone"))
+
+
+def waits_for_nothing(stage: Fronts) -> None:
+    waiting = Asked(replace(stage.asked().wanted, name="new"), deadline=1e9)
+    stage.front.asked["new"] = waiting
+    stage.checks.waiting(stage.front)
+    stage.checks.waiting(stage.front)
+
+
+def holds_tokens_at_rest(stage: Fronts) -> None:
+    stage.pairs[0][0].tokens = 5
+    stage.checks.at_rest()
+
+
+def chooses_a_pair_that_refused(stage: Fronts) -> None:
+    stage.front.sessions._refused.add(stage.pairs[0])
+    stage.front.sessions._choice(stage.asked(), stage.pair())
+
+
+def chooses_one_that_it_lost(stage: Fronts, at: int) -> None:
+    asked = stage.asked()
+    asked.dead = {stage.pair()[at]}
+    assert any(pair[at] is not stage.pairs[0][at] for pair in stage.pairs)
+    stage.front.sessions._choice(asked, stage.pair())
+
+
+CASES: list[tuple[str, Callable[[Fronts], None]]] = [
+    ("pair", places_beside_a_half_that_runs),
+    ("pair", ends_beside_a_half_that_runs),
+    ("15", ends_late),
+    ("24", places_for_the_fifth_time),
+    ("24", forgets_a_token),
+    ("25", is_late_before_its_deadline),
+    ("25", finds_nobody_where_somebody_is),
+    ("25", is_told_what_nobody_said),
+    ("17", waits_for_nothing),
+    ("21", holds_tokens_at_rest),
+    ("24", chooses_a_pair_that_refused),
+    ("24", lambda stage: chooses_one_that_it_lost(stage, 1)),
+]
+
+
+@pytest.mark.parametrize(("rule", "spoil"), CASES, ids=[f"{r}-{f.__name__}" for r, f in CASES])
+def test_a_violation_is_seen(rule: str, spoil: Callable[[Fronts], None]) -> None:
+    stage = Fronts()
+    with pytest.raises(Violation) as caught:
+        spoil(stage)
+    assert caught.value.rule == rule, str(caught.value)
+
+
+def test_what_is_true_may_be_told() -> None:
+    stage = Fronts()
+    asked = stage.asked()
+    asked.deadline = stage.deployment.world.now
+    stage.refused(DeadlineExceeded("late", origin="frontend"))
+    asked.failure = PeerLost("gone").info
+    stage.refused(PeerLost("gone (attempt 2 of 4)"))
+    stage.checks.ended_at(stage.front, asked)
+    for _, decode in stage.pairs:
+        decode.listed = False
+    stage.refused(BootstrapUnreachable("nobody can serve", origin="frontend"))
+
+
+def test_one_that_drains_or_left_the_list_makes_no_pair() -> None:
+    stage = Fronts()
+    sessions = stage.front.sessions
+
+    def decodes() -> set[Replica]:
+        return {decode for _, decode in sessions.pairs()}
+
+    first, second = list(decodes())[:2]
+    sessions._draining.add(first.leader)
+    assert first not in decodes()
+    second.listed = False
+    assert second not in decodes()
+
+
+@pytest.mark.parametrize("halves", ["prefill", "decode"])
+def test_a_fleet_that_forgets_to_end_one_half_is_seen_at_once(
+    halves: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def end(self: call.Attempt, reason: object) -> None:
+        for replica in self._live:
+            if replica.session is not None and replica.role.value != halves:
+                replica.session.send(call.Cancel(self._request.request_id, reason))  # type: ignore[arg-type]
+        self._live.clear()
+        self._leave(*self.route.replicas)
+
+    monkeypatch.setattr(call.Attempt, "end", end)
+    assert any(run_scenario(load(seed)).rule == "pair" for seed in range(4))
