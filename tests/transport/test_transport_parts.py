@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 
 import msgspec
+import numpy as np
 import pytest
 
 from areas import whole
 from ranks import options, rank
+from segue.cli import doctor
 from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferFailed
 from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
@@ -17,8 +19,9 @@ from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, Wri
 from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.fake import FakeTransport
 from segue.transport.ioloop import IoLoop
-from segue.transport.kinds import KINDS, OK
-from segue.transport.memory import allocate
+from segue.transport.kinds import KINDS, OK, TransportKinds
+from segue.transport.memory import Memory, Region, allocate, host_region
+from segue.transport.shm import ShmTransport
 
 # ---- kinds ---------------------------------------------------------------------------------------
 
@@ -52,6 +55,53 @@ def test_auto_chooses_shm_on_one_host_and_tcp_between_hosts() -> None:
     assert KINDS.choose(here, {"shm": [Endpoint("shm", 1, b"\xc1")], "tcp": tcp}) == "tcp"
     assert KINDS.choose({"fake": fake}, {"fake": fake, "tcp": tcp}) == "fake"
     assert KINDS.choose({"tcp": tcp}, {"shm": [_shm("h1")]}) is None
+
+
+def test_every_transport_of_this_version_describes_itself() -> None:
+    classes = [KINDS.kind(name) for name, where in KINDS.known.items() if where]
+    assert {kind.name for kind in classes} == {name for name, where in KINDS.known.items() if where}
+    assert len({kind.preference for kind in classes}) == len(classes), "two sides could choose differently"
+    assert all(kind.memory_kinds for kind in classes)
+    assert KINDS.automatic() == ("shm", "tcp")
+
+
+def test_auto_offers_what_registers_the_memory_and_says_why_it_leaves_out_the_rest() -> None:
+    plain = Memory([host_region(np.zeros(4096, np.uint8))])
+    assert KINDS.offered("auto", plain) == {"shm": "it registers no host memory", "tcp": OK}
+    device = Memory([Region(1 << 40, 4096, "cuda:0")])
+    assert set(KINDS.offered("auto", device).values()) == {"it registers no device memory"}
+    assert KINDS.offered("shm", plain) == {"shm": OK}, "who names one hears why from the transport itself"
+
+
+def test_a_pair_takes_a_transport_that_reaches_every_rank_from_every_rank() -> None:
+    tcp = [Endpoint("tcp", 1, b"")] * 2
+    here = {"shm": [_shm("h1"), _shm("h1")], "tcp": tcp}
+    assert KINDS.choose(here, here) == "shm"
+    apart = {"shm": [_shm("h1"), _shm("h2")], "tcp": tcp}
+    assert KINDS.choose(here, apart) == KINDS.choose(apart, here) == "tcp"
+    assert KINDS.choose({"tcp": []}, {"tcp": tcp}) is None
+
+
+def test_a_transport_whose_module_is_missing_is_listed_with_the_reason() -> None:
+    lacks = TransportKinds({"tcp": KINDS.known["tcp"], "rocket": "segue.transport.no_such_module:Rocket"})
+    assert lacks.available()["tcp"] == OK
+    assert "cannot be imported: No module named" in lacks.available()["rocket"]
+    with pytest.raises(ConfigError, match="'rocket' cannot be used here: cannot be imported"):
+        lacks.create("rocket", lambda _e: None, options(rank("a")))
+    theirs = {"rocket": [Endpoint("rocket", 1, b"")]}
+    assert KINDS.choose(theirs, theirs) is None, "one that this side does not know"
+
+
+def test_doctor_says_what_auto_takes_where_shared_memory_does_not_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ShmTransport, "unusable", classmethod(lambda _cls: "forbidden here"))
+    found = {finding.what: finding for finding in doctor._transports()}
+    assert found["transport shm"].state == "slow"
+    assert found["transport shm"].text == (
+        "forbidden here; between processes of this host --transport auto takes tcp"
+    )
+    assert (found["transport tcp"].state, found["transport nixl"].state) == ("ok", "absent")
 
 
 def test_real_endpoints_of_this_host_choose_shm() -> None:
