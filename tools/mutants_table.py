@@ -884,8 +884,8 @@ MUTANTS = (
     Mutant(
         "a goodbye before the pool is unmapped",
         "transport/shm_out.py",
-        "            self.mapped.unmap()\n            farewell",
-        "            farewell",
+        "            self.mapped.unmap()\n            send_goodbye",
+        "            send_goodbye",
         "a proof that is none",
     ),
     Mutant(

@@ -112,8 +112,8 @@ class Interleavings(RuleBasedStateMachine):
         worker = self.workers[nth]
         if worker.tells is None:
             return
-        told, worker.tells = worker.tells, None
-        self.emit(told)
+        reported, worker.tells = worker.tells, None
+        self.emit(reported)
 
     @precondition(lambda self: self.to_tell)
     @rule(n=st.integers(0, 5))
@@ -143,7 +143,7 @@ class Interleavings(RuleBasedStateMachine):
     def emit(self, ended: CopyJob) -> None:
         assert not any(w.inside is ended for w in self.workers), "an end is told inside a slice"
         self.events[ended].append(ended.event())
-        for report in self.queue.told(ended):
+        for report in self.queue.reported(ended):
             report()
 
     def report(self, fence: Fence) -> None:

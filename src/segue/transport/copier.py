@@ -93,7 +93,7 @@ class Copier:
             idle, waits = self._jobs.cancel(peer, epoch, error, then)
         if not waits:
             return then
-        return partial(self._tell_all, idle) if idle else None
+        return partial(self._report_all, idle) if idle else None
 
     def stop(self, timeout_s: float) -> bool:
         """Drop the queue, let running slices end, end the threads. True when they have ended."""
@@ -124,7 +124,7 @@ class Copier:
             self._stopping = True
             lost = self._jobs.fail(error)
             self._wake.notify_all()
-        self._tell_all(lost)
+        self._report_all(lost)
 
     def _turn(self) -> bool:
         """Copy one slice, and say what ends with it. False when the copier stops."""
@@ -153,17 +153,17 @@ class Copier:
         with self._wake:
             ended = self._jobs.finish(job, error, refused=refused)
         if ended:
-            self._tell(job)
+            self._report(job)
 
-    def _tell_all(self, jobs: Sequence[CopyJob]) -> None:
+    def _report_all(self, jobs: Sequence[CopyJob]) -> None:
         for job in jobs:
-            self._tell(job)
+            self._report(job)
 
-    def _tell(self, job: CopyJob) -> None:
+    def _report(self, job: CopyJob) -> None:
         try:
             self._emit(job.event())  # before anybody can be told that nothing is in flight
         finally:
             with self._wake:
-                reports = self._jobs.told(job)
+                reports = self._jobs.reported(job)
             for report in reports:
                 report()

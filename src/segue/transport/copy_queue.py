@@ -2,7 +2,7 @@
 
 No thread, lock or system call is in here: `Copier` calls it under its lock, and a test or a simulator in any
 order it likes. A job is *held* while a thread is inside
-a slice of it, and from its end on until that was told. Whoever must know that nothing of a job is written
+a slice of it, and from its end on until that was reported. Whoever must know that nothing of a job is written
 any more (a fence, the end of a path) waits until it is not held.
 """
 
@@ -116,7 +116,7 @@ class CopyQueue:
 
     def finish(self, job: CopyJob, error: SegueError | None, *, refused: bool = False) -> bool:
         """A slice of `job` is not being copied any more, because of `error` if there is one. True when
-        `job` ends with it: the caller then tells `job.event()`, and after that calls `told`."""
+        `job` ends with it: the caller then tells `job.event()`, and after that calls `reported`."""
         job.active -= 1
         if error is not None and job.error is None:
             job.error, job.refused = error, refused
@@ -129,8 +129,8 @@ class CopyQueue:
             return False
         return True
 
-    def told(self, job: CopyJob) -> list[Then]:
-        """The end of `job` was told: what is to be said now that it is not held any more."""
+    def reported(self, job: CopyJob) -> list[Then]:
+        """The end of `job` was reported: what is to be called now that it is not held any more."""
         self._held.discard(job)
         for entry in self._waiting:
             entry.jobs.discard(job)
@@ -143,9 +143,9 @@ class CopyQueue:
     ) -> tuple[list[CopyJob], bool]:
         """End the jobs of `peer` (of `epoch`, or of all if None) with `error`.
 
-        Returns those that nobody copies, which the caller holds until it has told their events and called
-        `told` for each, and whether `then` waits: it is among what `told` returns for the last job of this
-        peer and epoch that anybody holds. Else there is none, and the caller runs it.
+        Returns those that nobody copies, which the caller holds until it has emitted their events and called
+        `reported` for each, and whether `then` waits: it is among what `reported` returns for the last job
+        of this peer and epoch that anybody holds. Else there is none, and the caller runs it.
         """
 
         def hit(job: CopyJob) -> bool:
@@ -159,7 +159,7 @@ class CopyQueue:
 
     def fail(self, error: SegueError) -> list[CopyJob]:
         """End every job with `error`: nothing starts any more. Returns those that nobody copies, to be
-        told by the caller as `cancel` says; whoever copies another ends it with `finish`."""
+        emitted by the caller as `cancel` says; whoever copies another ends it with `finish`."""
         return self._end(lambda _job: True, error)
 
     def clear(self) -> None:

@@ -72,14 +72,14 @@ class FakeTransport(Transport):
                 self._events.append(WriteFailed(peer, epoch, tag, exc))
             else:
                 self._events.append(Written(peer, epoch, tag, nbytes, perf_counter() - posted))
-        self._tell()
+        self._emit_all()
 
     def fence(self, peer: RankId, epoch: int) -> None:
         """See `Transport.fence`; always proven."""
         with self._lock:
             self._paths.fenced.add(peer, epoch)
             self._events.append(Fenced(peer, epoch, True))
-        self._tell()
+        self._emit_all()
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -88,7 +88,7 @@ class FakeTransport(Transport):
             self._events.clear()
             self._paths.memory = None
 
-    def _tell(self) -> None:
+    def _emit_all(self) -> None:
         with self._lock:
             if self._telling:
                 return

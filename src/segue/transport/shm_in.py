@@ -116,7 +116,7 @@ class ShmListener:
             raise PeerRefused("the process is gone")
         peer = Incoming(rank, channel.sock, pidfd)
         try:
-            self._loop.watch(peer.sock.fileno(), select.EPOLLIN, partial(self._says, peer))
+            self._loop.watch(peer.sock.fileno(), select.EPOLLIN, partial(self._received, peer))
             self._loop.watch(pidfd, select.EPOLLIN, partial(self._died, peer))
         except OSError:
             self._host.close(pidfd)
@@ -130,7 +130,7 @@ class ShmListener:
 
     # ---- writers ---------------------------------------------------------------------------------
 
-    def _says(self, peer: Incoming, _events: int) -> None:
+    def _received(self, peer: Incoming, _events: int) -> None:
         try:
             data = peer.sock.recv(64)
         except BlockingIOError:
@@ -140,15 +140,15 @@ class ShmListener:
         if data == GOODBYE:
             self._gone(peer, "said goodbye")
         elif not data:
-            self._left(peer)
+            self._socket_ended(peer)
 
-    def _left(self, peer: Incoming) -> None:
+    def _socket_ended(self, peer: Incoming) -> None:
         """The socket has ended without a goodbye, which proves nothing: wait for the process."""
         self._loop.unwatch(peer.sock.fileno())
         peer.sock.close()
-        peer.timer = self._loop.later(DEATH_GRACE_S, partial(self._silent, peer))
+        peer.timer = self._loop.later(DEATH_GRACE_S, partial(self._still_alive, peer))
 
-    def _silent(self, peer: Incoming) -> None:
+    def _still_alive(self, peer: Incoming) -> None:
         text = f"{peer.peer} closed its shm socket but its process lives"
         self._emit(PeerGone(peer.peer, False, PeerLost(text, peer=str(peer.peer))))
 

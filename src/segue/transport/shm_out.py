@@ -31,7 +31,7 @@ from segue.transport.copier import Copier
 from segue.transport.ioloop import IoLoop
 from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_table import TABLE_BYTES, GrantView, token
-from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, ShmAddress, farewell
+from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, ShmAddress, send_goodbye
 
 _ENDED = "its process has ended"
 
@@ -54,7 +54,7 @@ class Mapped:
         """Close the descriptors of a path that is not open (any more). A `goodbye` is a proof for the
         peer, so only after `unmap`."""
         if goodbye:
-            farewell(self.sock)
+            send_goodbye(self.sock)
         else:
             self.sock.close()
         if self.pidfd is not None:
@@ -90,7 +90,7 @@ class MappedPeer:
     def open(self) -> None:
         """Watch the receiver. A path that cannot be watched ends at once, and no other with it."""
         try:
-            self._loop.watch(self.mapped.sock.fileno(), select.EPOLLIN, self._left)
+            self._loop.watch(self.mapped.sock.fileno(), select.EPOLLIN, self._socket_ended)
             if self.mapped.pidfd is not None:
                 self._loop.watch(self.mapped.pidfd, select.EPOLLIN, self._died)
         except OSError as exc:
@@ -110,7 +110,7 @@ class MappedPeer:
 
         return allowed
 
-    def _left(self, _events: int) -> None:
+    def _socket_ended(self, _events: int) -> None:
         """The receiver said goodbye or its socket ended: stop writing, then say so."""
         try:
             goodbye = self.mapped.sock.recv(64) == GOODBYE
@@ -143,7 +143,7 @@ class MappedPeer:
 
         def done() -> None:
             self.mapped.unmap()
-            farewell(self.mapped.sock)
+            send_goodbye(self.mapped.sock)
             self._emit(PeerGone(self.peer, dead, error))
 
         self._cancel(error, done)
@@ -171,7 +171,7 @@ def map_peer(me: RankId, peer: RankId, endpoint: Endpoint, timeout_s: float, hos
             sock = host.new_socket()
             # Whatever fails from here on, nothing of the peer's memory stays mapped, and it is told so: it
             # may count us among its writers by then.
-            undo.callback(farewell, sock)
+            undo.callback(send_goodbye, sock)
             sock.settimeout(timeout_s)
             sock.connect(address.name)
             if host.peer_uid(sock) != host.uid():

@@ -28,7 +28,7 @@ def send(sock: socket.socket, frame: bytes) -> None:
         return
 
 
-def farewell(sock: socket.socket) -> None:
+def send_goodbye(sock: socket.socket) -> None:
     """Say that nothing of this side will be written any more, and close."""
     send(sock, GOODBYE)
     sock.close()
