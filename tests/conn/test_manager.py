@@ -42,7 +42,7 @@ class Side:
 
     def __init__(self, role: Role, *, transport: str = "shm", **options: object) -> None:
         self.spec = options.pop("spec", None) or spec()
-        self.memory: Memory = allocate(self.spec.nbytes)
+        self.memory: Memory = options.pop("memory", None) or allocate(self.spec.nbytes)
         self.changes: queue.Queue[Change] = queue.Queue()
         runtime = options.pop("runtime", HOST)
         options = {"model": "m", "limits": LIMITS, "transports": [transport], **options}
