@@ -269,6 +269,29 @@ def test_a_chunk_leaves_when_the_device_says_so_and_not_by_what_it_said_of_the_o
     assert stage.spans() == [Span(0, 8), Span(8, 10)]
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_chunk_that_could_not_leave_leaves_after_the_forward_or_ends_its_request(times: int) -> None:
+    stage, left = prefill(), times
+    post = stage.post
+
+    def breaks(*batch: events.Event) -> None:
+        nonlocal left
+        if left and isinstance(batch[0], events.SendChunk):
+            left -= 1
+            raise RuntimeError("a bug")
+        post(*batch)
+
+    stage.post = breaks  # type: ignore[method-assign]
+    stage.engine.compute()
+    stage.leader.turn()
+    assert stage.spans() == []
+    stage.engine.finish()
+    stage.leader.turn()
+    assert left == 0
+    assert stage.errors() == ({} if times == 1 else {"r": ErrorCode.INTERNAL})
+    assert stage.spans() == ([Span(0, 8)] if times == 1 else [])
+
+
 def test_a_leader_whose_device_never_answers_still_leaves() -> None:
     stage = Stage(clock=MonotonicClock(), drain_s=0.05)
     stage.submit("r", [1, 2, 3], 1)

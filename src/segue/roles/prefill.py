@@ -167,9 +167,10 @@ class PrefillScheduler(Scheduler):
     def stored(self, seq_ids: Collection[int]) -> None:
         """Send the chunks of these sequences while the forward ends and the first token is drawn."""
         for seq_id in seq_ids:
-            step, state = self._unsent.pop(seq_id, None), self.admission.by_seq.get(seq_id)
+            step, state = self._unsent.get(seq_id), self.admission.by_seq.get(seq_id)
             if step is not None and state is not None:
                 self._sender(state.transfer).send(step.span, state.pages)
+                del self._unsent[seq_id]  # not before: `complete` sends what could not leave
 
     def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
         """Send what is left of the chunks that the forward computed, and the metadata with the last ones."""
