@@ -117,7 +117,7 @@ class Leader:
         self._computes_here = False
 
     def changed(self, change: Change) -> None:
-        """A hand-off has changed; from any thread. That its bytes move is no news for a role: it would
+        """A hand-off has changed; from any thread. That its bytes move is no news for a scheduler: it would
         take the interpreter's lock from the I/O thread while that checks them."""
         if not (isinstance(change, events.Phase) and change.phase is KVPoll.TRANSFERRING):
             self.inbox.put(change)
