@@ -16,7 +16,7 @@ from segue.sim.ioloop import Descriptor, SimIoLoop, SimPoller
 from segue.sim.sockets import SimSocket
 from segue.sim.threads import SimThread
 from segue.sim.world import Process
-from segue.transport.tcp_channel import PlainChannel
+from segue.transport.channel import PlainChannel
 from segue.transport.tcp_net import Net
 from segue.transport.tcp_wire import Vectors
 

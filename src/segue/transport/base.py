@@ -64,9 +64,11 @@ class WriteFailed:
 class Fenced:
     """The answer to `fence`.
 
-    On the writing side: no write of `epoch` is in flight and none will start. On the receiving
-    side: `proven` says whether the transport itself guarantees that no write of `epoch` lands
-    any more; if not, the owner needs the peer's word or the peer's death.
+    On the writing side it comes once nothing reads our memory for `epoch` any more and no write of it will
+    start: an engine that cannot cancel waits for its own success, or destroys what it writes with. Not
+    `proven`: bytes may still be under way to the peer. On the receiving side `proven` says whether the
+    transport itself guarantees that no write of `epoch` lands any more; if not, the owner needs the peer's
+    word or the peer's death.
     """
 
     peer: RankId

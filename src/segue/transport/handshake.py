@@ -5,7 +5,7 @@
     listener → Verdict (accepted with its own HMAC, or the reason) → writer
 
 Frames have a fixed size, so that a reader never trusts a length from the network. Encryption is not
-decided here: under TLS (`tcp_channel`) all of this runs inside it, else the bytes cross as they are.
+decided here: under TLS (`channel`) all of this runs inside it, else the bytes cross as they are.
 """
 
 from __future__ import annotations

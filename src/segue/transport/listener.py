@@ -24,8 +24,8 @@ from segue.core.errors import PeerRefused
 from segue.core.pending import PendingConnections
 from segue.session.tls import explain
 from segue.transport import handshake
+from segue.transport.channel import Channel
 from segue.transport.ioloop import IoLoop, Timer
-from segue.transport.tcp_channel import Channel
 
 REST_S = 0.1
 #: The connection that was to be accepted has gone again; nothing is wrong with the next one.

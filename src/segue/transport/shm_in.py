@@ -17,12 +17,12 @@ from segue.core.errors import PeerLost, PeerRefused
 from segue.core.types import RankId
 from segue.transport import handshake
 from segue.transport.base import PeerGone, TransportEvent
+from segue.transport.channel import Channel, PlainChannel
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.listener import AuthenticatedListener
 from segue.transport.shm_host import HOST, ShmHost
 from segue.transport.shm_table import GrantTable
 from segue.transport.shm_wire import DEATH_GRACE_S, GOODBYE, send
-from segue.transport.tcp_channel import Channel, PlainChannel
 
 #: An honest writer has one path. One that comes again and again without a goodbye may hold as many mappings,
 #: and each costs us a descriptor until its process ends.

@@ -27,12 +27,12 @@ from segue.layout.content import Content
 from segue.session.tls import GIVE_BOTH
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, Transport, WriteFailed
+from segue.transport.channel import Channel, TlsChannel
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import Grants
 from segue.transport.memory import Memory, MemoryKind
 from segue.transport.options import TransportOptions
 from segue.transport.paths import Paths
-from segue.transport.tcp_channel import Channel, TlsChannel
 from segue.transport.tcp_in import InStream, TcpListener
 from segue.transport.tcp_net import NET, Net, TcpTuning
 from segue.transport.tcp_out import PeerWriter, open_streams

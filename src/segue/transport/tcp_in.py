@@ -19,11 +19,11 @@ from segue.core.errors import PeerLost, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.content import Content
 from segue.transport import handshake, tcp_wire
+from segue.transport.channel import Channel, PlainChannel
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.listener import AuthenticatedListener
 from segue.transport.memory import Memory
-from segue.transport.tcp_channel import Channel, PlainChannel
 from segue.transport.tcp_net import TcpTuning
 from segue.transport.tcp_wire import Cursor, Header
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from segue.core.errors import ConfigError
+from segue.transport.channel import PlainChannel
 from segue.transport.ioloop import IoLoop
-from segue.transport.tcp_channel import PlainChannel
 from segue.transport.tcp_wire import MAX_PART_BYTES
 
 MAX_STREAMS_PER_PEER = 64

@@ -28,11 +28,11 @@ from segue.layout.blocks import CopyBlock
 from segue.session.tls import explain
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
+from segue.transport.channel import RECORD_BYTES, Channel, TlsChannel
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.memory import Memory
 from segue.transport.options import TransportOptions
 from segue.transport.paths import fenced, not_granted
-from segue.transport.tcp_channel import RECORD_BYTES, Channel, TlsChannel
 from segue.transport.tcp_net import Net, TcpTuning
 from segue.transport.tcp_wire import Cursor, PartRows
 
