@@ -95,6 +95,20 @@ def test_prefix_aware_returns_to_the_prefix_until_it_is_overloaded() -> None:
     assert policy.choose(busy, PlacementRequest(7, prompt)).leader != first
 
 
+def test_prefix_aware_goes_by_the_longest_prefix_that_it_has_sent() -> None:
+    policy = PrefixAware(block_tokens=4)
+    system, question = [1, 2, 3, 4], [5, 6, 7, 8]
+    # Everybody has the system prompt, and only "a" the question after it.
+    policy.choose([candidate("a")], PlacementRequest(1, [*system, *question]))
+    policy.choose([candidate("b")], PlacementRequest(2, [*system, 9, 9, 9, 9]))
+    fleet = [candidate(n) for n in "abc"]
+    assert policy.choose(fleet, PlacementRequest(3, [*system, *question, 0])).leader.incarnation[0] == "a"
+    assert policy.choose(fleet, PlacementRequest(4, [*system, 9, 9, 9, 9, 0])).leader.incarnation[0] == "b"
+    # Of what nobody has whole the longest part counts.
+    longer = PlacementRequest(5, [*system, *question, 7, 7, 7, 7])
+    assert policy.choose(fleet, longer).leader.incarnation[0] == "a"
+
+
 def test_prefix_aware_forgets_within_its_bound() -> None:
     policy = PrefixAware(block_tokens=1, max_blocks=10)
     for i in range(50):

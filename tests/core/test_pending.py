@@ -32,6 +32,15 @@ def test_many_addresses_push_out_the_oldest_of_the_greediest() -> None:
         PendingConnections(0)
 
 
+def test_a_full_table_closes_one_of_the_address_that_has_most_and_not_who_came_first() -> None:
+    table: PendingConnections[str] = PendingConnections(4, per_host=3)
+    for connection, host in (("first", "a"), ("b1", "b"), ("b2", "b"), ("b3", "b")):
+        assert table.add(connection, host) is None
+    assert table.add("c1", "c") == "b1"
+    assert table.add("d1", "d") == "b2"
+    assert "first" in table
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5), st.booleans()), max_size=80))
 def test_it_is_bounded_and_forgets_whoever_left(steps: list[tuple[int, int, bool]]) -> None:
     table: PendingConnections[int] = PendingConnections(7)

@@ -226,6 +226,14 @@ def test_a_run_longer_than_one_piece_is_hashed_whole() -> None:
         assert checksum([memoryview(changed)], content) != checksum([memoryview(data)], content)
 
 
+@pytest.mark.parametrize("nbytes", [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 100])
+def test_what_lies_around_a_run_is_not_hashed(nbytes: int) -> None:
+    data = bytearray(random.Random(3).randbytes(nbytes + 2 * PIECE_BYTES))
+    content = stretch(PIECE_BYTES, nbytes)
+    run = slice(PIECE_BYTES, PIECE_BYTES + nbytes)
+    assert checksum([memoryview(data)], content) == xxhash.xxh3_64_intdigest(data[run])
+
+
 @pytest.mark.parametrize(
     "plane", [Plane(95, 2, 2, 2, 1, 2), Plane(-1, 2, 2, 2, 1, 2), Plane(96, 4, 4, 2, 1, 2)]
 )

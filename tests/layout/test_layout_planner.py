@@ -119,7 +119,7 @@ def cases(draw: st.DrawFn) -> Case:
     for first in (0, prefix):
         size = draw(st.integers(1, 7))
         needed = -(-prompt // size) - first // size
-        pool = needed + draw(st.integers(1, 5))
+        pool = max(1, needed + draw(st.integers(0, 5)))
         # Runs and holes: a permutation of all ids, or a contiguous piece of them.
         ids = list(range(pool)) if draw(st.booleans()) else draw(st.permutations(range(pool)))
         start = draw(st.integers(0, pool - needed))
@@ -150,6 +150,20 @@ def apply(block: CopyBlock, src: np.ndarray, dst: np.ndarray, count: np.ndarray)
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_destination_byte_is_written_once_and_from_its_own_origin(case: Case) -> None:
+    carry_out(case)
+
+
+@pytest.mark.parametrize(("src_pages", "dst_pages"), [(2, 2), (2, 5), (5, 2)])
+@pytest.mark.parametrize("v_dim", [2, 1])
+def test_a_prompt_that_fills_a_pool_goes_into_one_of_another_size(
+    src_pages: int, dst_pages: int, v_dim: int
+) -> None:
+    kv = shape(v_dim=v_dim)
+    carry_out(Case([whole(kv, src_pages)], [whole(kv, dst_pages)], 8, 0, [0, 1], [0, 1], [0, 8]))
+
+
+def carry_out(case: Case) -> None:
+    """Move a case's prompt by its plan, and look at every byte of the destination."""
     plan = plan_pair(case.sources, case.targets)
     assert {target for _, target in plan.pairs} == set(range(len(case.targets)))
     size = case.targets[0].page_tokens

@@ -47,4 +47,6 @@ class KVCache:
         if at_rest:
             used, held = self.pool.used, self.tree.pages
             assert used == held, f"{used} pages used at rest, {held} of them by the tree"
+            loose = self.tree.evictable
+            assert loose == held, f"of {held} pages in the tree {held - loose} are shared at rest with nobody"
             assert self.pool.quarantined == 0, f"{self.pool.quarantined} pages quarantined at rest"
