@@ -74,6 +74,22 @@ def test_decode_full_holds_requests_back_and_serves_them_all() -> None:
     pair.assert_at_rest()
 
 
+@pytest.mark.parametrize(("prefill_pages", "decode_pages"), [(4, 16), (16, 4)])
+def test_the_longest_prompt_leaves_a_place_for_one_token_and_a_longer_one_is_refused_at_once(
+    prefill_pages: int, decode_pages: int
+) -> None:
+    pair = Pair(prefill_pages, decode_pages)
+    small = (prefill_pages == 4, decode_pages == 4)
+    pair.submit("too long", list(range(16)), 5, to=small)
+    pair.pump()
+    assert pair.errors("too long") == ["INVALID_REQUEST"]
+    sampling = pair.submit("just fits", list(range(15)), 5)
+    pair.run()
+    count = 5 if decode_pages == 16 else 1
+    assert pair.tokens("just fits") == reference(list(range(15)), sampling, VOCAB, count)
+    pair.assert_at_rest()
+
+
 def test_lesson_01_an_unsettled_peer_changes_only_the_phase() -> None:
     pair = Pair()
     pair.part()

@@ -62,6 +62,25 @@ def test_lesson_12_both_sides_take_in_one_order_and_nobody_waits_in_a_circle(rev
     pair.assert_at_rest()
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_lesson_12_nobody_overtakes_a_large_request_that_waits_for_pages(side: str) -> None:
+    """Small ones that came later would fit, and each would take what the large one waits for."""
+    pair = Pair(prefill_pages=12, decode_pages=12)
+    pool = (pair.prefill if side == "prefill" else pair.decode).pool
+    held = pool.allocate(8)
+    prompts = {"large": [1] * 28, "small": [2] * 3, "smaller": [3]}
+    wanted = {}
+    for name, prompt in prompts.items():
+        wanted[name] = reference(prompt, pair.submit(name, prompt, 2), VOCAB, 2)
+    pair.run()
+    assert not pair.outputs
+    pool.release(held)
+    pair.run()
+    assert {name: pair.tokens(name) for name in prompts} == wanted
+    assert next(iter(pair.outputs)) == "large"
+    pair.assert_at_rest()
+
+
 def test_lesson_15_the_first_token_comes_with_the_commit_and_the_next_step_includes_it() -> None:
     """No tick lies between the last byte and the client, nor between the commit and decode's first step."""
     pair, steps = Pair(), []

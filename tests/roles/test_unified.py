@@ -199,7 +199,7 @@ def test_frontend_gone_ends_its_requests_only() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "text"),
-    [([], "empty"), ([VOCAB], "vocabulary"), (list(range(300)), "shorten it")],
+    [([], "empty"), ([VOCAB], "vocabulary"), (list(range(300)), "shorten it"), ([1] * 256, "shorten it")],
 )
 def test_bad_prompts_get_one_typed_error(prompt: list[int], text: str) -> None:
     scheduler = make()
