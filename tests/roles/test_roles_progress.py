@@ -200,3 +200,45 @@ def test_a_retracted_sequence_comes_back_only_with_room_for_all_to_go_on() -> No
         submit(scheduler, name, [room] * room, min(20 + 2 * room, 32 - room), room)
     assert finishes(scheduler)
     assert scheduler.batch.retractions == 6  # 7 without
+
+
+def test_no_prompt_starts_while_a_retracted_sequence_waits() -> None:
+    """A stream of short requests would take each page that the retracted one needs to come back."""
+    scheduler = unified(pages=12, page_tokens=1, chunk_tokens=16)
+    submit(scheduler, "A", [1], 9, 1)
+    submit(scheduler, "B", [2], 9, 2)
+    finished: list[str] = []
+    for room in range(3, 40):
+        if scheduler.batch.retractions:
+            submit(scheduler, f"short {room}", [room], 1, room)
+        scheduler.advance(0.0)
+        steps = scheduler.plan(0.0)
+        if scheduler.batch.retracted:
+            working = {scheduler.admission.by_seq[step.seq_id].request.request_id for step in steps}
+            assert working <= {"A", "B"}
+        scheduler.complete(run_step(scheduler.engine, steps), 0.0)
+        finished += [output.request_id for _, output in scheduler.outbox if output.finish]
+        scheduler.outbox.clear()
+    assert scheduler.batch.retractions == 1
+    assert finished[0] == "A"
+    assert "B" in finished
+    assert len(finished) > 10
+
+
+def test_decode_admits_nobody_while_a_retracted_sequence_waits() -> None:
+    pair = Pair(decode_pages=12, page_tokens=(4, 1))
+    for name in "AB":
+        pair.submit(name, [ord(name)], 9)
+    generation, seen = pair.decode.scheduler.batch, False
+    for turn in range(60):
+        if generation.retracted:
+            pair.submit(f"short {turn}", [turn], 1)
+        pair.pump()
+        pair.prefill.turn()
+        pair.decode.turn()
+        if generation.retracted and pair.decode.pool.free > 2:
+            seen = seen or len(pair.decode.scheduler.preallocation) > 0
+            assert not [name for name in pair.outputs if name.startswith("short")]
+    pair.run()
+    assert seen
+    pair.assert_at_rest()
