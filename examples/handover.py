@@ -28,6 +28,8 @@ pool = torch.frombuffer(memory.buffer, dtype=torch.float16)
 config = KVConfig(role=role, model="demo", spec=SPEC, transports=[transport], me=me)
 manager = KVManager(config, memory, on_change=changes.put)
 _host, port = manager.start()
+handle = manager.sender(transfer) if role is Role.PREFILL else manager.receiver(transfer)
+handle.init(TOKENS, budget_s=10)
 
 
 def wait(handle, phase):
@@ -38,8 +40,6 @@ def wait(handle, phase):
 
 if role is Role.PREFILL:  # the child: decode starts this file again
     pool.copy_(COMPUTED)
-    handle = manager.sender(transfer)
-    handle.init(TOKENS, budget_s=10)
     print(port, flush=True)
     wait(handle, KVPoll.WAITING_FOR_INPUT)  # decode has said where to write
     handle.send(Span(0, TOKENS), PAGES, Metadata(transfer=transfer, prompt_tokens=TOKENS, first_token=42))
@@ -49,8 +49,6 @@ if role is Role.PREFILL:  # the child: decode starts this file again
 else:
     with Popen([sys.executable, __file__, transport, room, *names], stdout=PIPE, text=True) as child:
         manager.add_peer(prefill, "127.0.0.1", int(child.stdout.readline()))
-        handle = manager.receiver(transfer)
-        handle.init(TOKENS, budget_s=10)
         wait(handle, KVPoll.WAITING_FOR_INPUT)
         handle.send_metadata(PAGES)
         wait(handle, KVPoll.SUCCESS)

@@ -61,3 +61,9 @@ def test_handover(transport: str, tmp_path: Path) -> None:
 def test_the_example_is_short() -> None:
     source = (ROOT / "examples" / "handover.py").read_text()
     assert len(source.splitlines()) < 60
+
+
+def test_own_memory() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "own_memory.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "KV equal\n"), done.stderr
