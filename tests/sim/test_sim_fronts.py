@@ -13,7 +13,7 @@ from segue.core.request import Request, Ticket
 from segue.core.types import LeaderId, Role
 from segue.fleet import call
 from segue.fleet.replica import Replica
-from segue.sim.clients import Asked, Attempt
+from segue.sim.clients import Asked, SentAttempt
 from segue.sim.deployment import Deployment
 from segue.sim.run import load, run_scenario
 from segue.sim.scenario import make_scenario
@@ -35,7 +35,7 @@ class Fronts(Stage):
         self.deployment = Deployment(make_scenario(PAIRS))
         self.deployment.run()
         self.checks = self.deployment.checks
-        self.pairs = self.front.sessions.pairs()
+        self.pairs = self.front.wire.pairs()
 
     def pair(self) -> tuple[LeaderId, LeaderId]:
         prefill, decode = self.pairs[0]
@@ -46,7 +46,7 @@ class Fronts(Stage):
         prefill, decode = self.pair()
         ticket = Ticket(room=9, attempt=0, prefill=prefill, decode=decode, budget_s=1.0)
         live = {prefill: Role.PREFILL, decode: Role.DECODE}
-        asked.attempts.append(Attempt("r~1", (prefill, decode), ticket, ticket, live))
+        asked.attempts.append(SentAttempt("r~1", (prefill, decode), ticket, ticket, live))
 
     def refused(self, error: SegueError) -> None:
         self.checks.refused(self.front, self.asked(), error.info)
@@ -115,15 +115,15 @@ def holds_tokens_at_rest(stage: Fronts) -> None:
 
 
 def chooses_a_pair_that_refused(stage: Fronts) -> None:
-    stage.front.sessions._refused.add(stage.pairs[0])
-    stage.front.sessions._choice(stage.asked(), stage.pair())
+    stage.front.wire._refused.add(stage.pairs[0])
+    stage.front.wire._choice(stage.asked(), stage.pair())
 
 
 def chooses_one_that_it_lost(stage: Fronts, at: int) -> None:
     asked = stage.asked()
     asked.dead = {stage.pair()[at]}
     assert any(pair[at] is not stage.pairs[0][at] for pair in stage.pairs)
-    stage.front.sessions._choice(asked, stage.pair())
+    stage.front.wire._choice(asked, stage.pair())
 
 
 CASES: list[tuple[str, Callable[[Fronts], None]]] = [
@@ -165,13 +165,13 @@ def test_what_is_true_may_be_told() -> None:
 
 def test_one_that_drains_or_left_the_list_makes_no_pair() -> None:
     stage = Fronts()
-    sessions = stage.front.sessions
+    wire = stage.front.wire
 
     def decodes() -> set[Replica]:
-        return {decode for _, decode in sessions.pairs()}
+        return {decode for _, decode in wire.pairs()}
 
     first, second = list(decodes())[:2]
-    sessions._draining.add(first.leader)
+    wire._draining.add(first.leader)
     assert first not in decodes()
     second.listed = False
     assert second not in decodes()

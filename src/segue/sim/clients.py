@@ -29,7 +29,7 @@ class Wanted:
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class SentAttempt:
     """One attempt of a request, as its frontend submitted it. `ticket` is what went out, which is not what
     the frontend made where the request is a bad one; `live` are the halves of which neither side has said
     that they have ended."""
@@ -49,7 +49,7 @@ class Asked:
 
     wanted: Wanted
     deadline: float
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[SentAttempt] = field(default_factory=list)
     #: replicas whose session ended while this request ran there
     dead: set[LeaderId] = field(default_factory=set)
     #: those of an attempt that has said that one of them is gone

@@ -16,7 +16,7 @@ from segue.fleet.settings import FleetSettings
 from segue.session.api import SessionHandler
 from segue.session.node import SessionNode
 from segue.sim.clients import Asked, Wanted
-from segue.sim.front_sessions import FrontSessions
+from segue.sim.fleet_wire import FleetWire
 from segue.sim.loop import SimLoop
 from segue.sim.runtime import SimSessionNode
 from segue.sim.world import Process, SkewedClock, new_leader
@@ -39,7 +39,7 @@ class FrontNode(Process):
         clock = SkewedClock(deployment.world, 0.0, 1.0)
         self.loop = SimLoop(self, clock, deployment.network, f"127.0.2.{index + 1}")  # type: ignore[abstract]
         self.fleet: Fleet
-        self.sessions: FrontSessions
+        self.wire: FleetWire
 
     def begin(self, registry: InstanceWatch) -> None:
         """Follow the registry from now on."""
@@ -72,8 +72,8 @@ class FrontNode(Process):
 
     def _node(self, *, handlers: Mapping[Role, SessionHandler], **options: Any) -> SessionNode:
         [handler] = set(handlers.values())
-        self.sessions = FrontSessions(self, handler)
-        return SimSessionNode(loop=self.loop, handlers=dict.fromkeys(handlers, self.sessions), **options)
+        self.wire = FleetWire(self, handler)
+        return SimSessionNode(loop=self.loop, handlers=dict.fromkeys(handlers, self.wire), **options)
 
     @property
     def view(self) -> dict[LeaderId, InstanceRecord]:

@@ -1,6 +1,6 @@
 """What a frontend and its leaders say to one another: looked at by the numbers of `handoff.md`, and spoiled.
 
-Between production's `Membership` and its sessions stands `FrontSessions`. It keeps a ledger of its own of
+Between production's `Membership` and its sessions stands `FleetWire`. It keeps a ledger of its own of
 what was submitted where and what has ended, from the messages alone. And it is here that a request goes wrong
 on its way: a router that mixes up tickets, a half that is submitted late, a frontend that forgets to cancel.
 """
@@ -19,7 +19,7 @@ from segue.core.request import Output, Ticket
 from segue.core.types import LeaderId, Role
 from segue.handoff.ticket import sign
 from segue.session.api import PeerInfo, Session, SessionHandler
-from segue.sim.clients import Asked, Attempt
+from segue.sim.clients import Asked, SentAttempt
 from segue.sim.leader import VOCAB
 from segue.sim.world import Violation
 
@@ -32,11 +32,11 @@ LOSSES = (ErrorCode.PEER_LOST, ErrorCode.PEER_RESTARTED)
 MISFITS = (ErrorCode.PEER_REFUSED, ErrorCode.LAYOUT_MISMATCH)
 
 
-class FrontSession:
+class WireSession:
     """One session, as the frontend has it."""
 
-    def __init__(self, sessions: FrontSessions, session: Session) -> None:
-        self.sessions = sessions
+    def __init__(self, wire: FleetWire, session: Session) -> None:
+        self._wire = wire
         self.session = session
 
     @property
@@ -61,9 +61,9 @@ class FrontSession:
     def send(self, message: msgspec.Struct) -> None:
         """As production, looked at before."""
         if isinstance(message, Submit):
-            self.sessions.checked(self.sessions.submits, self, message)
+            self._wire.checked(self._wire.submits, self, message)
         elif isinstance(message, Cancel):
-            self.sessions.cancels(self, message)
+            self._wire.cancels(self, message)
         else:
             self.session.send(message)
 
@@ -72,14 +72,14 @@ class FrontSession:
         self.session.close(error)
 
 
-class FrontSessions:
+class FleetWire:
     """All sessions of one frontend."""
 
     def __init__(self, front: FrontNode, handler: SessionHandler) -> None:
         self._front = front
         self._deployment = front.deployment
         self._handler = handler
-        self.open: dict[LeaderId, FrontSession] = {}
+        self.open: dict[LeaderId, WireSession] = {}
         #: tickets that were used, for whoever repeats one
         self._used: list[Ticket] = []
         #: who has said that it drains
@@ -107,7 +107,7 @@ class FrontSessions:
 
     def opened(self, session: Session) -> None:
         """A leader is there."""
-        seen = FrontSession(self, session)
+        seen = WireSession(self, session)
         self.open[seen.leader] = seen
         self._handler.opened(seen)
 
@@ -136,13 +136,13 @@ class FrontSessions:
                 self.checked(self._deployment.checks.left, asked, error.info)
         self._handler.closed(seen, error)
 
-    def _seen(self, session: Session) -> FrontSession:
+    def _seen(self, session: Session) -> WireSession:
         seen = self.open.get(session.peer.leader)
-        return seen if seen is not None and seen.session is session else FrontSession(self, session)
+        return seen if seen is not None and seen.session is session else WireSession(self, session)
 
     # ---- what is said --------------------------------------------------------------------------
 
-    def submits(self, to: FrontSession, message: Submit) -> None:
+    def submits(self, to: WireSession, message: Submit) -> None:
         """One half of an attempt is submitted, or it should be."""
         asked = self._front.asked[_name(message.request.request_id)]
         attempt = asked.attempts[-1] if asked.attempts else None
@@ -157,7 +157,7 @@ class FrontSessions:
         else:
             self._submit(to, asked, attempt, message)
 
-    def _begins(self, asked: Asked, message: Submit) -> Attempt:
+    def _begins(self, asked: Asked, message: Submit) -> SentAttempt:
         front, deployment, ticket = self._front, self._deployment, message.ticket
         pair = (ticket.prefill, ticket.decode)
         deployment.checks.placed(asked, message.request)
@@ -166,7 +166,7 @@ class FrontSessions:
         live = {ticket.decode: Role.DECODE} | (
             {ticket.prefill: Role.PREFILL} if ticket.prefill != ticket.decode else {}
         )
-        attempt = Attempt(message.request.request_id, pair, ticket, sent, live)
+        attempt = SentAttempt(message.request.request_id, pair, ticket, sent, live)
         if asked.attempts:
             deployment.counts["continued" if message.request.output else "retries"] += 1
         asked.attempts.append(attempt)
@@ -204,11 +204,11 @@ class FrontSessions:
             replace(ticket, signature=b""), self._deployment.secret or b"", self._front.me.incarnation
         )
 
-    def _late(self, to: FrontSession, asked: Asked, attempt: Attempt, message: Submit) -> None:
+    def _late(self, to: WireSession, asked: Asked, attempt: SentAttempt, message: Submit) -> None:
         if not asked.outcome and attempt is asked.attempts[-1] and to.leader in attempt.live:
             self._submit(to, asked, attempt, message)
 
-    def _submit(self, to: FrontSession, asked: Asked, attempt: Attempt, message: Submit) -> None:
+    def _submit(self, to: WireSession, asked: Asked, attempt: SentAttempt, message: Submit) -> None:
         front, wanted, role = self._front, asked.wanted, attempt.live[to.leader]
         request, ticket = message.request, attempt.ticket
         if wanted.bad == "mixed legs" and role is Role.PREFILL:
@@ -223,7 +223,7 @@ class FrontSessions:
         if wanted.bad == "repeated id":
             to.session.send(Submit(request, ticket))
 
-    def cancels(self, to: FrontSession, message: Cancel) -> None:
+    def cancels(self, to: WireSession, message: Cancel) -> None:
         """One half is told to end."""
         asked = self._front.asked.get(_name(message.request_id))
         if asked is not None and asked.attempts and asked.attempts[-1].request_id == message.request_id:
@@ -259,7 +259,7 @@ class FrontSessions:
         if output.finish is not None:
             attempt.live.clear()
 
-    def _misfits(self, attempt: Attempt, error: ErrorInfo) -> None:
+    def _misfits(self, attempt: SentAttempt, error: ErrorInfo) -> None:
         prefill, decode = (self._front.fleet.membership.replicas.get(leader) for leader in attempt.pair)
         if error.code in MISFITS and prefill is not None and decode is not None:
             self._refused.add((prefill, decode))
