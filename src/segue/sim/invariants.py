@@ -348,12 +348,12 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _deadlines(self, node: LeaderNode) -> None:
         """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. A jump
-        of its clock is noticed within the slack."""
+        of its clock is noticed within the slack. A leader that has drained goes, with what it has not ended."""
         scheduler: Any = node.scheduler
         slack_s = 0.3
         since_s = self.world.now - max(node.resumed_at, node.jumped_at, 0.0)
         now = node.clock.now()
-        if node.paused or since_s < slack_s:
+        if node.paused or node.drained or since_s < slack_s:
             return
         for job in scheduler.admission.requests.values():
             if not now <= job.entered + job.ticket.budget_s + slack_s:  # not what production made of it
