@@ -348,7 +348,7 @@ class Checks(AnswerChecks, RequestChecks):
 
     def _deadlines(self, node: LeaderNode) -> None:
         """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. A jump
-        of its clock is noticed within the slack. A leader that has drained goes, with what it has not ended."""
+        of its clock is noticed within the slack. One that has drained goes with what it has not ended."""
         scheduler: Any = node.scheduler
         slack_s = 0.3
         since_s = self.world.now - max(node.resumed_at, node.jumped_at, 0.0)
