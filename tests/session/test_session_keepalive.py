@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
 from segue.core.limits import Limits
 from segue.session.keepalive import Keepalive
 
@@ -70,6 +72,19 @@ def test_a_clock_that_jumps_right_after_a_sign_does_not_end_the_session_before_t
     assert watched.silences == []
     watched.keepalive.heard_at = watched.loop.now
     watched.loop.until(132.0)
+    assert watched.silences == []
+
+
+@pytest.mark.parametrize("pause_s", [1.6, 1.9, 2.4, 30.0])
+def test_our_own_pause_is_not_the_peers_silence_however_short(pause_s: float) -> None:
+    """Together with what the peer had not said before, also one shorter than the silence is too long."""
+    watched = Watched()
+    watched.loop.until(100.49)
+    watched.loop.now += pause_s
+    watched.loop.until(watched.loop.now + 0.1)
+    assert watched.silences == []
+    watched.keepalive.heard_at = watched.loop.now
+    watched.loop.until(watched.loop.now + 1.9)
     assert watched.silences == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Role
+from segue.session.listen import listening
 from segue.session.node import is_loopback
 
 
@@ -122,6 +124,27 @@ def test_connects_at_the_same_time_share_one_session() -> None:
             await here.wait("received")
             assert len(here.of("opened")) == 1
             assert not here.of("closed")
+
+    asyncio.run(main())
+
+
+def test_who_shares_an_attempt_and_gives_up_early_takes_it_from_nobody() -> None:
+    async def main() -> None:
+        listener, dialler = node("a", Events()), node("b", Events())
+        async with closing(dialler, listener):
+            sock = listening("127.0.0.1", 0, what="a test", flag="port")
+            host, port = sock.getsockname()
+
+            def connect(timeout_s: float) -> Coroutine[Any, Any, Any]:
+                return dialler.connect(host, port, expect=leader("a"), timeout_s=timeout_s)
+
+            patient = [asyncio.create_task(connect(DEADLINE_S)) for _ in range(2)]
+            with pytest.raises(BootstrapTimeout):
+                await connect(0.02)
+            listener._listen_on(sock, host, port)  # nobody was let in before
+            sessions = await asyncio.gather(*patient)
+            assert sessions[0] is sessions[1]
+            assert dialler.stats.opened == 1
 
     asyncio.run(main())
 

@@ -187,6 +187,20 @@ def test_peers_behind_one_address_translator_are_not_each_others_restart(bound: 
         assert not any(isinstance(end, PeerRestarted) for end in ends), seed
 
 
+@pytest.mark.parametrize("bound", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_peers_of_two_hosts_that_listen_at_their_own_loopback_are_not_each_others_restart(bound: str) -> None:
+    """A frontend on each: both say the same address, and it is another place on each host."""
+    net = Net(HOSTS)
+    net.loop.seen_as = {host: host for host in HOSTS.values()}
+    for name in "bc":
+        net.nodes[name]._listen = f"{bound}:{PORT}"
+        net.dial(name, "a")
+        net.loop.settle()
+    assert set(net.nodes["a"].sessions) == {leader("b"), leader("c")}
+    assert not net.owner("a").ends
+    net.rest()
+
+
 @pytest.mark.parametrize("bound", ["", "0.0.0.0", "172.17.0.2"])
 def test_lesson_09_a_restart_behind_an_address_translator_is_told_as_soon_as_it_has_proven_itself(
     bound: str,
