@@ -290,13 +290,20 @@ def test_requests_sent_ahead_are_bounded(tokenizer: ModelTokenizer) -> None:
             raw += piece
 
 
-def test_a_client_that_has_asked_again_and_leaves_ends_its_work(tokenizer: ModelTokenizer) -> None:
-    """The second request waits behind the first, which must learn too that nobody reads it any more."""
+def post(body: dict[str, Any]) -> bytes:
+    raw = json.dumps(body).encode()
+    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_a_client_that_has_asked_again_and_leaves_ends_its_work(
+    tokenizer: ModelTokenizer, answered: int
+) -> None:
+    """Another request waits behind the one that runs, which must learn too that nobody reads it any more."""
     backend = FakeBackend(tokenizer, hang_at=1)
     with guarded(tokenizer, backend) as running:
-        body = json.dumps(HI | {"stream": True}).encode()
-        one = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
-        client = Client(running, one + one)
+        short, long = post(HI | {"max_tokens": 1}), post(HI | {"stream": True})
+        client = Client(running, short * answered + long + long)
         assert backend.reached.wait(DEADLINE_S)
         client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.sock.close()
