@@ -200,6 +200,25 @@ def test_what_is_not_heard_of_for_a_ttl_is_gone_and_hearing_of_it_prolongs() -> 
     assert names(registry.instances().instances) == [A]
 
 
+def test_a_rank_that_fell_silent_and_is_back_is_a_change_that_watchers_hear_of() -> None:
+    registry, clock = store(ttl_s=10.0)
+    heard: list[int] = []
+    registry.subscribe(TOPOLOGY, lambda: heard.append(registry.version))
+    for dp_rank in (0, 1):
+        registry.register(record(dp_rank=dp_rank, dp_size=2), dp_rank)
+    for ready in (False, True, False, True):
+        before, count = registry.version, len(heard)
+        if ready:
+            registry.register(record(dp_rank=1, dp_size=2), 1)
+        else:  # only the other one is heard of
+            for _ in range(2):
+                clock.advance(6.0)
+                registry.register(record(dp_rank=0, dp_size=2), 0)
+        assert registry.instances().instances[0].ready is ready
+        assert registry.version != before
+        assert len(heard) > count
+
+
 def test_leaving_is_final_and_a_late_heartbeat_does_not_undo_it() -> None:
     registry, _ = store()
     registry.register(record(A), 0)
@@ -307,32 +326,46 @@ class StoreModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.registry, self.clock = store(ttl_s=10.0, max_rooms=8)
-        self.alive_until: dict[Incarnation, float] = {}
+        self.alive_until: dict[LeaderId, float] = {}
         self.gone: set[Incarnation] = set()
         self.owners: dict[int, tuple[int, float]] = {}
+        self.heard = 0
+        self.registry.subscribe(TOPOLOGY, self.hear)
+        self.last = (self.registry.instances(), self.heard)
+
+    def hear(self) -> None:
+        self.heard += 1
+
+    def ranks(self) -> dict[Incarnation, list[int]]:
+        """Who is alive, with the ranks that are."""
+        found: dict[Incarnation, list[int]] = {}
+        for leader, until in sorted(self.alive_until.items()):
+            if until > self.clock.now():
+                found.setdefault(leader.incarnation, []).append(leader.dp_rank)
+        return found
 
     def alive(self) -> set[Incarnation]:
-        return {i for i, until in self.alive_until.items() if until > self.clock.now()}
+        return set(self.ranks())
 
-    @rule(who=st.sampled_from([A, B, C]))
-    def register(self, who: Incarnation) -> None:
+    @rule(who=st.sampled_from([A, B, C]), dp_rank=st.integers(0, 2))
+    def register(self, who: Incarnation, dp_rank: int) -> None:
         if who in self.gone:
             with pytest.raises(Draining):
-                self.registry.register(record(who, dp_size=3), 0)
+                self.registry.register(record(who, dp_rank, dp_size=3), dp_rank)
         else:
-            self.registry.register(record(who, dp_size=3), 0)
-            self.alive_until[who] = self.clock.now() + 10.0
+            self.registry.register(record(who, dp_rank, dp_size=3), dp_rank)
+            self.alive_until[LeaderId(who, dp_rank)] = self.clock.now() + 10.0
 
     @rule(who=st.sampled_from([A, B, C]))
     def leave(self, who: Incarnation) -> None:
         if who in self.alive():
             self.gone.add(who)
         self.registry.leave(who)
-        self.alive_until.pop(who, None)
+        self.alive_until = {leader: t for leader, t in self.alive_until.items() if leader.incarnation != who}
         if who == A:
             self.owners.clear()
 
-    @rule(seconds=st.floats(0.1, 6.0))
+    @rule(seconds=st.floats(0.1, 9.9))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.owners = {r: (d, t) for r, (d, t) in self.owners.items() if t > self.clock.now()}
@@ -353,13 +386,19 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert set(names(self.registry.instances().instances)) == self.alive()
+        seen = self.registry.instances()
+        assert {i.incarnation: [r.dp_rank for r in i.replicas] for i in seen.instances} == self.ranks()
+        before, heard = self.last
+        if seen.instances != before.instances:
+            assert seen.version != before.version, "who waits for a change is answered by the version"
+            assert self.heard > heard, "who waits for a change must be woken"
+        self.last = (seen, self.heard)
         for number in range(1, 5):
             owner = self.owners.get(number)
             assert self.registry.room(number) == (LeaderId(A, owner[0]) if owner else None)
         assert self.registry.rooms_held == len(self.owners)
         due = self.registry.next_expiry()
-        times = [t for i, t in self.alive_until.items() if i in self.alive()]
+        times = [t for t in self.alive_until.values() if t > self.clock.now()]
         times += [t for _, t in self.owners.values()]
         assert not times or (due is not None and due <= min(times))
 
