@@ -27,16 +27,24 @@ LIMITS = Limits(max_queue=8)
 class Leader:
     """One replica's leader. `behave` says what it does with a Submit."""
 
-    def __init__(self, role: Role, behave: str = "serve", load_balance: str = "round_robin") -> None:
+    def __init__(
+        self,
+        role: Role,
+        behave: str = "serve",
+        load_balance: str = "round_robin",
+        me: LeaderId | None = None,
+        dp_size: int = 1,
+    ) -> None:
         self.role = role
         self.behave = behave
         self.load_balance = load_balance
+        self.dp_size = dp_size
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.news = asyncio.Event()
         self.session: Any = None
         self.node = SessionNode(
-            me=LeaderId(new_incarnation()),
+            me=me or LeaderId(new_incarnation()),
             role=role,
             secret=SECRET,
             handlers=dict.fromkeys(Role, self),
@@ -52,8 +60,9 @@ class Leader:
             model="m",
             served_model="tiny",
             context_tokens=100,
+            dp_size=self.dp_size,
             load_balance=self.load_balance,
-            replicas=[ReplicaRecord(dp_rank=0, host=host, port=port)],
+            replicas=[ReplicaRecord(dp_rank=self.node.me.dp_rank, host=host, port=port)],
         )
 
     def hello(self) -> bytes:

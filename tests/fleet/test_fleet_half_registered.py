@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -12,36 +11,30 @@ import pytest
 from fleet_rig import LIMITS, Leader, Rig
 
 from segue.bootstrap.client import LocalRegistry
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.bootstrap.records import InstanceRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
-from segue.core.errors import DeadlineExceeded, Starting
-from segue.core.types import LeaderId, Role
+from segue.core.errors import DeadlineExceeded, PeerLost, Starting
+from segue.core.types import LeaderId, Role, new_incarnation
 
 
 class Halves:
-    """A decode instance of two ranks, of which the registry hears one by one.
+    """A decode instance of two ranks, of which the registry hears one by one."""
 
-    Only the first answers: a node keeps its sessions by incarnation, so in this version two leaders of one
-    would end each other's. The second one's port is taken, and nobody listens there.
-    """
-
-    def __init__(self, first: Leader, second: socket.socket, records: list[InstanceRecord]) -> None:
-        self.first = first
-        self.second = second
+    def __init__(self, leaders: list[Leader], records: list[InstanceRecord]) -> None:
+        self.leaders = leaders
         self.records = records
 
     @property
-    def asked(self) -> int:
-        return len(self.first.submits)
+    def asked(self) -> list[int]:
+        """The requests that each rank was asked for."""
+        return [len(leader.submits) for leader in self.leaders]
 
 
 async def two_ranks() -> Halves:
-    first, second = Leader(Role.DECODE), socket.socket()
-    second.bind(("127.0.0.1", 0))
-    one = msgspec.structs.replace(await first.start(), dp_size=2)
-    at = ReplicaRecord(dp_rank=1, host="127.0.0.1", port=second.getsockname()[1])
-    return Halves(first, second, [one, msgspec.structs.replace(one, replicas=[at])])
+    incarnation = new_incarnation()
+    leaders = [Leader(Role.DECODE, me=LeaderId(incarnation, rank), dp_size=2) for rank in (0, 1)]
+    return Halves(leaders, [await leader.start() for leader in leaders])
 
 
 class Unfiltered:
@@ -84,13 +77,12 @@ def run(test: Test, real: bool, **settings: float) -> None:
     async def main() -> None:
         async with a_fleet(real, **settings) as (rig, registry):
             prefill, halves = Leader(Role.PREFILL), await two_ranks()
-            rig.leaders += [prefill, halves.first]
+            rig.leaders += [prefill, *halves.leaders]
             await registry.register(halves.records[0])
             # Registered after it: once this one is usable, the frontend has seen the other too.
             await registry.register(await prefill.start())
             await rig.until(lambda: bool(rig.fleet.router.usable(Role.PREFILL)))
-            with halves.second:
-                await test(rig, registry, halves)
+            await test(rig, registry, halves)
 
     asyncio.run(main())
 
@@ -104,14 +96,51 @@ def test_nothing_is_placed_on_half_an_instance_and_the_request_is_refused_typed(
         assert not rig.fleet.can_serve
         with pytest.raises(Starting, match="1 prefill, 0 decode"):
             await rig.run()
-        assert halves.first.session is None, "nobody even connected"
+        assert halves.leaders[0].session is None, "nobody even connected"
         assert LeaderId(halves.records[0].incarnation) not in {
             r.leader for r in rig.fleet.membership.replicas.values()
         }
         await registry.register(halves.records[1])
         await rig.until(lambda: rig.fleet.can_serve)
         assert await rig.run() == [5, 6, 7]
-        assert halves.asked == 1
+        assert sum(halves.asked) == 1
+
+    run(test, real)
+
+
+@real_or_not
+def test_each_of_two_leaders_of_one_incarnation_gets_a_session_and_requests_of_its_own(real: bool) -> None:
+    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+        await registry.register(halves.records[1])
+        await rig.until(lambda: len(rig.fleet.router.usable(Role.DECODE)) == 2)
+        for _ in range(6):
+            assert await rig.run() == [5, 6, 7]
+        assert halves.asked == [3, 3]
+        for leader in halves.leaders:
+            assert {submit.ticket.decode for submit in leader.submits} == {leader.node.me}
+
+    run(test, real)
+
+
+@real_or_not
+@pytest.mark.parametrize("dies", [0, 1])
+def test_one_of_two_leaders_dies_and_only_its_own_requests_are_placed_anew(real: bool, dies: int) -> None:
+    async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
+        await registry.register(halves.records[1])
+        await rig.until(lambda: len(rig.fleet.router.usable(Role.DECODE)) == 2)
+        for leader in halves.leaders:
+            leader.behave = "silent"
+        running = [asyncio.create_task(rig.run()) for _ in range(2)]
+        for leader in halves.leaders:
+            await leader.until(lambda of=leader: len(of.submits) == 1)  # type: ignore[misc]
+        dying, other = halves.leaders[dies], halves.leaders[1 - dies]
+        other.behave = "serve"
+        await dying.node.close(PeerLost("it was killed"))
+        await other.until(lambda: len(other.submits) == 2)
+        assert not other.cancels
+        other.answer(other.session, other.submits[0])
+        assert await asyncio.gather(*running) == [[5, 6, 7]] * 2
+        assert [r.leader for r in rig.fleet.router.usable(Role.DECODE)] == [other.node.me]
 
     run(test, real)
 
@@ -122,10 +151,10 @@ def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(rea
         waiting = asyncio.create_task(rig.run())
         await asyncio.sleep(0)
         assert rig.fleet.in_flight == 1
-        assert halves.asked == 0
+        assert halves.asked == [0, 0]
         await registry.register(halves.records[1])
         assert await waiting == [5, 6, 7]
-        assert halves.asked == 1
+        assert sum(halves.asked) == 1
 
     run(test, real, no_replica_wait_s=25.0)
 
@@ -135,6 +164,6 @@ def test_a_request_that_waits_for_half_an_instance_ends_by_its_own_deadline(real
     async def test(rig: Rig, registry: LocalRegistry | Unfiltered, halves: Halves) -> None:
         with pytest.raises((Starting, DeadlineExceeded)):
             await rig.run(budget_s=0.1)
-        assert halves.asked == 0
+        assert halves.asked == [0, 0]
 
     run(test, real, no_replica_wait_s=25.0)

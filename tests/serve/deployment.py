@@ -141,6 +141,8 @@ class Running:
         http_port: int | None = None,
         secret: bytes = b"",
         make_engine: Callable[[], tuple[Engine, Memory]] = lineage_engine,
+        me: LeaderId | None = None,
+        dp_size: int = 1,
     ) -> None:
         self.engine, self.memory = make_engine()
         config = InstanceConfig(
@@ -152,7 +154,7 @@ class Running:
             http_port=http_port,
             engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=self.engine.spec.page_tokens),
         )
-        self.instance = Instance(config, self.engine, self.memory)
+        self.instance = Instance(config, self.engine, self.memory, me=me, dp_size=dp_size)
         if secret:
             self.instance.scheduler.admission.secret = secret
         self.instance.start()
