@@ -244,3 +244,22 @@ def test_a_new_session_in_the_turn_in_which_the_old_one_is_given_up_is_told_afte
     assert came > frame, "there are fewer frames than this"
     net.rest()
     assert net.nodes["a"].sessions[leader("b")] is not old
+
+
+def test_of_two_that_dial_each_other_the_first_session_stays_however_the_network_delivers() -> None:
+    """What the other side knew when it listed its sessions may be older than the first session: then its list
+    cannot name it, and that it does not is no reason to give the session up."""
+    crossed = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        net = Net({"a": "10.0.0.1", "b": "10.0.0.2"})
+        net.dial("a", "b")
+        net.dial("b", "a")
+        for _ in range(80):
+            net.step(rng.choice(("turn", "deliver", "deliver")), rng.randrange(16), rng.randrange(16))
+        crossed += sum(end.protocol.handshake.authenticated for end in net.loop.ends) > 2
+        net.rest(seed)
+        opened = [node.stats.opened for node in net.nodes.values()]
+        assert opened == [1, 1], f"{seed}: a session was opened and given up for another: {opened}"
+        assert not any(net.owner(name).ends for name in net.nodes), seed
+    assert crossed > 30
