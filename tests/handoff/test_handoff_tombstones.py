@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
+import msgspec
 from handoff_world import leader, pool_spec
 
-from segue.core.errors import ErrorCode, PeerLost
+from segue.core.errors import ErrorCode, Internal, PeerLost
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import Destination, Failed, Gone
+from segue.session.frames import encode_message
 
 ME, ONE, TWO = (LeaderId(Incarnation(letter * 32)) for letter in "abc")
 SPEC = pool_spec(8, 4)
@@ -98,3 +102,28 @@ def test_a_late_failure_of_an_ended_attempt_leaves_the_new_one_alone() -> None:
     exchange.handle(events.AbortTransfer(first, PeerLost("later").info), 4.0)
     assert exchange.phase(first) is KVPoll.FAILED
     assert exchange.phase(second) is KVPoll.BOOTSTRAPPING
+
+
+def test_all_that_is_said_again_on_a_new_session_fits_into_its_backlog() -> None:
+    """Else the session would end with its first words, and so would each one after it."""
+    limits, pool = Limits(), leader(pool_spec(4096, 4))
+    exchange = Exchange(Role.DECODE, ME, "decode", limits, pool, "tcp")
+    exchange.handle(events.PeerUp(ONE, pool, "tcp"), 0.0)
+    longest = msgspec.structs.replace(Internal("x").info, text="\U0001f4a5" * 100_000)
+    rooms = itertools.count(1)
+    # As many tombstones as there may be, and as many hand-offs whose pages wait for a proof.
+    for published in (False, True):
+        for page in range(limits.max_transfers):
+            transfer = TransferId(next(rooms), 0, ONE, ME)
+            exchange.handle(events.OpenReceiver(transfer, 4, 60.0), 0.0)
+            if published:
+                exchange.handle(events.Publish(transfer, (page,), 0), 0.0)
+            exchange.handle(events.AbortTransfer(transfer, longest), 1.0)
+    exchange.handle(events.PeerDown(ONE, PeerLost("cut").info), 1.0)
+    sizes = exchange.sizes()
+    assert (sizes["transfers"], sizes["ended"]) == (limits.max_transfers, limits.max_transfers)
+    effects = exchange.handle(events.PeerUp(ONE, pool, "tcp"), 2.0)
+    said = [effect.message for effect in effects if isinstance(effect, events.Send)]
+    assert len(said) >= 3 * limits.max_transfers
+    encoder = msgspec.msgpack.Encoder()
+    assert sum(len(encode_message(encoder, message)) for message in said) < limits.max_session_backlog_bytes

@@ -15,7 +15,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_transfers: int = 4096
     max_early_destinations: int = 1024
     max_frame_bytes: int = 64 * 2**20
-    max_session_backlog_bytes: int = 64 * 2**20
+    #: More than a leader has to say at once on a new session: how each of its hand-offs has ended.
+    max_session_backlog_bytes: int = 128 * 2**20
     max_sessions: int = 1024
     handshake_s: float = 5.0
     keepalive_s: float = 2.0

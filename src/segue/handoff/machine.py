@@ -45,7 +45,14 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from segue.core.errors import DeadlineExceeded, ErrorInfo, Internal, SegueError, TransferFailed
+from segue.core.errors import (
+    MAX_ERROR_TEXT,
+    DeadlineExceeded,
+    ErrorInfo,
+    Internal,
+    SegueError,
+    TransferFailed,
+)
 from segue.core.types import KVPoll, LeaderId, TransferId
 from segue.handoff.events import (
     AbortTransfer,
@@ -225,9 +232,10 @@ class Machine:
         return self.fill(kind(text).info)
 
     def fill(self, error: ErrorInfo) -> ErrorInfo:
-        """`error` with its empty fields filled in: it began at this side."""
+        """`error` with its empty fields filled in: it began at this side. No text is longer than ours are."""
         return msgspec.structs.replace(
             error,
+            text=error.text[:MAX_ERROR_TEXT],
             phase=error.phase or self.phase.name,
             origin=error.origin or self.local.origin,
             peer=error.peer or self.local.name_of(self.peer),
