@@ -79,4 +79,4 @@ def kill(instance: Instance) -> None:
 
     manager.io.post(lambda: manager.io.loop.create_task(cut()))
     assert done.wait(10)
-    manager._transports.close()
+    manager._ranks.close()
