@@ -326,6 +326,10 @@ class SimTransport(Transport):
         """The process has ended."""
         self.net.died()
 
+    def is_pool(self, thing: object) -> bool:
+        """Whether an open descriptor is that of the pool, which outlives the transport."""
+        return isinstance(thing, Memfd) and thing.data is self._node.engine.memory
+
     def end_a_thread(self) -> None:
         """The next turn of its I/O thread ends that thread."""
         assert self.net.io is not None

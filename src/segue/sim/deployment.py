@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+from segue.conn.threads import ThreadPerCall
 from segue.core.limits import Limits
 from segue.core.types import LeaderId, Role
 from segue.observe.metrics import Metrics
@@ -239,7 +240,7 @@ class Deployment:
 
         async def leaving() -> None:
             await self.registry.members[node].leave()
-            await node.close_sessions()
+            await node.loop.run_in_executor(ThreadPerCall("close", node.spawn), node.close)
             self.world.after(0.0, None, self.kill, node)
             self.world.after(0.2, None, self._restart, node)
 

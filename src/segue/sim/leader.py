@@ -35,6 +35,7 @@ from segue.sim.engine import Copied, LineageEngine, WrongKV, lineage_spec
 from segue.sim.faults import Injected, NodeFaults
 from segue.sim.loop import SimLoop
 from segue.sim.runtime import SimIo, SimSessionNode
+from segue.sim.threads import SimThread
 from segue.sim.timing import Timing
 from segue.sim.world import Process, SkewedClock, Violation, new_leader
 
@@ -379,9 +380,13 @@ class LeaderNode(Process):
             self.deployment.leave(self)
         return self.drained
 
-    async def close_sessions(self) -> None:
-        """As an instance that leaves."""
-        await self.plane.close_sessions()
+    def close(self) -> None:
+        """As an instance that leaves, on a thread that may wait."""
+        self.plane.close()
+
+    def spawn(self, _name: str, run: Callable[[], None]) -> None:
+        """A thread of this process that may wait; it begins a little later."""
+        self.after(self.world_timing.latency_s * self.rng.random(), SimThread(self, run).run)
 
     @property
     def pending(self) -> int:

@@ -29,7 +29,6 @@ from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
 from segue.sim.runtime import SimWorker
-from segue.sim.threads import SimThread
 from segue.sim.world import Violation
 from segue.transport.base import EventSink
 from segue.transport.memory import Memory, host_region
@@ -252,7 +251,7 @@ class KVNode(LeaderNode):
             self.runtime,
             transports=SimKinds(self._make_transport),
             digester=partial(SimDigester, self),
-            connecting=lambda name: ThreadPerCall(name, self._spawn),
+            connecting=lambda name: ThreadPerCall(name, self.spawn),
             exchange=partial(CheckedExchange, self),
         )
         self.manager = SimManager(self, config, runtime)
@@ -270,17 +269,18 @@ class KVNode(LeaderNode):
         """How many live grants its transports have."""
         return sum(len(transport.grants) for transport in self.transports.values())
 
-    def _spawn(self, _name: str, run: Callable[[], None]) -> None:
-        """A thread of this process that may wait; it begins a little later."""
-        self.after(self.world_timing.latency_s * self.rng.random(), SimThread(self, run).run)
-
     def _listen(self) -> None:
         self.plane = self.manager.plane
         self.manager.start()
 
-    async def close_sessions(self) -> None:
-        """As an instance that leaves."""
-        await self.plane.close_sessions()
+    def close(self) -> None:
+        """As an instance that leaves, on a thread that may wait: nothing of its transports is left open."""
+        self.manager.close()
+        self.manager.close()
+        for transport in self.transports.values():
+            left = [thing for thing in transport.net.open_fds.values() if not transport.is_pool(thing)]
+            if left:
+                self.world.fail(Violation("21", f"{self.name} has closed {transport.name} and has {left}"))
 
     @property
     def exchange(self) -> Exchange:
