@@ -97,13 +97,13 @@ def test_a_path_fault_finds_its_path_after_the_roles_were_swapped() -> None:
     late = [replace(r, at=r.at + 0.7) for r in scenario.requests]
     deployment = Deployment(replace(scenario, features=features, faults=[swap, cut], requests=late))
     slowed: list[float] = []
-    normal = deployment._path_fault
+    normal = deployment.strikes._path_fault
 
     def watched(struck: Fault, a: object, b: object) -> None:
         normal(struck, a, b)  # type: ignore[arg-type]
         slowed.extend(path.slow for node in deployment.nodes.values() for path in node.paths.values())  # type: ignore[attr-defined]
 
-    deployment._path_fault = watched  # type: ignore[method-assign]
+    deployment.strikes._path_fault = watched  # type: ignore[method-assign]
     deployment.run()
     deployment.close()
     assert deployment.nodes[prefill].spec.role is Role.DECODE
@@ -122,3 +122,30 @@ def test_every_fault_belongs_to_a_feature_and_one_seed_shows_both_new_ones() -> 
         assert not outcome.failed, outcome.text
         struck |= set(outcome.struck)
     assert {"move", "role change"} <= struck
+
+
+def test_an_instance_whose_address_is_taken_says_so_and_comes_back_when_it_is_free() -> None:
+    taken = Fault("f0", "address taken", 0.1, make_scenario(CALM).nodes[0].name, seconds=0.5)
+    outcome = run_scenario(with_faults(taken))
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["addresses taken"] > 1
+
+
+def test_a_pair_whose_memory_cannot_be_had_goes_on_over_the_other_transport() -> None:
+    nodes = {role: [n.name for n in make_scenario(CALM).nodes if n.role is role] for role in Role}
+    prefill, decode = nodes[Role.PREFILL][0], nodes[Role.DECODE][0]
+    scenario = with_faults(Fault("f0", "no memory", 0.03, prefill, decode))
+    scenario.transports = ("shm", "tcp")
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["pools that could not be mapped"] == 1
+    assert outcome.counts["pairs that went on without shm"] > 0
+
+
+def test_a_leader_that_has_lost_its_rank_ends_its_hand_offs_at_once() -> None:
+    decode = next(n.name for n in make_scenario(CALM).nodes if n.role is Role.DECODE)
+    outcome = run_scenario(
+        with_faults(Fault("f0", "rank lost", 0.05, decode, seconds=0.3, trigger="Destination"))
+    )
+    assert not outcome.failed, outcome.text
+    assert outcome.struck["rank lost"] == 1

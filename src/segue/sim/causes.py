@@ -66,6 +66,7 @@ CODES: dict[str, frozenset[ErrorCode]] = {
     "clock jump": frozenset(_LOST),
     "session backlog": frozenset(_LOST),
     "digest slow": frozenset(_LATE),
+    "rank lost": frozenset({*_LOST, ErrorCode.INTERNAL}),
     "no memory": frozenset({*_LOST, ErrorCode.OUT_OF_CAPACITY}),
     "no memory for shm": frozenset(_LOST),
 }
@@ -99,6 +100,7 @@ _ARMED = frozenset(
         "thread death",
         "connect raises",
         "full queues",
+        "rank lost",
         "no memory",
         "no memory for shm",
         *_THROWN,

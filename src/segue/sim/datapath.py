@@ -284,8 +284,8 @@ class SimTransport(Transport):
         self.tell = on_event
         #: how many of the next writes go where they must not
         self.astray = 0
-        #: how many of the next calls of `connect` raise what they must not
-        self.connect_raises = 0
+        #: how many of the next calls of `connect`, and of `fence`, raise what they must not
+        self.connect_raises = self.fence_raises = 0
         self._full = "full queues" in node.deployment.scenario.features
         self._rng = node.world.rng(f"{self.name} options {node.name}")
 
@@ -316,6 +316,11 @@ class SimTransport(Transport):
 
     def fence(self, peer: RankId, epoch: int) -> None:
         """As production."""
+        if self.fence_raises:
+            self.fence_raises -= 1
+            self._node.struck_at = self._node.world.now
+            self._node.deployment.counts["fences not taken"] += 1
+            raise Injected("injected into a fence")
         self.inner.fence(peer, epoch)
 
     def close(self) -> None:

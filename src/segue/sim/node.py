@@ -141,6 +141,12 @@ class SimManager(KVManager):
             deployment.break_session(self._sim_node, deployment.by_leader[effect.peer])
         return replace(effect, message=message)
 
+    def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
+        effects = super()._decide(event, now)
+        if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
+            self._refusals += map(id, effects)  # it was never opened
+        return effects
+
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         effects = super()._refused(event, error, now)
         if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):

@@ -97,7 +97,15 @@ RARE = (
 )
 
 #: What sessions and the two ends of a pair had not met; with a generator of their own again.
-UNMET = ("web clients", "node visits", "two transports", "no memory")
+UNMET = (
+    "web clients",
+    "node visits",
+    "two transports",
+    "no memory",
+    "fence exception",
+    "rank lost",
+    "address taken",
+)
 
 ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET})
 
@@ -274,6 +282,9 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "misfits": (Draw("misfit", 6, "kv", triggers=("",)),),
     "more visitors": (Draw("visitor", 8, "any"),),
     "web clients": (Draw("web client", 16, ""), Draw("web stop", 1, "")),
+    "fence exception": (Draw("fence exception", 4, "kv", triggers=("", "PostWrite", "<Abort")),),
+    "rank lost": (Draw("rank lost", 1, "kv", seconds=_DOWN_S),),
+    "address taken": (Draw("address taken", 1, "any", seconds=_DOWN_S),),
     "no memory": (Draw("no memory", 2, "prefill", "decode"),),
     "node visits": (Draw("node visit", 4, "any"),),
     "effect exception": (Draw("effect exception", 3, "kv"),),
