@@ -6,6 +6,7 @@ as, in whichever process; a mapping is the other node's pool itself, until it is
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import select
 from collections import deque
@@ -17,6 +18,7 @@ from segue.sim.streams import SimNet
 from segue.sim.threads import SimThread
 from segue.sim.world import Process, Violation
 from segue.transport.shm_host import ShmHost
+from segue.transport.shm_table import TABLE_BYTES
 from segue.transport.shm_wire import GOODBYE
 
 if TYPE_CHECKING:
@@ -117,12 +119,22 @@ class Pidfd:
 
 
 class Shared(bytearray):
-    """A small memory of which each mapping is the thing itself."""
+    """A small memory that can be mapped."""
 
     closed = False
 
     def close(self) -> None:
         """Unmap."""
+
+
+class TableMapping(ctypes.c_uint8 * TABLE_BYTES):  # type: ignore[misc]
+    """A writer's mapping of a table of grants: the same bytes, unmapped by itself."""
+
+    closed = False
+
+    def close(self) -> None:
+        """Unmap."""
+        self.closed = True
 
 
 class Mapping:
@@ -381,7 +393,7 @@ class SimHost(ShmHost):
         return mapping
 
     def map_table(self, fd: int, nbytes: int) -> Any:
-        return self.net.at(fd).data
+        return TableMapping.from_buffer(self.net.at(fd).data)
 
     def table(self, nbytes: int) -> tuple[int, Any]:
         memfd = Memfd(Shared(nbytes), None)
