@@ -49,14 +49,14 @@ class Fronts(Stage):
         asked.attempts.append(SentAttempt("r~1", (prefill, decode), ticket, ticket, live))
 
     def refused(self, error: SegueError) -> None:
-        self.checks.refused(self.front, self.asked(), error.info)
+        self.checks.answers.refused(self.front, self.asked(), error.info)
 
     def places(self, asked: Asked) -> None:
         wanted = asked.wanted
         request = Request(
             request_id="r", prompt=wanted.prompt, sampling=wanted.sampling, output=list(asked.tokens)
         )
-        self.checks.placed(asked, request)
+        self.checks.answers.placed(asked, request)
 
 
 def places_beside_a_half_that_runs(stage: Fronts) -> None:
@@ -69,11 +69,11 @@ def ends_beside_a_half_that_runs(stage: Fronts) -> None:
     asked = stage.asked()
     asked.deadline = stage.deployment.world.now
     stage.attempt(asked)
-    stage.checks.ended_at(stage.front, asked)
+    stage.checks.answers.ended_at(stage.front, asked)
 
 
 def ends_late(stage: Fronts) -> None:
-    stage.checks.ended_at(stage.front, stage.asked())
+    stage.checks.answers.ended_at(stage.front, stage.asked())
 
 
 def places_for_the_fifth_time(stage: Fronts) -> None:
@@ -85,7 +85,7 @@ def places_for_the_fifth_time(stage: Fronts) -> None:
 def forgets_a_token(stage: Fronts) -> None:
     asked = stage.asked()
     request = Request(request_id="r", prompt=asked.wanted.prompt, sampling=asked.wanted.sampling)
-    stage.checks.placed(asked, request)
+    stage.checks.answers.placed(asked, request)
 
 
 def is_late_before_its_deadline(stage: Fronts) -> None:
@@ -105,8 +105,8 @@ def is_told_what_nobody_said(stage: Fronts) -> None:
 def waits_for_nothing(stage: Fronts) -> None:
     waiting = Asked(replace(stage.asked().wanted, name="new"), deadline=1e9)
     stage.front.asked["new"] = waiting
-    stage.checks.waiting(stage.front)
-    stage.checks.waiting(stage.front)
+    stage.checks.answers.waiting(stage.front)
+    stage.checks.answers.waiting(stage.front)
 
 
 def holds_tokens_at_rest(stage: Fronts) -> None:
@@ -157,7 +157,7 @@ def test_what_is_true_may_be_told() -> None:
     stage.refused(DeadlineExceeded("late", origin="frontend"))
     asked.failure = PeerLost("gone").info
     stage.refused(PeerLost("gone (attempt 2 of 4)"))
-    stage.checks.ended_at(stage.front, asked)
+    stage.checks.answers.ended_at(stage.front, asked)
     for _, decode in stage.pairs:
         decode.listed = False
     stage.refused(BootstrapUnreachable("nobody can serve", origin="frontend"))

@@ -283,7 +283,7 @@ def commits_metadata_of_another_prompt(stage: Stage) -> None:
 def answers_from_spoiled_metadata(stage: Stage) -> None:
     asked = stage.asked()
     stage.checks.spoiled[asked.room] = "first token"
-    stage.checks.tokens(asked)
+    stage.checks.answers.tokens(asked)
 
 
 def placed(stage: Stage) -> None:
@@ -357,14 +357,14 @@ def full_before_it_was(stage: Stage) -> None:
 def stands_still(stage: Stage) -> None:
     job = stage.job(stage.decode)
     stage.decode.scheduler.batch.retracted.append((job, None))
-    stage.checks.nothing_to_do(stage.decode)
+    stage.checks.requests.nothing_to_do(stage.decode)
 
 
 def is_never_woken(stage: Stage) -> None:
     stage.decode.scheduler.batch.retracted.append((stage.job(stage.decode), None))
-    stage.checks._stands(stage.decode)  # perhaps it is about to be
+    stage.checks.requests.stands(stage.decode)  # perhaps it is about to be
     stage.deployment.world.now += 1.0
-    stage.checks._stands(stage.decode)
+    stage.checks.requests.stands(stage.decode)
 
 
 def outlived_the_nearer_deadline(stage: Stage) -> None:
@@ -380,13 +380,13 @@ def stops_at_once(stage: Stage) -> None:
     stop = [reference(wanted.prompt, wanted.sampling, VOCAB, 1)[0]]
     wanted.sampling = structs.replace(wanted.sampling, stop_token_ids=stop, min_tokens=0, max_tokens=9)
     asked.tokens = reference(wanted.prompt, wanted.sampling, VOCAB, 2)
-    stage.checks.ended(asked)
+    stage.checks.answers.ended(asked)
 
 
 def without_prompt_logprobs(stage: Stage) -> None:
     asked = stage.asked()
     asked.wanted.sampling = structs.replace(asked.wanted.sampling, prompt_logprobs=0)
-    stage.checks.ended(asked)
+    stage.checks.answers.ended(asked)
 
 
 def unspoiled_metadata_refused(stage: Stage) -> None:
@@ -404,7 +404,7 @@ def left_behind(item: Callable[[Stage], Item]) -> Callable[[Stage], None]:
         job = stage.job(stage.decode)
         scheduler: Any = stage.decode.scheduler
         scheduler.table[stage.transfer] = RoleTransfer(job, None)  # type: ignore[arg-type]
-        stage.checks.broken(stage.decode, item(stage))
+        stage.checks.requests.broken(stage.decode, item(stage))
 
     return spoil
 
@@ -413,21 +413,21 @@ def serves_the_dead(stage: Stage) -> None:
     stage.job(stage.decode)
     stage.front.kill()
     stage.deployment.world.now += 10.0
-    stage.checks._abandoned(stage.decode)
+    stage.checks.requests.node(stage.decode)
 
 
 def serves_the_silent(stage: Stage) -> None:
     stage.job(stage.decode)
     stage.front.pause()
     stage.deployment.world.now += 10.0
-    stage.checks._abandoned(stage.decode)
+    stage.checks.requests.node(stage.decode)
 
 
 def serves_the_unheard(stage: Stage) -> None:
     stage.job(stage.decode)
     stage.deployment.network.block(stage.front, stage.decode)
     stage.deployment.world.now += 10.0
-    stage.checks._abandoned(stage.decode)
+    stage.checks.requests.node(stage.decode)
 
 
 def writes_without_being_told(stage: Stage) -> None:
@@ -489,25 +489,25 @@ def memory_not_given_back(stage: Stage) -> None:
 def after_the_first_token(stage: Stage) -> None:
     stage.deployment.causes.unexplained = lambda *_: ""  # type: ignore[method-assign]
     lost = ErrorInfo(code=ErrorCode.PEER_LOST, text="gone", origin="x", phase="y")
-    stage.checks.error(stage.asked(), lost, Role.DECODE)
+    stage.checks.answers.error(stage.asked(), lost, Role.DECODE)
 
 
 def wrong_token(stage: Stage) -> None:
     asked = stage.asked()
     asked.tokens[-1] = (asked.tokens[-1] + 1) % 1000
-    stage.checks.tokens(asked)
+    stage.checks.answers.tokens(asked)
 
 
 def tokens_missing(stage: Stage) -> None:
     asked = stage.asked()
     asked.tokens.clear()
-    stage.checks.ended(asked)
+    stage.checks.answers.ended(asked)
 
 
 def usage_does_not_add_up(stage: Stage) -> None:
     asked = stage.asked()
     asked.usage = Usage(prompt_tokens=len(asked.wanted.prompt), computed=len(asked.wanted.prompt) + 1)
-    stage.checks.tokens(asked)
+    stage.checks.answers.tokens(asked)
 
 
 def too_many_jobs(stage: Stage) -> None:

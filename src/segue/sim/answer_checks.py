@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from segue.core.errors import ErrorCode, ErrorInfo
@@ -33,16 +34,11 @@ _AFTER_COMMIT = frozenset({ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED, Erro
 
 
 class AnswerChecks:
-    """The part of `Checks` that looks at frontends."""
+    """What frontends are looked at for. `spoiled` are the rooms whose metadata was."""
 
-    deployment: Deployment
-    spoiled: dict[int, str]
-
-    def _explained(self, error: ErrorInfo, rooms: tuple[int, ...]) -> None:
-        """12: no attempt fails without a cause that touches it."""
-        wrong = self.deployment.causes.unexplained(error, rooms)
-        if wrong:
-            raise Violation("12", f"{error.code} without a cause: {wrong}: {error}", rooms)
+    def __init__(self, deployment: Deployment, spoiled: Mapping[int, str]) -> None:
+        self.deployment = deployment
+        self.spoiled = spoiled
 
     def tokens(self, asked: Asked) -> None:
         """24, as soon as it can be seen; 23 with the first token."""
@@ -120,13 +116,13 @@ class AnswerChecks:
             raise Violation("25", f"{asked.wanted.name}: no origin or phase in {error}", rooms)
         if asked.wanted.bad:
             return
-        self._explained(error, (asked.room,))
+        self.deployment.causes.require(error, (asked.room,))
         if role is Role.DECODE and asked.begun and error.code not in _AFTER_COMMIT:
             raise Violation("19", f"{asked.wanted.name} failed after its first token: {error}", rooms)
 
     def left(self, asked: Asked, error: ErrorInfo) -> None:
         """A session ended under a request."""
-        self._explained(error, (asked.room,))
+        self.deployment.causes.require(error, (asked.room,))
 
     def ended(self, asked: Asked) -> None:
         """A request has its one end."""

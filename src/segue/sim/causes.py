@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from segue.core.errors import ErrorCode, ErrorInfo
 from segue.core.types import LeaderId
-from segue.sim.world import Process
+from segue.sim.world import Process, Violation
 
 if TYPE_CHECKING:
     from segue.sim.clients import Asked
@@ -182,6 +182,11 @@ class Causes:
             self._short[node.me] = self._world.now
 
     # ---- what is asked ---------------------------------------------------------------------------
+
+    def require(self, error: ErrorInfo, rooms: tuple[int, ...]) -> None:
+        """12: no attempt fails without a cause that touches it."""
+        if wrong := self.unexplained(error, rooms):
+            raise Violation("12", f"{error.code} without a cause: {wrong}: {error}", rooms)
 
     def unexplained(self, error: ErrorInfo, rooms: tuple[int, ...]) -> str:
         """Why nothing in the ledger explains `error` of the attempt `rooms[-1]`; empty if something does."""

@@ -133,7 +133,7 @@ class FleetWire:
                 asked.failure = error.info
                 if error.info.code in LOSSES:
                     asked.dead.add(seen.leader)
-                self.checked(self._deployment.checks.left, asked, error.info)
+                self.checked(self._deployment.checks.answers.left, asked, error.info)
         self._handler.closed(seen, error)
 
     def _seen(self, session: Session) -> WireSession:
@@ -160,7 +160,7 @@ class FleetWire:
     def _begins(self, asked: Asked, message: Submit) -> SentAttempt:
         front, deployment, ticket = self._front, self._deployment, message.ticket
         pair = (ticket.prefill, ticket.decode)
-        deployment.checks.placed(asked, message.request)
+        deployment.checks.answers.placed(asked, message.request)
         self._choice(asked, pair)
         sent = self._spoiled(asked.wanted.bad, ticket)
         live = {ticket.decode: Role.DECODE} | (
@@ -248,10 +248,10 @@ class FleetWire:
             asked.failure = output.error
             if output.error.code in LOSSES:
                 asked.suspect |= set(attempt.pair)
-            self._deployment.checks.error(asked, output.error, role)
+            self._deployment.checks.answers.error(asked, output.error, role)
             self._misfits(attempt, output.error)
             return
-        self._deployment.checks.usage(asked, output.usage)
+        self._deployment.checks.answers.usage(asked, output.usage)
         if output.token_ids and role is Role.DECODE and not attempt.begun:
             # Prefill has done its part: nobody tells it to end.
             attempt.begun = True

@@ -106,7 +106,7 @@ class FrontNode(Process):
                 self._end(asked, "aborted", left)
             except SegueError as error:
                 late = error.info.code is ErrorCode.DEADLINE_EXCEEDED and error.info.origin == "frontend"
-                checks.refused(self, asked, error.info)
+                checks.answers.refused(self, asked, error.info)
                 self._end(asked, "late" if late else "failed", error.info)
             if not asked.outcome:
                 self.world.fail(f"{wanted.name}: the outputs ended without an end")
@@ -117,15 +117,15 @@ class FrontNode(Process):
         asked.tokens += output.token_ids
         asked.usage = output.usage or asked.usage
         asked.prompt_logprobs += output.prompt_logprobs or []
-        self.deployment.checks.tokens(asked)
+        self.deployment.checks.answers.tokens(asked)
 
     def _end(self, asked: Asked, outcome: str, error: ErrorInfo | None = None) -> None:
         asked.outcome, asked.error = outcome, error
         del self.asked[asked.wanted.name]
         rooms = [f"{room:x}" for room in asked.rooms]
         self.world.note(self.name, f"{outcome} {asked.wanted.name} rooms={rooms} {error or ''}")
-        self.deployment.checks.ended(asked)
-        self.deployment.checks.ended_at(self, asked)
+        self.deployment.checks.answers.ended(asked)
+        self.deployment.checks.answers.ended_at(self, asked)
 
     def died(self) -> None:
         """The process was killed: its clients see their connections end."""

@@ -50,9 +50,9 @@ class Half:
     pages: tuple[int, ...] = ()
 
 
-class Checks(AnswerChecks, RequestChecks):
-    """The ledger of a deployment, and its rules; those over answers are in `answer_checks.py`, those over
-    the requests of one instance in `request_checks.py`."""
+class Checks:
+    """The ledger of a deployment, and its rules; those over what clients get are `answers`, those over the
+    requests of one instance `requests`."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
@@ -70,9 +70,9 @@ class Checks(AnswerChecks, RequestChecks):
         #: rooms of which a half was told something wrong by its peer
         self.misheard: set[int] = set()
         self._turns = 0
-        self._placed: dict[tuple[LeaderId, TransferId], tuple[int, float]] = {}
         self._orphaned: dict[tuple[LeaderId, TransferId], float] = {}
-        self._standing: set[LeaderNode] = set()
+        self.answers = AnswerChecks(deployment, self.spoiled)
+        self.requests = RequestChecks(deployment)
         timing = deployment.timing
         #: within which one side learns of the other's end (16) or gets its memory back (18)
         self.bound_s = (
@@ -195,7 +195,7 @@ class Checks(AnswerChecks, RequestChecks):
         """25, and no reason that nothing in this scenario can give."""
         if error is None or not error.origin or not error.phase:
             raise Violation("25", f"a failure without origin or phase: {error}", rooms)
-        self._explained(error, rooms)
+        self.deployment.causes.require(error, rooms)
 
     def _published(self, node: KVNode, message: Destination) -> None:
         half = self._half(node, message.transfer)
@@ -285,8 +285,7 @@ class Checks(AnswerChecks, RequestChecks):
         pool = node.pool
         if pool.free + pool.used + pool.quarantined != pool.total or pool.free < 0 or pool.quarantined < 0:
             raise Violation("3", f"{node.name}: free + used + quarantined is not total")
-        self.deployment.causes.short(node, self._waits_for_pages(node))
-        self._standing.discard(node)
+        self.requests.had_a_turn(node)
         self._turns += 1
         if self._turns % self.deployment.check_every == 0:
             self.node(node)
@@ -315,9 +314,8 @@ class Checks(AnswerChecks, RequestChecks):
             raise Violation("3", f"{node.name}: {problems}")
         self._page_owners(node)
         self._deadlines(node)
-        self._tickets(node)
         self._bounds(node)
-        self._abandoned(node)
+        self.requests.node(node)
         if isinstance(node, KVNode):
             self._orphans(node)
             self._hidden_quarantine(node)
@@ -426,10 +424,10 @@ class Checks(AnswerChecks, RequestChecks):
             # What is empty stays as it was when it was last looked at.
             if not leader.paused and not leader.busy and any(leader.scheduler.sizes().values()):
                 self.node(leader)
-                self._stands(leader)
+                self.requests.stands(leader)
         for front in self.deployment.fronts.values():
             if front.alive and not front.paused and front.resumed_at < now - 1.0:
-                self.waiting(front)
+                self.answers.waiting(front)
         lives = self.deployment.by_leader
         for (me, transfer), half in list(self.open.items()):
             node = half.node

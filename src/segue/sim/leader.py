@@ -186,7 +186,7 @@ class CheckedLeader(Leader):
         if node.faults.broke:
             node.faults.broke = False
             try:
-                node.deployment.checks.broken(node, item)
+                node.deployment.checks.requests.broken(node, item)
             except Violation as violation:
                 node.world.fail(violation)
 
@@ -337,7 +337,7 @@ class LeaderNode(Process):
         if self.busy and not self.device:
             return
         if not more and not self.busy:
-            self.deployment.checks.nothing_to_do(self)
+            self.deployment.checks.requests.nothing_to_do(self)
         self._turned(more)
 
     def forward_ended(self) -> None:

@@ -17,14 +17,25 @@ if TYPE_CHECKING:
 
 
 class RequestChecks:
-    """The part of `Checks` that looks at what one instance was asked for."""
+    """What an instance is looked at for by what it was asked."""
 
-    deployment: Deployment
-    world: World
-    #: who stood still when last looked at, and has had no turn since
-    _standing: set[LeaderNode]
-    #: (leader, ticket) → the one job it has placed, and until when it may place no other
-    _placed: dict[tuple[LeaderId, TransferId], tuple[int, float]]
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.world: World = deployment.world
+        #: who stood still when last looked at, and has had no turn since
+        self._standing: set[LeaderNode] = set()
+        #: (leader, ticket) → the one job it has placed, and until when it may place no other
+        self._placed: dict[tuple[LeaderId, TransferId], tuple[int, float]] = {}
+
+    def had_a_turn(self, node: LeaderNode) -> None:
+        """The leader has had a turn, so it does not stand still; and whether requests wait there is noted."""
+        self.deployment.causes.short(node, self._waits_for_pages(node))
+        self._standing.discard(node)
+
+    def node(self, node: LeaderNode) -> None:
+        """Its tables."""
+        self._tickets(node)
+        self._abandoned(node)
 
     def _tickets(self, node: LeaderNode) -> None:
         """1: a ticket places one request. (Of hand-offs the exchange's tombstones say the same.)"""
@@ -75,7 +86,7 @@ class RequestChecks:
             or getattr(scheduler, "preallocation", ())
         )
 
-    def _stands(self, node: LeaderNode) -> None:
+    def stands(self, node: LeaderNode) -> None:
         """17: a leader that nobody wakes stands still as well. Something may be about to wake it, so it
         must have been so at the last look too, and have had no turn since."""
         try:
