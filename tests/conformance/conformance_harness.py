@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from areas import whole
 from ranks import rank
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
-from segue.layout.spec import PoolSpec
+from segue.layout.spec import PlaneSpec, PoolSpec
 from segue.transport.base import Endpoint, Fenced, Transport, TransportEvent, WriteFailed, Written
 from segue.transport.memory import Memory, allocate
 
@@ -177,29 +178,44 @@ class PeerProcess:
         self.process.stdout.close()
 
 
-def content(spec: PoolSpec, room: int, layer: int, value: bool, token: int) -> np.ndarray:
-    """The bytes of one token's K or V in one layer: a function of (room, layer, token, head)."""
-    dim = spec.shape.v_dim if value else spec.shape.k_dim
-    per_head = dim * spec.shape.item_bytes
-    head = np.arange(spec.head_start, spec.head_start + spec.head_count, dtype=np.uint64)[:, None]
-    index = np.arange(per_head, dtype=np.uint64)[None, :]
+def content(spec: PoolSpec, room: int, key: tuple[int, bool, int, int]) -> np.ndarray:
+    """The bytes of one head of one token's K or V in one layer: a function of (room, layer, token, head)."""
+    layer, value, token, head = key
+    nbytes = (spec.shape.v_dim if value else spec.shape.k_dim) * spec.shape.item_bytes
     seed = np.uint64((room * 1_000_003 + layer * 7919 + token * 104_729 + value * 13) % 2**32)
-    mixed = (seed + head * np.uint64(2_654_435_761) + index * np.uint64(40_503)) * np.uint64(
-        0x9E3779B97F4A7C15
+    index = np.arange(nbytes, dtype=np.uint64) * np.uint64(40_503)
+    mixed = (seed + np.uint64(head * 2_654_435_761) + index) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed >> np.uint64(56)).astype(np.uint8)
+
+
+def each_head(
+    spec: PoolSpec, pages: list[int], tokens: int
+) -> Iterator[tuple[tuple[int, bool, int, int], slice]]:
+    """(layer, value, token, head) of everything that `tokens` tokens have in `pages`, and where it lies."""
+    for layer, value in product(range(spec.layer_count), (False, True)):
+        plane = spec.plane(layer, value)
+        for token in range(tokens):
+            slot = pages[token // spec.page_tokens] * spec.page_tokens + token % spec.page_tokens
+            for head in range(spec.head_count):
+                at = plane.at(slot, spec.page_tokens) + head * plane.head_stride
+                yield (layer, value, token, head), slice(at, at + plane.head_bytes)
+
+
+def laid_out(spec: PoolSpec, order: str) -> PoolSpec:
+    """The same pool in one region with its axes in this order, the outermost first: `L`ayers, `K` and V,
+    pages (`N`), tokens of a page (`B`), `H`eads. Layer-major where there is none."""
+    if not order:
+        return spec
+    sizes = {"L": spec.layer_count, "K": 2, "N": spec.pages, "B": spec.page_tokens, "H": spec.head_count}
+    strides, extent = {}, spec.shape.k_dim * spec.shape.item_bytes
+    for axis in reversed(order):
+        strides[axis] = extent
+        extent *= sizes[axis]
+    planes = tuple(
+        PlaneSpec(0, layer * strides["L"] + value * strides["K"], strides["N"], strides["B"], strides["H"])
+        for layer, value in product(range(spec.layer_count), (0, 1))
     )
-    return (mixed >> np.uint64(56)).astype(np.uint8).reshape(-1)
-
-
-def each_token(spec: PoolSpec, pages: list[int], tokens: int) -> list[tuple[int, bool, int, int, int]]:
-    """(layer, value, token, byte offset, bytes) of everything that `tokens` tokens have in `pages`."""
-    found = []
-    for layer in range(spec.layer_count):
-        for value in (False, True):
-            nbytes = spec.v_token_bytes if value else spec.k_token_bytes
-            for token in range(tokens):
-                slot = pages[token // spec.page_tokens] * spec.page_tokens + token % spec.page_tokens
-                found.append((layer, value, token, spec.offset(layer, value, slot), nbytes))
-    return found
+    return msgspec.structs.replace(spec, regions=(extent,), planes=planes)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

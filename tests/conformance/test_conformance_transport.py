@@ -9,13 +9,15 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from conformance_harness import Pair, Side, content, each_token
+from conformance_harness import Pair, Side, content, each_head, laid_out
 
 from areas import whole
 from ranks import rank
 from segue.core.errors import ConfigError, PeerRefused, SegueError
-from segue.core.types import RankCoord
+from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
+from segue.layout.content import whole_pages
+from segue.layout.planner import plan_pair
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.base import Endpoint, Fenced, PeerGone, WriteFailed, Written
 
@@ -81,40 +83,47 @@ def test_a_block_of_very_many_rows_of_one_byte(pair: Pairs) -> None:
     assert np.count_nonzero(p.reader.array) == 100_000
 
 
-def test_exact_bytes_of_a_hand_off(pair: Pairs) -> None:
+LAYOUTS = [
+    ("", 16, "", 16),
+    ("", 16, "LKNHB", 4),
+    ("LNKBH", 4, "", 16),
+    ("LNKBH", 16, "LNKHB", 16),
+    ("NLKBH", 4, "LKNBH", 64),
+]
+
+
+@pytest.mark.parametrize(("order", "size", "other_order", "other_size"), LAYOUTS)
+def test_exact_bytes_of_a_hand_off(
+    pair: Pairs, order: str, size: int, other_order: str, other_size: int
+) -> None:
     """Content = f(room, layer, token, head), from pages of one pool into other pages of another."""
     shape = KVShape(layers=4, kv_heads=3, k_dim=8, v_dim=8, dtype="bfloat16", item_bytes=2)
-    source = PoolSpec(shape=shape, coord=RankCoord(), page_tokens=16, pages=40, layer_count=4, head_count=3)
-    target = msgspec.structs.replace(source, pages=64)
-    p = pair(source.nbytes, target.nbytes)
-    rng = random.Random(3)
-    tokens, taken_source, taken_target = 90, rng.sample(range(40), 18), rng.sample(range(64), 18)
-    rooms = [
-        (room, taken_source[6 * i : 6 * i + 6], taken_target[6 * i : 6 * i + 6])
-        for i, room in enumerate((5, 6, 7))
+    pools = [
+        laid_out(PoolSpec(shape=shape, page_tokens=n, pages=600 // n, layer_count=4, head_count=3), o)
+        for o, n in ((order, size), (other_order, other_size))
     ]
-    for room, pages, into in rooms:
-        for layer, value, token, at, nbytes in each_token(source, pages, tokens):
-            p.writer.array[at : at + nbytes] = content(source, room, layer, value, token)
-        page = 16 * source.k_token_bytes
-        p.grant(room)
-        p.write(
-            room,
-            0,
-            *(
-                CopyBlock(a * page, b * page, 8, page, source.pages * page, target.pages * page)
-                for a, b in zip(pages, into, strict=True)
-            ),
-        )
-    for room, _, into in rooms:
+    source, target = pools
+    plan = plan_pair([source], [target])
+    p = pair(source.nbytes, target.nbytes)
+    rng, tokens = random.Random(3), 90
+    each = [-(-tokens // pool.page_tokens) for pool in pools]
+    taken = [rng.sample(range(pool.pages), 3 * n) for pool, n in zip(pools, each, strict=True)]
+    rooms = {
+        room: [ids[n * i : n * i + n] for ids, n in zip(taken, each, strict=True)]
+        for i, room in enumerate((5, 6, 7))
+    }
+    for room, (pages, into) in rooms.items():
+        for key, at in each_head(source, pages, tokens):
+            p.writer.array[at] = content(source, room, key)
+        p.reader.transport.grant(p.writer.me, room, whole_pages(target, into))
+        p.write(room, 0, *plan.blocks(0, 0, Span(0, tokens), pages, into, 0))
+    for room, (_, into) in rooms.items():
         assert isinstance(p.writer.outcome(room, 0), Written)
-        for layer, value, token, at, nbytes in each_token(target, into, tokens):
-            assert np.array_equal(
-                p.reader.array[at : at + nbytes], content(target, room, layer, value, token)
-            )
-    untouched = set(range(64)) - set(taken_target)
-    for _, _, _, at, nbytes in each_token(target, sorted(untouched), 16 * len(untouched)):
-        assert not p.reader.array[at : at + nbytes].any()
+        for key, at in each_head(target, into, tokens):
+            assert np.array_equal(p.reader.array[at], content(target, room, key))
+    untouched = sorted(set(range(target.pages)) - set(taken[1]))
+    for _, at in each_head(target, untouched, target.page_tokens * len(untouched)):
+        assert not p.reader.array[at].any()
 
 
 def move_as_one(pair: Pairs, nbytes: int) -> None:

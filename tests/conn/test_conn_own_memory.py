@@ -193,6 +193,15 @@ def test_the_tensors_of_torch_are_described_as_those_of_numpy() -> None:
     assert tensors[0].flatten()[0] == 3
 
 
+def test_a_latent_alone_is_a_pool_of_one_plane_for_each_layer() -> None:
+    shape = KVShape(kind="mla", layers=2, kv_heads=1, k_dim=12, v_dim=0, dtype="float16", item_bytes=2)
+    latents = [np.zeros((6, 4, 12), np.float16) for _ in range(2)]
+    spec, memory = pool_of(shape, [(t[:, :, None],) for t in latents])
+    assert [plane.page_stride for plane in spec.planes] == [4 * 24, 4 * 24]
+    assert [(r.address, r.nbytes) for r in memory.regions] == [(t.ctypes.data, t.nbytes) for t in latents]
+    assert spec.plane(1, False).dense(4)
+
+
 def test_tensors_in_one_region_each_lie_at_equal_distances_however_they_were_allocated() -> None:
     whole = np.zeros((LAYERS, 2, 6, 4, HEADS, DIM), np.float16)
     order = random.Random(1).sample(range(LAYERS), LAYERS)

@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.core.errors import LayoutMismatch
+from segue.core.errors import Internal, LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Part, Sample, canonical_content, checksum, whole_pages
@@ -266,6 +266,30 @@ def test_pools_of_unequal_strides_have_one_checksum_and_each_of_its_bits_counts(
             if places:
                 pool.memory[rng.choice(places)] ^= 1 << rng.randrange(8)
                 assert (checksum(pool.regions, content) != wanted) is changes
+
+
+@pytest.mark.parametrize(("pages", "size", "dim"), [(4, 4, 3000), (2, 40, 3000), (2, 2, 40_000)])
+def test_pages_and_tokens_larger_than_a_piece_are_hashed_whole(pages: int, size: int, dim: int) -> None:
+    shape = kv(layers=1, heads=2, k_dim=dim, v_dim=dim)
+    pool = Pool.of(vllm(shape, pages, size, "NKHB"), random.Random(1), 0, pages * size)
+    part, span = Part(0, 1, 0, 2), Span(1, pages * size)
+    content = canonical_content(pool.spec, part, span, pool.pages, 0, Sample(), "test")
+    wanted = xxhash.xxh3_64_intdigest(b"".join(map(pool.get, keys_of(part, 2, span))))
+    assert checksum(pool.regions, content) == wanted
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_content_that_is_not_in_order_and_outside_its_region_is_no_checksum(cut: int) -> None:
+    spec = vllm(kv(layers=2), 4, 4, "NKHB")
+    pool = Pool.of(spec, random.Random(1), 0, 16)
+    content = canonical_content(spec, Part(0, 2, 0, 4), Span(0, 16), pool.pages, 0, Sample(), "test")
+    regions = pool.regions
+    regions[1] = regions[1][: len(regions[1]) - cut]
+    if cut:
+        with pytest.raises(Internal, match="outside"):
+            checksum(regions, content)
+    else:
+        checksum(regions, content)
 
 
 @settings(max_examples=100, deadline=None)

@@ -27,16 +27,6 @@ class Axis(NamedTuple):
     dst: int
 
 
-class Lane(NamedTuple):
-    """Rows that differ in their layer, or in K and V: `rows` of them, the first one at these offsets."""
-
-    src: int
-    dst: int
-    rows: int
-    src_stride: int
-    dst_stride: int
-
-
 #: A block, as its fields.
 Form = tuple[int, int, int, int, int, int]
 
@@ -48,8 +38,21 @@ class Group:
     src: Plane
     dst: Plane
     axes: tuple[Axis, ...]
-    #: blocks of a stretch, by its pages and tokens, with the first token of both sides at 0
-    forms: dict[tuple[int, int], list[Form]] = field(default_factory=dict)
+    _forms: dict[tuple[int, int], list[Form]] = field(default_factory=dict)
+
+    def form(self, pages: int, tokens: int) -> list[Form]:
+        """The blocks of so many tokens of so many neighbouring pages, the first of both sides at 0."""
+        known = self._forms.get((pages, tokens))
+        if known is None:
+            both = zip(self.src.axes(pages, tokens), self.dst.axes(pages, tokens), strict=True)
+            axes = [*self.axes, *(Axis(count, src, dst) for (src, count), (dst, _) in both)]
+            unit, kept = _joined(axes, self.src.head_bytes)
+            rows, places = _split(kept)
+            known = [(src, dst, rows.length, unit, rows.src, rows.dst) for src, dst in places]
+            if len(self._forms) >= MAX_FORMS:
+                self._forms.clear()
+            self._forms[pages, tokens] = known
+        return known
 
 
 class PairLayout:
@@ -64,45 +67,35 @@ class PairLayout:
         planes = list(zip(ours, theirs, strict=True))
         self._src_linear = all(plane.linear(src.page_tokens) for plane in ours)
         self._dst_linear = all(plane.linear(dst.page_tokens) for plane in theirs)
-        dense = all(a.dense(src.page_tokens) and b.dense(dst.page_tokens) for a, b in planes)
         self._groups = list(_groups(planes, src.kinds))
-        #: only where a run of tokens is one row of each plane, on both sides: a token's bytes, and the rows
-        self._lanes = (
-            [(group.src.row_bytes, lane) for group in self._groups for lane in _lanes(group)] if dense else []
-        )
 
     def emit(self, out: list[CopyBlock], src_slot: int, dst_slot: int, tokens: int) -> None:
         """Append the blocks of `tokens` tokens in neighbouring pages, from these slots on."""
-        if self._lanes:
-            for width, (src, dst, rows, src_stride, dst_stride) in self._lanes:
-                src, dst, nbytes = src + src_slot * width, dst + dst_slot * width, tokens * width
-                if rows == 1 or src_stride == dst_stride == nbytes:
-                    out.append(CopyBlock(src, dst, 1, rows * nbytes))
-                else:
-                    out.append(CopyBlock(src, dst, rows, nbytes, src_stride, dst_stride))
-            return
-        for src_at, dst_at, pages, each in self._stretches(src_slot, dst_slot, tokens):
+        linear = self._src_linear and self._dst_linear
+        one = (src_slot, dst_slot, 1, tokens)
+        for src_at, dst_at, pages, each in (one,) if linear else self._stretches(src_slot, dst_slot, tokens):
+            src_page, src_token = divmod(src_at, self._src_tokens)
+            dst_page, dst_token = divmod(dst_at, self._dst_tokens)
             for group in self._groups:
-                src, dst = group.src.at(src_at, self._src_tokens), group.dst.at(dst_at, self._dst_tokens)
-                out += [
-                    CopyBlock(src + a, dst + b, rows, row_bytes, src_stride, dst_stride)
-                    for a, b, rows, row_bytes, src_stride, dst_stride in _form(group, pages, each)
-                ]
+                src, src_page_stride, src_stride, *_ = group.src
+                dst, dst_page_stride, dst_stride, *_ = group.dst
+                src += src_page * src_page_stride + src_token * src_stride
+                dst += dst_page * dst_page_stride + dst_token * dst_stride
+                for a, b, rows, row_bytes, a_stride, b_stride in group.form(pages, each):
+                    out.append(CopyBlock(src + a, dst + b, rows, row_bytes, a_stride, b_stride))
 
     def _stretches(self, src_slot: int, dst_slot: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """The same tokens as boxes: (source slot, destination slot, pages, tokens of each page)."""
         src_size, dst_size = self._src_tokens, self._dst_tokens
-        if self._src_linear and self._dst_linear:
-            yield src_slot, dst_slot, 1, tokens
-        elif src_size == dst_size and (src_slot - dst_slot) % src_size == 0:
+        if src_size == dst_size and (src_slot - dst_slot) % src_size == 0:
             for at, pages, each in page_pieces(src_slot, tokens, src_size):
                 yield at, at - src_slot + dst_slot, pages, each
-        else:
-            while tokens:
-                each = tokens if self._src_linear else min(tokens, src_size - src_slot % src_size)
-                each = each if self._dst_linear else min(each, dst_size - dst_slot % dst_size)
-                yield src_slot, dst_slot, 1, each
-                src_slot, dst_slot, tokens = src_slot + each, dst_slot + each, tokens - each
+            return
+        while tokens:
+            each = tokens if self._src_linear else min(tokens, src_size - src_slot % src_size)
+            each = each if self._dst_linear else min(each, dst_size - dst_slot % dst_size)
+            yield src_slot, dst_slot, 1, each
+            src_slot, dst_slot, tokens = src_slot + each, dst_slot + each, tokens - each
 
 
 def _shared_planes(spec: PoolSpec, part: Part) -> list[Plane]:
@@ -188,24 +181,3 @@ def _split(axes: Sequence[Axis]) -> tuple[Axis, list[tuple[int, int]]]:
                 (src + i * axis.src, dst + i * axis.dst) for src, dst in places for i in range(axis.length)
             ]
     return rows, places
-
-
-def _lanes(group: Group) -> list[Lane]:
-    _, axes = _joined(group.axes, 0)
-    rows, places = _split(axes)
-    return [Lane(group.src.offset + src, group.dst.offset + dst, *rows) for src, dst in places]
-
-
-def _form(group: Group, pages: int, tokens: int) -> list[Form]:
-    """The blocks of so many tokens of so many neighbouring pages."""
-    known = group.forms.get((pages, tokens))
-    if known is None:
-        both = zip(group.src.axes(pages, tokens), group.dst.axes(pages, tokens), strict=True)
-        axes = [*group.axes, *(Axis(count, src, dst) for (src, count), (dst, _) in both)]
-        unit, kept = _joined(axes, group.src.head_bytes)
-        rows, places = _split(kept)
-        known = [(src, dst, rows.length, unit, rows.src, rows.dst) for src, dst in places]
-        if len(group.forms) >= MAX_FORMS:
-            group.forms.clear()
-        group.forms[pages, tokens] = known
-    return known
