@@ -28,7 +28,7 @@ from segue.engine.cpu_memory import keep_freed_memory
 from segue.engine.families import LoadedModel, load_model
 from segue.engine.kvpool import HostKV, KVPool, make_pool
 from segue.engine.model_fingerprint import fingerprint
-from segue.engine.packing import Limits, Packed, Segment, check, pack
+from segue.engine.packing import Packed, Segment, StepLimits, check, pack
 from segue.layout.spec import PoolSpec
 from segue.transport.memory import Memory
 
@@ -93,7 +93,7 @@ class CpuEngine:
         self._kernels = kernels
         self._heads = loaded.heads
         self._windows = tuple(dict.fromkeys(loaded.windows))
-        self._limits = Limits(
+        self._limits = StepLimits(
             vocab_size=info.vocab_size,
             context_tokens=info.context_tokens,
             pages=pool.spec.pages,

@@ -26,7 +26,7 @@ WINDOW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepLimits:
     """What a step's sequences are checked against."""
 
     vocab_size: int
@@ -110,7 +110,7 @@ class Packed:
         return self.tokens.shape[1]
 
 
-def check(steps: Sequence[SequenceStep], known: Mapping[int, object], limits: Limits) -> dict[int, str]:
+def check(steps: Sequence[SequenceStep], known: Mapping[int, object], limits: StepLimits) -> dict[int, str]:
     """The error of each sequence that cannot be run, by its index in `steps`."""
     errors: dict[int, str] = {}
     seen: set[int] = set()
@@ -127,7 +127,7 @@ def check(steps: Sequence[SequenceStep], known: Mapping[int, object], limits: Li
     return errors
 
 
-def _fault(step: SequenceStep, limits: Limits) -> str | None:
+def _fault(step: SequenceStep, limits: StepLimits) -> str | None:
     end = step.start + len(step.tokens)
     if not step.tokens or step.start < 0:
         return f"a step needs tokens at positions from 0, not {len(step.tokens)} at {step.start}"
