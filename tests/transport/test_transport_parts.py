@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_travel_is_refused(name: str, incarnation: str) -> No
 
 
 def _hello() -> handshake.Hello:
-    return handshake.Hello(rank("aaaa"), b"g" * 16, 1, 4)
+    return handshake.Hello(rank("aaaa", dp_rank=3, number=2), b"g" * 16, 1, 4)
 
 
 def test_both_ends_prove_the_key_and_it_never_travels() -> None:
