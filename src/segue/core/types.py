@@ -71,7 +71,7 @@ class LeaderId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
         return f"{self.incarnation[:8]} dp{self.dp_rank}"
 
 
-class RankId(msgspec.Struct, frozen=True, order=True):
+class RankId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """One rank (worker) of one replica: `rank` counts from 0 in the order of `LeaderInfo.ranks`."""
 
     leader: LeaderId
