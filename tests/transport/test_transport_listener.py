@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,12 +28,15 @@ ROGUE = rank("rogue")
 class Listens:
     """A `tcp` with its memory, and hand-made clients of it."""
 
-    def __init__(self, **fields: object) -> None:
+    def __init__(
+        self, before_register: Callable[[TcpTransport], None] = lambda _transport: None, **fields: Any
+    ) -> None:
         self.events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self.memory = allocate(4096)
         self.transport: TcpTransport = make_tcp(
             self.events.put, rank("here"), host="0.0.0.0", advertise="127.0.0.1", **fields
         )
+        before_register(self.transport)
         endpoint = self.transport.register(self.memory)
         self.address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
         self.socks: list[socket.socket] = []
@@ -127,6 +132,27 @@ def test_streams_that_have_proven_themselves_are_bounded_and_a_place_is_free_aga
     assert isinstance(gone, PeerGone)
     assert gone.peer == ROGUE
     few.proof(few.comes())
+
+
+def test_a_listener_that_cannot_be_watched_at_first_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def spoil(transport: TcpTransport) -> None:
+        watch = transport._loop.watch
+
+        def refused_once(*args: Any) -> None:
+            if refusals:
+                raise refusals.pop()
+            watch(*args)
+
+        transport._loop.watch = refused_once  # type: ignore[method-assign]
+
+    made = Listens(before_register=spoil)
+    proof, answer = made.proof(sock := made.comes())
+    sock.sendall(answer)
+    proof.finish(exactly(sock, handshake.VERDICT_BYTES))
+    assert "tcp cannot accept connections: No space left on device" in caplog.text
+    made.close()
 
 
 def test_who_has_not_proven_itself_is_closed_with_the_transport() -> None:
