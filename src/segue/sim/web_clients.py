@@ -37,7 +37,8 @@ class WebConnection(RawConnection):
     def __init__(self) -> None:
         super().__init__()
         self.answers: list[tuple[int, bytes]] = []
-        self._body = b""
+        #: what has come of the body of an answer that is not complete
+        self.unfinished = b""
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
@@ -46,12 +47,12 @@ class WebConnection(RawConnection):
 
     def on_body(self, data: bytes) -> None:
         """A piece of a body."""
-        self._body += data
+        self.unfinished += data
 
     def on_message_complete(self) -> None:
         """All of an answer is there."""
-        self.answers.append((self._parser.get_status_code(), self._body))
-        self._body = b""
+        self.answers.append((self._parser.get_status_code(), self.unfinished))
+        self.unfinished = b""
 
     def write(self, data: bytes) -> None:
         """Send it, if anybody is there to hear it."""
@@ -78,9 +79,10 @@ class WebClient(Outsider):
     @property
     def dropped(self) -> int:
         """How many had to go for others until now: of those who had sent no head, only the like of this one,
-        for the honest come from other addresses."""
+        for the honest come from other addresses, unless a translator hides that."""
         counts = self.server.server.counts if self.server is not None else {}
-        pending = 0 if self.kind in HONEST else counts.get("pending_dropped", 0)
+        alone = self.kind in HONEST and not self.deployment.network.translator
+        pending = 0 if alone else counts.get("pending_dropped", 0)
         return counts.get("members_dropped", 0) + pending
 
     @property
@@ -92,7 +94,9 @@ class WebClient(Outsider):
         who waited for nothing or had not sent all, and this may be it."""
         full = self.server is not None and (self.server.full or self.server.full_at >= self.began_at)
         told = [status for status, _ in raw.answers if status != 200]
-        return (full and told == [OutOfCapacity.status]) or (self.dropped > self._dropped and not told)
+        return (full and told == [OutOfCapacity.status]) or (
+            self.dropped > self._dropped and not told and not raw.unfinished
+        )
 
     async def visits(self) -> None:
         """What it comes for."""
