@@ -78,7 +78,7 @@ class Attempt:
         self._parts = parts
         self._request = request
         self._number = number
-        #: Decode has sent a token: prefill has done its part, and its end no longer matters.
+        #: Decode has sent a token: prefill has done its part, and nothing from there is heard any more.
         self._begun = False
         self._tokens = len(request.prompt) + request.sampling.max_tokens
         #: Whose half may still run there.
@@ -130,8 +130,7 @@ class Attempt:
     def _ended_at(self, replica: Replica, error: SegueError) -> None:
         if replica in self._live:
             self._live.remove(replica)
-        if replica is self.route.decode or not self._begun:
-            self._failed(replica, error)
+        self._failed(replica, error)
 
     def _failed(self, replica: Replica, error: SegueError) -> None:
         # The other half ends now, not at its deadline (lesson 10).
