@@ -178,7 +178,7 @@ class Cluster:
 
         def snap() -> None:
             for session in list(plane.sessions.values()):
-                session.abort()
+                session.wire.abort()
             done.set()
 
         plane.io.post(snap)

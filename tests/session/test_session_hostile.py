@@ -447,7 +447,7 @@ def test_a_peer_that_does_not_read_is_lost_at_the_backlog_limit(runner: str) -> 
             session: Any = here.sessions[0]
             for i in range(2000):
                 session.send(Note(i, b"x" * 100_000))
-                assert session._backlog_bytes() <= 1_000_000 + 100_100
+                assert session.wire.backlog_bytes <= 1_000_000 + 100_100
                 if not listener.sessions:
                     break
             assert not here.of("closed")  # never inside the sender's own call

@@ -101,7 +101,7 @@ def test_nagle_is_off_on_both_sides() -> None:
             session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
             await here.wait("opened")
             for each in (session, here.sessions[0]):
-                sock = each._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+                sock = each.wire._transport.get_extra_info("socket")  # type: ignore[attr-defined]
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
     asyncio.run(main())

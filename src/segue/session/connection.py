@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import socket
 from collections.abc import Callable
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -50,18 +49,26 @@ from segue.session.frames import (
 from segue.session.handshake import Handshake, Progress
 from segue.session.inbox import ChangedFrame, Inbox, LongFrame
 from segue.session.keepalive import Keepalive
+from segue.session.wire import Wire
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: How long a closed connection may take to hand its last frame over before it is cut.
-_LINGER_S = 1.0
 _PING = encode_frame(Ping())
 
 
 class Owner(Protocol):
-    """What a connection needs from its node."""
+    """What a connection needs from its node.
+
+    - `check_address` and `authenticated` may raise a SegueError to refuse the peer; the latter answers whose
+      session it is to be. `next_turn` is a number larger than all before, to tell what came first.
+    - `others` are ids of the other connections with the same peer that are still alive here. Where we decide,
+      `decide` is True to open, and False if another session with this peer stays.
+    - `opened`, `ended` and `lost` (of the socket) hear of a connection; `closed` tells the handler of the end
+      of a session that was open.
+    - While a batch is open `batching` is True, and `connection.wire.flush` is called at its end.
+    """
 
     limits: Limits
     encoder: msgspec.msgpack.Encoder
@@ -69,47 +76,18 @@ class Owner(Protocol):
     protocol: int
 
     def new_handshake(self, dialling: bool) -> Handshake: ...
-
-    def check_address(self, host: str) -> None:
-        """Raise a SegueError if nobody at `host` may talk to us."""
-        ...
-
-    def authenticated(self, connection: Connection) -> SessionHandler:
-        """The peer has proven itself: whose session this is to be. May raise a SegueError to refuse."""
-        ...
-
-    def next_turn(self) -> int:
-        """A number larger than all before, to tell what came first."""
-        ...
-
-    def others(self, connection: Connection) -> list[bytes]:
-        """Ids of the other connections with the same peer that are still alive here."""
-        ...
-
-    def decide(self, connection: Connection) -> bool:
-        """We decide: True to open, False if another session with this peer stays."""
-        ...
-
+    def check_address(self, host: str) -> None: ...
+    def authenticated(self, connection: Connection) -> SessionHandler: ...
+    def next_turn(self) -> int: ...
+    def others(self, connection: Connection) -> list[bytes]: ...
+    def decide(self, connection: Connection) -> bool: ...
     def opened(self, connection: Connection) -> None: ...
-
     def ended(self, connection: Connection) -> None: ...
-
-    def closed(self, connection: Connection, error: SegueError) -> None:
-        """Tell the handler of the end of a session that was open."""
-        ...
-
-    def lost(self, connection: Connection) -> None:
-        """The socket is gone."""
-        ...
-
+    def closed(self, connection: Connection, error: SegueError) -> None: ...
+    def lost(self, connection: Connection) -> None: ...
     def batch_begin(self) -> None: ...
-
     def batch_end(self) -> None: ...
-
-    def batching(self, connection: Connection) -> bool:
-        """True if a batch is open; `connection.flush` is then called at its end."""
-        ...
-
+    def batching(self, connection: Connection) -> bool: ...
     def count(self, what: str) -> None: ...
 
 
@@ -131,8 +109,7 @@ class Connection(asyncio.BufferedProtocol):
         self.outcome: asyncio.Future[bool] | None = loop.create_future() if dialling else None
         self.state = State.PREAMBLE
         self.handshake = owner.new_handshake(dialling)
-        #: Whose session it is to be; known once the peer is authenticated.
-        self.handler: SessionHandler
+        self.handler: SessionHandler  # known once the peer is authenticated
         self.expect: LeaderId | None = None
         #: Where the peer listens, if it does: no two processes hold one address.
         self.place = ""
@@ -147,15 +124,12 @@ class Connection(asyncio.BufferedProtocol):
         self._peer: PeerInfo | None = None
         self._told: bytes | None = None
         self._end: asyncio.Future[None] | None = None
-        self._transport: asyncio.Transport | None = None
-        self._lost = False
+        self.wire = Wire(loop)
         self._closed_due = False
         self._deadline: asyncio.TimerHandle | None = None
-        self._keepalive = Keepalive(loop, owner.limits, self._ping, self._silent)
+        self._keepalive = Keepalive(loop, owner.limits, lambda: self._write(_PING), self._silent)
         self._inbox = Inbox()
         self._max_out_bytes = HANDSHAKE_FRAME_BYTES
-        self._out: list[bytes | bytearray] = []
-        self._out_bytes = 0
 
     # ---- the face -------------------------------------------------------------------------------
 
@@ -177,7 +151,7 @@ class Connection(asyncio.BufferedProtocol):
                 f"{self._max_out_bytes} bytes that {self.describe()} takes in one message"
             )
         self._write(frame)
-        backlog = self._backlog_bytes()
+        backlog = self.wire.backlog_bytes
         if backlog > self._owner.limits.max_session_backlog_bytes:
             error = PeerLost(
                 f"{self.describe()} does not read: {backlog} bytes wait to be sent, the limit is "
@@ -204,23 +178,17 @@ class Connection(asyncio.BufferedProtocol):
     def describe(self) -> str:
         """For texts: role, leader and address of the peer."""
         hello = self.handshake.peer
-        address = self._peer.address if self._peer else self.remote_address()
-        if hello is None:
-            return address
-        return f"{hello.role} {hello.leader} at {address}"
+        address = self._peer.address if self._peer else self.wire.address
+        return address if hello is None else f"{hello.role} {hello.leader} at {address}"
 
     # ---- asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports have asyncio's methods but not its base class.
-        self._transport = cast(asyncio.Transport, transport)
+        self.wire.made(transport)
         self._keepalive.heard_at = self._keepalive.sent_at = self._loop.time()
         self.began_at = self._owner.next_turn()
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self.state is State.ENDED:  # cancelled while it was being made
-            self._transport.abort()
+            self.wire.abort()
             return
         self._deadline = self._loop.call_later(self._owner.limits.handshake_s, self._handshake_late)
         if self._refuse_with is not None:
@@ -228,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(self._refuse_with)
             return
         try:
-            self._owner.check_address(self.remote_host())
+            self._owner.check_address(self.wire.host)
         except SegueError as error:
             self.refuse(error)
             return
@@ -250,11 +218,8 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             self._owner.batch_end()
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
+        self.wire.gone()
         cause = "the peer closed the connection" if exc is None else str(exc) or type(exc).__name__
         if self.state is State.OPEN:
             self.end(PeerLost(f"the session with {self.describe()} broke: {cause}"), tell=False)
@@ -264,8 +229,6 @@ class Connection(asyncio.BufferedProtocol):
                 # Of TLS 1.3 the dialler hears nothing when the listener rejects its certificate.
                 text += "; it may not accept our --tls-cert (then its log says why)"
             self.end(BootstrapUnreachable(text), tell=False)
-        if self._deadline is not None:
-            self._deadline.cancel()
         self._owner.lost(self)
 
     # ---- reading --------------------------------------------------------------------------------
@@ -298,12 +261,8 @@ class Connection(asyncio.BufferedProtocol):
             return False
         if theirs != ours:
             me, peer = self.handshake.me, self.describe()
-            self.refuse(
-                PeerRefused(
-                    f"session protocol versions differ: {me.role} {me.leader} speaks {ours}, "
-                    f"{peer} speaks {theirs}; run the same version on both sides"
-                )
-            )
+            text = f"session protocol versions differ: {me.role} {me.leader} speaks {ours}, {peer}"
+            self.refuse(PeerRefused(f"{text} speaks {theirs}; run the same version on both sides"))
             return False
         self.state = State.HANDSHAKE
         if not self.dialling:
@@ -313,10 +272,12 @@ class Connection(asyncio.BufferedProtocol):
     def _on_frame(self, kind: int, body: memoryview) -> None:
         if self.state is State.OPEN and kind == KIND_MESSAGE:
             self._on_message(body)
-            return
-        if kind != KIND_SESSION:
+        elif kind == KIND_SESSION:
+            self._on_session_frame(body)
+        else:
             self._violation(f"a frame of kind {kind} in state {self.state.name}")
-            return
+
+    def _on_session_frame(self, body: memoryview) -> None:
         try:
             frame = decode_frame(body)
         except DECODE_ERRORS as error:
@@ -345,19 +306,18 @@ class Connection(asyncio.BufferedProtocol):
 
     def _changed(self, what: str) -> None:
         """The network's fault and not the peer's: it may be tried again."""
-        self._owner.count("bad_frames")
-        log.warning("%s: %s came: the session ends", self.describe(), what)
-        error_type = PeerLost if self.state is State.OPEN else BootstrapUnreachable
-        self.end(error_type(f"from {self.describe()} came {what}"), tell=True)
+        self._spoiled(f"from {self.describe()} came {what}", BootstrapUnreachable)
 
     def _violation(self, what: str) -> None:
         """The peer sent what it may not send: counted, logged once, and only its session ends."""
         # It quotes the peer, who must not be able to write lines of its own into our log.
         what = what[:500].encode("unicode_escape").decode()
+        self._spoiled(f"{self.describe()} sent {what}", PeerRefused)
+
+    def _spoiled(self, text: str, before_it_is_open: type[SegueError]) -> None:
         self._owner.count("bad_frames")
-        log.warning("%s sent %s: the session ends", self.describe(), what)
-        error_type = PeerLost if self.state is State.OPEN else PeerRefused
-        self.end(error_type(f"{self.describe()} sent {what}"), tell=True)
+        log.warning("%s: the session ends", text)
+        self.end((PeerLost if self.state is State.OPEN else before_it_is_open)(text), tell=True)
 
     # ---- the handshake --------------------------------------------------------------------------
 
@@ -413,7 +373,7 @@ class Connection(asyncio.BufferedProtocol):
         self._peer = PeerInfo(
             leader=hello.leader,
             role=hello.role,
-            address=self.place or self.remote_address(),
+            address=self.place or self.wire.address,
             hello=welcome.payload,
             told=self._introduction(),
         )
@@ -462,11 +422,10 @@ class Connection(asyncio.BufferedProtocol):
         self.end(PeerLost("another session with the same peer is already open"), tell=False, linger=True)
 
     def _handshake_late(self) -> None:
-        if self.state in (State.PREAMBLE, State.HANDSHAKE):
-            limit_s = self._owner.limits.handshake_s
-            text = f"{self.describe()} did not finish the handshake within {limit_s} s"
-            self._owner.count("handshakes_late")
-            self.end(BootstrapUnreachable(text), tell=False)
+        limit_s = self._owner.limits.handshake_s
+        self._owner.count("handshakes_late")
+        text = f"{self.describe()} did not finish the handshake within {limit_s} s"
+        self.end(BootstrapUnreachable(text), tell=False)
 
     # ---- writing --------------------------------------------------------------------------------
 
@@ -475,24 +434,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _write(self, data: bytes | bytearray) -> None:
         self._keepalive.sent_at = self._loop.time()
-        if self._owner.batching(self):
-            self._out.append(data)
-            self._out_bytes += len(data)
-        elif self._transport is not None:
-            self._transport.write(data)
-
-    def flush(self) -> None:
-        """Hand the frames of a batch to the transport in one piece."""
-        out, self._out, self._out_bytes = self._out, [], 0
-        if out and self._transport is not None and not self._lost:
-            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
-
-    def _backlog_bytes(self) -> int:
-        waiting = self._transport.get_write_buffer_size() if self._transport is not None else 0
-        return waiting + self._out_bytes
-
-    def _ping(self) -> None:
-        self._write(_PING)
+        self.wire.write(data, later=self._owner.batching(self))
 
     # ---- the end --------------------------------------------------------------------------------
 
@@ -502,9 +444,8 @@ class Connection(asyncio.BufferedProtocol):
         self.end(error, tell=True)
 
     def end(self, error: SegueError, *, tell: bool, linger: bool = False) -> None:
-        """End now. `tell` sends the reason, and then waits for the peer's own end for at most
-        `_LINGER_S`, because closing a socket with unread bytes would destroy what was sent last.
-        Also delivers a `closed` that is still due. Called from the top of the loop's stack only."""
+        """End now; `tell` sends the reason first, and lingers. Also delivers a `closed` that is still due.
+        Called from the top of the loop's stack only."""
         self._stop(error, tell=tell, linger=linger or tell)
         self.deliver_closed()
 
@@ -524,13 +465,12 @@ class Connection(asyncio.BufferedProtocol):
         self._keepalive.stop()
         if self._deadline is not None:
             self._deadline.cancel()
-        if tell and not self._lost:
+        if tell and not self.wire.lost:
             self._write(encode_frame(Bye(error.info) if was_open else Refused(error.info)))
         if linger:
-            self._linger()
-        elif self._transport is not None:
-            self._out.clear()
-            self._transport.abort()
+            self.wire.linger()
+        else:
+            self.wire.abort()
         if self.outcome is not None and not self.outcome.done():
             self.outcome.set_exception(error)
             self.outcome.exception()  # seen: a dialler that gave up does not fetch it
@@ -540,17 +480,6 @@ class Connection(asyncio.BufferedProtocol):
         self._owner.ended(self)
         return True
 
-    def _linger(self) -> None:
-        transport = self._transport
-        if transport is None or self._lost:
-            return
-        self.flush()
-        if transport.can_write_eof():
-            transport.write_eof()
-        else:
-            transport.close()
-        self._deadline = self._loop.call_later(_LINGER_S, transport.abort)
-
     def refuse_when_made(self, error: SegueError) -> None:
         """See `PendingProtocol`."""
         self._refuse_with = error
@@ -558,14 +487,9 @@ class Connection(asyncio.BufferedProtocol):
     def cut(self, error: SegueError) -> None:
         """See `PendingProtocol`; also for one that has ended and lingers."""
         self.end(error, tell=False)
-        self.abort()
+        self.wire.abort()
         # Of a connection that was never quite made uvloop does not say `connection_lost`.
         self._owner.lost(self)
-
-    def abort(self) -> None:
-        """Cut the socket now."""
-        if self._transport is not None:
-            self._transport.abort()
 
     def deliver_closed(self) -> None:
         """Tell the owner of the end now, if that is still due."""
@@ -573,15 +497,3 @@ class Connection(asyncio.BufferedProtocol):
             self._closed_due = False
             assert self.error is not None
             self._owner.closed(self, self.error)
-
-    # ---- addresses ------------------------------------------------------------------------------
-
-    def remote_host(self) -> str:
-        """The numeric host of the socket's other end, or empty if unknown."""
-        name = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return str(name[0]) if name else ""
-
-    def remote_address(self) -> str:
-        """Host and port of the socket's other end, for texts too."""
-        name = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return f"{name[0]}:{name[1]}" if name else "an unknown address"

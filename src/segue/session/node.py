@@ -370,11 +370,11 @@ class SessionNode:
         cannot hold one listening address. Its sessions end now, not after a silence."""
         if connection.dialling:
             # Not what it says of itself: this is where it was reached.
-            connection.place = connection.remote_address()
+            connection.place = connection.wire.address
         else:
             # Not where it comes from, nor where it listens: behind one address translator, or in two
             # networks with the same addresses, others share both.
-            connection.place = _place(hello.advertised, connection.remote_host())
+            connection.place = _place(hello.advertised, connection.wire.host)
         old = self._places.get(connection.place)
         if old is not None and old.peer.leader != hello.leader:
             old.end(PeerRestarted(f"{old.describe()} was restarted and is now {hello.leader}"), tell=True)
@@ -463,7 +463,7 @@ class SessionNode:
         if self._batch_depth == 0 and self._batch:
             batch, self._batch = self._batch, []
             for connection in batch:
-                connection.flush()
+                connection.wire.flush()
 
     def batching(self, connection: Connection) -> bool:
         if self._batch_depth == 0:

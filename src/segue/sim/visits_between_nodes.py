@@ -174,7 +174,7 @@ async def _does_not_read(visitor: Visitor) -> None:
     waiting = 0
     while session.state is State.OPEN:
         session.send(_message(FRAME_BYTES // 4))
-        waiting = max(waiting, session._backlog_bytes())
+        waiting = max(waiting, session.wire.backlog_bytes)
         await asyncio.sleep(0.001)
         if waiting > BACKLOG_BYTES + FRAME_BYTES:
             visitor.wrong(f"{waiting} bytes wait")
