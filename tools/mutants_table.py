@@ -842,8 +842,8 @@ MUTANTS = (
     Mutant(
         "a place for each role",
         NODE,
-        "            connection.place = connection.remote_address()\n",
-        '            connection.place = f"{hello.role} {connection.remote_address()}"\n',
+        "            connection.place = connection.wire.address\n",
+        '            connection.place = f"{hello.role} {connection.wire.address}"\n',
         "an instance that came back in another role leaves its old session behind (only `role change` shows it)",
     ),
     Mutant(

@@ -314,9 +314,8 @@ class KVManager:
             self.io.loop.call_soon(
                 self._handle, events.WriteBroken(transfer, effect.rank, effect.tag, gone.info)
             )
-        else:
-            if self._ranks.carry_out(effect):
-                self._granted.append(events.Granted(transfer, effect.rank))
+        elif self._ranks.carry_out(effect):
+            self._granted.append(events.Granted(transfer, effect.rank))
 
     def _arm(self, now: float) -> None:
         deadline = self.exchange.next_deadline()

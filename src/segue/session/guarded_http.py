@@ -38,6 +38,7 @@ from segue.core.pending import MAX_PENDING
 from segue.session.listener import GuardedListener
 from segue.session.tasks import awaited
 from segue.session.tls import GIVE_BOTH, HANDSHAKE_RECORD
+from segue.session.wire import send_at_once
 
 log = logging.getLogger(__name__)
 
@@ -157,9 +158,7 @@ class GuardedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # Without it a router in front of another server delayed each first token by 41 ms.
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_at_once(transport)
         self._start_clock()
         if self._refuse_with is not None:
             log.warning("%s was refused: %s", self.client, self._refuse_with)

@@ -10,6 +10,13 @@ from typing import cast
 LINGER_S = 1.0
 
 
+def send_at_once(transport: asyncio.BaseTransport) -> None:
+    """Have the kernel wait for nothing more to send along, if this is TCP."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 class Wire:
     """Made before its transport is; until `made` nothing can be written."""
 
@@ -25,9 +32,7 @@ class Wire:
         """The connection is there."""
         # uvloop's transports have asyncio's methods but not its base class.
         self._transport = cast(asyncio.Transport, transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_at_once(transport)
 
     def gone(self) -> None:
         """The connection is closed."""
