@@ -15,8 +15,8 @@ from segue.layout.blocks import CopyBlock
 from segue.layout.content import Part, page_pieces
 from segue.layout.spec import Plane, PoolSpec, planes_of
 
-#: Forms of a stretch whose blocks are kept; a pool has few, but for tests.
-MAX_FORMS = 1024
+#: Blocks of stretches that are kept for each group of planes.
+MAX_KEPT = 2**16
 
 
 class Axis(NamedTuple):
@@ -49,7 +49,7 @@ class Group:
             unit, kept = _joined(axes, self.src.head_bytes)
             rows, places = _split(kept)
             known = [(src, dst, rows.length, unit, rows.src, rows.dst) for src, dst in places]
-            if len(self._forms) >= MAX_FORMS:
+            if len(self._forms) * len(known) >= MAX_KEPT:
                 self._forms.clear()
             self._forms[pages, tokens] = known
         return known

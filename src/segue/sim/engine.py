@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import xxhash
 
 from segue.core.errors import ChecksumMismatch
@@ -25,7 +26,7 @@ from segue.engine.base import (
     StepHandle,
     StepOnCall,
 )
-from segue.layout.spec import KVShape, PoolSpec
+from segue.layout.spec import KVShape, PlaneSpec, PoolSpec
 
 MASK = 2**64 - 1
 SEED = 0x9E3779B97F4A7C15
@@ -79,10 +80,14 @@ def answer(
     return output
 
 
-def lineage_spec(pages: int, page_tokens: int = 4, layers: int = 2) -> PoolSpec:
-    """A pool whose K and V items are 8-byte lineages."""
+def lineage_spec(pages: int, page_tokens: int = 4, layers: int = 2, *, page_major: bool = False) -> PoolSpec:
+    """A pool whose K and V items are 8-byte lineages; layer-major, or all layers of a page together."""
     shape = KVShape(layers=layers, kv_heads=1, k_dim=1, v_dim=1, dtype="lineage", item_bytes=8)
-    return PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, layer_count=layers, head_count=1)
+    spec = PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, layer_count=layers, head_count=1)
+    if not page_major:
+        return spec
+    planes = (PlaneSpec(0, at * page_tokens * 8, spec.page_bytes, 8, 8) for at in range(2 * layers))
+    return msgspec.structs.replace(spec, regions=(spec.nbytes,), planes=tuple(planes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +148,22 @@ class LineageEngine:
         )
         self.computed_tokens = 0
         own = lineage(model.encode())
-        #: of each plane (K or V of a layer): where it begins, what marks it, and how it is called
+        #: of each plane (K or V of a layer): where each slot is, what marks it, and how it is called
+        slots = range(spec.pages * spec.page_tokens)
         self._planes = [
             (
-                spec.offset(layer, value, 0),
+                [spec.offset(layer, value, slot) for slot in slots],
                 own ^ layer ^ (VALUE_MARK if value else 0),
                 f"layer {layer}, {'KV'[value]}",
             )
             for layer in range(spec.layer_count)
             for value in (False, True)
         ]
+        #: the page that each word of the pool belongs to
+        self.page_of_word = [0] * (spec.nbytes // _WORD.size)
+        for places, _, _ in self._planes:
+            for slot, at in enumerate(places):
+                self.page_of_word[at // _WORD.size] = slot // spec.page_tokens
         self._open: dict[int, _Open] = {}
 
     # ---- sequences ---------------------------------------------------------------------------
@@ -235,12 +246,12 @@ class LineageEngine:
         return pages[page] * self.spec.page_tokens + inside
 
     def _write(self, slot: int, state: int) -> None:
-        for base, mark, _ in self._planes:
-            _WORD.pack_into(self.memory, base + slot * _WORD.size, state ^ mark)
+        for places, mark, _ in self._planes:
+            _WORD.pack_into(self.memory, places[slot], state ^ mark)
 
     def _check(self, seq_id: int, position: int, slot: int, state: int) -> None:
-        for base, mark, plane in self._planes:
-            if _WORD.unpack_from(self.memory, base + slot * _WORD.size)[0] != state ^ mark:
+        for places, mark, plane in self._planes:
+            if _WORD.unpack_from(self.memory, places[slot])[0] != state ^ mark:
                 raise WrongKV(
                     f"sequence {seq_id}, token {position}, {plane}: "
                     f"page {slot // self.spec.page_tokens} holds somebody else's KV"

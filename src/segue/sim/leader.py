@@ -206,7 +206,12 @@ class LeaderNode(Process):
         self.clock: Clock = self.skewed
         self.limits: Limits = deployment.limits(spec)
         self.engine = CheckedEngine(
-            lineage_spec(spec.pages, spec.page_tokens, spec.layers),
+            lineage_spec(
+                spec.pages,
+                spec.page_tokens,
+                spec.layers,
+                page_major=deployment.world.rng(f"layout {spec.name}").random() < 0.4,
+            ),
             vocab_size=VOCAB,
             context_tokens=CONTEXT_TOKENS,
             model=spec.model,

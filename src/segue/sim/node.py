@@ -338,9 +338,4 @@ class KVNode(LeaderNode):
 
     def pages_at(self, offset: int, nbytes: int) -> set[int]:
         """The pages that a range of the pool's bytes touches."""
-        spec = self.engine.spec
-        token = spec.k_token_bytes
-        plane = spec.pages * spec.page_tokens * token
-        first = offset % plane // token
-        last = (offset + nbytes - 1) % plane // token
-        return set(range(first // spec.page_tokens, last // spec.page_tokens + 1))
+        return set(self.engine.page_of_word[offset // 8 : (offset + nbytes - 1) // 8 + 1])
