@@ -100,6 +100,10 @@ class CheckedEngine(LineageEngine):
         tail_s = forward_s * node.rng.random()
         forward = Forward(steps, on_stored, on_ready, ready=not node.device)
         node.after(forward_s - tail_s, self._store_forward, forward)
+        if node.faults.slow_step_s and not node.device:
+            # The leader stands still, though not its I/O thread.
+            forward_s, node.faults.slow_step_s, node.was_paused = node.faults.slow_step_s, 0.0, True
+            node.after(forward_s - 1e-9, node.stood_still)
         node.after(forward_s, self._end_forward, forward)
         return forward
 
@@ -411,6 +415,10 @@ class LeaderNode(Process):
         self.skewed.jump(seconds)
         self.loop.jumped()
         self.wake()
+
+    def stood_still(self) -> None:
+        """It goes on now."""
+        self.resumed_at = self.world.now
 
     def squeeze(self, pages: int) -> None:
         """Somebody else takes free pages: allocations fail."""

@@ -199,6 +199,8 @@ class Strikes:
                     faults.effect_fails += 1
             case "step exception":
                 faults.step_fails += 1
+            case "slow step":
+                faults.slow_step_s = fault.seconds
             case "sequence error":
                 faults.sequence_fails += 1
             case "session flip":

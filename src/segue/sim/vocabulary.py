@@ -105,6 +105,7 @@ UNMET = (
     "fence exception",
     "rank lost",
     "address taken",
+    "slow step",
 )
 
 ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET})
@@ -284,6 +285,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "web clients": (Draw("web client", 16, ""), Draw("web stop", 1, "")),
     "fence exception": (Draw("fence exception", 4, "kv", triggers=("", "PostWrite", "<Abort")),),
     "rank lost": (Draw("rank lost", 1, "kv", seconds=_DOWN_S),),
+    "slow step": (Draw("slow step", 1, "any", seconds=(0.5, 4.0, 12.0)),),
     "address taken": (Draw("address taken", 1, "any", seconds=_DOWN_S),),
     "no memory": (Draw("no memory", 2, "prefill", "decode"),),
     "node visits": (Draw("node visit", 4, "any"),),
