@@ -1,0 +1,102 @@
+"""How a session is kept open, in virtual time: when the peer is dialled again, and when who waits is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from turn_loop import TurnLoop
+
+from segue.core.errors import BootstrapUnreachable, PeerRefused, SegueError
+from segue.session.api import Session
+from segue.session.dialer import Dialer
+
+PATIENCE_S = 5.0
+
+
+class Kept:
+    """A session until `lose`."""
+
+    def __init__(self, loop: TurnLoop) -> None:
+        self.end: asyncio.Future[None] = loop.create_future()
+
+    async def ended(self) -> None:
+        await self.end
+
+
+class Peer:
+    """Who is dialled: there, or with an error for whoever asks."""
+
+    def __init__(self, error: SegueError | None) -> None:
+        self.loop = TurnLoop()
+        self.error = error
+        self.session: Kept | None = None
+        self.asked: list[float] = []
+        self.told: list[tuple[float, SegueError]] = []
+        dialer = Dialer(
+            self.connect,
+            "the peer",
+            refused=lambda error: self.told.append((self.loop.now, error)),
+            patience_s=PATIENCE_S,
+            uniform=lambda _low, high: high,
+        )
+        self.loop.enter(dialer.start, self.loop)
+
+    async def connect(self) -> Session:
+        self.asked.append(self.loop.now)
+        if self.error is not None:
+            raise self.error
+        self.session = Kept(self.loop)
+        return cast(Session, self.session)
+
+    def lose(self, error: SegueError | None) -> None:
+        assert self.session is not None
+        self.error, session = error, self.session
+        self.session = None
+        session.end.set_result(None)
+
+    def wait(self, seconds: float) -> None:
+        until = self.loop.now + seconds
+        while self.loop.now < until:
+            self.loop.turn(0.05)
+            self.loop.settle()
+
+
+def away() -> Any:
+    return BootstrapUnreachable("nobody is there")
+
+
+def test_who_waits_for_a_peer_that_is_away_is_told_once_patience_is_over_and_at_each_try_after_it() -> None:
+    peer = Peer(away())
+    peer.wait(PATIENCE_S - 0.1)
+    assert len(peer.asked) > 3
+    assert not peer.told
+    peer.wait(30.0)
+    assert [at for at, _ in peer.told] == [at for at in peer.asked if at >= PATIENCE_S]
+    assert len(peer.told) > 3
+
+
+def test_a_refusal_that_time_does_not_heal_is_told_at_once() -> None:
+    peer = Peer(PeerRefused("another model"))
+    peer.wait(0.05)
+    assert [error for _, error in peer.told] == [peer.error]
+
+
+@pytest.mark.parametrize("before_s", [0.0, 60.0])
+def test_patience_and_pauses_begin_anew_when_a_session_is_lost(before_s: float) -> None:
+    peer = Peer(away())
+    peer.wait(before_s)
+    peer.error = None
+    peer.wait(60.0)
+    assert peer.session is not None
+    peer.asked.clear()
+    peer.told.clear()
+    lost_at = peer.loop.now
+    peer.lose(away())
+    peer.wait(PATIENCE_S - 0.2)
+    assert not peer.told, "it may be back any moment"
+    assert len(peer.asked) > 3, "the pauses are short again"
+    peer.wait(10.0)
+    assert peer.told
+    assert peer.told[0][0] >= lost_at + PATIENCE_S
