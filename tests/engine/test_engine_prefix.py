@@ -148,6 +148,19 @@ def test_the_least_recently_used_leaf_goes_first_and_tails_before_heads():
     assert tree.peek([1, 1, 2, 2, 3, 3]) == 4
 
 
+@pytest.mark.parametrize("asked", [[1, 1, 2, 2, 9, 9], [1, 1, 2, 2], [1, 1, 2, 2, 3, 3, 4, 4]])
+def test_a_prefix_that_was_hit_is_evicted_later_also_where_it_ends_inside_a_node(asked):
+    pool = PagePool(8, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [1, 1, 2, 2, 3, 3, 4, 4])
+    cached(tree, pool, [5, 5, 6, 6, 7, 7, 8, 8])
+    pool.release(tree.match(asked).pages)
+    assert tree.evict(4) == 4
+    assert tree.peek([1, 1, 2, 2, 3, 3, 4, 4]) == 8
+    assert tree.peek([5, 5]) == 0
+    tree.check_integrity()
+
+
 def test_pages_in_use_are_not_evicted():
     pool = PagePool(8, SIZE)
     tree = PrefixTree(pool, SIZE)
