@@ -92,6 +92,13 @@ MUTANTS = (
         "the grant of a finished hand-off stays",
     ),
     Mutant(
+        "what a broken handler had begun is carried out",
+        "handoff/machine.py",
+        "            del effects[done:]\n",
+        "",
+        "a write is posted, or a page granted, by a handler whose hand-off then counts as untouched",
+    ),
+    Mutant(
         "no grant",
         RECEIVER,
         "            self.emit(Grant(self.transfer, rank, self.epoch, self.pages))",
