@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from segue.balance.attempts import Attempts, Next
 from segue.balance.base import PlacementRequest
@@ -198,3 +199,11 @@ def test_one_that_its_peer_says_is_gone_is_waited_for_and_then_asked() -> None:
     assert fleet.fail("a", "d", gone, attempts) is Next.PLACE_AGAIN
     assert fleet.choose(attempts, patient=True) is None
     assert fleet.choose(attempts) == ("a", "d")
+
+
+def test_one_that_the_registry_flags_as_draining_or_does_not_list_gets_nothing_new() -> None:
+    fleet = pairs()
+    flagged, unlisted = fleet.made["a"], fleet.made["d"]
+    flagged.record = structs.replace(flagged.record, draining=True)
+    unlisted.listed = False
+    assert {fleet.choose() for _ in range(4)} == {("b", "e")}
