@@ -740,7 +740,7 @@ def test_nothing_is_written_to_a_reader_whose_socket_has_ended(sides: tuple[Side
     incoming = reader.transport._incoming
     assert incoming is not None
     (peer,) = incoming.writers[writer.me]
-    reader.on_loop(lambda: incoming._left(peer))
+    reader.on_loop(lambda: incoming._socket_ended(peer))
     writer.on_loop(lambda: None)
     writer.transport.write(reader.me, 7, 2, [CopyBlock(0, 200, 1, 3)])
     failed = writer.next()
