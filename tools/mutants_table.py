@@ -215,15 +215,15 @@ MUTANTS = (
     Mutant(
         "V is not hashed",
         CONTENT,
-        "(True, shape.v_dim, spec.v_token_bytes),",
-        "(True, 0, spec.v_token_bytes),",
+        "for value in range(spec.kinds)",
+        "for value in range(1)",
         "half of the content is outside the checksum, on both sides alike",
     ),
     Mutant(
         "the last layer is not hashed",
         CONTENT,
-        "for index in range(first, part.layers, every):",
-        "for index in range(first, max(1, part.layers - 1), every):",
+        "for index in range(first, part.layers, every)",
+        "for index in range(first, max(1, part.layers - 1), every)",
         "an off-by-one in the range, on both sides alike",
     ),
     Mutant(
@@ -563,8 +563,8 @@ MUTANTS = (
     Mutant(
         "prefix off by one",
         "layout/planner.py",
-        "dst_slot + token - dst_token)",
-        "dst_slot + token - dst_token + (token % 2))",
+        "dst_slot + token - dst_token,",
+        "dst_slot + token - dst_token + (token % 2),",
         "bytes land one token too far",
     ),
     Mutant(

@@ -151,13 +151,10 @@ def whole_pages(spec: PoolSpec, pages: Sequence[int]) -> Content:
 def _planes(spec: PoolSpec, part: Part, every: int, first: int) -> tuple[Plane, ...]:
     """The planes of one in `every` layers of `part` from its layer `first` on. Kept, since every chunk of
     a pair asks for the same ones while its request waits."""
-    layers = range(
-        part.layer_start - spec.layer_start + first, part.layer_start - spec.layer_start + part.layers, every
-    )
-    planes = planes_of(spec)
+    planes, skipped = planes_of(spec), part.layer_start - spec.layer_start
     return tuple(
-        planes[layer * spec.kinds + value].part(part.head_start - spec.head_start, part.heads)
-        for layer in layers
+        planes[(skipped + index) * spec.kinds + value].part(part.head_start - spec.head_start, part.heads)
+        for index in range(first, part.layers, every)
         for value in range(spec.kinds)
     )
 
