@@ -16,6 +16,7 @@ from segue.core.errors import (
     Draining,
     ErrorCode,
     ErrorInfo,
+    Internal,
     OutOfCapacity,
     PeerLost,
     SegueError,
@@ -338,5 +339,48 @@ def test_lesson_09_ready_comes_from_a_canary_and_goes_with_the_workers() -> None
         canary.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await canary
+
+    run(test)
+
+
+def test_a_request_id_in_use_is_a_bug_of_whoever_gives_it_twice() -> None:
+    async def test(rig: Rig) -> None:
+        request = rig.request()
+        rig.fleet.submit(request, budget_s=10)
+        with pytest.raises(Internal, match="in use"):
+            rig.fleet.submit(request, budget_s=10)
+        rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
+        rig.fleet.submit(request, budget_s=10)
+        rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
+
+    run(test)
+
+
+def test_a_deadline_says_in_which_phase_it_passed() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        d = await rig.add(Role.DECODE, "hang")
+        with pytest.raises(DeadlineExceeded) as before:
+            await rig.run(budget_s=0.05)
+        d.behave = "one"
+        with pytest.raises(DeadlineExceeded) as after:
+            await rig.run(budget_s=0.05)
+        assert (before.value.info.phase, after.value.info.phase) == ("first token", "stream")
+
+    run(test)
+
+
+def test_sessions_and_loads_of_replicas_are_counted_and_forgotten() -> None:
+    async def test(rig: Rig) -> None:
+        value = rig.metrics.registry.get_sample_value
+        leader = await rig.add(Role.UNIFIED)
+        assert await rig.run() == [5, 6, 7]
+        labels = {"role": "unified", "replica": f"unified {leader.node.me}"}
+        assert value("segue_replicas", {"role": "unified"}) == 1
+        assert value("segue_pages", labels | {"state": "free"}) == 9
+        rig.registry.drop(leader.node.me.incarnation)
+        await rig.until(lambda: not rig.fleet.membership.replicas)
+        assert value("segue_pages", labels | {"state": "free"}) is None
+        assert value("segue_replicas", {"role": "unified"}) == 0
 
     run(test)

@@ -141,6 +141,7 @@ class Membership:
         if session is not None:
             session.close()
         self._metrics.forget(replica.role, replica.name)
+        self._count()
 
     # ---- sessions -------------------------------------------------------------------------------
 
