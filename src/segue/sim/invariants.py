@@ -136,8 +136,9 @@ class Checks:
         ours, other = node.peers[peer.me], peer.peers.get(node.me)
         same = other is not None and other.session.handshake.id == ours.session.handshake.id
         if other is not None and same and ours.transport != other.transport:
-            text = f"{node.name} reaches {peer.name} by {ours.transport}, which answers by {other.transport}"
-            raise Violation("9", text)
+            raise Violation(
+                "9", f"{node.name} and {peer.name} meet over {ours.transport} and {other.transport}"
+            )
         if len(node.deployment.transports) > 1 and ours.transport == "tcp":
             node.deployment.counts["pairs that went on without shm"] += 1
 
