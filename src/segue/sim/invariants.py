@@ -134,11 +134,10 @@ class Checks:
         if mine.role is theirs.role or (mine.model, mine.layers) != (theirs.model, theirs.layers):
             raise Violation("9", f"{node.name} joined {peer.name}, whose KV is not its own: {mine}, {theirs}")
         ours, other = node.peers[peer.me], peer.peers.get(node.me)
-        same = other is not None and other.session.handshake.id == ours.session.handshake.id
-        if other is not None and same and ours.transport != other.transport:
-            raise Violation(
-                "9", f"{node.name} and {peer.name} meet over {ours.transport} and {other.transport}"
-            )
+        if other is not None and other.session.handshake.id == ours.session.handshake.id:
+            ways = {ours.transport, other.transport}
+            if len(ways) > 1:
+                raise Violation("9", f"{node.name} and {peer.name} meet over {ways}")
         if len(node.deployment.transports) > 1 and ours.transport == "tcp":
             node.deployment.counts["pairs that went on without shm"] += 1
 
