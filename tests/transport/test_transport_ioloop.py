@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -380,3 +381,21 @@ def test_the_loop_does_what_its_model_does(
                 with contextlib.suppress(OSError):
                     os.close(fd)
         loop.end()
+
+
+def test_a_call_that_is_posted_while_the_loop_looks_for_calls_wakes_it(loop: Turned) -> None:
+    """Between its last look and its sleep another thread posts: the sleep must end at once."""
+    ran: list[int] = []
+
+    class Looked(deque[Callable[[], None]]):
+        def __len__(self) -> int:
+            seen = super().__len__()
+            if not ran:
+                ran.append(0)
+                loop.post(lambda: ran.append(1))
+            return seen
+
+    loop._calls = Looked()
+    assert loop._rest() == 0.0 or loop._poller.poll(0.0)
+    loop.turn()
+    assert ran == [0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -16,12 +17,15 @@ from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, Written
+from segue.transport.channel import Channel
 from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.fake import FakeTransport
 from segue.transport.ioloop import IoLoop
 from segue.transport.kinds import KINDS, OK, TransportKinds
 from segue.transport.memory import Memory, Region, allocate, host_region
 from segue.transport.shm import ShmTransport
+from segue.transport.tcp_out import OutStream, Part, Write
+from segue.transport.tcp_wire import MAX_PART_ROWS, PartRows, cut
 
 # ---- kinds ---------------------------------------------------------------------------------------
 
@@ -230,6 +234,33 @@ def test_pieces_keep_the_bytes_and_the_limit() -> None:
         cut = list(ranges.pieces(blocks, limit))
         assert all(0 < b.nbytes <= limit for b in cut)
         assert sum(b.nbytes for b in cut) == sum(b.nbytes for b in blocks)
+
+
+@pytest.mark.parametrize("rows", [1, MAX_PART_ROWS, MAX_PART_ROWS + 1, 2 * MAX_PART_ROWS + 5])
+def test_no_part_has_more_rows_than_its_receiver_takes(rows: int) -> None:
+    parts = list(cut([CopyBlock(3, 7, rows, 1, 2, 4)], 2**20))
+    assert all(0 < len(part.source) == len(part.target) == part.nbytes <= MAX_PART_ROWS for part in parts)
+    assert np.concatenate([part.source for part in parts])[:, 0].tolist() == list(range(3, 3 + 2 * rows, 2))
+    assert np.concatenate([part.target for part in parts])[:, 0].tolist() == list(range(7, 7 + 4 * rows, 4))
+
+
+def test_a_stream_is_stuck_since_the_peer_last_gave_what_it_owes() -> None:
+    def part(sent_at: float) -> Part:
+        none = np.zeros((0, 2), np.uint64)
+        return Part(Write(1, 1, 0, 0.0), 1, PartRows(none, none, 0), sent_at=sent_at)
+
+    stream = OutStream(cast("Channel", None))
+    assert stream.stuck_since() is None
+    stream.unanswered = {1: part(10.0), 2: part(11.0)}
+    assert stream.stuck_since() == 10.0
+    # An answer has come since: the next one is owed from then on, however long it has been on its way.
+    stream.answered_at = 25.0
+    assert stream.stuck_since() == 25.0
+    # That answers come says nothing of what cannot be sent, and the other way round.
+    stream.sending, stream.moved_at = part(0.0), 12.0
+    assert stream.stuck_since() == 12.0
+    stream.moved_at = 40.0
+    assert stream.stuck_since() == 25.0
 
 
 def test_grants_are_bounded() -> None:
