@@ -175,14 +175,18 @@ def test_without_a_pair_the_service_ends_with_status_1(
     assert sorted(events(tmp_path / "j", "left")) == sorted({"prefill-0", "decode-0", "frontend"} - {victim})
 
 
+@pytest.mark.parametrize("stubborn", ["decode-0", "frontend"])
 def test_who_does_not_leave_in_time_is_killed_and_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubborn: str
 ) -> None:
+    """The others drain all the same, also those that are asked after it."""
     monkeypatch.setattr("segue.serve.supervisor.MARGIN_S", 0.2)
-    outcome = run(tmp_path / "j", behaviours={"decode-0": "stubborn"}, limit=FAST)
+    outcome = run(tmp_path / "j", behaviours={stubborn: "stubborn"}, limit=FAST)
     assert outcome.status == 1
     assert "not everything drained" in outcome.reason
-    assert sorted(events(tmp_path / "j", "left")) == ["frontend", "prefill-0"]
+    assert sorted(events(tmp_path / "j", "left")) == sorted(
+        {"decode-0", "prefill-0", "frontend"} - {stubborn}
+    )
 
 
 def test_a_child_that_fails_on_its_way_out_is_not_a_clean_drain(tmp_path: Path) -> None:
