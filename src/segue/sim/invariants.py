@@ -133,10 +133,10 @@ class Checks:
         mine, theirs = node.spec, peer.spec
         if mine.role is theirs.role or (mine.model, mine.layers) != (theirs.model, theirs.layers):
             raise Violation("9", f"{node.name} joined {peer.name}, whose KV is not its own: {mine}, {theirs}")
-        ours, other = node.peers[peer.me], peer.peers.get(node.me)
-        if other is not None and other.session.handshake.id == ours.session.handshake.id:
-            if other.transport != ours.transport:
-                raise Violation("9", f"{node.name} and {peer.name} do not meet over one transport")
+        ours, other = node.peers[peer.me], peer.peers.get(node.me, node.peers[peer.me])
+        met = other.session.handshake.id == ours.session.handshake.id
+        if met and other.transport != ours.transport:
+            raise Violation("9", f"{node.name} and {peer.name} do not meet over one transport")
         if len(node.deployment.transports) > 1 and ours.transport == "tcp":
             node.deployment.counts["pairs that went on without shm"] += 1
 
