@@ -131,11 +131,12 @@ def test_an_instance_whose_address_is_taken_says_so_and_comes_back_when_it_is_fr
     assert outcome.counts["addresses taken"] > 1
 
 
-def test_a_pair_whose_memory_cannot_be_had_goes_on_over_the_other_transport() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pair_whose_memory_cannot_be_had_goes_on_over_the_other_transport(ranks: int) -> None:
     nodes = {role: [n.name for n in make_scenario(CALM).nodes if n.role is role] for role in Role}
     prefill, decode = nodes[Role.PREFILL][0], nodes[Role.DECODE][0]
-    scenario = with_faults(Fault("f0", "no memory", 0.03, prefill, decode))
-    scenario.transports = ("shm", "tcp")
+    scenario = with_faults(Fault("f0", "no memory", 0.05, prefill, decode))
+    scenario.transports, scenario.ranks = ("shm", "tcp"), ranks
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
     assert outcome.counts["pools that could not be mapped"] == 1

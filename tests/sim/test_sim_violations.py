@@ -187,7 +187,7 @@ def write_beside_the_pages(stage: Stage) -> None:
 
 def streamed(stage: Stage) -> tuple[TcpPath, Part]:
     """A path of `tcp`, and a part of a write on it that has one row of 8 bytes at byte 16."""
-    return TcpPath(stage.prefill, stage.decode), Part(start=0, head=56, end=64, epoch=5, rows=[(16, 8)])
+    return TcpPath(stage.prefill, stage.decode, 0), Part(start=0, head=56, end=64, epoch=5, rows=[(16, 8)])
 
 
 def landed_elsewhere(stage: Stage) -> None:
@@ -207,7 +207,7 @@ def landed_without_a_write(stage: Stage) -> None:
 
 
 def copied_into_unmapped_memory(stage: Stage) -> None:
-    path, target = ShmPath(stage.prefill, stage.decode), Mapping(Memfd(bytearray(64), stage.decode))
+    path, target = ShmPath(stage.prefill, stage.decode, 0), Mapping(Memfd(bytearray(64), stage.decode))
     target.close()
     job: Any = SimpleNamespace(target=target, epoch=5)
     path._copied(job, [(0, 0, 8)])

@@ -41,9 +41,11 @@ class DataPath:
     #: of which transport
     name: ClassVar[str]
 
-    def __init__(self, writer: KVNode, reader: KVNode) -> None:
+    def __init__(self, writer: KVNode, reader: KVNode, rank: int) -> None:
         self.writer = writer
         self.reader = reader
+        #: which rank of either; both sides share out the layers alike
+        self.rank = rank
         self.timing = writer.world_timing
         self.slow = 1.0
         #: faults that wait for the next time that a write is half done
@@ -55,6 +57,11 @@ class DataPath:
         #: writes whose event was told too early, by a fault
         self.lied: set[tuple[int, int]] = set()
         self.rng = writer.world.rng(f"path {writer.name} {reader.name}")
+
+    @property
+    def transport(self) -> SimTransport:
+        """The writer's."""
+        return self.writer.transports[self.rank, self.name]
 
     def in_mid_write(self) -> None:
         """A write is half done."""
@@ -83,7 +90,7 @@ class DataPath:
             if key not in self.lied:
                 self.lied.add(key)
                 error = TransferFailed("the transport reported an error")
-                self.writer.transports[self.name].tell(WriteFailed(self.reader.rank, *key, error))
+                self.transport.tell(WriteFailed(RankId(self.reader.me, self.rank), *key, error))
                 return
 
     def cut(self) -> None:
@@ -103,8 +110,8 @@ class TcpPath(DataPath):
 
     name = TcpTransport.name
 
-    def __init__(self, writer: KVNode, reader: KVNode) -> None:
-        super().__init__(writer, reader)
+    def __init__(self, writer: KVNode, reader: KVNode, rank: int) -> None:
+        super().__init__(writer, reader, rank)
         #: how long a stream whose other end is silent is kept
         self.keepalive_s = 1.5 * self.timing.silence_s
         #: how many of the next heads and answers that are read come with one bit changed
@@ -168,7 +175,7 @@ class TcpPath(DataPath):
     def busy_with(self, epoch: int) -> bool:
         """Whether a write of `epoch` waits or is being sent. What is under way on a stream that broke here is
         the reader's, which has a fence of its own."""
-        io = self.writer.transports[self.name].net.io
+        io = self.transport.net.io
         if io is not None and io.over:
             return False  # its thread has ended, by a fault
         return super().busy_with(epoch) or any(
@@ -208,8 +215,8 @@ class ShmPath(DataPath):
 
     name = ShmTransport.name
 
-    def __init__(self, writer: KVNode, reader: KVNode) -> None:
-        super().__init__(writer, reader)
+    def __init__(self, writer: KVNode, reader: KVNode, rank: int) -> None:
+        super().__init__(writer, reader, rank)
         self._copying: Counter[int] = Counter()
 
     def busy_with(self, epoch: int) -> bool:
@@ -261,7 +268,7 @@ class ShmPath(DataPath):
             (sock if writers else sock.other).cut()
 
     def _sockets(self) -> list[UnixSocket]:
-        things = self.writer.transports[self.name].net.open_fds.values()
+        things = self.transport.net.open_fds.values()
         return [
             thing
             for thing in list(things)
@@ -279,8 +286,9 @@ class SimTransport(Transport):
     #: as many as there are live grants
     grants: Sized
 
-    def __init__(self, node: KVNode, on_event: EventSink) -> None:
+    def __init__(self, node: KVNode, rank: int, on_event: EventSink) -> None:
         self._node = node
+        self.rank = rank
         self.tell = on_event
         #: how many of the next writes go where they must not
         self.astray = 0
@@ -343,7 +351,7 @@ class SimTransport(Transport):
     def _path(self, peer: RankId) -> DataPath:
         reader = self._node.deployment.by_leader[peer.leader]
         assert isinstance(reader, type(self._node))
-        return self._node.data_path(reader, self.name)
+        return self._node.data_path(reader, self.rank, self.name)
 
     def _event(self, event: TransportEvent) -> None:
         if isinstance(event, Written | WriteFailed):
@@ -377,9 +385,9 @@ class SimTcp(SimTransport):
     make_path = TcpPath
 
     def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
-        super().__init__(node, on_event)
+        super().__init__(node, options.me.rank, on_event)
         rng = self._rng
-        self.net = SimNet(node)
+        self.net = SimNet(node, self.rank)
         self.inner = TcpTransport(
             self._event,
             replace(options, host=node.host),
@@ -403,8 +411,8 @@ class SimShm(SimTransport):
     make_path = ShmPath
 
     def __init__(self, node: KVNode, on_event: EventSink, options: TransportOptions) -> None:
-        super().__init__(node, on_event)
-        self.host = SimHost(node)
+        super().__init__(node, options.me.rank, on_event)
+        self.host = SimHost(node, self.rank)
         self.net = self.host.net
         self.inner = ShmTransport(
             self._event,

@@ -17,6 +17,7 @@ import xxhash
 
 from segue.core.errors import ChecksumMismatch
 from segue.core.request import SamplingParams, TokenLogprob
+from segue.core.types import RankCoord
 from segue.engine.base import (
     HostPages,
     ModelInfo,
@@ -26,7 +27,7 @@ from segue.engine.base import (
     StepHandle,
     StepOnCall,
 )
-from segue.layout.spec import KVShape, PlaneSpec, PoolSpec
+from segue.layout.spec import KVShape, PlaneSpec, PoolSpec, planes_of
 
 MASK = 2**64 - 1
 SEED = 0x9E3779B97F4A7C15
@@ -88,6 +89,25 @@ def lineage_spec(pages: int, page_tokens: int = 4, layers: int = 2, *, page_majo
         return spec
     planes = (PlaneSpec(0, at * page_tokens * 8, spec.page_bytes, 8, 8) for at in range(2 * layers))
     return msgspec.structs.replace(spec, regions=(spec.nbytes,), planes=tuple(planes))
+
+
+def shared_out(spec: PoolSpec, ranks: int) -> list[PoolSpec]:
+    """The parts of ranks that share out the layers evenly, all of them in the one memory of the engine."""
+    if ranks == 1:
+        return [spec]
+    planes = [PlaneSpec(0, *plane[:4]) for plane in planes_of(spec)]
+    layers, each = spec.layer_count // ranks, len(planes) // ranks
+    return [
+        msgspec.structs.replace(
+            spec,
+            coord=RankCoord(pp=rank),
+            layer_start=rank * layers,
+            layer_count=layers,
+            regions=(spec.nbytes,),
+            planes=tuple(planes[rank * each : (rank + 1) * each]),
+        )
+        for rank in range(ranks)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class LeaderNode(Process):
             lineage_spec(
                 spec.pages,
                 spec.page_tokens,
-                spec.layers,
+                spec.layers * deployment.scenario.ranks,
                 page_major=deployment.world.rng(f"layout {spec.name}").random() < 0.4,
             ),
             vocab_size=VOCAB,

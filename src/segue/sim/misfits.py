@@ -94,7 +94,9 @@ class Misfit(Visitor):
             await self.dials(self.leader(), ErrorCode.PEER_REFUSED)
         elif self.kind in REFUSED:
             await self.dials(self.leader(), *REFUSED[self.kind][1])
-        elif self.kind == "same role" or not (self.role is Role.PREFILL or "tcp" in self.target.transports):
+        elif self.kind == "same role" or not (
+            self.role is Role.PREFILL or "tcp" in self.target.deployment.transports
+        ):
             await self.dials(self.leader(), ErrorCode.PEER_REFUSED)
         else:
             await self._joins()

@@ -13,18 +13,21 @@ from segue.conn.config import KVConfig, Runtime
 from segue.conn.digest import Digester
 from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
+from segue.conn.rank import local_rank
 from segue.conn.threads import ThreadPerCall
 from segue.core.errors import SegueError
-from segue.core.types import LeaderId, Role, TransferId
+from segue.core.types import LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata
+from segue.layout.spec import PoolSpec
 from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.session.api import Session
 from segue.sim.datapath import DataPath, SimKinds, SimShm, SimTcp, SimTransport
+from segue.sim.engine import shared_out
 from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
@@ -103,7 +106,12 @@ class SimManager(KVManager):
         self._refusals: list[int] = []
         super().__init__(
             config,
-            Memory([host_region(node.engine.memory)]),
+            [
+                local_rank(
+                    replace(config, spec=spec), Memory([host_region(node.engine.memory)]), runtime, rank
+                )
+                for rank, spec in enumerate(node.specs)
+            ],
             node.changed,
             others={Role.FRONTEND: node.fronts},
             clock=node.clock,
@@ -235,17 +243,21 @@ class KVNode(LeaderNode):
     scheduler: PrefillScheduler | DecodeScheduler
 
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
-        #: to a decode node, over a transport
-        self.paths: dict[tuple[LeaderId, str], DataPath] = {}
+        #: to a rank of a decode node, over a transport
+        self.paths: dict[tuple[RankId, str], DataPath] = {}
         self.hearing = Hearing(self)
         #: when the last checksum that a fault made slow has been computed: they wait for one another
         self.reads_until = 0.0
         self.exposed: dict[int, Exposed] = {}
-        self.transports: dict[str, SimTransport] = {}
+        #: of each rank, by name
+        self.transports: dict[tuple[int, str], SimTransport] = {}
+        #: the part of the engine's pool that each rank has
+        self.specs: list[PoolSpec] = []
         self._pool_at = 0
         super().__init__(deployment, spec, life)
 
     def _make_scheduler(self) -> Scheduler:
+        self.specs = shared_out(self.engine.spec, self.deployment.scenario.ranks)
         config = KVConfig(
             **vars(self._session_config()),
             model=self.spec.model,
@@ -267,7 +279,7 @@ class KVNode(LeaderNode):
     def _make_transport(self, name: str, on_event: EventSink, options: TransportOptions) -> SimTransport:
         self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)
         make = SimShm if name == SimShm.name else SimTcp
-        self.transports[name] = made = make(self, on_event, options)
+        self.transports[options.me.rank, name] = made = make(self, on_event, options)
         return made
 
     @property
@@ -313,17 +325,18 @@ class KVNode(LeaderNode):
 
     # ---- what lands here ---------------------------------------------------------------------------
 
-    def data_path(self, reader: KVNode, name: str) -> DataPath:
-        """The path to a decode node over the transport `name`."""
-        path = self.paths.get((reader.me, name))
+    def data_path(self, reader: KVNode, rank: int, name: str) -> DataPath:
+        """The path from a rank to that of a decode node over the transport `name`."""
+        to = RankId(reader.me, rank)
+        path = self.paths.get((to, name))
         if path is None:
-            path = self.paths[reader.me, name] = self.transports[name].make_path(self, reader)
+            path = self.paths[to, name] = self.transports[rank, name].make_path(self, reader, rank)
         return path
 
     def paths_to(self, reader: LeaderId) -> list[DataPath]:
         """All of them; the one in use, if there is one, first."""
         peer = self.peers.get(reader)
-        found = [path for (to, _), path in self.paths.items() if to == reader]
+        found = [path for (to, _), path in self.paths.items() if to.leader == reader]
         return sorted(found, key=lambda path: peer is None or path.name != peer.transport)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:

@@ -39,6 +39,8 @@ class Scenario:
     seed: int
     features: frozenset[str]
     transports: tuple[str, ...]
+    #: of each instance; they share out its layers
+    ranks: int
     signed: bool
     policy: str
     fronts: int
@@ -91,6 +93,7 @@ def make_scenario(seed: int) -> Scenario:
     scenario = Scenario(
         seed=seed,
         features=features,
+        ranks=random.Random(f"segue ranks {seed}").choice((1, 1, 1, 2)),
         transports=("shm",) if rng.random() < 0.6 else ("tcp",),
         signed=rng.random() < 0.5,
         policy=rng.choice(POLICY_NAMES),

@@ -41,8 +41,9 @@ class Streams:
 class SimNet(Net):
     """What production's `tcp` of one node runs on."""
 
-    def __init__(self, node: KVNode) -> None:
+    def __init__(self, node: KVNode, rank: int) -> None:
         self.node = node
+        self.rank = rank
         self.process: Process = node
         self.streams = node.deployment.streams
         self._fds: dict[int, Descriptor] = {}
@@ -55,7 +56,7 @@ class SimNet(Net):
 
     @cached_property
     def _keys(self) -> random.Random:
-        return self.node.world.rng(f"keys {self.node.me}")  # no two lives have the same
+        return self.node.world.rng(f"keys {self.node.me} {self.rank}")  # no two lives have the same
 
     def random_bytes(self, nbytes: int) -> bytes:
         return self._keys.randbytes(nbytes)
@@ -144,7 +145,7 @@ class SimNet(Net):
     def _joined(self, listener: SimSocket) -> SimSocket:
         ours, theirs = SimSocket(self), SimSocket(listener.net)
         listener.net.closed(theirs._fd)  # it has a number once it is accepted
-        path: Any = self.node.data_path(listener.net.node, "tcp")
+        path: Any = self.node.data_path(listener.net.node, self.rank, "tcp")
         self.streams.opened += 1
         rng = self.node.world.rng(f"stream {self.streams.opened}")
         there, back = Flow(ours, theirs, path, rng), Flow(theirs, ours, path, rng)

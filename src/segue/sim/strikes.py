@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from segue.core.errors import Internal
-from segue.core.types import Role
+from segue.core.types import RankId, Role
 from segue.sim.causes import CODES, Causes
 from segue.sim.datapath import DataPath, SimShm, TcpPath
 from segue.sim.front import FrontNode
@@ -286,12 +286,13 @@ class Strikes:
     def _no_memory(self, fault: Fault, node: KVNode) -> None:
         """Its next path over `shm` cannot be mapped, and one must be opened anew. Where there is another
         transport that pair goes on with it, and so does any other that meets again."""
-        shm, other = node.transports.get(SimShm.name), self.nodes[fault.other]
+        rank, other = fault.amount % len(node.specs), self.nodes[fault.other]
+        shm = node.transports.get((rank, SimShm.name))
         if not isinstance(shm, SimShm):
             return
         shm.host.unmapped += 1
         self.causes.struck("no memory" if len(self.deployment.transports) == 1 else "no memory for shm", node)
-        if (path := node.paths.get((other.me, shm.name))) is not None:
+        if (path := node.paths.get((RankId(other.me, rank), shm.name))) is not None:
             path.cut()
         self.deployment.break_session(node, other)
         if len(self.deployment.transports) > 1:
@@ -299,7 +300,7 @@ class Strikes:
 
     def _rank_lost(self, fault: Fault, node: KVNode) -> None:
         """A rank of a leader is gone: all its hand-offs end at once, none begins, and the instance ends."""
-        node.manager.lost(0, Internal("injected: the rank is lost"))
+        node.manager.lost(fault.amount % len(node.specs), Internal("injected: the rank is lost"))
 
         def ended() -> None:
             if left := list(node.exchange.open_transfers()):
@@ -324,7 +325,7 @@ class Strikes:
     def _cut_unused(self, node: KVNode) -> None:
         """Paths that its pairs have no use for any more end: no cause of anything."""
         for (reader, name), path in node.paths.items():
-            if (peer := node.peers.get(reader)) is not None and peer.transport != name:
+            if (peer := node.peers.get(reader.leader)) is not None and peer.transport != name:
                 self.counts["unused paths cut"] += 1
                 path.cut()
 

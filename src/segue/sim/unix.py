@@ -288,9 +288,9 @@ class UnixSocket:
 class SimHost(ShmHost):
     """What production's `shm` of one node runs on."""
 
-    def __init__(self, node: KVNode) -> None:
+    def __init__(self, node: KVNode, rank: int) -> None:
         self.node = node
-        self.net = SimNet(node)
+        self.net = SimNet(node, rank)
         self.io: SimIoLoop | None = None
         self._took: UnixSocket | None = None
         self._rng = node.world.rng(f"host {node.name}")
