@@ -1,0 +1,65 @@
+"""Whom a decode leader keeps sessions to: exactly the prefill leaders that the registry names now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import cast
+
+from segue.bootstrap.client import InstanceWatch
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.conn.manager import KVManager
+from segue.core.types import Incarnation, LeaderId, Role
+from segue.serve.registry import follow_prefill
+
+
+def record(letter: str, *ports: int) -> InstanceRecord:
+    return InstanceRecord(
+        incarnation=Incarnation(letter * 32),
+        role=Role.PREFILL,
+        model="m",
+        served_model="m",
+        context_tokens=100,
+        dp_size=len(ports),
+        replicas=[ReplicaRecord(dp_rank=i, host="127.0.0.1", port=port) for i, port in enumerate(ports)],
+    )
+
+
+class Lists:
+    """A registry that names these, one list after the other."""
+
+    def __init__(self, *lists: list[InstanceRecord]) -> None:
+        self.lists = lists
+
+    async def watch(self, role: Role) -> AsyncIterator[list[InstanceRecord]]:
+        assert role is Role.PREFILL
+        for records in self.lists:
+            yield records
+
+
+class Peers:
+    """What a manager was told."""
+
+    def __init__(self) -> None:
+        self.kept: dict[LeaderId, int] = {}
+
+    def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
+        assert leader not in self.kept
+        self.kept[leader] = port
+
+    def remove_peer(self, leader: LeaderId) -> None:
+        del self.kept[leader]
+
+
+def test_who_left_the_registry_is_dialled_no_more_and_newcomers_are() -> None:
+    a, b, c = record("a", 1), record("b", 2, 3), record("c", 1)
+    wanted: list[list[InstanceRecord]] = [[a], [a, b], [a, b], [b, c], [], [b]]
+    for count in range(1, len(wanted) + 1):
+        peers = Peers()
+        lists = Lists(*wanted[:count])
+        asyncio.run(follow_prefill(cast(InstanceWatch, lists), cast(KVManager, peers)))
+        assert peers.kept == {
+            LeaderId(each.incarnation, where.dp_rank): where.port
+            for each in wanted[count - 1]
+            for where in each.replicas
+        }
