@@ -1,6 +1,7 @@
 """Tokens to text, stop strings, tool calls: the parts without I/O."""
 
 import json
+import random
 import threading
 import time
 
@@ -79,6 +80,23 @@ def test_streamed_garbage_is_decoded_as_a_whole_would_be(ids: list[int], steps: 
 def test_byte_fallback_streams_exactly(parts: list[list[int]]) -> None:
     ids = [i for part in parts for i in part]
     assert stream(FALLBACK, ids, []) == FALLBACK.decode(ids, skip_special=True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK])
+def test_a_long_answer_of_characters_of_several_tokens_is_the_whole_text(
+    tokenizer: ModelTokenizer, seed: int
+) -> None:
+    """The window moves on many times, and each time it must begin where a character does."""
+    rng = random.Random(seed)
+    text = "".join(rng.choice("aé你🙂 \u0301") for _ in range(300))
+    ids = tokenizer.encode(text, special=False)
+    detokenizer, out = Detokenizer(tokenizer), ""
+    for at, token in enumerate(ids):
+        out += detokenizer.feed([token])
+        assert "\ufffd" not in out, at
+        assert len(detokenizer._window) <= 24, "what is decoded again for each token is bounded"
+    assert out + detokenizer.flush() == tokenizer.decode(ids, skip_special=True)
 
 
 def test_half_a_character_is_held_back() -> None:
