@@ -143,6 +143,16 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(door: Running) -> N
     assert door.post(TEXT, {"prompt": [5] * (CONTEXT - 5)}).status_code == 200, "a default is clamped"
 
 
+@pytest.mark.parametrize("also", [{}, {"max_tokens": 1}, {"max_tokens": 0, "echo": True}])
+def test_a_prompt_that_fills_the_context_leaves_no_place_for_an_answer(
+    door: Running, also: dict[str, Any]
+) -> None:
+    answer = door.post(TEXT, {"prompt": [5] * CONTEXT, **also})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert door.post(TEXT, {"prompt": [5] * (CONTEXT - 1), **also}).status_code == 200
+
+
 def test_a_body_of_ten_megabytes_is_413(door: Running) -> None:
     body = {"messages": [{"role": "user", "content": "x" * 10 * 2**20}]}
     answer = door.post(CHAT, body)
