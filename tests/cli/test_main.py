@@ -13,8 +13,9 @@ from segue import __version__
 from segue.cli import doctor as doctor_module
 from segue.cli import flags, logs, models, processes
 from segue.cli.main import ABSENT, main, parser
-from segue.core.config import COMMANDS, AccessConfig, FrontendConfig, InstanceConfig, ModelSize, ServeConfig
+from segue.core.config import COMMANDS, AccessConfig, FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError, PeerRefused
+from segue.core.pool_size import ModelSize
 from segue.core.settings import Layers, argv, build, settings
 from segue.core.types import Role
 from segue.serve.lifeline import CannotStart, Lifeline, Ready, decode_report

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.core import config as c
-from segue.core.config import COMMANDS, FrontendConfig, Host, InstanceConfig, ModelSize, ServeConfig
+from segue.core import pool_size
+from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
+from segue.core.pool_size import Host, ModelSize
 from segue.core.settings import Layers, argv, build, flatten, parse_toml, settings
 from segue.core.types import Role
 
@@ -197,16 +199,18 @@ def test_threads_are_shared_out_and_never_zero(cores: int, prefill: int, expecte
 def test_automatic_pools_leave_room(free_gib: int, pools: int) -> None:
     host = Host(4, free_gib * 2**30)
     try:
-        each = c.kv_pool_bytes(None, host, pools, SMOLLM2)
+        each = pool_size.kv_pool_bytes(None, host, pools, SMOLLM2)
     except ConfigError:
         assert free_gib <= pools  # too little memory for that many copies of the weights
         return
-    assert each <= c.AUTO_KV_MAX_BYTES
-    assert each * pools <= c.AUTO_KV_SHARE * (host.free_bytes - pools * SMOLLM2.weight_bytes)
+    assert each <= pool_size.AUTO_KV_MAX_BYTES
+    assert each * pools <= pool_size.AUTO_KV_SHARE * (host.free_bytes - pools * SMOLLM2.weight_bytes)
 
 
 def test_too_little_memory_is_said_before_anything_starts() -> None:
-    assert_refused("KV pools", "--kv-gib", make=lambda: c.kv_pool_bytes(None, Host(2, 2**28), 2, SMOLLM2))
+    assert_refused(
+        "KV pools", "--kv-gib", make=lambda: pool_size.kv_pool_bytes(None, Host(2, 2**28), 2, SMOLLM2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_a_pool_that_serve_takes_is_the_one_its_children_make(
 ) -> None:
     chunk = page_tokens * 64
     config = serve(kv_gib=repr(kv_gib), page_tokens=str(page_tokens), chunk_tokens=str(chunk))
-    least = max(c.LEAST_TOKENS, page_tokens) * size.token_bytes
+    least = max(pool_size.LEAST_TOKENS, page_tokens) * size.token_bytes
     try:
         decided = config.kv_bytes(HOST, size)
     except ConfigError:
@@ -312,3 +316,9 @@ def test_too_small_a_pool_names_the_least_that_works(size: ModelSize) -> None:
     least = str(caught.value).rpartition(" ")[2]
     assert serve(kv_gib=least).kv_bytes(HOST, size) >= 64 * size.token_bytes
     assert_refused("--kv-gib", make=lambda: serve(kv_gib=str(float(least) * 0.98)).kv_bytes(HOST, size))
+
+
+@pytest.mark.parametrize("host", ["127.evil.example", "127.0.0.1.example", "localhost.example"])
+def test_a_name_that_looks_like_loopback_is_not_open_without_a_secret(host: str) -> None:
+    with pytest.raises(ConfigError, match="can be reached from other hosts"):
+        InstanceConfig(model="m", host=host, registry="http://127.0.0.1:8998")

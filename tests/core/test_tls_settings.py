@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from segue.core.config import COMMANDS, FrontendConfig, Host, InstanceConfig, ServeConfig
+from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError
+from segue.core.pool_size import Host
 from segue.core.settings import Layers, argv, build, settings
 from segue.core.types import Role
 

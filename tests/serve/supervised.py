@@ -9,7 +9,8 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from segue.core.config import FrontendConfig, Host, InstanceConfig, ServeConfig
+from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig
+from segue.core.pool_size import Host
 from segue.core.types import Role
 from segue.serve.children import Console
 from segue.serve.supervisor import ServeResult, Supervisor

@@ -22,6 +22,7 @@ from session_peers import (
     node,
 )
 
+from segue.core.addresses import is_loopback
 from segue.core.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -39,7 +40,6 @@ from segue.core.errors import (
 from segue.core.limits import Limits
 from segue.core.types import Role
 from segue.session.listen import listening
-from segue.session.node import is_loopback
 
 
 @pytest.mark.parametrize("runner", LOOPS)

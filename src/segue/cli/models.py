@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from segue.core.config import DEFAULT_MODEL, ModelSize
+from segue.core.config import DEFAULT_MODEL
+from segue.core.pool_size import ModelSize
 
 
 def located(model: str) -> str:

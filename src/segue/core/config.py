@@ -8,12 +8,13 @@ Built by `settings.build` from flags, then `SEGUE_*`, then a TOML file.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass, field
 
+from segue.core.addresses import is_loopback
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
+from segue.core.pool_size import Host, ModelSize, kv_pool_bytes
 from segue.core.settings import integer, number, required, secret, switch, text
 from segue.core.types import ChecksumMode, Role
 
@@ -36,33 +37,6 @@ CHECKSUM_HELP = (
 DTYPES = ("bfloat16", "float16", "float32")
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-
-#: Pools are resident from the start, so without a word from the user they stay modest.
-AUTO_KV_MAX_BYTES = 2 * 2**30
-#: Share of the host's free memory that all pools together may take by default.
-AUTO_KV_SHARE = 0.4
-#: A pool that holds fewer tokens, in whole pages, serves nobody.
-LEAST_TOKENS = 64
-#: Default batch that the automatic pool has room for, in sequences of the model's full context.
-AUTO_KV_SEQUENCES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """What this host offers: cores this process may use, and memory that is free, in bytes."""
-
-    cores: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """What a model needs: its weights and the KV of one token over all layers, in bytes, and the
-    longest sequence in tokens."""
-
-    weight_bytes: int
-    token_bytes: int
-    context_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,48 +420,6 @@ def served_name(model: str, name: str | None) -> str:
 def is_hub_name(text: str) -> bool:
     """Whether `text` can be the name of a repository of the Hugging Face Hub, `ORG/NAME`."""
     return _HUB_NAME.fullmatch(text) is not None and not text.endswith(".gguf")
-
-
-def kv_pool_bytes(
-    kv_gib: float | None, host: Host, pools: int, size: ModelSize | None, page_tokens: int = 16
-) -> int:
-    """Bytes of each of `pools` pools on `host`, of pages of `page_tokens`.
-
-    A given `kv_gib` whose whole pages cannot hold `LEAST_TOKENS` is a ConfigError that names the least that
-    can. Without it: an equal part of a share of the memory that is left after the weights, at
-    most what a few sequences of full context need, and never more than a modest bound. A pool
-    that could not hold one sequence of full context is still made (shorter prompts fit), but one
-    that could not hold `LEAST_TOKENS` is a ConfigError.
-    """
-    least_tokens = -(-LEAST_TOKENS // page_tokens) * page_tokens
-    if kv_gib is not None:
-        given = int(kv_gib * 2**30)
-        if size and given < least_tokens * size.token_bytes:
-            enough = math.ceil(least_tokens * size.token_bytes / 2**30 * 10**5) / 10**5
-            raise ConfigError(
-                f"--kv-gib {kv_gib:g} holds {given // size.token_bytes} tokens of this model and must hold "
-                f"{least_tokens}: give at least {enough:g}"
-            )
-        return given
-    weights = size.weight_bytes * pools if size else 0
-    share = int(AUTO_KV_SHARE * max(0, host.free_bytes - weights) / max(1, pools))
-    share = min(share, AUTO_KV_MAX_BYTES)
-    least = 2**20
-    if size:
-        sequence = size.token_bytes * size.context_tokens
-        share = min(share, max(sequence * AUTO_KV_SEQUENCES, 64 * 2**20))
-        least = least_tokens * size.token_bytes
-    if share < least:
-        raise ConfigError(
-            f"{host.free_bytes / 2**30:.2f} GiB of free memory are too little for {pools} KV pools beside "
-            "the weights; start fewer instances, or set --kv-gib"
-        )
-    return share
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses that no other host can reach."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from segue.core.config import is_loopback
+from segue.core.addresses import is_loopback
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from segue.core.config import Host
+from segue.core.pool_size import Host
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -21,8 +21,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from segue.core.config import AccessConfig, FrontendConfig, Host, InstanceConfig, ModelSize, ServeConfig
+from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError
+from segue.core.pool_size import Host, ModelSize
 from segue.core.settings import PREFIX
 from segue.core.types import Role
 from segue.serve.children import Child, ChildSpec, Console

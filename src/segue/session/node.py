@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import secrets
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from segue.core.addresses import is_loopback
 from segue.core.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -59,16 +59,6 @@ class SessionStats:
 class _Dial:
     task: asyncio.Task[Connection]
     waiters: int = 0
-
-
-def is_loopback(host: str) -> bool:
-    """True for a numeric address of this machine's loopback, also IPv4 written as IPv6."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 class SessionNode:
@@ -484,5 +474,4 @@ def _place(advertised: str, remote_host: str) -> str:
     """What a peer advertises, if that is one place for everybody: a loopback address is so only for those
     who see the peer there."""
     host = advertised.rpartition(":")[0]
-    here_only = host == "localhost" or is_loopback(host)
-    return "" if here_only and not is_loopback(remote_host) else advertised
+    return "" if is_loopback(host) and not is_loopback(remote_host) else advertised
