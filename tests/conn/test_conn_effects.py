@@ -10,8 +10,9 @@ import pytest
 from test_conn_refusal import SPEC
 
 from segue.conn.config import KVConfig, Runtime
-from segue.conn.manager import FENCE_AGAIN_S, KVManager
+from segue.conn.manager import KVManager
 from segue.conn.peers import PathSpeed, Peer
+from segue.conn.rank import FENCE_AGAIN_S
 from segue.core.errors import ErrorCode, Internal, OutOfCapacity
 from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
 from segue.handoff import events

@@ -3,17 +3,17 @@ hand-off when one of them dies, stands still, or says nonsense."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -22,16 +22,28 @@ from rank_process import Wanted
 from test_manager import LIMITS, assert_at_rest, begin
 
 from segue.conn import rank_wire as wire
+from segue.conn import rank_worker
 from segue.conn.config import KVConfig
 from segue.conn.handles import Change, KVReceiver, KVSender
+from segue.conn.io import IoThread
 from segue.conn.manager import KVManager
+from segue.conn.rank_worker import RankWorker
 from segue.conn.worker_rank import WorkerRank
-from segue.core.errors import BootstrapTimeout, ErrorCode, PeerLost, SegueError, TransferFailed
+from segue.core.errors import (
+    BootstrapTimeout,
+    ErrorCode,
+    ErrorInfo,
+    OutOfCapacity,
+    PeerLost,
+    SegueError,
+    TransferFailed,
+)
 from segue.core.limits import Limits
 from segue.core.types import (
     KVPoll,
     LeaderId,
     RankCoord,
+    RankId,
     Role,
     Span,
     TransferId,
@@ -40,7 +52,9 @@ from segue.core.types import (
 )
 from segue.handoff import events
 from segue.handoff.messages import Metadata
+from segue.layout.content import Content
 from segue.layout.spec import KVShape, PoolSpec
+from segue.transport.base import Fenced
 from segue.transport.memory import Memory, allocate
 
 SHAPE = KVShape(layers=3, kv_heads=6, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
@@ -255,19 +269,6 @@ def test_a_rank_that_stands_still_keeps_pages_until_it_is_known_to_be_dead() -> 
         decode.wait_for(events.Release)
 
 
-class Raw:
-    """A worker of which the test says every byte."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.sock, theirs = socket.socketpair()
-        self.sock.settimeout(10)
-        self.say(wire.Ready(specs(1)[0], {"shm": b"x"}))
-        self.rank = WorkerRank(0, theirs, limits)
-
-    def say(self, answer: wire.Answer) -> None:
-        self.sock.sendall(wire.encode(answer))
-
-
 @pytest.mark.parametrize(
     ("said", "kind", "text"),
     [
@@ -297,17 +298,149 @@ class Owner:
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
-        self.ends = threading.Event()
+        self.news = asyncio.Event()
+
+    def note(self, what: Any) -> None:
+        self.heard.append(what)
+        self.news.set()
 
     def moved(self, rank: int, transport: str, event: Any) -> None:
-        self.heard.append(event)
+        self.note(event)
+
+    def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
+        self.note(("granted", peer, epoch, error))
 
     def hashed(self, answer: events.ChecksumReady) -> None:
-        self.heard.append(answer)
+        self.note(answer)
 
     def lost(self, rank: int, error: SegueError) -> None:
-        self.heard.append(error)
-        self.ends.set()
+        self.note(error)
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        """Wait until it is so."""
+        async with asyncio.timeout(10):
+            while not holds():
+                self.news.clear()
+                await self.news.wait()
+
+
+PEER = RankId(LeaderId(new_incarnation()), 1)
+FULL = OutOfCapacity("no grant is free")
+
+
+def with_raw_worker(use: Callable[[WorkerRank, Owner, socket.socket], Coroutine[Any, Any, None]]) -> None:
+    """A rank whose worker is the test, which says and hears every byte."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(wire.encode(wire.Ready(specs(1)[0], {"shm": b"x"})))
+    rank, owner = WorkerRank(0, ours, Limits(max_session_backlog_bytes=2**20)), Owner()
+
+    async def main() -> None:
+        await rank.start(owner)
+        theirs.setblocking(False)
+        await use(rank, owner, theirs)
+        await asyncio.to_thread(rank.close)
+
+    asyncio.run(main())
+    theirs.close()
+
+
+def test_what_a_worker_cannot_grant_is_told_with_its_reason() -> None:
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        assert not rank.grant("shm", PEER, 5, [1])
+        worker.sendall(wire.encode(wire.Granted(PEER, 5, FULL.info)))
+        worker.sendall(wire.encode(wire.Granted(PEER, 6)))
+        await owner.until(lambda: len(owner.heard) == 2)
+        assert owner.heard == [("granted", PEER, 5, FULL.info), ("granted", PEER, 6, None)]
+
+    with_raw_worker(use)
+
+
+@pytest.mark.parametrize("said", [b"\x00\x00\x00\x01\xc1", wire.encode(wire.Failed(FULL.info))])
+def test_a_worker_that_says_nonsense_or_gives_up_is_lost_and_everything_is_answered(said: bytes) -> None:
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        transfer = TransferId(5, 0, PEER.leader, PEER.leader)
+        rank.write("shm", PEER, 5, 7, ())
+        rank.fence("shm", PEER, 5)
+        rank.checksum(events.ComputeChecksum(transfer, 0, 8, Content((), ())))
+        worker.sendall(said)
+        await owner.until(lambda: any(isinstance(heard, SegueError) for heard in owner.heard))
+        worker.shutdown(socket.SHUT_RDWR)
+        await owner.until(lambda: len(owner.heard) == 4)
+        kinds = [type(heard).__name__ for heard in owner.heard]
+        assert kinds[0] == "WriteFailed"
+        assert kinds[2:] == ["Fenced", "ChecksumReady"]
+        rank.write("shm", PEER, 6, 9, ())
+        assert type(owner.heard[-1]).__name__ == "WriteFailed", "it is answered at once"
+        with pytest.raises(SegueError):
+            await rank.connect("shm", PEER, b"", 1.0)
+
+    with_raw_worker(use)
+
+
+def test_a_worker_that_does_not_read_is_given_up_before_it_fills_our_memory() -> None:
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        pages = list(range(2**30, 2**30 + 20_000))
+        for epoch in range(1, 200):
+            if owner.heard:
+                break
+            rank.grant("shm", PEER, epoch, pages)
+            await asyncio.sleep(0)
+        [error] = owner.heard
+        assert "does not read" in str(error)
+        assert epoch < 50
+
+    with_raw_worker(use)
+
+
+class Refusing:
+    """A rank of this process that refuses a grant, and a fence once."""
+
+    spec = specs(1)[0]
+    endpoints: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self) -> None:
+        self.fences = 0
+        self.owner: Any = None
+
+    async def start(self, owner: Any) -> None:
+        self.owner = owner
+
+    async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
+        raise ZeroDivisionError("a bug")
+
+    def grant(self, *_: Any) -> bool:
+        raise FULL
+
+    def fence(self, transport: str, peer: RankId, epoch: int) -> None:
+        self.fences += 1
+        if self.fences == 1:
+            raise RuntimeError("a bug")
+        self.owner.moved(0, transport, Fenced(peer, epoch, True))
+
+    def close(self) -> None: ...
+
+
+def test_what_a_worker_is_refused_ends_one_hand_off_and_not_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_worker, "FENCE_AGAIN_S", 0.0)
+    ours, theirs = socket.socketpair()
+    refusing, gone = Refusing(), queue.Queue[SegueError]()
+    worker = RankWorker(refusing, theirs, IoThread(), Limits(), gone.put)  # type: ignore[arg-type]
+    worker.start()
+    rank, owner = WorkerRank(0, ours, Limits()), Owner()
+
+    async def main() -> None:
+        await rank.start(owner)
+        with pytest.raises(SegueError, match="a bug"):
+            await rank.connect("shm", PEER, b"", 5.0)
+        rank.grant("shm", PEER, 5, [1])
+        rank.fence("shm", PEER, 5)
+        await owner.until(lambda: len(owner.heard) == 2)
+        await asyncio.to_thread(rank.close)
+
+    asyncio.run(main())
+    assert owner.heard == [("granted", PEER, 5, FULL.info), Fenced(PEER, 5, True)]
+    assert isinstance(gone.get(timeout=10), PeerLost)
+    worker.close()
 
 
 def test_descriptors_of_worker_ranks_are_closed() -> None:

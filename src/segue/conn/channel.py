@@ -62,9 +62,16 @@ class Channel(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    async def closed(self) -> None:
-        """Wait until our end of the socket is closed, which the other end then hears."""
-        if self._transport is not None:
+    async def closed(self, within_s: float) -> None:
+        """Wait until our end of the socket is closed, which the other end then hears: after what was said has
+        been read, or without that in `within_s` seconds."""
+        if self._transport is None:
+            return
+        try:
+            async with asyncio.timeout(0 if self._given_up else within_s):
+                await self._lost.wait()
+        except TimeoutError:
+            self._transport.abort()
             await self._lost.wait()
 
     # ---- asyncio ---------------------------------------------------------------------------------

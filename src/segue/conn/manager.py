@@ -1,8 +1,7 @@
 """`KVManager`: carries the hand-offs of one leader between engine, peers and transports.
 
-The protocol itself is `handoff.Exchange`, which does no I/O. The manager feeds it (calls of the engine,
-messages of sessions, events of transports, the clock) and carries out its effects, all on one
-I/O thread. It keeps no state per hand-off besides the engine's handles.
+The protocol is `handoff.Exchange`, which does no I/O. The manager feeds it (engine, sessions, ranks, clock) and
+carries out its effects, all on one I/O thread. Of each hand-off it keeps the engine's handle alone.
 """
 
 from __future__ import annotations
@@ -21,10 +20,18 @@ from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.peers import Joined, PathSpeed, Peer, join
-from segue.conn.rank import Rank, local_rank
+from segue.conn.rank import FENCE_AGAIN_S, Rank, local_rank
 from segue.conn.ranks import Ranks, Route
 from segue.core.clock import Clock
-from segue.core.errors import Draining, Internal, OutOfCapacity, PeerLost, SegueError, TransferFailed
+from segue.core.errors import (
+    Draining,
+    ErrorInfo,
+    Internal,
+    OutOfCapacity,
+    PeerLost,
+    SegueError,
+    TransferFailed,
+)
 from segue.core.types import LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
@@ -38,8 +45,6 @@ log = logging.getLogger("segue.conn")
 #: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
 #: what has failed meanwhile, that it waits for our last write, where to write.
 EARLY_PER_TRANSFER = 4
-#: After a fence that the transport did not take, before it is asked again.
-FENCE_AGAIN_S = 1.0
 #: Whom a role hands KV over with.
 COUNTERPART = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 H = TypeVar("H", KVSender, KVReceiver)
@@ -251,8 +256,7 @@ class KVManager:
                 self._end_later(effect.transfer, error)
 
     def _part(self, leader: LeaderId, error: SegueError) -> None:
-        peer = self._peers.get(leader)
-        if peer is not None:
+        if (peer := self._peers.get(leader)) is not None:
             peer.session.close(error)
 
     def _end_later(self, transfer: TransferId, error: SegueError) -> None:
@@ -280,8 +284,7 @@ class KVManager:
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
             case events.Send():
-                peer = self._peers.get(effect.peer)
-                if peer is not None:
+                if (peer := self._peers.get(effect.peer)) is not None:
                     peer.session.send(effect.message)
             case events.PostWrite() | events.Grant() | events.Fence():
                 self._move(effect)
@@ -298,8 +301,7 @@ class KVManager:
             self._not_done(effect, typed(exc, "asking for a checksum"))
 
     def _report(self, change: Change) -> None:
-        handle = self._handles.get(change.transfer)
-        if handle is not None:
+        if (handle := self._handles.get(change.transfer)) is not None:
             handle.apply(change)
         if self._on_change is not None:
             self._on_change(change)
@@ -339,9 +341,9 @@ class KVManager:
         """See `RankOwner.moved`."""
         self.io.post(self._moved, rank, transport, event)
 
-    def granted(self, rank: int, peer: RankId, epoch: int) -> None:
+    def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
         """See `RankOwner.granted`."""
-        self.io.post(self._now_granted, rank, peer, epoch)
+        self.io.post(self._now_granted, rank, peer, epoch, error)
 
     def hashed(self, answer: events.ChecksumReady) -> None:
         """See `RankOwner.hashed`."""
@@ -351,10 +353,10 @@ class KVManager:
         """See `RankOwner.lost`: all hand-offs of this leader end now, on both sides; none begins any more."""
         self.io.post(self._rank_lost, rank, error)
 
-    def _now_granted(self, rank: int, peer: RankId, epoch: int) -> None:
+    def _now_granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None) -> None:
         transfer = self.exchange.transfer_of(peer.leader, epoch)
-        if self._ranks.granted(rank, peer, epoch) and transfer is not None:
-            self._handle(events.Granted(transfer, rank))
+        if transfer and (event := self._ranks.granted(transfer, rank, peer, epoch, error)):
+            self._handle(event)
 
     def _hashed(self, answer: events.ChecksumReady) -> None:
         if not self._closed:
@@ -396,8 +398,7 @@ class KVManager:
 
     def _measure(self, leader: LeaderId, event: transport_base.Written) -> None:
         """A slow path must not be taken silently: its speed is logged once, and shown for ever."""
-        peer = self._peers.get(leader)
-        if peer is not None and peer.speed.add(event.nbytes, event.seconds):
+        if (peer := self._peers.get(leader)) is not None and peer.speed.add(event.nbytes, event.seconds):
             mib_per_s = peer.speed.bytes_per_s / 2**20
             log.info("path measured peer=%s transport=%s mib_per_s=%.1f", leader, peer.transport, mib_per_s)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from segue.conn.config import KVConfig, Runtime
 from segue.conn.digest import Digester
-from segue.core.errors import DECODE_ERRORS, SegueError, TransferFailed
+from segue.core.errors import DECODE_ERRORS, ErrorInfo, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.handoff.events import ChecksumReady, ComputeChecksum
 from segue.layout.blocks import CopyBlock
@@ -26,6 +26,9 @@ from segue.transport.base import Endpoint, EventSink, Transport, TransportEvent
 from segue.transport.memory import Memory
 from segue.transport.options import TransportOptions
 
+#: After a fence that a transport did not take, before it is asked again.
+FENCE_AGAIN_S = 1.0
+
 
 class RankOwner(Protocol):
     """Who is told what a rank answers. Called on any thread; `rank` is the rank's index."""
@@ -34,8 +37,8 @@ class RankOwner(Protocol):
         """An event of the rank's transport of this name."""
         ...
 
-    def granted(self, rank: int, peer: RankId, epoch: int) -> None:
-        """What a `grant` asked for that was not done at once has been done."""
+    def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
+        """What a `grant` asked for that was not done at once has been done, or why it was not."""
         ...
 
     def hashed(self, answer: ChecksumReady) -> None:

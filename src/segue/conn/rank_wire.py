@@ -89,10 +89,11 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Writes of `epoch` by this rank of a peer may land."""
+    """Writes of `epoch` by this rank of a peer may land, or why they may not."""
 
     peer: RankId
     epoch: int
+    error: ErrorInfo | None = None
 
 
 class Fence(msgspec.Struct, frozen=True, tag=True):

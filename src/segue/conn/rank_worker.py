@@ -9,8 +9,8 @@ from collections.abc import Callable
 from segue.conn import rank_wire as wire
 from segue.conn.channel import Channel
 from segue.conn.io import Io
-from segue.conn.rank import LocalRank
-from segue.core.errors import Internal, SegueError
+from segue.conn.rank import FENCE_AGAIN_S, LocalRank
+from segue.core.errors import ErrorInfo, Internal, SegueError
 from segue.core.limits import Limits
 from segue.core.types import RankId
 from segue.handoff.events import ChecksumReady, ComputeChecksum
@@ -71,7 +71,7 @@ class RankWorker:
     async def _close(self) -> None:
         if self._channel is not None:
             self._channel.close()
-            await self._channel.closed()
+            await self._channel.closed(self._limits.connect_s / 2)
 
     # ---- what the leader asks --------------------------------------------------------------------
 
@@ -100,20 +100,21 @@ class RankWorker:
         error = None
         try:
             await self._rank.connect(command.transport, command.peer, command.endpoint, command.timeout_s)
-        except SegueError as exc:
-            error = exc.info
+        except Exception as exc:
+            error = typed(exc, f"connecting to {command.peer}").info
         self._say(wire.Connected(command.number, error))
 
     def _refuse(self, command: wire.Command, error: SegueError) -> None:
-        """What was asked was not done: its hand-off ends, or, where nobody waits for an answer that could say
-        so, this rank."""
+        """What was asked was not done, and its hand-off ends; but a fence is asked for until it is taken."""
         match command:
             case wire.Write(transport, peer, epoch, number):
                 self._say(wire.Broken(transport, peer, epoch, number, error.info, False))
             case wire.Checksum(transfer, rank, number):
                 self._say(wire.Hashed(transfer, rank, number, 0, error.info))
-            case _:
-                self._broken(error)
+            case wire.Grant(_, peer, epoch):
+                self._say(wire.Granted(peer, epoch, error.info))
+            case wire.Fence():
+                self._io.loop.call_later(FENCE_AGAIN_S, self._asked, command)
 
     def _broken(self, error: SegueError) -> None:
         self._say(wire.Failed(error.info))
@@ -137,7 +138,7 @@ class RankWorker:
                 answer = wire.Gone(transport, peer, proven, error.info)
         self._io.post(self._say, answer)
 
-    def granted(self, rank: int, peer: RankId, epoch: int) -> None:
+    def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
         """See `RankOwner.granted`; a rank of this process grants at once."""
         raise Internal(f"rank {rank} of this process has granted twice")
 

@@ -7,8 +7,9 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from segue.conn.rank import Rank, RankOwner
+from segue.core.errors import ErrorInfo
 from segue.core.types import LeaderId, RankId, Role, TransferId
-from segue.handoff.events import ComputeChecksum, Fence, Grant, PostWrite
+from segue.handoff.events import AbortTransfer, ComputeChecksum, Fence, Grant, Granted, PostWrite
 from segue.handoff.messages import LeaderInfo
 from segue.session.tasks import awaited
 from segue.transport.base import Fenced
@@ -154,17 +155,21 @@ class Ranks:
                     rank.fence(name, RankId(peer, theirs), effect.epoch)
         return False
 
-    def granted(self, rank: int, peer: RankId, epoch: int) -> bool:
-        """One of our ranks lets one rank of the peer write. True once it lets all of those that it exchanges
-        bytes with."""
-        key = (peer.leader, epoch, rank)
-        waiting = self._grants.get(key)
-        if waiting is None:
-            return False
+    def granted(
+        self, transfer: TransferId, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None
+    ) -> Granted | AbortTransfer | None:
+        """One of our ranks lets one rank of the peer write, or cannot. What follows: nothing, before it lets
+        all those that it exchanges bytes with."""
+        if error is not None:
+            return AbortTransfer(transfer, error)
+        waiting = self._grants.get((peer.leader, epoch, rank), set())
+        if peer.rank not in waiting:
+            return None
         waiting.discard(peer.rank)
-        if not waiting:
-            del self._grants[key]
-        return not waiting
+        if waiting:
+            return None
+        del self._grants[peer.leader, epoch, rank]
+        return Granted(transfer, rank)
 
     def fenced(self, rank: int, event: Fenced) -> bool | None:
         """One of our ranks has answered a fence for one rank of the peer. None before it has for all that it

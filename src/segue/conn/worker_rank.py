@@ -132,10 +132,9 @@ class WorkerRank:
         elif not self._io.loop.is_closed():
             self._io.call(self._hang_up(self._channel), self._limits.connect_s)
 
-    @staticmethod
-    async def _hang_up(channel: Channel) -> None:
+    async def _hang_up(self, channel: Channel) -> None:
         channel.close()
-        await channel.closed()
+        await channel.closed(self._limits.connect_s / 2)
 
     # ---- what it answers -------------------------------------------------------------------------
 
@@ -147,9 +146,9 @@ class WorkerRank:
             case wire.Broken(transport, peer, epoch, number, error, refused):
                 self._settle(transport, peer, epoch, number)
                 self._moved(transport, WriteFailed(peer, epoch, number, error.exception(), refused))
-            case wire.Granted(peer, epoch):
+            case wire.Granted(peer, epoch, error):
                 if self._owner is not None:
-                    self._owner.granted(self._index, peer, epoch)
+                    self._owner.granted(self._index, peer, epoch, error)
             case wire.Fenced(transport, peer, epoch, proven):
                 self._fences.pop((transport, peer, epoch), None)
                 self._moved(transport, Fenced(peer, epoch, proven))
