@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,9 +24,10 @@ from test_manager import LIMITS, assert_at_rest, begin
 
 from segue.conn import rank_wire as wire
 from segue.conn import rank_worker
+from segue.conn.channel import Channel
 from segue.conn.config import KVConfig
 from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.io import IoThread
+from segue.conn.io import IoThread, LoopIo
 from segue.conn.manager import KVManager
 from segue.conn.rank_worker import RankWorker
 from segue.conn.worker_rank import WorkerRank
@@ -256,7 +258,7 @@ def test_a_rank_that_stands_still_keeps_pages_until_it_is_known_to_be_dead() -> 
         stopped.send_signal(signal.SIGSTOP)
         try:
             error = prefill.lost.get(timeout=10)
-            assert "silent" in str(error)
+            assert "has said nothing" in str(error)
             decode.wait_for(events.Quarantined)
             assert sender.poll() is KVPoll.FAILED
             assert receiver.poll() is KVPoll.FAILED
@@ -335,7 +337,7 @@ def with_raw_worker(use: Callable[[WorkerRank, Owner, socket.socket], Coroutine[
     rank, owner = WorkerRank(0, ours, Limits(max_session_backlog_bytes=2**20)), Owner()
 
     async def main() -> None:
-        await rank.start(owner)
+        await rank.start(owner, LoopIo(asyncio.get_running_loop()))
         theirs.setblocking(False)
         await use(rank, owner, theirs)
         await asyncio.to_thread(rank.close)
@@ -402,7 +404,7 @@ class Refusing:
         self.fences = 0
         self.owner: Any = None
 
-    async def start(self, owner: Any) -> None:
+    async def start(self, owner: Any, _io: Any) -> None:
         self.owner = owner
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
@@ -429,7 +431,7 @@ def test_what_a_worker_is_refused_ends_one_hand_off_and_not_the_rank(monkeypatch
     rank, owner = WorkerRank(0, ours, Limits()), Owner()
 
     async def main() -> None:
-        await rank.start(owner)
+        await rank.start(owner, LoopIo(asyncio.get_running_loop()))
         with pytest.raises(SegueError, match="a bug"):
             await rank.connect("shm", PEER, b"", 5.0)
         rank.grant("shm", PEER, 5, [1])
@@ -448,3 +450,36 @@ def test_descriptors_of_worker_ranks_are_closed() -> None:
     with ranked(2, 2, "tcp") as (prefill, decode):
         hand_over(prefill, decode, 8, ())
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_leader_that_stood_still_itself_does_not_take_its_workers_for_silent() -> None:
+    """They had nothing to say meanwhile, for nobody asked them."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        lost: list[SegueError] = []
+        ours, theirs = socket.socketpair()
+        channel = Channel(
+            "the worker",
+            wire.Frames(wire.Answer),
+            lambda _: None,
+            lambda error, _: lost.append(error),
+            backlog_bytes=2**20,
+            ping_s=0.05,
+            silence_s=0.2,
+        )
+        await loop.create_connection(lambda: channel, sock=ours)
+        time.sleep(0.5)  # noqa: ASYNC251 - the loop stands still, as a stopped process does
+        await asyncio.sleep(0.1)
+        assert not lost
+        theirs.sendall(wire.encode(wire.Pong()))
+        await asyncio.wait_for(ended(lost), 10)
+        assert "has said nothing" in str(lost[0])
+        channel.close()
+        theirs.close()
+
+    async def ended(lost: list[SegueError]) -> None:
+        while not lost:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())

@@ -40,6 +40,7 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._heard_at = self._loop.time()
+        self._ping_due = 0.0
         self._given_up: SegueError | None = None
         self._closed = False
         self._lost = asyncio.Event()
@@ -81,7 +82,7 @@ class Channel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._heard_at = self._loop.time()
         if self._ping_s:
-            self._timer = self._loop.call_later(self._ping_s, self._ping)
+            self._ping_later()
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
@@ -109,11 +110,18 @@ class Channel(asyncio.Protocol):
     # ---- inside ----------------------------------------------------------------------------------
 
     def _ping(self) -> None:
-        silent_s = self._loop.time() - self._heard_at
+        now = self._loop.time()
+        if now > self._ping_due + self._ping_s:
+            self._heard_at = now  # it was we who stood still: what it said meanwhile is still to be read
+        silent_s = now - self._heard_at
         if self._silence_s and silent_s > self._silence_s:
-            self._give_up(PeerLost(f"{self._name} was silent for {silent_s:.1f} s"))
+            self._give_up(PeerLost(f"{self._name} has said nothing for {silent_s:.1f} s"))
             return
         self.send(wire.Ping())
+        self._ping_later()
+
+    def _ping_later(self) -> None:
+        self._ping_due = self._loop.time() + self._ping_s
         self._timer = self._loop.call_later(self._ping_s, self._ping)
 
     def _give_up(self, error: SegueError) -> None:

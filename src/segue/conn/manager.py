@@ -1,7 +1,7 @@
 """`KVManager`: carries the hand-offs of one leader between engine, peers and transports.
 
-The protocol is `handoff.Exchange`, which does no I/O. The manager feeds it (engine, sessions, ranks, clock) and
-carries out its effects, all on one I/O thread. Of each hand-off it keeps the engine's handle alone.
+The protocol is `handoff.Exchange`, which does no I/O. The manager feeds it (engine, sessions, ranks, clock)
+and carries out its effects, all on one I/O thread. Of each hand-off it keeps the engine's handle alone.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class KVManager:
     def start(self) -> tuple[str, int]:
         """As `ControlPlane.start`."""
         try:
-            return self.plane.start(self._ranks.start(self))
+            return self.plane.start(self._ranks.start(self, self.io))
         except BaseException:
             self.close()
             raise

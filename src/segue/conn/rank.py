@@ -16,6 +16,7 @@ import msgspec
 
 from segue.conn.config import KVConfig, Runtime
 from segue.conn.digest import Digester
+from segue.conn.io import Io
 from segue.core.errors import DECODE_ERRORS, ErrorInfo, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.handoff.events import ChecksumReady, ComputeChecksum
@@ -62,8 +63,8 @@ class Rank(Protocol):
     @property
     def endpoints(self) -> Mapping[str, bytes]: ...
 
-    async def start(self, owner: RankOwner) -> None:
-        """Begin to answer, to `owner`. Called once."""
+    async def start(self, owner: RankOwner, io: Io) -> None:
+        """Begin to answer, to `owner`. Called once, on the loop of `io`."""
         ...
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
@@ -115,7 +116,7 @@ class LocalRank:
         }
         self._digester = digester(memory, self._hashed)
 
-    async def start(self, owner: RankOwner) -> None:
+    async def start(self, owner: RankOwner, io: Io) -> None:
         """See `Rank.start`."""
         self._owner = owner
         self._digester.start()

@@ -56,7 +56,7 @@ class RankWorker:
         )
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=self._sock)
         self._channel = channel
-        await self._rank.start(self)
+        await self._rank.start(self, self._io)
         channel.send(wire.Ready(self._rank.spec, dict(self._rank.endpoints)))
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
+from segue.conn.io import Io
 from segue.conn.rank import Rank, RankOwner
 from segue.core.errors import ErrorInfo
 from segue.core.types import LeaderId, RankId, Role, TransferId
@@ -54,10 +55,10 @@ class Ranks:
         #: of each peer, its ranks that are known to be dead
         self._dead: dict[LeaderId, set[int]] = {}
 
-    async def start(self, owner: RankOwner) -> None:
-        """Begin to answer, to `owner`."""
+    async def start(self, owner: RankOwner, io: Io) -> None:
+        """As `Rank.start`, all of them."""
         for rank in self._ranks:
-            await rank.start(owner)
+            await rank.start(owner, io)
 
     @property
     def unanswered(self) -> int:

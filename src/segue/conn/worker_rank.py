@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from segue.conn import rank_wire as wire
 from segue.conn.channel import Channel
-from segue.conn.io import LoopIo
+from segue.conn.io import Io
 from segue.conn.rank import RankOwner
 from segue.core.errors import (
     BootstrapTimeout,
@@ -50,7 +50,7 @@ class WorkerRank:
         self._limits = limits
         self._owner: RankOwner | None = None
         self._channel: Channel | None = None
-        self._io: LoopIo | None = None
+        self._io: Io | None = None
         self._error: SegueError | None = None
         self._over = False
         self._numbers = itertools.count(1)
@@ -59,10 +59,10 @@ class WorkerRank:
         self._fences: dict[tuple[str, RankId, int], None] = {}
         self._checksums: dict[tuple[object, int], ComputeChecksum] = {}
 
-    async def start(self, owner: RankOwner) -> None:
+    async def start(self, owner: RankOwner, io: Io) -> None:
         """See `Rank.start`."""
         self._owner = owner
-        self._io = LoopIo(asyncio.get_running_loop())
+        self._io = io
         self._channel = channel = Channel(
             f"the worker of rank {self._index}",
             wire.Frames(wire.Answer),

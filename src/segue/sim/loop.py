@@ -192,6 +192,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     async def create_connection(
         self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, **options: Any
     ) -> tuple[Any, Any]:
+        if (channel := options.get("sock")) is not None:
+            return channel, channel.adopted(protocol_factory())
         if not 0 <= port < 1 << 16:
             raise OverflowError("getsockaddrarg: port must be 0-65535.")
         made: asyncio.Future[Any] = self.create_future()

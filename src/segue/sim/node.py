@@ -13,7 +13,7 @@ from segue.conn.config import KVConfig, Runtime
 from segue.conn.digest import Digester
 from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
-from segue.conn.rank import local_rank
+from segue.conn.rank import Rank, local_rank
 from segue.conn.threads import ThreadPerCall
 from segue.core.errors import SegueError
 from segue.core.types import LeaderId, RankId, Role, TransferId
@@ -32,6 +32,7 @@ from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
 from segue.sim.runtime import SimWorker
+from segue.sim.workers import SimWorkerRank
 from segue.sim.world import Violation
 from segue.transport.base import EventSink
 from segue.transport.memory import Memory, host_region
@@ -106,12 +107,7 @@ class SimManager(KVManager):
         self._refusals: list[int] = []
         super().__init__(
             config,
-            [
-                local_rank(
-                    replace(config, spec=spec), Memory([host_region(node.engine.memory)]), runtime, rank
-                )
-                for rank, spec in enumerate(node.specs)
-            ],
+            node.make_ranks(config, runtime),
             node.changed,
             others={Role.FRONTEND: node.fronts},
             clock=node.clock,
@@ -251,6 +247,7 @@ class KVNode(LeaderNode):
         self.exposed: dict[int, Exposed] = {}
         #: of each rank, by name
         self.transports: dict[tuple[int, str], SimTransport] = {}
+        self.workers: list[SimWorkerRank] = []
         #: the part of the engine's pool that each rank has
         self.specs: list[PoolSpec] = []
         self._pool_at = 0
@@ -291,10 +288,23 @@ class KVNode(LeaderNode):
         self.plane = self.manager.plane
         self.manager.start()
 
+    def make_ranks(self, config: KVConfig, runtime: Runtime) -> list[Rank]:
+        """Its ranks, here or as workers."""
+        found: list[Rank] = []
+        for index, spec in enumerate(self.specs):
+            memory = Memory([host_region(self.engine.memory)])
+            rank = local_rank(replace(config, spec=spec), memory, runtime, index)
+            if self.deployment.scenario.workers:
+                self.workers.append(SimWorkerRank(self, index, rank))
+            found.append(self.workers[index] if self.workers else rank)
+        return found
+
     def close(self) -> None:
         """As an instance that leaves, on a thread that may wait: nothing of its transports is left open."""
         self.manager.close()
         self.manager.close()
+        for rank in self.workers:
+            rank.worker.close()
         for transport in self.transports.values():
             left = [thing for thing in transport.net.open_fds.values() if not transport.is_pool(thing)]
             if left:

@@ -41,6 +41,8 @@ class Scenario:
     transports: tuple[str, ...]
     #: of each instance; they share out its layers
     ranks: int
+    #: and each rank is a worker, asked over a channel
+    workers: bool
     signed: bool
     policy: str
     fronts: int
@@ -75,7 +77,7 @@ class Scenario:
 
 def make_scenario(seed: int) -> Scenario:
     """The scenario of `seed`; always the same one."""
-    rng = random.Random(f"segue {seed}")
+    rng, ranking = random.Random(f"segue {seed}"), random.Random(f"segue ranks {seed}")
     share = rng.choice((0.0, 0.1, 0.25, 0.25, 0.5))
     features = frozenset(f for f in FEATURES if rng.random() < share)
     timing = Timing(
@@ -93,7 +95,8 @@ def make_scenario(seed: int) -> Scenario:
     scenario = Scenario(
         seed=seed,
         features=features,
-        ranks=random.Random(f"segue ranks {seed}").choice((1, 1, 1, 2)),
+        ranks=ranking.choice((1, 1, 1, 2)),
+        workers=ranking.random() < 0.2,
         transports=("shm",) if rng.random() < 0.6 else ("tcp",),
         signed=rng.random() < 0.5,
         policy=rng.choice(POLICY_NAMES),

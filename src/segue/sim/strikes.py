@@ -299,16 +299,22 @@ class Strikes:
             self.world.after(0.05, None, self._all_meet_anew, node)
 
     def _rank_lost(self, fault: Fault, node: KVNode) -> None:
-        """A rank of a leader is gone: all its hand-offs end at once, none begins, and the instance ends."""
-        node.manager.lost(fault.amount % len(node.specs), Internal("injected: the rank is lost"))
+        """A rank of a leader is gone, or its worker says nothing more: all its hand-offs end at once, none
+        begins, and the instance ends."""
+        which, after_s = fault.amount % len(node.specs), 2 * self.timing.hop_s
+        if node.workers:
+            after_s += node.limits.peer_silence_s + 3 * node.limits.keepalive_s
+            node.workers[which].stand_still(2 * after_s)
+        else:
+            node.manager.lost(which, Internal("injected: the rank is lost"))
 
         def ended() -> None:
             if left := list(node.exchange.open_transfers()):
                 text = f"{node.name} has lost its rank and still has {left}"
                 self.world.fail(Violation("12", text, tuple(transfer.room for transfer in left)))
 
-        node.after(2 * self.timing.hop_s, ended)
-        node.after(2 * self.timing.hop_s + fault.seconds, self._crash, node, 0.01)
+        node.after(after_s, ended)
+        node.after(after_s + fault.seconds, self._crash, node, 0.01)
 
     def _take_address(self, host: str, port: int, seconds: float) -> None:
         """Another process listens there for a while, and says nothing."""
