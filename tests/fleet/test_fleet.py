@@ -211,6 +211,22 @@ def test_a_request_waits_a_little_for_a_worker_to_come() -> None:
     run(test, no_replica_wait_s=10.0)
 
 
+def test_a_request_whose_client_left_while_it_waited_for_a_worker_is_given_to_nobody() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        left = rig.request()
+        reading = asyncio.ensure_future(anext(rig.fleet.submit(left, budget_s=10)))
+        await asyncio.sleep(0)  # it waits now
+        rig.fleet.cancel(left.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="left"))
+        d = await rig.add(Role.DECODE)
+        assert await rig.run() == [5, 6, 7]
+        assert left.request_id not in [submit.request.request_id for submit in d.submits]
+        with contextlib.suppress(StopAsyncIteration, SegueError):
+            await reading
+
+    run(test, no_replica_wait_s=10.0)
+
+
 def test_draining_workers_are_not_chosen() -> None:
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL)

@@ -144,16 +144,24 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
                 if name in opening:
                     found.setdefault(str(file.relative_to(source)), set()).add(name)
     allowed = {
-        "bootstrap/doors.py",  # the registry itself, from a setting
+        "bootstrap/backends.py",  # the registry itself, from a setting
         "session/node.py",  # opens what it is told to, by the next two
-        "frontend/replicas.py",  # leaders, from the registry
-        "conn/manager.py",  # prefill leaders, from the registry
-        "conn/transports.py",  # endpoints, from their sessions
+        "fleet/membership.py",  # leaders, from the registry
+        "conn/control_plane.py",  # prefill leaders, from the registry
+        "conn/manager.py",  # what the next one is told
+        "conn/ranks.py",  # endpoints, from their leaders' sessions
+        "conn/rank.py",
+        "conn/rank_worker.py",  # what its leader tells it, over a socket that it has inherited
+        "conn/worker_rank.py",
         "transport/tcp_out.py",
         "transport/tcp_net.py",  # what it is told to, by the one before
         "transport/shm_out.py",
-        "transport/fake.py",
     }
     inner = {name for name in found if not name.startswith(("cli/", "sim/", "engine/store"))}
     assert inner <= allowed, inner - allowed
-    assert {"bootstrap/doors.py", "session/node.py", "frontend/replicas.py", "transport/tcp_out.py"} <= inner
+    assert {
+        "bootstrap/backends.py",
+        "session/node.py",
+        "fleet/membership.py",
+        "transport/tcp_out.py",
+    } <= inner
