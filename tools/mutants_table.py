@@ -842,7 +842,7 @@ MUTANTS = (
     Mutant(
         "one host, one instance",
         NODE,
-        '    return "" if here_only and not is_loopback(remote_host) else advertised\n',
+        '    return "" if is_loopback(host) and not is_loopback(remote_host) else advertised\n',
         "    return remote_host\n",
         "a neighbour that comes from the same host ends the sessions of whoever is there",
     ),

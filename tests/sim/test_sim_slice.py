@@ -22,8 +22,8 @@ from segue.sim.scenario import make_scenario
 from segue.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
 
 #: `make test` runs the first part, `make test-slow` the others.
-SLICE_SEEDS = 845
-PARTS = 13
+SLICE_SEEDS = 840
+PARTS = 21
 #: Seeds that are run again with each node's tables looked at after every single turn.
 EVERY_TURN_SEEDS = range(40)
 SOAK_HAND_OFFS = 1_000_000
