@@ -15,7 +15,7 @@ from segue.core.errors import TransferFailed
 from segue.core.limits import Limits
 from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
 from segue.handoff import events
-from segue.transport.base import Endpoint
+from segue.transport.base import Endpoint, Fenced
 from segue.transport.memory import allocate
 from segue.transport.options import TransportOptions
 
@@ -139,3 +139,30 @@ def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
         asyncio.run(made.ranks.connect(peer, info, 1.0))
     side.close()
     made.memory.close()
+
+
+def test_what_one_dead_rank_of_a_peer_leaves_unproven_is_asked_again_over_the_transport_that_knows() -> None:
+    """Its death proves nothing of the others, so the fences of our ranks decide, each for itself."""
+    made = Made(Role.DECODE)
+    peer = LeaderId(new_incarnation())
+    made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
+    assert not made.ranks.died(RankId(peer, 1))
+    made.ranks.fence_anew("shm", [events.Fence(made.transfer(peer), 0, 7)])
+    assert made.made["shm"].asked == [("fence", RankId(peer, 0), 7), ("fence", RankId(peer, 1), 7)]
+    assert made.made["tcp"].asked == []
+    assert made.ranks.died(RankId(peer, 0)), "now all are dead"
+    made.memory.close()
+
+
+def test_a_fence_towards_two_ranks_is_proven_when_both_have_answered_with_proof() -> None:
+    for first, second in ((True, True), (True, False), (False, True)):
+        made = Made(Role.DECODE)
+        peer = LeaderId(new_incarnation())
+        made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
+        made.ranks.carry_out(events.Fence(made.transfer(peer), 0, 7))
+        assert made.ranks.fenced(0, Fenced(RankId(peer, 1), 7, first)) is None
+        assert made.ranks.fenced(0, Fenced(RankId(peer, 1), 7, True)) is None, "one rank twice is not two"
+        assert made.ranks.fenced(0, Fenced(RankId(peer, 2), 7, True)) is None, "a rank that was not asked"
+        assert made.ranks.fenced(0, Fenced(RankId(peer, 0), 7, second)) is (first and second)
+        assert made.ranks.unanswered == 0
+        made.memory.close()

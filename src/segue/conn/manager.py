@@ -220,8 +220,7 @@ class KVManager:
             return self._refused(event, error, now)
 
     def _undecided(self, event: events.Event, error: SegueError) -> None:
-        """A hand-off met a bug: it ends now on both sides, not by its deadline. So does the session of a peer
-        that hand-offs cannot be opened with."""
+        """A hand-off met a bug: it ends now on both sides; so does a session that allows none."""
         match event:
             case events.PeerUp():
                 self._part(event.peer, error)
@@ -376,6 +375,7 @@ class KVManager:
         if isinstance(event, transport_base.PeerGone):
             peer = self._peers.get(leader)
             if event.proven and not self._ranks.died(event.peer):
+                self._ranks.fence_anew(name, self.exchange.unproven_fences(leader))
                 return
             if not event.proven and peer is not None and peer.transport != name:
                 return  # a path of an earlier session; what went over it has ended

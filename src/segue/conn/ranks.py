@@ -156,6 +156,13 @@ class Ranks:
                     rank.fence(name, RankId(peer, theirs), effect.epoch)
         return False
 
+    def fence_anew(self, transport: str, fences: Sequence[Fence]) -> None:
+        """Ask again where a rank of a peer has died: what could not be proven while it lived can be now."""
+        for fence in fences:
+            route = self._routes.get(self.peer_of(fence.transfer))
+            if route is not None:
+                self.carry_out(fence, Route(transport, route.partners))
+
     def granted(
         self, transfer: TransferId, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None
     ) -> Granted | AbortTransfer | None:

@@ -21,6 +21,7 @@ from segue.handoff.events import (
     ChecksumReady,
     Effect,
     Event,
+    Fence,
     FenceDone,
     Granted,
     OpenReceiver,
@@ -148,6 +149,14 @@ class Exchange:
     def open_transfers(self) -> list[TransferId]:
         """The hand-offs that have not ended."""
         return [transfer for transfer, machine in self._machines.items() if not machine.phase.terminal]
+
+    def unproven_fences(self, peer: LeaderId) -> list[Fence]:
+        """The fences of hand-offs with `peer` that our ranks have answered without a proof."""
+        return [
+            Fence(machine.transfer, rank, machine.epoch)
+            for machine in self._bound_to(peer)
+            for rank in sorted(machine.fences.unproven - machine.fences.waiting)
+        ]
 
     def sizes(self) -> dict[str, int]:
         """How much is in every table; all zero at rest without peers."""
