@@ -366,6 +366,10 @@ def test_a_worker_that_says_nonsense_or_gives_up_is_lost_and_everything_is_answe
         rank.checksum(events.ComputeChecksum(transfer, 0, 8, Content((), ())))
         worker.sendall(said)
         await owner.until(lambda: any(isinstance(heard, SegueError) for heard in owner.heard))
+        worker.sendall(wire.encode(wire.Ping()))
+        await asyncio.sleep(0.05)
+        kinds = [type(heard).__name__ for heard in owner.heard]
+        assert "Fenced" not in kinds, "it lives, and may still write"
         worker.shutdown(socket.SHUT_RDWR)
         await owner.until(lambda: len(owner.heard) == 4)
         kinds = [type(heard).__name__ for heard in owner.heard]

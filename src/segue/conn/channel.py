@@ -14,8 +14,8 @@ class Channel(asyncio.Protocol):
     """One end. `received` gets each message of the other end, which errors call `name`; it must not raise.
 
     `ended` is told why nothing can be said or heard any more: first with False, when the other end was silent
-    for `silence_s` seconds (0: it need not speak) or did not read `backlog_bytes`; then, or at once, with
-    True, when the other end has closed. Each at most once, and not after `close`.
+    for `silence_s` seconds (0: it need not speak), did not read `backlog_bytes` or said nonsense; then, or at
+    once, with True, when the other end has closed. Each at most once, and not after `close`.
     """
 
     def __init__(
@@ -85,13 +85,14 @@ class Channel(asyncio.Protocol):
             self._ping_later()
 
     def data_received(self, data: bytes) -> None:
+        if self._given_up is not None:
+            return
         self._heard_at = self._loop.time()
         try:
             messages = self._frames.feed(data)
         except SegueError as error:
+            # Not closed here: that the channel has ended must say that the other end closed it.
             self._give_up(error)
-            if self._transport is not None:
-                self._transport.abort()
             return
         for message in messages:
             if isinstance(message, wire.Ping):

@@ -375,7 +375,7 @@ class KVManager:
         if isinstance(event, transport_base.PeerGone):
             peer = self._peers.get(leader)
             if event.proven and not self._ranks.died(event.peer):
-                self._ranks.fence_anew(name, self.exchange.unproven_fences(leader))
+                self._ranks.fence_anew(name, self.exchange.unproven_fences(leader, name))
                 return
             if not event.proven and peer is not None and peer.transport != name:
                 return  # a path of an earlier session; what went over it has ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from segue.conn.io import Io
@@ -209,6 +210,7 @@ class Ranks:
         return all(theirs in dead for partners in route.partners.values() for theirs in partners)
 
     def close(self) -> None:
-        """End all of them; no answer after it returns."""
-        for rank in self._ranks:
-            rank.close()
+        """End all of them, whatever one raises; no answer after it returns."""
+        with ExitStack() as stack:
+            for rank in self._ranks:
+                stack.callback(rank.close)

@@ -150,11 +150,13 @@ class Exchange:
         """The hand-offs that have not ended."""
         return [transfer for transfer, machine in self._machines.items() if not machine.phase.terminal]
 
-    def unproven_fences(self, peer: LeaderId) -> list[Fence]:
-        """The fences of hand-offs with `peer` that our ranks have answered without a proof."""
+    def unproven_fences(self, peer: LeaderId, transport: str) -> list[Fence]:
+        """The fences of hand-offs with `peer` over `transport` that our ranks have answered without a proof.
+        Another transport knows nothing of their writes, and its word would be none."""
         return [
             Fence(machine.transfer, rank, machine.epoch)
             for machine in self._bound_to(peer)
+            if machine.transport == transport
             for rank in sorted(machine.fences.unproven - machine.fences.waiting)
         ]
 
