@@ -24,7 +24,7 @@ from test_manager import LIMITS, assert_at_rest, begin
 
 from segue.conn import rank_wire as wire
 from segue.conn import rank_worker
-from segue.conn.channel import Channel
+from segue.conn.channel import RankChannel
 from segue.conn.config import KVConfig
 from segue.conn.handles import Change, KVReceiver, KVSender
 from segue.conn.io import IoThread, LoopIo
@@ -277,7 +277,7 @@ def test_a_rank_that_stands_still_keeps_pages_until_it_is_known_to_be_dead() -> 
         (b"", PeerLost, "has ended before it was ready"),
         (b"\x00\x00\x00\x02\xc1\xc1", TransferFailed, "unreadable message"),
         (b"\xff\xff\xff\xff", TransferFailed, "a frame of 4294967295 bytes"),
-        (wire.encode(wire.Pong()), TransferFailed, "began with Pong"),
+        (wire.encode(wire.PongAnswer()), TransferFailed, "began with Pong"),
         (None, BootstrapTimeout, "was not ready within"),
     ],
 )
@@ -333,7 +333,7 @@ FULL = OutOfCapacity("no grant is free")
 def with_raw_worker(use: Callable[[WorkerRank, Owner, socket.socket], Coroutine[Any, Any, None]]) -> None:
     """A rank whose worker is the test, which says and hears every byte."""
     ours, theirs = socket.socketpair()
-    theirs.sendall(wire.encode(wire.Ready(specs(1)[0], {"shm": b"x"})))
+    theirs.sendall(wire.encode(wire.ReadyAnswer(specs(1)[0], {"shm": b"x"})))
     rank, owner = WorkerRank(0, ours, Limits(max_session_backlog_bytes=2**20)), Owner()
 
     async def main() -> None:
@@ -349,15 +349,15 @@ def with_raw_worker(use: Callable[[WorkerRank, Owner, socket.socket], Coroutine[
 def test_what_a_worker_cannot_grant_is_told_with_its_reason() -> None:
     async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
         assert not rank.grant("shm", PEER, 5, [1])
-        worker.sendall(wire.encode(wire.Granted(PEER, 5, FULL.info)))
-        worker.sendall(wire.encode(wire.Granted(PEER, 6)))
+        worker.sendall(wire.encode(wire.GrantAnswer(PEER, 5, FULL.info)))
+        worker.sendall(wire.encode(wire.GrantAnswer(PEER, 6)))
         await owner.until(lambda: len(owner.heard) == 2)
         assert owner.heard == [("granted", PEER, 5, FULL.info), ("granted", PEER, 6, None)]
 
     with_raw_worker(use)
 
 
-@pytest.mark.parametrize("said", [b"\x00\x00\x00\x01\xc1", wire.encode(wire.Failed(FULL.info))])
+@pytest.mark.parametrize("said", [b"\x00\x00\x00\x01\xc1", wire.encode(wire.FailedAnswer(FULL.info))])
 def test_a_worker_that_says_nonsense_or_gives_up_is_lost_and_everything_is_answered(said: bytes) -> None:
     async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
         transfer = TransferId(5, 0, PEER.leader, PEER.leader)
@@ -366,7 +366,7 @@ def test_a_worker_that_says_nonsense_or_gives_up_is_lost_and_everything_is_answe
         rank.checksum(events.ComputeChecksum(transfer, 0, 8, Content((), ())))
         worker.sendall(said)
         await owner.until(lambda: any(isinstance(heard, SegueError) for heard in owner.heard))
-        worker.sendall(wire.encode(wire.Ping()))
+        worker.sendall(wire.encode(wire.PingCommand()))
         await asyncio.sleep(0.05)
         kinds = [type(heard).__name__ for heard in owner.heard]
         assert "Fenced" not in kinds, "it lives, and may still write"
@@ -463,7 +463,7 @@ def test_a_leader_that_stood_still_itself_does_not_take_its_workers_for_silent()
         loop = asyncio.get_running_loop()
         lost: list[SegueError] = []
         ours, theirs = socket.socketpair()
-        channel = Channel(
+        channel = RankChannel(
             "the worker",
             wire.Frames(wire.Answer),
             lambda _: None,
@@ -476,7 +476,7 @@ def test_a_leader_that_stood_still_itself_does_not_take_its_workers_for_silent()
         time.sleep(0.5)  # noqa: ASYNC251 - the loop stands still, as a stopped process does
         await asyncio.sleep(0.1)
         assert not lost
-        theirs.sendall(wire.encode(wire.Pong()))
+        theirs.sendall(wire.encode(wire.PongAnswer()))
         await asyncio.wait_for(ended(lost), 10)
         assert "has said nothing" in str(lost[0])
         channel.close()

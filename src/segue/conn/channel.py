@@ -10,7 +10,7 @@ from segue.conn import rank_wire as wire
 from segue.core.errors import PeerLost, SegueError
 
 
-class Channel(asyncio.Protocol):
+class RankChannel(asyncio.Protocol):
     """One end. `received` gets each message of the other end, which errors call `name`; it must not raise.
 
     `ended` is told why nothing can be said or heard any more: first with False, when the other end was silent
@@ -95,9 +95,9 @@ class Channel(asyncio.Protocol):
             self._give_up(error)
             return
         for message in messages:
-            if isinstance(message, wire.Ping):
-                self.send(wire.Pong())
-            elif not isinstance(message, wire.Pong) and not self._closed:
+            if isinstance(message, wire.PingCommand):
+                self.send(wire.PongAnswer())
+            elif not isinstance(message, wire.PongAnswer) and not self._closed:
                 self._received(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -118,7 +118,7 @@ class Channel(asyncio.Protocol):
         if self._silence_s and silent_s > self._silence_s:
             self._give_up(PeerLost(f"{self._name} has said nothing for {silent_s:.1f} s"))
             return
-        self.send(wire.Ping())
+        self.send(wire.PingCommand())
         self._ping_later()
 
     def _ping_later(self) -> None:

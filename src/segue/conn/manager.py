@@ -21,7 +21,7 @@ from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.peers import Joined, PathSpeed, Peer, join
 from segue.conn.rank import FENCE_AGAIN_S, Rank, local_rank
-from segue.conn.ranks import Ranks, Route
+from segue.conn.ranks import PeerRoute, Ranks
 from segue.core.clock import Clock
 from segue.core.errors import (
     Draining,
@@ -261,7 +261,7 @@ class KVManager:
     def _end_later(self, transfer: TransferId, error: SegueError) -> None:
         self.io.loop.call_soon(self._handle, events.AbortTransfer(transfer, error.info))
 
-    def _fence_again(self, effect: events.Fence, route: Route | None) -> None:
+    def _fence_again(self, effect: events.Fence, route: PeerRoute | None) -> None:
         if self._closed:
             return
         try:

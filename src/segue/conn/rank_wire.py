@@ -2,8 +2,8 @@
 
     frame   unsigned 32-bit length of the body, body (msgpack)
 
-The worker speaks first: `Ready`. It answers each `Connect` with `Connected`, `Write` with `Landed` or
-`Broken`, `Grant` with `Granted`, `Fence` with `Fenced`, `Checksum` with `Hashed`, and `Ping` with `Pong`.
+The worker speaks first: `ReadyAnswer`. To a `…Command` it says the `…Answer` of the same name; to a
+`WriteCommand` it says `LandedAnswer` or `BrokenAnswer`, and to a `PingCommand` `PongAnswer`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HEAD = struct.Struct("!I")
 MAX_BYTES = 64 * 2**20
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class ReadyAnswer(msgspec.Struct, frozen=True, tag=True):
     """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name."""
 
     spec: PoolSpec
     endpoints: dict[str, bytes]
 
 
-class Connect(msgspec.Struct, frozen=True, tag=True):
+class ConnectCommand(msgspec.Struct, frozen=True, tag=True):
     """`Rank.connect`; `number` names the question."""
 
     number: int
@@ -40,14 +40,14 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class Connected(msgspec.Struct, frozen=True, tag=True):
+class ConnectAnswer(msgspec.Struct, frozen=True, tag=True):
     """The path is open, or why it is not."""
 
     number: int
     error: ErrorInfo | None = None
 
 
-class Write(msgspec.Struct, frozen=True, tag=True):
+class WriteCommand(msgspec.Struct, frozen=True, tag=True):
     """`Rank.write`."""
 
     transport: str
@@ -57,7 +57,7 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     blocks: list[CopyBlock]
 
 
-class Landed(msgspec.Struct, frozen=True, tag=True):
+class LandedAnswer(msgspec.Struct, frozen=True, tag=True):
     """`transport.base.Written`; `number` is its tag."""
 
     transport: str
@@ -68,7 +68,7 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
-class Broken(msgspec.Struct, frozen=True, tag=True):
+class BrokenAnswer(msgspec.Struct, frozen=True, tag=True):
     """`transport.base.WriteFailed`; `number` is its tag."""
 
     transport: str
@@ -79,7 +79,7 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
     refused: bool
 
 
-class Grant(msgspec.Struct, frozen=True, tag=True):
+class GrantCommand(msgspec.Struct, frozen=True, tag=True):
     """`Rank.grant`."""
 
     transport: str
@@ -88,7 +88,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     pages: list[int]
 
 
-class Granted(msgspec.Struct, frozen=True, tag=True):
+class GrantAnswer(msgspec.Struct, frozen=True, tag=True):
     """Writes of `epoch` by this rank of a peer may land, or why they may not."""
 
     peer: RankId
@@ -96,7 +96,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo | None = None
 
 
-class Fence(msgspec.Struct, frozen=True, tag=True):
+class FenceCommand(msgspec.Struct, frozen=True, tag=True):
     """`Rank.fence`."""
 
     transport: str
@@ -104,7 +104,7 @@ class Fence(msgspec.Struct, frozen=True, tag=True):
     epoch: int
 
 
-class Fenced(msgspec.Struct, frozen=True, tag=True):
+class FenceAnswer(msgspec.Struct, frozen=True, tag=True):
     """`transport.base.Fenced`."""
 
     transport: str
@@ -113,7 +113,7 @@ class Fenced(msgspec.Struct, frozen=True, tag=True):
     proven: bool
 
 
-class Gone(msgspec.Struct, frozen=True, tag=True):
+class PeerGoneAnswer(msgspec.Struct, frozen=True, tag=True):
     """`transport.base.PeerGone`."""
 
     transport: str
@@ -122,7 +122,7 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-class Checksum(msgspec.Struct, frozen=True, tag=True):
+class ChecksumCommand(msgspec.Struct, frozen=True, tag=True):
     """`Rank.checksum`."""
 
     transfer: TransferId
@@ -131,7 +131,7 @@ class Checksum(msgspec.Struct, frozen=True, tag=True):
     content: Content
 
 
-class Hashed(msgspec.Struct, frozen=True, tag=True):
+class ChecksumAnswer(msgspec.Struct, frozen=True, tag=True):
     """`handoff.events.ChecksumReady`."""
 
     transfer: TransferId
@@ -141,22 +141,33 @@ class Hashed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo | None = None
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class FailedAnswer(msgspec.Struct, frozen=True, tag=True):
     """The worker could not do what it was asked, and cannot say for which hand-off: it ends."""
 
     error: ErrorInfo
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
+class PingCommand(msgspec.Struct, frozen=True, tag=True):
     """Are you there?"""
 
 
-class Pong(msgspec.Struct, frozen=True, tag=True):
+class PongAnswer(msgspec.Struct, frozen=True, tag=True):
     """Yes."""
 
 
-Command = Connect | Write | Grant | Fence | Checksum | Ping
-Answer = Ready | Connected | Landed | Broken | Granted | Fenced | Gone | Hashed | Failed | Pong
+Command = ConnectCommand | WriteCommand | GrantCommand | FenceCommand | ChecksumCommand | PingCommand
+Answer = (
+    ReadyAnswer
+    | ConnectAnswer
+    | LandedAnswer
+    | BrokenAnswer
+    | GrantAnswer
+    | FenceAnswer
+    | PeerGoneAnswer
+    | ChecksumAnswer
+    | FailedAnswer
+    | PongAnswer
+)
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from segue.conn import rank_wire as wire
-from segue.conn.channel import Channel
+from segue.conn.channel import RankChannel
 from segue.conn.io import Io
 from segue.conn.rank import FENCE_AGAIN_S, LocalRank
 from segue.core.errors import ErrorInfo, Internal, SegueError
@@ -39,7 +39,7 @@ class RankWorker:
         self._io = io
         self._limits = limits
         self._leader_gone = leader_gone
-        self._channel: Channel | None = None
+        self._channel: RankChannel | None = None
 
     def start(self) -> None:
         """Say what this rank has, and serve."""
@@ -47,7 +47,7 @@ class RankWorker:
         self._io.call(self._start(), self._limits.connect_s)
 
     async def _start(self) -> None:
-        channel = Channel(
+        channel = RankChannel(
             "the leader",
             wire.Frames(wire.Command),
             self._asked,
@@ -57,7 +57,7 @@ class RankWorker:
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=self._sock)
         self._channel = channel
         await self._rank.start(self, self._io)
-        channel.send(wire.Ready(self._rank.spec, dict(self._rank.endpoints)))
+        channel.send(wire.ReadyAnswer(self._rank.spec, dict(self._rank.endpoints)))
 
     def close(self) -> None:
         """End the transports, and only then the channel: its end says that nothing is written any more."""
@@ -83,41 +83,41 @@ class RankWorker:
 
     def _do(self, command: wire.Command) -> None:
         match command:
-            case wire.Connect():
+            case wire.ConnectCommand():
                 connecting = self._connect(command)
                 background(connecting, name=f"connecting to {command.peer}", failed=self._broken)
-            case wire.Write(transport, peer, epoch, number, blocks):
+            case wire.WriteCommand(transport, peer, epoch, number, blocks):
                 self._rank.write(transport, peer, epoch, number, blocks)
-            case wire.Grant(transport, peer, epoch, pages):
+            case wire.GrantCommand(transport, peer, epoch, pages):
                 self._rank.grant(transport, peer, epoch, pages)
-                self._say(wire.Granted(peer, epoch))
-            case wire.Fence(transport, peer, epoch):
+                self._say(wire.GrantAnswer(peer, epoch))
+            case wire.FenceCommand(transport, peer, epoch):
                 self._rank.fence(transport, peer, epoch)
-            case wire.Checksum(transfer, rank, number, content):
+            case wire.ChecksumCommand(transfer, rank, number, content):
                 self._rank.checksum(ComputeChecksum(transfer, rank, number, content))
 
-    async def _connect(self, command: wire.Connect) -> None:
+    async def _connect(self, command: wire.ConnectCommand) -> None:
         error = None
         try:
             await self._rank.connect(command.transport, command.peer, command.endpoint, command.timeout_s)
         except Exception as exc:
             error = typed(exc, f"connecting to {command.peer}").info
-        self._say(wire.Connected(command.number, error))
+        self._say(wire.ConnectAnswer(command.number, error))
 
     def _refuse(self, command: wire.Command, error: SegueError) -> None:
         """What was asked was not done, and its hand-off ends; but a fence is asked for until it is taken."""
         match command:
-            case wire.Write(transport, peer, epoch, number):
-                self._say(wire.Broken(transport, peer, epoch, number, error.info, False))
-            case wire.Checksum(transfer, rank, number):
-                self._say(wire.Hashed(transfer, rank, number, 0, error.info))
-            case wire.Grant(_, peer, epoch):
-                self._say(wire.Granted(peer, epoch, error.info))
-            case wire.Fence():
+            case wire.WriteCommand(transport, peer, epoch, number):
+                self._say(wire.BrokenAnswer(transport, peer, epoch, number, error.info, False))
+            case wire.ChecksumCommand(transfer, rank, number):
+                self._say(wire.ChecksumAnswer(transfer, rank, number, 0, error.info))
+            case wire.GrantCommand(_, peer, epoch):
+                self._say(wire.GrantAnswer(peer, epoch, error.info))
+            case wire.FenceCommand():
                 self._io.loop.call_later(FENCE_AGAIN_S, self._asked, command)
 
     def _broken(self, error: SegueError) -> None:
-        self._say(wire.Failed(error.info))
+        self._say(wire.FailedAnswer(error.info))
 
     def _ended(self, error: SegueError, over: bool) -> None:
         if over:
@@ -129,13 +129,13 @@ class RankWorker:
         """See `RankOwner.moved`."""
         match event:
             case Written(peer, epoch, tag, nbytes, seconds):
-                answer: wire.Answer = wire.Landed(transport, peer, epoch, tag, nbytes, seconds)
+                answer: wire.Answer = wire.LandedAnswer(transport, peer, epoch, tag, nbytes, seconds)
             case WriteFailed(peer, epoch, tag, error, refused):
-                answer = wire.Broken(transport, peer, epoch, tag, error.info, refused)
+                answer = wire.BrokenAnswer(transport, peer, epoch, tag, error.info, refused)
             case Fenced(peer, epoch, proven):
-                answer = wire.Fenced(transport, peer, epoch, proven)
+                answer = wire.FenceAnswer(transport, peer, epoch, proven)
             case PeerGone(peer, proven, error):
-                answer = wire.Gone(transport, peer, proven, error.info)
+                answer = wire.PeerGoneAnswer(transport, peer, proven, error.info)
         self._io.post(self._say, answer)
 
     def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
@@ -144,7 +144,7 @@ class RankWorker:
 
     def hashed(self, answer: ChecksumReady) -> None:
         """See `RankOwner.hashed`."""
-        said = wire.Hashed(answer.transfer, answer.rank, answer.tag, answer.checksum, answer.error)
+        said = wire.ChecksumAnswer(answer.transfer, answer.rank, answer.tag, answer.checksum, answer.error)
         self._io.post(self._say, said)
 
     def lost(self, rank: int, error: SegueError) -> None:

@@ -18,7 +18,7 @@ from segue.transport.base import Fenced
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class PeerRoute:
     """How a peer is reached: by which transport, and which of its ranks each of ours exchanges bytes with."""
 
     transport: str
@@ -48,7 +48,7 @@ class Ranks:
             if all(name in rank.endpoints for rank in ranks)
         }
         # Outlives the session: a fence may come after it. One entry per peer ever seen, bounded.
-        self._routes: dict[LeaderId, Route] = {}
+        self._routes: dict[LeaderId, PeerRoute] = {}
         self._connecting: dict[LeaderId, asyncio.Task[None]] = {}
         #: grants of our ranks, each with the peer's ranks that cannot write there yet
         self._grants: dict[tuple[LeaderId, int, int], set[int]] = {}
@@ -86,7 +86,7 @@ class Ranks:
         for source, target in pairs:
             ours, theirs = (source, target) if self._sending else (target, source)
             partners[ours] = (*partners.get(ours, ()), theirs)
-        self._routes[peer] = Route(name, partners)
+        self._routes[peer] = PeerRoute(name, partners)
         self._dead.pop(peer, None)
         while len(self._routes) > self._max_peers:
             oldest = next(known for known in self._routes if known not in live)
@@ -123,12 +123,12 @@ class Ranks:
         """The other side of a transfer."""
         return transfer.decode if self._sending else transfer.prefill
 
-    def route_to(self, peer: LeaderId) -> Route | None:
+    def route_to(self, peer: LeaderId) -> PeerRoute | None:
         """How `peer` is reached now, if that is known."""
         return self._routes.get(peer)
 
     def carry_out(
-        self, effect: PostWrite | Grant | Fence | ComputeChecksum, route: Route | None = None
+        self, effect: PostWrite | Grant | Fence | ComputeChecksum, route: PeerRoute | None = None
     ) -> bool:
         """Have the rank do what is for it, over the transport that was chosen for the transfer's peer, or by
         a `route` of before. True for a grant that holds already."""
@@ -162,7 +162,7 @@ class Ranks:
         for fence in fences:
             route = self._routes.get(self.peer_of(fence.transfer))
             if route is not None:
-                self.carry_out(fence, Route(transport, route.partners))
+                self.carry_out(fence, PeerRoute(transport, route.partners))
 
     def granted(
         self, transfer: TransferId, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from segue.conn import rank_wire as wire
-from segue.conn.channel import Channel
+from segue.conn.channel import RankChannel
 from segue.conn.io import Io
 from segue.conn.rank import RankOwner
 from segue.core.errors import (
@@ -49,7 +49,7 @@ class WorkerRank:
         self._sock = sock
         self._limits = limits
         self._owner: RankOwner | None = None
-        self._channel: Channel | None = None
+        self._channel: RankChannel | None = None
         self._io: Io | None = None
         self._error: SegueError | None = None
         self._over = False
@@ -63,7 +63,7 @@ class WorkerRank:
         """See `Rank.start`."""
         self._owner = owner
         self._io = io
-        self._channel = channel = Channel(
+        self._channel = channel = RankChannel(
             f"the worker of rank {self._index}",
             wire.Frames(wire.Answer),
             self._answered,
@@ -83,7 +83,7 @@ class WorkerRank:
         number = next(self._numbers)
         answer = self._connecting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._say(wire.Connect(number, transport, peer, endpoint, timeout_s))
+            self._say(wire.ConnectCommand(number, transport, peer, endpoint, timeout_s))
             # The worker keeps the deadline; this one is for a worker that does not.
             async with asyncio.timeout(timeout_s + self._limits.peer_silence_s):
                 await answer
@@ -99,14 +99,14 @@ class WorkerRank:
         if self._error is not None:
             self._moved(transport, WriteFailed(peer, epoch, tag, self._error))
             return
-        self._say(wire.Write(transport, peer, epoch, tag, list(blocks)))
+        self._say(wire.WriteCommand(transport, peer, epoch, tag, list(blocks)))
         self._writes.add((transport, peer, epoch, tag))
 
     def grant(self, transport: str, peer: RankId, epoch: int, pages: Sequence[int]) -> bool:
         """See `Rank.grant`."""
         if self._error is not None:
             raise self._error
-        self._say(wire.Grant(transport, peer, epoch, list(pages)))
+        self._say(wire.GrantCommand(transport, peer, epoch, list(pages)))
         return False
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
@@ -115,13 +115,13 @@ class WorkerRank:
             self._moved(transport, Fenced(peer, epoch, True))
             return
         self._fences[transport, peer, epoch] = None
-        self._say(wire.Fence(transport, peer, epoch))
+        self._say(wire.FenceCommand(transport, peer, epoch))
 
     def checksum(self, effect: ComputeChecksum) -> None:
         """Have the worker hash what `effect` names."""
         if self._error is not None:
             raise self._error
-        self._say(wire.Checksum(effect.transfer, effect.rank, effect.tag, effect.content))
+        self._say(wire.ChecksumCommand(effect.transfer, effect.rank, effect.tag, effect.content))
         self._checksums[effect.transfer, effect.tag] = effect
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class WorkerRank:
         elif not self._io.loop.is_closed():
             self._io.call(self._hang_up(self._channel), self._limits.connect_s)
 
-    async def _hang_up(self, channel: Channel) -> None:
+    async def _hang_up(self, channel: RankChannel) -> None:
         channel.close()
         await channel.closed(self._limits.connect_s / 2)
 
@@ -140,28 +140,28 @@ class WorkerRank:
 
     def _answered(self, answer: wire.Answer) -> None:
         match answer:
-            case wire.Landed(transport, peer, epoch, number, nbytes, seconds):
+            case wire.LandedAnswer(transport, peer, epoch, number, nbytes, seconds):
                 self._settle(transport, peer, epoch, number)
                 self._moved(transport, Written(peer, epoch, number, nbytes, seconds))
-            case wire.Broken(transport, peer, epoch, number, error, refused):
+            case wire.BrokenAnswer(transport, peer, epoch, number, error, refused):
                 self._settle(transport, peer, epoch, number)
                 self._moved(transport, WriteFailed(peer, epoch, number, error.exception(), refused))
-            case wire.Granted(peer, epoch, error):
+            case wire.GrantAnswer(peer, epoch, error):
                 if self._owner is not None:
                     self._owner.granted(self._index, peer, epoch, error)
-            case wire.Fenced(transport, peer, epoch, proven):
+            case wire.FenceAnswer(transport, peer, epoch, proven):
                 self._fences.pop((transport, peer, epoch), None)
                 self._moved(transport, Fenced(peer, epoch, proven))
-            case wire.Gone(transport, peer, proven, error):
+            case wire.PeerGoneAnswer(transport, peer, proven, error):
                 self._moved(transport, PeerGone(peer, proven, error.exception()))
-            case wire.Hashed(transfer, rank, number, checksum, error):
+            case wire.ChecksumAnswer(transfer, rank, number, checksum, error):
                 self._checksums.pop((transfer, number), None)
                 self._hashed(ChecksumReady(transfer, rank, number, checksum, error))
-            case wire.Connected(number, error):
+            case wire.ConnectAnswer(number, error):
                 waiting = self._connecting.get(number)
                 if waiting is not None and not waiting.done():
                     _settle_future(waiting, error)
-            case wire.Failed(error):
+            case wire.FailedAnswer(error):
                 self._give_up(error.exception())
 
     def _settle(self, transport: str, peer: RankId, epoch: int, number: int) -> None:
@@ -213,7 +213,7 @@ def _settle_future(waiting: asyncio.Future[None], error: ErrorInfo | None) -> No
         waiting.set_exception(error.exception())
 
 
-def _first_words(index: int, sock: socket.socket, timeout_s: float) -> wire.Ready:
+def _first_words(index: int, sock: socket.socket, timeout_s: float) -> wire.ReadyAnswer:
     """What a worker says of itself, read before the loop has the socket."""
     frames = wire.Frames(wire.Answer)
     ends_at = time.monotonic() + timeout_s
@@ -230,7 +230,7 @@ def _first_words(index: int, sock: socket.socket, timeout_s: float) -> wire.Read
         if not data:
             raise PeerLost(f"the worker of rank {index} has ended before it was ready")
         for message in frames.feed(data):
-            if not isinstance(message, wire.Ready):
+            if not isinstance(message, wire.ReadyAnswer):
                 raise TransferFailed(f"the worker of rank {index} began with {type(message).__name__}")
             sock.setblocking(False)
             return message
