@@ -11,19 +11,17 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from unittest import mock
 
 import msgspec
 import numpy as np
 
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
 from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, RankCoord, Role, Span, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
 from segue.layout.content import checksum
-from segue.layout.planner import PairPlan, plan_hash
 from segue.layout.spec import KVShape, PoolSpec
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
@@ -42,6 +40,7 @@ def pool_specs(pages: int, page_tokens: int, ranks: int) -> list[PoolSpec]:
     return [
         PoolSpec(
             shape=shape,
+            coord=RankCoord(pp=rank),
             pages=pages,
             page_tokens=page_tokens,
             layer_start=rank * count,
@@ -50,17 +49,6 @@ def pool_specs(pages: int, page_tokens: int, ranks: int) -> list[PoolSpec]:
         )
         for rank in range(ranks)
     ]
-
-
-def plan_layers(sources: list[PoolSpec], targets: list[PoolSpec]) -> PairPlan:
-    """As `plan_pair`, also for sides that divide the layers differently: who shares a layer is a pair."""
-    held = [
-        [set(range(s.layer_start, s.layer_start + s.layer_count)) for s in side]
-        for side in (sources, targets)
-    ]
-    pairs = [(s, t) for s in range(len(sources)) for t in range(len(targets)) if held[0][s] & held[1][t]]
-    digest = plan_hash(sources, targets, 0, 0, 0).to_bytes(8, "little")
-    return PairPlan(tuple(sources), tuple(targets), tuple(pairs), digest)
 
 
 def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
@@ -220,11 +208,7 @@ class World:
 
     def tell(self, node: Node, event: events.Event) -> list[events.Effect]:
         before = {t: node.exchange.phase(t) for t in node.jobs}
-        if isinstance(event, events.PeerUp) and self.ranks != (1, 1):
-            with mock.patch("segue.handoff.link.plan_pair", plan_layers):
-                effects = node.exchange.handle(event, self.now)
-        else:
-            effects = node.exchange.handle(event, self.now)
+        effects = node.exchange.handle(event, self.now)
         self.log.append((node.role.value, event))
         for effect in effects:
             self.log.append((f"  {node.role.value}", effect))

@@ -33,12 +33,24 @@ Ranges = npt.NDArray[np.uint64]
 
 
 class Part(NamedTuple):
-    """The layers and KV heads that both ranks of a pair hold, numbered as in the whole model."""
+    """Layers and KV heads, numbered as in the whole model: those of a rank, or those that a pair shares."""
 
     layer_start: int
     layers: int
     head_start: int
     heads: int
+
+    def shared(self, other: Part) -> Part | None:
+        """What is in both; None if that is nothing."""
+        layer, head = max(self.layer_start, other.layer_start), max(self.head_start, other.head_start)
+        layers = min(self.layer_start + self.layers, other.layer_start + other.layers) - layer
+        heads = min(self.head_start + self.heads, other.head_start + other.heads) - head
+        return Part(layer, layers, head, heads) if layers > 0 and heads > 0 else None
+
+
+def part_of(spec: PoolSpec) -> Part:
+    """What a rank holds."""
+    return Part(spec.layer_start, spec.layer_count, spec.head_start, spec.head_count)
 
 
 class Sample(NamedTuple):
@@ -142,7 +154,7 @@ def canonical_content(
 
 def whole_pages(spec: PoolSpec, pages: Sequence[int]) -> Content:
     """All bytes of `pages` in a pool: what somebody who may write into them may touch."""
-    part = Part(spec.layer_start, spec.layer_count, spec.head_start, spec.head_count)
+    part = part_of(spec)
     span = Span(0, len(pages) * spec.page_tokens)
     return canonical_content(spec, part, span, sorted(pages), 0, Sample(), "granted")
 

@@ -1,15 +1,18 @@
 """From two layouts to the byte ranges that move KV from one into the other, or a typed refusal.
 
 `plan_pair` runs once per session and decides which source rank writes to which target rank;
-`PairPlan.blocks` runs once per chunk and pair and does only integer arithmetic. A later version that
-joins unequal parallel sizes changes `plan_pair` (more pairs, each with its part of the layers and
-heads) and nothing above it: callers already loop over `pairs`.
+`PairPlan.blocks` runs once per chunk and pair and does only integer arithmetic.
+
+Each rank holds a box of the model: some neighbouring layers of some neighbouring KV heads (`layout.sides`). A
+pair is a source box and a target box that share something, and moves what they share: so the sides' parallel
+sizes need not be equal, nor divide one another. Of ranks that hold the same box one takes part in a pair.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,12 +21,13 @@ import msgspec
 from segue.core.errors import LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content, Part, Sample, canonical_content, page_runs
+from segue.layout.content import Content, Sample, canonical_content, page_runs, part_of
 from segue.layout.pairs import PairLayout
+from segue.layout.sides import Boxes, boxes_of
 from segue.layout.spec import KVShape, PoolSpec
 
 #: Changes whenever the meaning of a plan changes, so that two versions never agree by accident.
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 
 #: Ranks that one replica may declare.
 MAX_RANKS = 1024
@@ -135,45 +139,39 @@ class PairPlan:
                     f"source rank {source} and target rank {target} are not a pair of the plan: {self.pairs}"
                 )
             src, dst = self.sources[source], self.targets[target]
-            layout = self._layouts[source, target] = PairLayout(src, dst, _shared(src, dst))
+            shared = part_of(src).shared(part_of(dst))
+            assert shared is not None
+            layout = self._layouts[source, target] = PairLayout(src, dst, shared)
         return layout
 
 
 def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairPlan:
     """Which rank of `sources` writes to which rank of `targets`.
 
-    Raises LayoutMismatch with a sentence that says what differs and what to change. Today both
-    sides need the same model, dtype and parallel split; page sizes and page counts may differ.
+    Raises LayoutMismatch with a sentence that names the ranks and what to change. Both sides need the same
+    model and dtype; parallel sizes, page sizes and page counts may differ.
     """
     _check_count("prefill", sources)
     _check_count("decode", targets)
     # First of all, since what follows is work in proportion to a shape that a peer has declared.
     _check_shapes(sources[0].shape, targets[0].shape)
-    _check_side("prefill", sources)
-    _check_side("decode", targets)
-    if len(sources) != len(targets):
-        raise LayoutMismatch(
-            f"prefill has {len(sources)} ranks per replica ({_split(sources)}) and decode {len(targets)} "
-            f"({_split(targets)}); this version needs equal --tp and --pp on both sides"
-        )
-    for rank, (src, dst) in enumerate(zip(sources, targets, strict=True)):
-        if _place(src) != _place(dst):
-            raise LayoutMismatch(
-                f"rank {rank} of prefill holds {_part_text(src)}, "
-                f"rank {rank} of decode {_part_text(dst)}; "
-                "this version needs equal --tp and --pp on both sides"
-            )
-    pairs = tuple((rank, rank) for rank in range(len(sources)))
-    return PairPlan(tuple(sources), tuple(targets), pairs, _layout_digest(sources, targets))
+    pairs = _pairs(boxes_of("prefill", sources), boxes_of("decode", targets))
+    return PairPlan(tuple(sources), tuple(targets), tuple(pairs), _layout_digest(sources, targets))
 
 
-def _shared(src: PoolSpec, dst: PoolSpec) -> Part:
-    """The layers and heads that both ranks hold."""
-    layer = max(src.layer_start, dst.layer_start)
-    layer_end = min(src.layer_start + src.layer_count, dst.layer_start + dst.layer_count)
-    head = max(src.head_start, dst.head_start)
-    head_end = min(src.head_start + src.head_count, dst.head_start + dst.head_count)
-    return Part(layer, layer_end - layer, head, head_end - head)
+def _pairs(sources: Boxes, targets: Boxes) -> list[tuple[int, int]]:
+    """Who writes to whom. Of ranks that hold the same box the one that has least to send takes part."""
+    sent: Counter[int] = Counter()
+    pairs = []
+    for box, holders in targets.items():
+        for target in holders:
+            for other, ranks in sources.items():
+                shared = other.shared(box)
+                if shared is not None:
+                    source = min(ranks, key=lambda rank: (sent[rank], rank))
+                    sent[source] += shared.layers * shared.heads
+                    pairs.append((source, target))
+    return sorted(pairs)
 
 
 def plan_hash(
@@ -214,48 +212,3 @@ def _check_count(name: str, ranks: Sequence[PoolSpec]) -> None:
         raise LayoutMismatch(f"{name} declares no ranks; each leader must declare one pool per rank")
     if len(ranks) > MAX_RANKS:
         raise LayoutMismatch(f"{name} declares {len(ranks)} ranks; a replica has at most {MAX_RANKS}")
-
-
-def _check_side(name: str, ranks: Sequence[PoolSpec]) -> None:
-    """All ranks of one side describe one model, and together they hold all of it."""
-    first = ranks[0]
-    for rank, spec in enumerate(ranks):
-        if spec.shape != first.shape:
-            raise LayoutMismatch(f"rank {rank} of {name} has another KV shape than its rank 0: {spec.shape}")
-        if spec.page_tokens != first.page_tokens:
-            raise LayoutMismatch(
-                f"rank {rank} of {name} has pages of {spec.page_tokens} tokens, its rank 0 of "
-                f"{first.page_tokens}; start all ranks with one --page-tokens"
-            )
-        if spec.coord.cp:
-            raise LayoutMismatch(f"{name} uses context parallelism; this version needs --cp 1 on both sides")
-    held = {
-        (layer, head)
-        for spec in ranks
-        for layer in range(spec.layer_start, spec.layer_start + spec.layer_count)
-        for head in range(spec.head_start, spec.head_start + spec.head_count)
-    }
-    missing = first.shape.layers * first.shape.kv_heads - len(held)
-    if missing:
-        raise LayoutMismatch(
-            f"the {len(ranks)} ranks of {name} leave {missing} of the model's (layer, KV head) pairs out; "
-            "declare every rank of the replica"
-        )
-
-
-def _place(spec: PoolSpec) -> tuple[int, ...]:
-    coord = spec.coord
-    part = (spec.layer_start, spec.layer_count, spec.head_start, spec.head_count)
-    return (coord.pp, coord.cp, coord.tp, *part)
-
-
-def _split(ranks: Sequence[PoolSpec]) -> str:
-    tp = 1 + max(spec.coord.tp for spec in ranks)
-    pp = 1 + max(spec.coord.pp for spec in ranks)
-    return f"tp {tp}, pp {pp}"
-
-
-def _part_text(spec: PoolSpec) -> str:
-    layers = f"layers {spec.layer_start} to {spec.layer_start + spec.layer_count - 1}"
-    heads = f"KV heads {spec.head_start} to {spec.head_start + spec.head_count - 1}"
-    return f"{layers} and {heads} (pp {spec.coord.pp}, tp {spec.coord.tp})"
