@@ -84,9 +84,11 @@ def test_a_watcher_sees_ready_instances_come_drain_and_leave(opened: OpenRegistr
             assert [r.dp_rank for r in seen[0].replicas] == [0, 1]
             await registry.set_draining(A, True)
             assert [i.draining for i in await soon(anext(watch))] == [True]
-            await registry.leave(A)
-            assert await soon(anext(watch)) == []
-            await registry.leave(B)
+            await registry.leave(LeaderId(A, 0))
+            assert await soon(anext(watch)) == [], "no more than all of its ranks were there before"
+            assert not keeping[0].done(), "its other rank is still kept alive"
+            await registry.leave(LeaderId(A, 1))
+            await registry.leave(LeaderId(B))
             await asyncio.gather(*keeping)
 
     asyncio.run(main())
@@ -158,7 +160,7 @@ def test_an_instance_that_leaves_in_the_turn_of_its_keep_alive_ends_it_quietly(t
         keeping = asyncio.create_task(registry.keep_alive(A))
         for _ in range(turns):
             await asyncio.sleep(0)
-        await registry.leave(A)
+        await registry.leave(LeaderId(A))
         await asyncio.wait_for(keeping, DEADLINE_S)
         await registry.aclose()
 
@@ -249,10 +251,10 @@ def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
         assert not following.done()
         await instance.register_room(5, LeaderId(A, 0), ttl_s=5)
         assert await other.resolve_room(5, DEADLINE_S) == LeaderId(A, 0)
-        await instance.leave(B)
+        await instance.leave(LeaderId(B))
         assert names(await soon(following)) == [A]
         assert frontend.last_error is None
-        await instance.leave(A)
+        await instance.leave(LeaderId(A))
         await asyncio.gather(*keeping)
         for client in (instance, frontend, other):
             await client.aclose()
@@ -316,7 +318,7 @@ def test_a_wrong_secret_is_unauthorized_and_nobody_there_is_unreachable() -> Non
             await client.register(record(A))
         with pytest.raises(BootstrapTimeout, match="cannot be reached"):
             await client.resolve_room(1, 0.3)
-        await client.leave(A)  # never raises because the registry is away
+        await client.leave(LeaderId(A))  # never raises because the registry is away
         await client.aclose()
 
     asyncio.run(main())

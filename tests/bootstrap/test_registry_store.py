@@ -53,7 +53,7 @@ def test_roles_are_filtered_and_every_visible_change_has_a_version() -> None:
     versions.append(registry.version)
     registry.set_draining(A, True)
     assert registry.version == versions[-1]
-    registry.leave(B)
+    registry.leave(LeaderId(B))
     versions.append(registry.version)
     assert len(set(versions)) == len(versions)
     assert names(registry.instances(Role.PREFILL).instances) == [A]
@@ -222,12 +222,38 @@ def test_a_rank_that_fell_silent_and_is_back_is_a_change_that_watchers_hear_of()
 def test_leaving_is_final_and_a_late_heartbeat_does_not_undo_it() -> None:
     registry, _ = store()
     registry.register(record(A), 0)
-    registry.leave(A)
-    registry.leave(A)
-    registry.leave(C)
+    registry.leave(LeaderId(A))
+    registry.leave(LeaderId(A))
+    registry.leave(LeaderId(C))
     with pytest.raises(Draining):
         registry.register(record(A), 0)
     assert not registry.instances().instances
+
+
+def test_one_rank_leaves_and_the_others_stay() -> None:
+    registry, clock = store(ttl_s=10.0)
+    for rank in (0, 1):
+        registry.register(record(A, rank, dp_size=2), rank)
+    registry.register_room(5, room(A, 0))
+    registry.register_room(6, room(A, 1))
+    registry.leave(LeaderId(A, 0))
+    assert [r.dp_rank for r in registry.instances().instances[0].replicas] == [1]
+    assert (registry.room(5), registry.room(6)) == (None, LeaderId(A, 1))
+    registry.register(record(A, 1, dp_size=2), 1)
+    with pytest.raises(Draining):
+        registry.register(record(A, 0, dp_size=2), 0)
+    clock.advance(11.0)
+    with pytest.raises(Draining):
+        registry.register(record(A, 0, dp_size=2), 0)
+
+
+def test_a_rank_that_drains_is_heard_by_a_registry_that_knows_another_of_its_instance() -> None:
+    registry, _ = store()
+    registry.register(record(A, 0, dp_size=2), 0)
+    version = registry.version
+    registry.register(record(A, 1, dp_size=2, draining=True), 1)
+    assert registry.instances().instances[0].draining
+    assert registry.version > version
 
 
 def test_lesson_09_a_new_incarnation_at_the_same_address_replaces_the_old_at_once() -> None:
@@ -316,7 +342,7 @@ def test_watchers_hear_their_topic_only_and_stop_when_they_say_so() -> None:
     assert heard[2:] == ["timers", "room 7"]
     for stop in stops:
         stop()
-    registry.leave(A)
+    registry.leave(LeaderId(A))
     assert len(heard) == 4
 
 
@@ -328,6 +354,7 @@ class StoreModel(RuleBasedStateMachine):
         self.registry, self.clock = store(ttl_s=10.0, max_rooms=8)
         self.alive_until: dict[LeaderId, float] = {}
         self.gone: set[Incarnation] = set()
+        self.left: set[LeaderId] = set()
         self.owners: dict[int, tuple[int, float]] = {}
         self.heard = 0
         self.registry.subscribe(TOPOLOGY, self.hear)
@@ -349,28 +376,37 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from([A, B, C]), dp_rank=st.integers(0, 2))
     def register(self, who: Incarnation, dp_rank: int) -> None:
-        if who in self.gone:
+        if who in self.gone or LeaderId(who, dp_rank) in self.left:
             with pytest.raises(Draining):
                 self.registry.register(record(who, dp_rank, dp_size=3), dp_rank)
         else:
             self.registry.register(record(who, dp_rank, dp_size=3), dp_rank)
             self.alive_until[LeaderId(who, dp_rank)] = self.clock.now() + 10.0
 
-    @rule(who=st.sampled_from([A, B, C]))
-    def leave(self, who: Incarnation) -> None:
-        if who in self.alive():
-            self.gone.add(who)
-        self.registry.leave(who)
-        self.alive_until = {leader: t for leader, t in self.alive_until.items() if leader.incarnation != who}
+    @rule(who=st.sampled_from([A, B, C]), dp_rank=st.integers(0, 2))
+    def leave(self, who: Incarnation, dp_rank: int) -> None:
+        leader = LeaderId(who, dp_rank)
+        self.registry.leave(leader)
+        if self.alive_until.pop(leader, None) is None:
+            return  # nobody whom it knows
+        self.left.add(leader)
         if who == A:
+            self.owners = {r: (d, t) for r, (d, t) in self.owners.items() if d != dp_rank}
+        self._over()
+
+    def _over(self) -> None:
+        """A rank that has left never comes back, so an incarnation without another one is over."""
+        alive = self.alive()
+        self.gone |= {leader.incarnation for leader in self.left} - alive
+        self.alive_until = {who: t for who, t in self.alive_until.items() if who.incarnation in alive}
+        if A not in self.alive():
             self.owners.clear()
 
     @rule(seconds=st.floats(0.1, 9.9))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.owners = {r: (d, t) for r, (d, t) in self.owners.items() if t > self.clock.now()}
-        if A not in self.alive():
-            self.owners.clear()
+        self._over()
 
     @precondition(lambda self: A in self.alive())
     @rule(number=st.integers(1, 4), dp_rank=st.integers(0, 2))

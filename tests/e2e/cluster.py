@@ -18,7 +18,7 @@ from segue.bootstrap.server import RegistryServer
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.core.limits import Limits
-from segue.core.types import Role, new_incarnation
+from segue.core.types import LeaderId, Role, new_incarnation
 
 MODEL = "tiny"
 
@@ -75,7 +75,7 @@ class Registry:
     async def _come_and_go(self, record: InstanceRecord) -> None:
         assert self._server is not None
         self._server.store.register(record, 0)
-        self._server.store.leave(record.incarnation)
+        self._server.store.leave(LeaderId(record.incarnation))
 
     def close(self) -> None:
         self.shut()

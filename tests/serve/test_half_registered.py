@@ -66,7 +66,7 @@ def test_decode_dials_an_instance_only_when_its_last_rank_has_registered() -> No
             made.io.call(client.register(second), 10)
             dialled, _ = listeners[0].accept()
             dialled.close()
-            made.io.call(client.leave(first.incarnation), 10)
+            made.io.call(client.leave(LeaderId(first.incarnation)), 10)
             made.io.call(client.aclose(), 10)
             made.assert_comes_to_rest()
     finally:

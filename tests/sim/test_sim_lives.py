@@ -14,7 +14,21 @@ from segue.sim.run import load, run_scenario
 from segue.sim.scenario import Fault, Scenario, make_scenario
 from segue.sim.vocabulary import ALL_FEATURES, FAULTS
 
-CALM = next(s for s in range(2000) if not (m := make_scenario(s)).features and len(m.nodes) == 4)
+
+def calm_seed(leaders: int) -> int:
+    """The first seed without faults in which one prefill and three decode instances have, at most, so many
+    leaders each."""
+    for seed in range(2000):
+        scenario = make_scenario(seed)
+        instances = [node for node in scenario.nodes if not node.dp_rank]
+        roles = [node.role for node in instances]
+        most = max(node.dp_size for node in instances)
+        if not scenario.features and roles == [Role.PREFILL] + 3 * [Role.DECODE] and most == leaders:
+            return seed
+    raise AssertionError("there is none")
+
+
+CALM = calm_seed(1)
 
 
 def with_faults(*faults: Fault) -> Scenario:
@@ -37,10 +51,10 @@ def lives(scenario: Scenario) -> Deployment:
 
 
 def test_no_two_instances_are_ever_at_one_address_and_left_ones_are_taken_again() -> None:
-    names = ["a", "b", "c"]
-    again = 0
+    again, specs = 0, [replace(make_scenario(CALM).nodes[0], name=name) for name in ("a", "b", "c")]
+    names = [spec.name for spec in specs]
     for seed in range(50):
-        addresses, left = Addresses(names, random.Random(seed)), set[tuple[str, int]]()
+        addresses, left = Addresses(specs, random.Random(seed)), set[tuple[str, int]]()
         rng = random.Random(seed)
         for _ in range(10):
             name = rng.choice(names)
@@ -59,10 +73,11 @@ def test_no_two_instances_are_ever_at_one_address_and_left_ones_are_taken_again(
 
 @pytest.mark.parametrize("ends", [1, 2], ids=["crashes", "drains"])
 def test_an_instance_that_moves_is_served_at_its_new_address(ends: int) -> None:
-    first = make_scenario(CALM).nodes[0].name
+    spec = make_scenario(CALM).nodes[0]
+    first = spec.name
     deployment = lives(with_faults(fault("move", first, 0.05, ends)))
     node = deployment.nodes[first]
-    assert (node.host, node.port) != Addresses([first], random.Random(0)).of(first)
+    assert (node.host, node.port) != Addresses([spec], random.Random(0)).of(first)
     assert node.name == f"{first}#1"
     assert node.me in deployment.fronts["front0"].view
     assert deployment.counts["done"] > 0
@@ -75,7 +90,7 @@ def test_a_role_changes_at_the_same_address_and_the_other_side_keeps_one(ends: i
     decodes = [n.name for n in scenario.nodes if n.role is Role.DECODE]
     faults = [fault("role change", name, 0.05 + i, ends, f"f{i}") for i, name in enumerate(prefills)]
     deployment = lives(with_faults(*faults))
-    before = Addresses([n.name for n in scenario.nodes], random.Random(0))
+    before = Addresses(scenario.nodes, random.Random(0))
     roles = {name: node.spec.role for name, node in deployment.nodes.items()}
     assert all(roles[name] is not Role.PREFILL for name in prefills)
     assert Role.PREFILL in {roles[name] for name in decodes}  # one took the place of the last one
@@ -111,6 +126,26 @@ def test_a_path_fault_finds_its_path_after_the_roles_were_swapped() -> None:
 
 
 KV = [Role.PREFILL, Role.DECODE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "amount"), [("crash", 1), ("drain", 3), ("drain", 4), ("power loss", 1), ("role change", 3)]
+)
+def test_an_instance_of_several_leaders_comes_back_as_a_whole_in_one_new_incarnation(
+    kind: str, amount: int
+) -> None:
+    scenario = make_scenario(calm_seed(2))
+    [first, *_] = mine = [node.name for node in scenario.nodes if node.dp_size == 2][:2]
+    struck = fault(kind, first, 0.05, amount)
+    deployment = lives(replace(scenario, features=frozenset({kind}), faults=[struck]))
+    nodes = [deployment.nodes[name] for name in mine]
+    assert {node.instance_life for node in nodes} == {2}
+    assert len({node.me.incarnation for node in nodes}) == 1
+    assert [node.me.dp_rank for node in nodes] == [0, 1]
+    assert len({node.spec.role for node in nodes}) == 1
+    view = deployment.fronts["front0"].view
+    assert all(node.me in view for node in nodes)
+    assert deployment.counts["done"] > 0
 
 
 def test_every_fault_belongs_to_a_feature_and_one_seed_shows_both_new_ones() -> None:

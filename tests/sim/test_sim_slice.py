@@ -37,7 +37,18 @@ def outcome_of(seed: int) -> Outcome:
 
 
 #: What happens in any forty seeds, and what in most forties but not in all of them.
-COMMON = ("retries", "quarantined", "done", "failed", "late", "aborted", "mismatches", "continued")
+COMMON = (
+    "retries",
+    "quarantined",
+    "done",
+    "failed",
+    "late",
+    "aborted",
+    "mismatches",
+    "continued",
+    "hand-offs with a later leader of an incarnation",
+    "leaders that ended beside others of their incarnation",
+)
 RARE = (
     "sent again without a forward",
     "silent frontends",

@@ -47,7 +47,7 @@ class RegistryBackend(ABC):
     async def put_draining(self, incarnation: Incarnation, draining: bool) -> None: ...
 
     @abstractmethod
-    async def delete(self, incarnation: Incarnation) -> None: ...
+    async def delete(self, leader: LeaderId) -> None: ...
 
     @abstractmethod
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList: ...
@@ -103,8 +103,8 @@ class HttpBackend(RegistryBackend):
     async def put_draining(self, incarnation: Incarnation, draining: bool) -> None:
         await self._ask("PUT", f"/v1/instances/{incarnation}/draining", body=DrainFlag(draining=draining))
 
-    async def delete(self, incarnation: Incarnation) -> None:
-        await self._ask("DELETE", f"/v1/instances/{incarnation}")
+    async def delete(self, leader: LeaderId) -> None:
+        await self._ask("DELETE", f"/v1/instances/{leader.incarnation}/ranks/{leader.dp_rank}")
 
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
         query: dict[str, str | int | float] = {"wait_s": wait_s}
@@ -217,8 +217,8 @@ class StoreBackend(RegistryBackend):
     async def put_draining(self, incarnation: Incarnation, draining: bool) -> None:
         self._store.set_draining(incarnation, draining)
 
-    async def delete(self, incarnation: Incarnation) -> None:
-        self._store.leave(incarnation)
+    async def delete(self, leader: LeaderId) -> None:
+        self._store.leave(leader)
 
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
         return await self._waiter.instances(role, version, wait_s)

@@ -69,8 +69,9 @@ class Registry(InstanceWatch, Protocol):
         (PeerRestarted, Draining) or contradicts itself (DpRankConflict)."""
         ...
 
-    async def leave(self, incarnation: Incarnation) -> None:
-        """Say that the instance is gone. Never raises because the registry is away."""
+    async def leave(self, leader: LeaderId) -> None:
+        """Say that this rank is gone; with the last one its instance is. Never raises because the registry is
+        away."""
         ...
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
@@ -146,14 +147,19 @@ class _Registry:
             backoff.reset()
             wait_s = self._ttl_s / 3
 
-    async def leave(self, incarnation: Incarnation) -> None:
-        self._mine.pop(incarnation, None)
-        self._unsaid.discard(incarnation)
-        left = self._left.pop(incarnation, None)
-        if left is not None:
-            left.set()
+    async def leave(self, leader: LeaderId) -> None:
+        record = self._mine.get(leader.incarnation)
+        rest = [r for r in record.replicas if r.dp_rank != leader.dp_rank] if record is not None else []
+        if record is not None and rest:
+            self._mine[leader.incarnation] = msgspec.structs.replace(record, replicas=rest)
+        else:
+            self._mine.pop(leader.incarnation, None)
+            self._unsaid.discard(leader.incarnation)
+            left = self._left.pop(leader.incarnation, None)
+            if left is not None:
+                left.set()
         try:
-            await self._backend.delete(incarnation)
+            await self._backend.delete(leader)
         except SegueError as error:
             self._report(error)  # it will hear of us no more, and drop us after its TTL
 

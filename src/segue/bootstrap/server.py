@@ -45,7 +45,7 @@ from segue.core.errors import (
     status_of,
 )
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer
 from segue.session.listen import listening, url_of
 from segue.session.tasks import awaited
@@ -163,7 +163,9 @@ class _Api:
         return _json({"version": self.store.version})
 
     async def leave(self, request: Request) -> Response:
-        self.store.leave(Incarnation(request.path_params["incarnation"]))
+        dp_rank = _number(request, "dp_rank", int, path=True)
+        assert dp_rank is not None
+        self.store.leave(LeaderId(Incarnation(request.path_params["incarnation"]), dp_rank))
         return _json({"version": self.store.version})
 
     async def put_room(self, request: Request) -> Response:
@@ -226,7 +228,7 @@ def registry_app(
         Route("/v1/instances", guarded(api.list_instances), methods=["GET"]),
         Route("/v1/instances/{incarnation}/ranks/{dp_rank}", guarded(api.put_rank), methods=["PUT"]),
         Route("/v1/instances/{incarnation}/draining", guarded(api.put_draining), methods=["PUT"]),
-        Route("/v1/instances/{incarnation}", guarded(api.leave), methods=["DELETE"]),
+        Route("/v1/instances/{incarnation}/ranks/{dp_rank}", guarded(api.leave), methods=["DELETE"]),
         Route("/v1/rooms/{room}", guarded(api.put_room), methods=["PUT"]),
         Route("/v1/rooms/{room}", guarded(api.get_room), methods=["GET"]),
     ]

@@ -44,6 +44,8 @@ class _Rank:
     record: ReplicaRecord
     expires_at: float
     alive: bool = True
+    #: it said so, which is final
+    left: bool = False
 
 
 @dataclass(slots=True)
@@ -107,18 +109,19 @@ class RegistryStore:
 
         The same content again only prolongs its life. Other content under the same incarnation is
         DpRankConflict, a rank beyond `dp_size` DpRankOutOfRange, a nonsensical record
-        InvalidRequest; an incarnation that left is refused with Draining, one whose address a new
-        incarnation holds with PeerRestarted.
+        InvalidRequest; an incarnation or a rank that left is refused with Draining, an incarnation of which a
+        new one holds an address with PeerRestarted. One rank that drains drains its instance.
         """
         self.expire()
         replica = _check(record, dp_rank)
-        past = self._past.get(record.incarnation)
+        entry = self._entries.get(record.incarnation)
+        known = entry.ranks.get(dp_rank) if entry is not None else None
+        past = Draining if known is not None and known.left else self._past.get(record.incarnation)
         if past is not None:
             raise past(
                 f"{_name(record)} has left the registry and cannot come back under the same incarnation"
             )
         base = msgspec.structs.replace(record, replicas=[], draining=False)
-        entry = self._entries.get(record.incarnation)
         if entry is not None:
             _check_same(entry, base, replica)
         elif len(self._entries) >= self._max_instances:
@@ -128,20 +131,30 @@ class RegistryStore:
             entry = self._entries[record.incarnation] = _Entry(
                 msgspec.structs.replace(base, draining=record.draining)
             )
-        known = entry.ranks.get(dp_rank)
+        drains = record.draining and known is None and not entry.record.draining
+        if drains:  # another of its ranks has registered before
+            entry.record = msgspec.structs.replace(entry.record, draining=True)
         expires_at = self._clock.now() + self._ttl_s
         entry.ranks[dp_rank] = _Rank(replica, expires_at)
         self._addresses[replica.host, replica.port] = record.incarnation
         self._expect_expiry(expires_at, LeaderId(record.incarnation, dp_rank))
-        if known is None or not known.alive:
+        if drains or known is None or not known.alive:
             self._changed()
 
-    def leave(self, incarnation: Incarnation) -> None:
-        """The instance is gone, now and for good. Unknown ones are ignored: leaving twice is fine."""
+    def leave(self, leader: LeaderId) -> None:
+        """This rank is gone, now and for good; with the last one its instance is. Unknown ones are ignored:
+        leaving twice is fine."""
         self.expire()
-        if incarnation in self._entries:
-            self._remove(incarnation, Draining)
-            self._changed()
+        entry = self._entries.get(leader.incarnation)
+        rank = entry.ranks.get(leader.dp_rank) if entry is not None else None
+        if entry is None or rank is None or rank.left:
+            return
+        rank.alive, rank.left = False, True
+        for room in [room for room in entry.rooms if self._rooms[room].leader == leader]:
+            self._forget_room(room)
+        if not any(rank.alive for rank in entry.ranks.values()):
+            self._remove(leader.incarnation, Draining)
+        self._changed()
 
     def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
         """Flag that the instance takes no new work. NotFound if it is not here."""
@@ -237,7 +250,8 @@ class RegistryStore:
             rank.alive = False
             changed = True
             if not any(rank.alive for rank in entry.ranks.values()):
-                self._remove(what.incarnation, None)
+                has_left = any(rank.left for rank in entry.ranks.values())
+                self._remove(what.incarnation, Draining if has_left else None)
         if changed:
             self._changed()
 

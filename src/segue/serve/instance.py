@@ -252,7 +252,7 @@ class Instance:
 
     async def _leave(self, registry: Registry) -> None:
         self._registry = None
-        await registry.leave(self.me.incarnation)
+        await registry.leave(self.me)
         await self._stack.aclose()
 
 

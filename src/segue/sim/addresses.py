@@ -1,29 +1,33 @@
-"""Where the instances of a deployment listen, in this life and in the next."""
+"""Where the leaders of a deployment listen, in this life and in the next."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from segue.sim.leader import NodeSpec
 from segue.sim.runtime import PORT
 
 Address = tuple[str, int]
 
 
 class Addresses:
-    """One address for each instance. At first each has a host of its own; one that moves may come to a
-    new port of anybody's host, or to an address that somebody else has left."""
+    """One address for each leader. At first each instance has a host of its own; a leader that moves may come
+    to a new port of anybody's host, or to an address that somebody else has left."""
 
-    def __init__(self, names: Sequence[str], rng: random.Random) -> None:
-        self._at: dict[str, Address] = {name: (f"127.0.1.{i + 1}", PORT) for i, name in enumerate(names)}
-        self._hosts = [host for host, _ in self._at.values()]
+    def __init__(self, specs: Sequence[NodeSpec], rng: random.Random) -> None:
+        hosts: dict[str, str] = {}
+        for spec in specs:
+            hosts.setdefault(spec.instance, f"127.0.1.{len(hosts) + 1}")
+        self._at = {spec.name: (hosts[spec.instance], PORT + spec.dp_rank) for spec in specs}
+        self._hosts = list(hosts.values())
         self._left: list[Address] = []
         self._moving: set[str] = set()
-        self._ports = PORT
+        self._ports = max(port for _, port in self._at.values())
         self._rng = rng
 
     def of(self, name: str) -> Address:
-        """Host and port of an instance in its present life."""
+        """Host and port of a leader in its present life."""
         return self._at[name]
 
     def move(self, name: str) -> None:

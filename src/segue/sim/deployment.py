@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 
@@ -25,7 +26,7 @@ from segue.sim.streams import Streams
 from segue.sim.strikes import Strikes
 from segue.sim.timing import Timing
 from segue.sim.web_server import WebServer
-from segue.sim.world import Process, World
+from segue.sim.world import Process, World, new_leader
 
 #: Turns of leaders between two looks at the tables of a node: one looks at all of them.
 CHECK_EVERY = 8
@@ -58,9 +59,11 @@ class Deployment:
         self.checks = Checks(self)
         self.by_leader: dict[LeaderId, Process] = {}
         self.nodes: dict[str, LeaderNode] = {}
-        #: what each instance is in its next life, and where
+        #: what each leader of an instance is in its next life, and where
         self.specs = {spec.name: spec for spec in scenario.nodes}
-        self.addresses = Addresses(list(self.specs), self.world.rng("places"))
+        self.addresses = Addresses(scenario.nodes, self.world.rng("places"))
+        self.instance_lives: Counter[str] = Counter()
+        self._supervisors = self.world.rng("supervisors")
         self.fronts: dict[str, FrontNode] = {}
         self._lives: Counter[str] = Counter()
         self.registry = Registry(self)
@@ -74,8 +77,8 @@ class Deployment:
         """The whole scenario: busy time with faults, then peace, then rest."""
         scenario, world = self.scenario, self.world
         self.registry.start()
-        for name in self.specs:
-            self._start_node(name)
+        for instance in dict.fromkeys(spec.instance for spec in self.specs.values()):
+            self._start_instance(instance)
         for index in range(scenario.fronts):
             self._start_front(index)
         if "web clients" in scenario.features:
@@ -186,13 +189,37 @@ class Deployment:
         self._lives["web"] += 1
 
     def leaders(self) -> Iterator[LeaderNode]:
-        """Every live instance."""
+        """Every live leader of an instance."""
         return (node for node in self.nodes.values() if node.alive)
 
     # ---- instances and frontends ---------------------------------------------------------------
 
-    def _start_node(self, name: str) -> None:
+    def identity(self, spec: NodeSpec, rng: random.Random) -> LeaderId:
+        """Who a leader is in this life of its instance: of the same incarnation as its other leaders."""
+        if spec.dp_size == 1:
+            return new_leader(rng)
+        instance = spec.instance
+        rng = self.world.rng(f"incarnation {self.instance_lives[instance]} of {instance}")
+        return LeaderId(new_leader(rng).incarnation, spec.dp_rank)
+
+    def leaders_of(self, node: LeaderNode) -> list[LeaderNode]:
+        """`node` and the other leaders of its incarnation, alive or not; those that have not begun are
+        missing."""
+        found = (other for other in self.nodes.values() if other.spec.instance == node.spec.instance)
+        return [other for other in found if other.instance_life == node.instance_life]
+
+    def _start_instance(self, instance: str) -> None:
+        """All leaders of an instance, in a new incarnation."""
+        self.instance_lives[instance] += 1
+        for spec in list(self.specs.values()):
+            if spec.instance == instance:
+                self.addresses.settle(spec.name)
+                self._start_node(spec.name, self.instance_lives[instance])
+
+    def _start_node(self, name: str, instance_life: int) -> None:
         spec, life = self.specs[name], self._lives[name]
+        if self.instance_lives[spec.instance] != instance_life:
+            return
         self._lives[name] += 1
         make = LeaderNode if spec.role is Role.UNIFIED else KVNode
         try:
@@ -202,7 +229,7 @@ class Deployment:
             if "in use by another process" not in str(error):
                 raise
             self.counts["addresses taken"] += 1
-            self.world.after(0.1, None, self._start_node, name)
+            self.world.after(0.1, None, self._start_node, name, instance_life)
             return
         self.nodes[name] = node
         self.by_leader[node.me] = node
@@ -228,6 +255,10 @@ class Deployment:
             return
         self.world.note(process.name, "is killed")
         self.causes.struck("killed", process)
+        if isinstance(process, LeaderNode) and any(
+            n.alive for n in self.leaders_of(process) if n is not process
+        ):
+            self.counts["leaders that ended beside others of their incarnation"] += 1
         process.kill()
         self.network.died(process, silently=silently)
         process.loop.die()
@@ -252,13 +283,25 @@ class Deployment:
         node.loop.enter(node.loop.create_task, leaving())
 
     def restart(self, old: LeaderNode | FrontNode) -> None:
+        """What has ended comes back, an instance as a whole: what is left of it ends before."""
         if isinstance(old, LeaderNode):
-            name = old.spec.name
-            if self.nodes[name] is old:
-                self.addresses.settle(name)
-                self._start_node(name)
+            if self.instance_lives[old.spec.instance] != old.instance_life:
+                return
+            if any(node.alive for node in self.leaders_of(old)):
+                self.world.after(self._supervisors.choice((0.0, 0.5, 3.0)), None, self._end_the_rest, old)
+            else:
+                self._start_instance(old.spec.instance)
         elif self.fronts[f"front{old.index}"] is old:
             self._start_front(old.index)
+
+    def _end_the_rest(self, old: LeaderNode) -> None:
+        kills = self._supervisors.random() < 0.5
+        for node in self.leaders_of(old):
+            if kills and node.alive:
+                self.kill(node)
+                self.world.after(0.1, None, self.restart, node)
+            elif node.alive:
+                node.drain()
 
     # ---- requests and faults -------------------------------------------------------------------
 

@@ -191,7 +191,11 @@ class FleetWire:
             case "infinite budget":
                 ticket = replace(ticket, budget_s=float("inf"))
             case "wrong replica":
-                prefill, decode = (LeaderId(at.incarnation, 7) for at in (ticket.prefill, ticket.decode))
+                # Of the same incarnations, and not those that are asked.
+                prefill, decode = (
+                    LeaderId(at.incarnation, self._front.rng.choice((at.dp_rank + 1, 7)))
+                    for at in (ticket.prefill, ticket.decode)
+                )
                 ticket = replace(ticket, prefill=prefill, decode=decode)
             case "repeated ticket" if self._used:
                 return self._used[self._front.rng.randrange(len(self._used))]

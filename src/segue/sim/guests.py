@@ -22,7 +22,7 @@ from segue.session.guarded_http import MAX_HEAD_BYTES, ErrorBody
 from segue.sim.http import SimHttp
 from segue.sim.leader import LeaderNode
 from segue.sim.outsider import Outsider, RawConnection
-from segue.sim.registry import CONNECT_S, HOST, PORT, TTL_S, URL
+from segue.sim.registry import CONNECT_S, HOST, PORT, TTL_S, URL, RegistryNode
 from segue.sim.world import new_leader
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ class Guest(Outsider):
         self.node = node
         self._registry = registry = deployment.registry.node
         #: a registry that has started anew has not heard of everybody
-        self._heard = registry is not None and node.me.incarnation in registry.store._entries
+        self._heard = registry is not None and self._is_listed(registry)
+
+    def _is_listed(self, registry: RegistryNode) -> bool:
+        entry = registry.store._entries.get(self.node.me.incarnation)
+        return entry is not None and len(entry.ranks) == self.node.spec.dp_size
 
     async def visits(self) -> None:
         """What it comes for."""
@@ -56,15 +60,15 @@ class Guest(Outsider):
         """Nothing has come between us and the registry, and the instance is what it was."""
         registry, node, trouble_at = self._registry, self.node, self.deployment.registry.trouble_at
         same = registry is not None and registry is self.deployment.registry.node and not registry.closing
-        member = self.deployment.registry.members[node]
-        there = self._heard and member.joined_at is not None and not member.left
+        members, leaders = self.deployment.registry.members, self.deployment.leaders_of(node)
+        there = self._heard and all(
+            members[leader].joined_at is not None and not members[leader].left for leader in leaders
+        )
         return (
             same
             and trouble_at < self.began_at
             and there
-            and node.alive
-            and not node.was_paused
-            and not node.draining
+            and not any(n.was_paused or n.draining or not n.alive for n in (node, *leaders))
         )
 
     def client(self, secret: bytes | None = None) -> RegistryClient:
@@ -105,15 +109,15 @@ class Guest(Outsider):
 
 async def _second_writer(guest: Guest) -> None:
     """Somebody speaks in the name of a living incarnation, and says something else of it."""
-    record = guest.record()
-    moved = [ReplicaRecord(dp_rank=0, host=guest.node.host, port=guest.node.port + 1)]
+    record, me = guest.record(), guest.node.me
+    moved = [ReplicaRecord(dp_rank=me.dp_rank, host=guest.node.host, port=guest.node.port + 20)]
     twins = [ReplicaRecord(dp_rank=rank, host=guest.node.host, port=1) for rank in (0, 1)]
     code = ErrorCode
     for changes, expected in (
         ({"replicas": moved}, code.DP_RANK_CONFLICT),
         ({"model": record.model + "?"}, code.DP_RANK_CONFLICT),
         ({"role": Role.UNIFIED if record.role is not Role.UNIFIED else Role.DECODE}, code.DP_RANK_CONFLICT),
-        ({"dp_size": 2}, code.DP_RANK_CONFLICT),
+        ({"dp_size": record.dp_size + 1}, code.DP_RANK_CONFLICT),
         ({"replicas": [replace(moved[0], dp_rank=5)]}, code.DP_RANK_OUT_OF_RANGE),
         ({"replicas": [replace(moved[0], port=0)]}, code.INVALID_REQUEST),
         ({"model": "m" * 600}, code.INVALID_REQUEST),
@@ -122,9 +126,9 @@ async def _second_writer(guest: Guest) -> None:
         ({"incarnation": Incarnation("i" * 65)}, code.INVALID_REQUEST),
     ):
         await guest.told(guest.client().register(guest.record(**changes)), expected)
-    again = guest.client()._backend.put_rank(guest.record(replicas=twins), 0)
+    again = guest.client()._backend.put_rank(guest.record(replicas=twins), me.dp_rank)
     await guest.told(again, code.INVALID_REQUEST)
-    await guest.told(guest.client()._backend.put_rank(record, 0))
+    await guest.told(guest.client()._backend.put_rank(record, me.dp_rank))
 
 
 async def _past(guest: Guest) -> None:
@@ -142,12 +146,12 @@ async def _past(guest: Guest) -> None:
     await guest.told(client.set_draining(mine.incarnation, True))
     both = [replace(mine.replicas[0], dp_rank=1)]
     await guest.told(client.register(replace(mine, replicas=both)), ErrorCode.DP_RANK_CONFLICT)
-    await client.leave(mine.incarnation)
+    await client.leave(LeaderId(mine.incarnation))
     await guest.told(keeping)
     await guest.told(client.register(mine), ErrorCode.DRAINING)
     await guest.told(client.set_draining(mine.incarnation, True), ErrorCode.NOT_FOUND)
     await guest.told(client.keep_alive(mine.incarnation), ErrorCode.NOT_FOUND)
-    await client.leave(mine.incarnation)
+    await client.leave(LeaderId(mine.incarnation))
     await client.aclose()
 
 
@@ -159,7 +163,7 @@ async def _wrong_secret(guest: Guest) -> None:
     await guest.told(client.register(guest.record()), ErrorCode.UNAUTHORIZED)
     await guest.told(anext(client.watch()), ErrorCode.UNAUTHORIZED)
     await guest.told(client.resolve_room(7, 1.0), ErrorCode.UNAUTHORIZED)
-    await client.leave(guest.node.me.incarnation)
+    await client.leave(guest.node.me)
     if client.last_error is None or client.last_error.info.code is not ErrorCode.UNAUTHORIZED:
         guest.wrong("could say that somebody else has left")
 
@@ -240,8 +244,8 @@ async def _queries(guest: Guest) -> None:
     """Queries that no client of ours would ask, and the status of each answer."""
     secret = guest.deployment.secret
     headers = {} if secret is None else {"Authorization": f"Bearer {bearer_token(secret)}"}
-    me = guest.node.me.incarnation
-    rank, body = f"/v1/instances/{me}/ranks/0", msgspec.json.encode(guest.record())
+    me = guest.node.me
+    rank, body = f"/v1/instances/{me.incarnation}/ranks/{me.dp_rank}", msgspec.json.encode(guest.record())
     async with httpx.AsyncClient(base_url=URL, transport=SimHttp(guest.loop), headers=headers) as client:
         for method, path, content, more, status in (
             ("GET", "/v1/health", b"", {"Authorization": ""}, 200),
@@ -256,8 +260,8 @@ async def _queries(guest: Guest) -> None:
             ("PUT", rank, body, {}, 200),
             ("PUT", rank, body, {DIGEST_HEADER: "0" * 16}, None),
             ("GET", "/v1/instances", b"", {DIGEST_HEADER: "0" * 16}, None),
-            ("PUT", "/v1/instances/another/ranks/0", body, {}, 400),
-            ("PUT", f"/v1/instances/{me}/ranks/first", body, {}, 400),
+            ("PUT", f"/v1/instances/another/ranks/{me.dp_rank}", body, {}, 400),
+            ("PUT", f"/v1/instances/{me.incarnation}/ranks/first", body, {}, 400),
             ("PUT", rank, b"{", {}, 400),
             ("PUT", rank, b" " * (MAX_BODY_BYTES + 1), {}, None),
             ("PUT", "/v1/rooms/x", b'{"incarnation":"a","dp_rank":0,"ttl_s":1}', {}, 400),
@@ -310,7 +314,7 @@ async def _flood(guest: Guest) -> None:
     registry = guest.deployment.registry.node
     if registry is not None and registry.server.server.pending > 128:
         guest.wrong(f"{registry.server.server.pending} pending connections are kept")
-    await guest.told(guest.client()._backend.put_rank(guest.record(), 0))
+    await guest.told(guest.client()._backend.put_rank(guest.record(), guest.node.me.dp_rank))
     for typed in crowd:
         await guest.is_cut(typed, Limits().handshake_s)
 

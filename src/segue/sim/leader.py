@@ -22,7 +22,7 @@ from segue.core.control import Load
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
-from segue.core.types import ChecksumMode, Incarnation, RankId, Role
+from segue.core.types import ChecksumMode, Incarnation, Role
 from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
 from segue.roles.admission import SchedulerConfig
@@ -37,7 +37,7 @@ from segue.sim.loop import SimLoop
 from segue.sim.runtime import SimIo, SimSessionNode
 from segue.sim.threads import SimThread
 from segue.sim.timing import Timing
-from segue.sim.world import Process, SkewedClock, Violation, new_leader
+from segue.sim.world import Process, SkewedClock, Violation
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """What one instance is; survives its restarts."""
+    """What one leader of an instance is; survives its restarts. Leaders of one instance differ in `dp_rank`,
+    and the first gives it its name."""
 
     name: str
     role: Role
@@ -59,6 +60,13 @@ class NodeSpec:
     clock_offset_s: float = 0.0
     clock_rate: float = 1.0
     pace: float = 1.0
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    @property
+    def instance(self) -> str:
+        """The instance that it is a leader of."""
+        return self.name.partition(".")[0]
 
 
 VOCAB = 1000
@@ -203,8 +211,9 @@ class LeaderNode(Process):
         self.deployment = deployment
         self.spec = spec
         self.rng: random.Random = deployment.world.rng(f"node {self.name}")
-        self.me = new_leader(self.rng)
-        self.rank = RankId(self.me)
+        self.me = deployment.identity(spec, self.rng)
+        #: which life of its instance this is: a leader that ends does not come back within it
+        self.instance_life = deployment.instance_lives[spec.instance]
         self.world_timing: Timing = deployment.timing
         self.skewed = SkewedClock(deployment.world, spec.clock_offset_s, spec.clock_rate)
         self.clock: Clock = self.skewed
@@ -287,6 +296,7 @@ class LeaderNode(Process):
             model=self.spec.model,
             served_model="m",
             context_tokens=CONTEXT_TOKENS,
+            dp_size=self.spec.dp_size,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.host, port=self.port)],
         )
 

@@ -21,6 +21,7 @@ from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata
+from segue.layout.content import whole_pages
 from segue.layout.spec import PoolSpec
 from segue.roles.decode import DecodeScheduler
 from segue.roles.prefill import PrefillScheduler
@@ -77,6 +78,9 @@ class CheckedExchange(Exchange):
     def handle(self, event: events.Event, now: float) -> list[events.Effect]:
         node = self._node
         node.world.trace.append((node.world.now, node.name, event))
+        if isinstance(event, events.OpenReceiver):
+            later = event.transfer.prefill.dp_rank or event.transfer.decode.dp_rank
+            node.deployment.counts["hand-offs with a later leader of an incarnation"] += bool(later)
         about = event.message if isinstance(event, events.Received) else event
         if node.faults.event_fails and isinstance(about, UNDECIDED):
             node.faults.event_fails -= 1
@@ -186,10 +190,14 @@ class _Unreadable:
 
 class SimDigester(Digester):
     """Production's; what is read is looked at, reading may take its time and fail, and a bit may have changed
-    in what has landed."""
+    in what has landed. A rank hashes what it was asked, and only its own part of the pool."""
 
-    def __init__(self, node: KVNode, memory: Memory, answer: Callable[..., None], max_waiting: int) -> None:
+    def __init__(
+        self, node: KVNode, rank: int, memory: Memory, answer: Callable[..., None], max_waiting: int
+    ) -> None:
         rng = node.world.rng(f"digests {node.name}")
+        self._rank = rank
+        self._mine = whole_pages(node.specs[rank], range(node.spec.pages)).ranges()
         if "full queues" in node.deployment.scenario.features:
             max_waiting = rng.choice((1, 4, max_waiting))
         worker = partial(SimWorker, node, self._takes_s)
@@ -214,6 +222,7 @@ class SimDigester(Digester):
             for slot, tokens in effect.content.runs
             for page in range(slot // size, -(-(slot + tokens) // size))
         }
+        node.checked(self._is_mine, effect)
         node.checked(node.deployment.checks.hashing, node, effect.transfer, pages)
         if self._fails:
             self._memory, self._fails = _Unreadable(), False  # type: ignore[assignment]
@@ -221,6 +230,15 @@ class SimDigester(Digester):
             return super().hash(effect)
         finally:
             self._memory = memory
+
+    def _is_mine(self, effect: events.ComputeChecksum) -> None:
+        """5: no rank vouches for the bytes of another."""
+        ranges, starts, ends = effect.content.ranges(), self._mine[:, 0], self._mine[:, 1]
+        around = np.searchsorted(starts, ranges[:, 0], side="right") - 1
+        elsewhere = (around < 0).any() or (ranges[:, 1] > ends[around]).any()
+        if effect.rank != self._rank or elsewhere:
+            rank = f"rank {self._rank} of {self._node.name}"
+            raise Violation("5", f"{rank} hashes for rank {effect.rank}, or what is not its own")
 
     def _takes_s(self) -> float:
         """How long the next one takes, and whether it fails."""
@@ -260,12 +278,12 @@ class KVNode(LeaderNode):
             model=self.spec.model,
             spec=self.engine.spec,
             transports=self.deployment.transports,
+            dp_size=self.spec.dp_size,
             kv_checksum=self.spec.kv_checksum,
         )
         runtime = replace(
             self.runtime,
             transports=SimKinds(self._make_transport),
-            digester=partial(SimDigester, self),
             connecting=lambda name: ThreadPerCall(name, self.spawn),
             exchange=partial(CheckedExchange, self),
         )
@@ -293,7 +311,8 @@ class KVNode(LeaderNode):
         found: list[Rank] = []
         for index, spec in enumerate(self.specs):
             memory = Memory([host_region(self.engine.memory)])
-            rank = local_rank(replace(config, spec=spec), memory, runtime, index)
+            mine = replace(runtime, digester=partial(SimDigester, self, index))
+            rank = local_rank(replace(config, spec=spec), memory, mine, index)
             if self.deployment.scenario.workers:
                 self.workers.append(SimWorkerRank(self, index, rank))
             found.append(self.workers[index] if self.workers else rank)

@@ -87,7 +87,9 @@ class CheckedStore(RegistryStore):
         self.expire()
         process = self.deployment.by_leader.get(LeaderId(record.incarnation, dp_rank))
         by_guest = record in self.deployment.registry.said_by_guests
-        if by_guest and isinstance(process, LeaderNode) and record.incarnation not in self._entries:
+        entry = self._entries.get(record.incarnation)
+        unknown = entry is None or dp_rank not in entry.ranks
+        if by_guest and isinstance(process, LeaderNode) and unknown:
             honest = process.alive and record == process.record()
             if not honest:
                 raise DpRankConflict(f"a guest speaks of {process.name}, whom nobody knows here")
@@ -228,7 +230,7 @@ class Member:
     async def leave(self) -> None:
         """As `Instance._leave`."""
         self.left = True
-        await self.client.leave(self.process.me.incarnation)
+        await self.client.leave(self.process.me)
         for task in self._tasks:
             task.cancel()
         await self.client.aclose()
@@ -380,6 +382,12 @@ class Registry:
             return
         if code in (ErrorCode.PEER_REFUSED, ErrorCode.UNAUTHORIZED) and self.spoiled:
             return  # somebody else answered in its place
+        assert isinstance(node, LeaderNode)
+        others = self.deployment.leaders_of(node)
+        if code is ErrorCode.PEER_RESTARTED and not all(other.alive for other in others):
+            return  # somebody listens where another leader of its incarnation did, which is over with that
+        if code is ErrorCode.DRAINING and any(self.members[other].left for other in others):
+            return  # another leader has left, and the rest of them were not heard of any more
         told = f"{what} of {node.name} was told that it is over: {error}"
         self.world.fail(Violation("registry", told))
 
@@ -419,16 +427,26 @@ class Registry:
                 if record is not None and now - process.died_at > SETTLED_S:
                     self._wrong(watcher, f"still believes in {process.name}, dead since {process.died_at}")
                 continue
-            reachable = not self.deployment.network.cut_off(process, registry)
-            if not reachable or not self._calm(process, now, max(self.trouble_at, other.joined_at)):
+            # An instance is listed while all of its leaders are.
+            leaders = self.deployment.leaders_of(process)
+            if len(leaders) < process.spec.dp_size or not all(self._is_there(node, now) for node in leaders):
                 continue
             if record is None:
                 self._wrong(watcher, f"does not know of {process.name}")
             elif process.draining_since is None:
-                if record.draining:
+                if record.draining and not any(node.draining for node in leaders):
                     self._wrong(watcher, f"believes that {process.name} drains")
             elif not record.draining and now - process.draining_since > SETTLED_S:
                 self._wrong(watcher, f"does not know that {process.name} drains")
+
+    def _is_there(self, process: LeaderNode, now: float) -> bool:
+        """For long enough it has joined, lives and is not cut off."""
+        member, registry = self.members[process], self.node
+        assert registry is not None
+        if not process.alive or member.left or member.joined_at is None:
+            return False
+        cut_off = self.deployment.network.cut_off(process, registry)
+        return not cut_off and self._calm(process, now, max(self.trouble_at, member.joined_at))
 
     def _wrong(self, watcher: Process, text: str) -> None:
         raise Violation("registry", f"{watcher.name} {text}")

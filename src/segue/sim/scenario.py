@@ -88,7 +88,7 @@ def make_scenario(seed: int) -> Scenario:
         link_bytes_s=rng.choice((2e5, 2e6, 2e7)),
         break_seen_s=rng.choice((0.001, 0.02, 0.2)),
     )
-    nodes = _nodes(rng, features)
+    nodes = _with_leaders(random.Random(f"segue leaders {seed}"), _nodes(rng, features))
     requests = rng.choice((30, 60, 60, 120, 200))
     gap_s = rng.choice((0.0005, 0.002, 0.005, 0.02))
     busy_s = requests * gap_s + 0.05
@@ -155,7 +155,8 @@ def _tighten(rng: random.Random, scenario: Scenario) -> None:
     """Pools in which two requests do not fit where each does, and a unified instance."""
     room = rng.choice((32, 48, 64))
     if all(node.role is not Role.UNIFIED for node in scenario.nodes):
-        scenario.nodes.append(replace(scenario.nodes[0], name="unified0", role=Role.UNIFIED))
+        unified = replace(scenario.nodes[0], name="unified0", role=Role.UNIFIED, dp_size=1)
+        scenario.nodes.append(unified)
     scenario.nodes = [replace(node, pages=room // node.page_tokens) for node in scenario.nodes]
     for wanted in scenario.requests:
         if rng.random() < 0.5:
@@ -220,6 +221,21 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
                 )
             )
     return found
+
+
+def _with_leaders(rng: random.Random, nodes: list[NodeSpec]) -> list[NodeSpec]:
+    """In a quarter of the seeds at least one instance has several leaders of one incarnation."""
+    if rng.random() < 0.75:
+        return nodes
+    sizes = {node.name: rng.choice((1, 2, 2, 3)) for node in nodes}
+    sizes[rng.choice(nodes).name] = 2
+    return [
+        replace(
+            node, name=f"{node.name}.{rank}" if rank else node.name, dp_rank=rank, dp_size=sizes[node.name]
+        )
+        for node in nodes
+        for rank in range(sizes[node.name])
+    ]
 
 
 def _kv_checksum(rng: random.Random, features: frozenset[str]) -> ChecksumMode:

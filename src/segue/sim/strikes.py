@@ -103,33 +103,49 @@ class Strikes:
         visitor.start()
 
     def _crash(self, process: LeaderNode | FrontNode, down_s: float, *, silently: bool = False) -> None:
-        self.deployment.kill(process, silently=silently)
-        self.world.after(down_s, None, self.deployment.restart, process)
+        """One process ends; all leaders of its instance where the machine is gone `silently`."""
+        ends: list[LeaderNode | FrontNode] = [process]
+        if silently and isinstance(process, LeaderNode):
+            ends = [*self.deployment.leaders_of(process)]
+        for ended in ends:
+            if ended.alive:
+                self.deployment.kill(ended, silently=silently)
+                self.world.after(down_s, None, self.deployment.restart, ended)
+
+    def _drain(self, fault: Fault, node: LeaderNode) -> None:
+        """SIGTERM, to all leaders of its instance or, now and then, to one of them."""
+        for leader in self.deployment.leaders_of(node) if fault.amount % 4 else [node]:
+            if leader.alive:
+                leader.drain()
 
     def _succeeded(self, fault: Fault, node: LeaderNode) -> None:
         """The process ends, by a crash or by a drain, and its next life is another one."""
         if fault.amount % 2:
-            node.drain()
+            self._drain(fault, node)
         else:
             self._crash(node, fault.seconds)
 
     def _change_role(self, fault: Fault, node: LeaderNode) -> None:
         """The next life is of another role, at the same address. A deployment keeps one prefill and one
         decode instance: where the last one changes, one of the other side takes its place."""
-        specs, name = self.deployment.specs, node.spec.name
-        old = specs[name].role
-        others = [spec for spec in specs.values() if spec.name != name]
-        if old is Role.UNIFIED or any(spec.role is old for spec in others):
+        specs, instance = self.deployment.specs, node.spec.instance
+        old = specs[node.spec.name].role
+        others = {spec.instance: spec.role for spec in specs.values() if spec.instance != instance}
+        if old is Role.UNIFIED or old in others.values():
             choice = [role for role in (Role.PREFILL, Role.DECODE, Role.UNIFIED) if role is not old]
-            specs[name] = replace(specs[name], role=choice[fault.amount // 2 % 2])
-            self._succeeded(fault, node)
+            self._becomes(fault, instance, choice[fault.amount // 2 % 2])
             return
         new = Role.DECODE if old is Role.PREFILL else Role.PREFILL
-        partner = next(spec.name for spec in others if spec.role is new)
-        for changed, role in ((name, new), (partner, old)):
-            specs[changed] = replace(specs[changed], role=role)
-            if self.nodes[changed].alive:
-                self._succeeded(fault, self.nodes[changed])
+        partner = next(name for name, role in others.items() if role is new)
+        for changed, role in ((instance, new), (partner, old)):
+            self._becomes(fault, changed, role)
+
+    def _becomes(self, fault: Fault, instance: str, role: Role) -> None:
+        specs = self.deployment.specs
+        mine = [spec.name for spec in specs.values() if spec.instance == instance]
+        specs |= {name: replace(specs[name], role=role) for name in mine}
+        if alive := [name for name in mine if self.nodes[name].alive]:
+            self._succeeded(fault, self.nodes[alive[0]])
 
     def _pause(self, process: LeaderNode | FrontNode, seconds: float) -> None:
         if process.alive and not process.paused:
@@ -242,7 +258,7 @@ class Strikes:
                 if (other := self.nodes.get(fault.other)) is not None:
                     self.deployment.break_session(node, other)
             case "drain":
-                node.drain()
+                self._drain(fault, node)
             case "visitor":
                 self.visit(node, fault.name, VISITOR_KINDS[fault.amount % len(VISITOR_KINDS)])
             case "node visit":

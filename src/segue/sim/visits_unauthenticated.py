@@ -85,7 +85,8 @@ def _wrong_key(visitor: Visitor) -> list[bytes]:
 
 
 def _itself(visitor: Visitor) -> list[bytes]:
-    return [encode_frame(visitor.my_hello(incarnation=visitor.target.me.incarnation))]
+    me = visitor.target.me
+    return [encode_frame(visitor.my_hello(incarnation=me.incarnation, dp_rank=me.dp_rank))]
 
 
 def _false_proof(visitor: Visitor) -> list[bytes]:
