@@ -31,7 +31,7 @@ from segue.conn.handles import Change, KVReceiver, KVSender
 from segue.conn.manager import KVManager
 from segue.core.errors import AbortedByClient
 from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, Role, Span, TransferId
+from segue.core.types import Incarnation, KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.layout.spec import KVShape, PoolSpec
@@ -40,6 +40,11 @@ from segue.transport.memory import allocate
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = KVShape(layers=8, kv_heads=4, k_dim=64, v_dim=64, dtype="float16", item_bytes=2)
 PAGES, PAGE_TOKENS, PROMPT_TOKENS, CHUNK_TOKENS = 256, 16, 512, 64
+
+
+def leader(incarnation: str) -> LeaderId:
+    """The only leader of its instance."""
+    return LeaderId(Incarnation(incarnation))
 
 
 class Say(msgspec.Struct, frozen=True, tag_field="what"):
@@ -66,7 +71,7 @@ class Half:
         )
         self.memory = allocate(self.spec.nbytes)
         config = KVConfig(role=role, model="m", spec=self.spec, transports=[transport], limits=Limits())
-        self.me = config.incarnation
+        self.me = config.me
         self.manager = KVManager(config, self.memory, self._changed)
         self.handles: dict[TransferId, KVSender | KVReceiver] = {}
 
@@ -128,12 +133,12 @@ def child(transport: str) -> None:
 
     half = Half(Role.PREFILL, transport, tell)
     host, port = half.manager.start()
-    tell(Say("hello", words=[half.me, host, str(port)]))
+    tell(Say("hello", words=[half.me.incarnation, host, str(port)]))
     for line in sys.stdin.buffer:
         order = msgspec.json.decode(line, type=Say)
         if order.kind == "end":
             break
-        transfer = TransferId(order.room, 0, half.me, Incarnation(order.words[0]))
+        transfer = TransferId(order.room, 0, half.me, leader(order.words[0]))
         if order.kind == "open":
             half.open(transfer)
         else:
@@ -155,7 +160,7 @@ class Bench:
         self.decode.manager.start()
         with self.changed:
             assert self.changed.wait_for(lambda: bool(self.hello), 30)
-        self.prefill = Incarnation(self.hello[0])
+        self.prefill = leader(self.hello[0])
         self.decode.manager.add_peer(self.prefill, self.hello[1], int(self.hello[2]))
 
     def _listen(self) -> None:
@@ -172,7 +177,9 @@ class Bench:
 
     def order(self, kind: str, room: int) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(Say(kind, room, words=[self.decode.me])) + b"\n")
+        self.process.stdin.write(
+            msgspec.json.encode(Say(kind, room, words=[self.decode.me.incarnation])) + b"\n"
+        )
         self.process.stdin.flush()
 
     def one(self, room: int, side: str, after_s: float) -> float | None:

@@ -19,12 +19,14 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from instances import connected, end, start
 from recorded import commit, quantile
 from segue.bootstrap.server import serve as serve_registry
 from segue.core.limits import Limits
+from segue.core.request import Output
 from segue.core.types import ChecksumMode, Role, Span
 from segue.layout.content import Part, Sample, canonical_content, checksum
 from segue.layout.spec import KVShape, PoolSpec
@@ -99,11 +101,15 @@ async def rounds(args: argparse.Namespace) -> dict[str, list[float]]:
                     mode,
                     "decode",
                     1,
-                    lambda _, heard_at=heard_at: heard_at.append(time.perf_counter()),
+                    partial(_hear, heard_at),
                 )
                 if index >= args.warmup:
                     times[mode].append((heard_at[0] - began) * 1e3)
     return times
+
+
+def _hear(heard_at: list[float], _: Output) -> None:
+    heard_at.append(time.perf_counter())
 
 
 def compare(times: dict[str, list[float]], mode: str) -> dict[str, float]:

@@ -17,72 +17,25 @@ import platform
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "frontend"))
+from scripted_frontend import serve
+from segue.core.request import Request
 
 BODY = {"messages": [{"role": "user", "content": "the capital of France is Paris and the answer " * 8}]}
 
 
-def server(pipe: Any, folder: str) -> None:
+async def pace(request: Request, index: int) -> None:
+    """Streams let others run between two tokens."""
+    if index and request.sampling.ignore_eos:
+        await asyncio.sleep(0)
+
+
+def server(pipe: Connection, folder: str) -> None:
     """Serve until told to stop; answer `cpu` with this process's CPU seconds."""
-    import uvloop
-
-    from conftest import make_tokenizer
-    from segue.core.errors import Starting
-    from segue.core.limits import Limits
-    from segue.core.request import Output
-    from segue.core.types import FinishReason
-    from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-    from segue.frontend.http_server import HttpServer, bind
-    from segue.frontend.tokenizer import ModelTokenizer
-    from segue.observe.metrics import Metrics
-
-    make_tokenizer().save_pretrained(folder)
-    tokenizer = ModelTokenizer.load(folder)
-    words = tokenizer.encode(" the answer is Paris and there", special=False)
-
-    class Backend:
-        context_tokens = 4096
-        can_serve = proven = True
-
-        async def changed(self) -> None:
-            await asyncio.Event().wait()
-
-        def lacking(self) -> Starting:
-            return Starting("never")
-
-        def sizes(self) -> dict[str, int]:
-            return {}
-
-        def cancel(self, request_id: str, reason: object) -> None:
-            pass
-
-        async def submit(self, request: Any, *, budget_s: float) -> Any:
-            last = request.sampling.max_tokens - 1
-            for i in range(last + 1):
-                yield Output(
-                    request_id=request.request_id,
-                    position=i,
-                    token_ids=[words[i % len(words)]],
-                    finish=FinishReason.LENGTH if i == last else None,
-                )
-                if request.sampling.ignore_eos:
-                    await asyncio.sleep(0)
-
-    async def main() -> None:
-        settings = OpenAIServerSettings(model="tiny", context_tokens=4096, vocab_size=400, limits=Limits())
-        door = OpenAIServer(Backend(), tokenizer, settings, Metrics())
-        http = HttpServer(build_app(door), bind("127.0.0.1", 0), drain_s=1)
-        http.start()
-        pipe.send(http.address[1])
-        while await asyncio.to_thread(pipe.recv) != "stop":
-            pipe.send(time.process_time())
-        await http.stop()
-        door.close()
-
-    uvloop.run(main())
+    serve(pipe, folder, pace, lambda _: time.process_time())
 
 
 async def one(port: int, body: dict[str, Any], times: int) -> int:

@@ -75,8 +75,8 @@ class Front:
         ticket = Ticket(
             room=new_room(),
             attempt=0,
-            prefill=LeaderId(pair[0].peer.incarnation),
-            decode=LeaderId(pair[1].peer.incarnation),
+            prefill=pair[0].peer.leader,
+            decode=pair[1].peer.leader,
             budget_s=ANSWER_S,
         )
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
@@ -100,11 +100,10 @@ async def connected(
     registry = RegistryClient(f"http://127.0.0.1:{port}", secret=None, limits=limits)
     handler = Outbox()
     node = SessionNode(
-        incarnation=new_incarnation(),
+        me=LeaderId(new_incarnation()),
         role=Role.FRONTEND,
-        dp_rank=0,
         secret=None,
-        handler=handler,
+        handlers=dict.fromkeys(Role, handler),
         message_type=ControlMessage,
         limits=limits,
     )
@@ -116,7 +115,7 @@ async def connected(
                     for record in records:
                         replica = record.replicas[0]
                         sessions[name(role, record)] = await node.connect(
-                            replica.host, replica.port, expect=record.incarnation, timeout_s=10
+                            replica.host, replica.port, expect=LeaderId(record.incarnation), timeout_s=10
                         )
                     break
         yield Front(handler, sessions)

@@ -95,7 +95,7 @@ def attention(rounds: int) -> dict[str, float]:
             kernel(*addresses, BATCH, PAGE, 0, DIM**-0.5)
 
     by_kernel()
-    right = F.scaled_dot_product_attention(q, *whole[-1], enable_gqa=True).squeeze(2)
+    right = F.scaled_dot_product_attention(q, whole[-1][0], whole[-1][1], enable_gqa=True).squeeze(2)
     torch.testing.assert_close(out, right, rtol=0.02, atol=0.02)
     calls: dict[str, Part] = {
         "page-major, gathered": gathered(lambda layer: page_major[:, layer].transpose(0, 1)),

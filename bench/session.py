@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ import zmq.asyncio
 
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
-from segue.core.types import Role, TransferId, new_incarnation
+from segue.core.types import LeaderId, Role, TransferId, new_incarnation
 from segue.handoff.messages import Committed, Destination, HandoffMessage
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
@@ -43,7 +44,9 @@ from segue.session.node import SessionNode
 WAYS = ("segue asyncio", "segue uvloop", "zmq asyncio", "zmq uvloop", "zmq blocking")
 SECRET = b"a secret of the benchmark"
 BURST = 32
-TRANSFER = TransferId(room=2**60, attempt=0, prefill=new_incarnation(), decode=new_incarnation())
+TRANSFER = TransferId(
+    room=2**60, attempt=0, prefill=LeaderId(new_incarnation()), decode=LeaderId(new_incarnation())
+)
 MESSAGE = Destination(
     transfer=TRANSFER,
     epoch=2**40,
@@ -84,11 +87,10 @@ class Events:
 
 def segue_node(events: Events, role: Role) -> SessionNode:
     return SessionNode(
-        incarnation=new_incarnation(),
+        me=LeaderId(new_incarnation()),
         role=role,
-        dp_rank=0,
         secret=SECRET,
-        handler=events,
+        handlers=dict.fromkeys(Role, events),
         message_type=HandoffMessage,
         limits=Limits(),
     )
@@ -298,7 +300,8 @@ def one_round(way: str, trips: int, stream: int) -> dict[str, Any]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         port = int(child.stdout.readline())
-        return run(way, measure(way, child.pid, port, trips, stream))
+        measured: dict[str, Any] = run(way, measure(way, child.pid, port, trips, stream))
+        return measured
 
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
@@ -341,7 +344,7 @@ def main() -> None:
         "message_bytes": len(ENCODE(MESSAGE)),
         "load_average": os.getloadavg(),
         "pyzmq": zmq.__version__,
-        "uvloop": uvloop.__version__,
+        "uvloop": version("uvloop"),
         "ways": table,
     }
     if options.json:

@@ -23,77 +23,43 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from scripted_frontend import serve
+from segue.core.request import Request
+from segue.frontend.http_server import HttpServer
+from segue.observe.integrity import process_facts
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "frontend"))
 
 TOKEN_S = 0.01
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 
 
-def server(pipe: Any, folder: str) -> None:
+class Pace:
+    """A token every `TOKEN_S` seconds, counted from each request's first."""
+
+    def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+
+    async def __call__(self, request: Request, index: int) -> None:
+        now = asyncio.get_running_loop().time()
+        began = self._began.setdefault(request.request_id, now)
+        if index == request.sampling.max_tokens - 1:
+            del self._began[request.request_id]
+        await asyncio.sleep(max(0.0, began + (index + 1) * TOKEN_S - now))
+
+
+def server(pipe: Connection, folder: str) -> None:
     """Serve until told to stop; answer `state` with memory, CPU seconds, connections and what was counted."""
-    import uvloop
 
-    from conftest import make_tokenizer
-    from segue.core.errors import Starting
-    from segue.core.limits import Limits
-    from segue.core.request import Output
-    from segue.core.types import FinishReason
-    from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-    from segue.frontend.http_server import HttpServer, bind
-    from segue.frontend.tokenizer import ModelTokenizer
-    from segue.observe.integrity import process_facts
-    from segue.observe.metrics import Metrics
+    def state(http: HttpServer) -> dict[str, float]:
+        facts = {"rss_mib": process_facts()[2] / 2**20, "cpu_s": time.process_time()}
+        return facts | {"open": http.pending + http.members, **http.counts}
 
-    make_tokenizer().save_pretrained(folder)
-    tokenizer = ModelTokenizer.load(Path(folder))
-    words = tokenizer.encode(" the answer is Paris and there", special=False)
-
-    class Backend:
-        context_tokens = 4096
-        can_serve = proven = True
-
-        async def changed(self) -> None:
-            await asyncio.Event().wait()
-
-        def lacking(self) -> Starting:
-            return Starting("never")
-
-        def sizes(self) -> dict[str, int]:
-            return {}
-
-        def cancel(self, request_id: str, reason: object) -> None:
-            pass
-
-        async def submit(self, request: Any, *, budget_s: float) -> Any:
-            loop, last = asyncio.get_running_loop(), request.sampling.max_tokens - 1
-            due = loop.time()
-            for i in range(last + 1):
-                due += TOKEN_S
-                await asyncio.sleep(max(0.0, due - loop.time()))
-                yield Output(
-                    request_id=request.request_id,
-                    position=i,
-                    token_ids=[words[i % len(words)]],
-                    finish=FinishReason.LENGTH if i == last else None,
-                )
-
-    async def main() -> None:
-        settings = OpenAIServerSettings(model="tiny", context_tokens=4096, vocab_size=400, limits=Limits())
-        door = OpenAIServer(Backend(), tokenizer, settings, Metrics())
-        http = HttpServer(build_app(door), bind("127.0.0.1", 0), drain_s=1)
-        http.start()
-        pipe.send(http.address[1])
-        while await asyncio.to_thread(pipe.recv) != "stop":
-            state = {"rss_mib": process_facts()[2] / 2**20, "cpu_s": time.process_time()}
-            pipe.send(state | {"open": http.strangers + http.members, **http.counts})
-        await http.stop()
-        door.close()
-
-    uvloop.run(main())
+    serve(pipe, folder, Pace(), state)
 
 
 def slow_clients(pipe: Any, port: int, count: int) -> None:
@@ -192,7 +158,8 @@ def main() -> None:
         port = door.recv()
         processes.append(context.Process(target=slow_clients, args=(crowds, port, args.connections)))
         processes[1].start()
-        stack.callback(lambda: [p.kill() for p in processes if p.is_alive()])
+        for process in processes:
+            stack.callback(process.kill)
 
         def state(phase: str) -> None:
             door.send("state")

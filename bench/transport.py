@@ -99,10 +99,12 @@ def child(pages: int, nbytes: int, streams: int, tls: Tls | None) -> None:
     memory = allocate(pool_spec(pages).nbytes)
     transports = {kind.name: make(kind, lambda _event: None, READER, streams, tls) for kind in KINDS}
     listener = socket.create_server(("127.0.0.1", 0))
+    fd = memory.only.fd
+    assert fd is not None  # `allocate` gives a memfd
     hello = Hello(
         {name: t.register(memory) for name, t in transports.items()},
         os.getpid(),
-        memory.only.fd,
+        fd,
         listener.getsockname()[1],
     )
     for transport in transports.values():

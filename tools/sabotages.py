@@ -222,7 +222,8 @@ def _keys(file: _File, scope: str, owner: ast.ClassDef) -> Iterator[Sabotage]:
     """Tables `self.x` of a class whose keys are written as tuples: forget one component everywhere."""
     uses: dict[tuple[str, int], list[ast.Tuple]] = defaultdict(list)
     for node in ast.walk(owner):
-        table, key = None, None
+        table: ast.expr | None = None
+        key: ast.expr | None = None
         if isinstance(node, ast.Subscript):
             table, key = node.value, node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
@@ -236,10 +237,10 @@ def _keys(file: _File, scope: str, owner: ast.ClassDef) -> Iterator[Sabotage]:
             table, key = node.comparators[0], node.left
         if isinstance(table, ast.Attribute) and isinstance(key, ast.Tuple):
             uses[table.attr, len(key.elts)].append(key)
-    for (table, size), keys in uses.items():
+    for (name, size), keys in uses.items():
         if len(keys) < 2 or size < 2:
             continue
         for n in range(size):
             edits = [Edit(*file.span(key.elts[n]), "0") for key in keys]
-            what = f"{table}[…] without {file.text(keys[0].elts[n])}"
+            what = f"{name}[…] without {file.text(keys[0].elts[n])}"
             yield file.make("key", scope, keys[0], what, *edits)

@@ -70,12 +70,12 @@ def show(measured: coverage.Coverage, missed: bool) -> None:
             rooms[room][0] += len(lines)
             rooms[room][1] += len(lines) - len(left)
     if missed:
-        for name, lines, ran, shown in files:
-            print(f"{name:<32} {lines:6} {ran:6} {_percent(ran, lines):6.1f}  {shown}")
+        for name, count, covered, shown in files:
+            print(f"{name:<32} {count:6} {covered:6} {_percent(covered, count):6.1f}  {shown}")
         print()
     print("| room | lines | covered | % |\n|---|---|---|---|")
-    for room, (lines, ran) in rooms.items():
-        print(f"| {room} | {lines} | {ran} | {_percent(ran, lines):.1f} |")
+    for room, (count, covered) in rooms.items():
+        print(f"| {room} | {count} | {covered} | {_percent(covered, count):.1f} |")
 
 
 def _percent(ran: int, lines: int) -> float:
