@@ -128,6 +128,9 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events
         case "PostWrite":
             monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
             return events.PostWrite(one, 0, 1, 1, 0, ())
+        case "Relay":
+            monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
+            return events.Relay(one, 0, 1, 1, 1, ())
         case "Grant":
             monkeypatch.setattr(rig.manager._ranks, "carry_out", bug)
             return events.Grant(one, 0, 1, (0,))
@@ -162,15 +165,15 @@ def rig() -> Iterator[Rig]:
 def test_a_bug_in_one_effect_costs_no_other_hand_off_an_effect_or_its_deadline(
     rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = rig.manager._timer
+    before = rig.manager._alarm._timer
     assert before is not None
     before.cancel()
-    rig.manager._timer = None
+    rig.manager._alarm._timer = None
     effect = broken(rig, kind, monkeypatch)
     rig.handle(effect, events.Send(PREFILL, Abort(rig.other)), events.Release(rig.other))
     assert [message.transfer for message in rig.line.sent][-1:] == [rig.other]
     assert rig.of(rig.other, events.Release), "a later effect was dropped"
-    assert rig.manager._timer is not None, "time stands still"
+    assert rig.manager._alarm._timer is not None, "time stands still"
     rig.line.breaks = None
     for _ in range(4):
         rig.turn()

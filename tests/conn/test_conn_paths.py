@@ -241,7 +241,7 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
     config = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
     memory = allocate(spec().nbytes)
     rank = local_rank(config, memory, Runtime(transports=Only(slow)))  # type: ignore[arg-type, return-value]
-    transports = Ranks([rank], Role.PREFILL, 8)
+    transports = Ranks([rank], config.me, Role.PREFILL, 8)
     peer, other = LeaderId(new_incarnation()), LeaderId(new_incarnation())
 
     async def main() -> None:

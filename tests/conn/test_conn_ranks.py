@@ -62,7 +62,7 @@ class Made:
         )
         self.memory = allocate(self.config.spec.nbytes)
         rank = local_rank(self.config, self.memory, Runtime(transports=self))
-        self.ranks = Ranks([rank], role, PEERS)
+        self.ranks = Ranks([rank], self.config.me, role, PEERS)
 
     def create(self, name: str, on_event: Any, options: TransportOptions) -> Any:
         self.made[name] = Recorder(name, on_event, options)

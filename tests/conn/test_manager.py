@@ -467,8 +467,8 @@ def test_a_deadline_that_is_due_already_disturbs_no_event_that_comes_before_its_
             now = manager.clock.now()
             manager.exchange.next_deadline = lambda: now - 1  # type: ignore[method-assign]
             manager._handle = ticks.append  # type: ignore[method-assign, assignment]
-            manager._arm(now)
-            manager._arm(now)
+            manager._alarm.set(manager.exchange.next_deadline(), now)
+            manager._alarm.set(manager.exchange.next_deadline(), now)
 
         on_io(prefill, twice)
         on_io(prefill, lambda: None)

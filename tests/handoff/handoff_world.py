@@ -34,21 +34,35 @@ def pool_spec(pages: int, page_tokens: int) -> PoolSpec:
     return PoolSpec(shape=KV, pages=pages, page_tokens=page_tokens, layer_count=2, head_count=1)
 
 
-def pool_specs(pages: int, page_tokens: int, ranks: int) -> list[PoolSpec]:
-    """The pools of one side whose ranks divide the layers among them."""
-    shape, count = msgspec.structs.replace(KV, layers=MANY_LAYERS), MANY_LAYERS // ranks
-    return [
-        PoolSpec(
-            shape=shape,
-            coord=RankCoord(pp=rank),
-            pages=pages,
-            page_tokens=page_tokens,
-            layer_start=rank * count,
-            layer_count=count,
-            head_count=1,
-        )
-        for rank in range(ranks)
-    ]
+@dataclass(frozen=True)
+class Side:
+    """`ranks` that divide the layers among them, each so many times: `copies` that hold the same, and all of
+    these at each of the `cp` places of context parallelism."""
+
+    ranks: int = 1
+    copies: int = 1
+    cp: int = 1
+
+    def specs(self, pages: int, page_tokens: int) -> list[PoolSpec]:
+        """The pools of all ranks."""
+        shape, count = msgspec.structs.replace(KV, layers=MANY_LAYERS), MANY_LAYERS // self.ranks
+        return [
+            PoolSpec(
+                shape=shape,
+                coord=RankCoord(pp=rank, cp=place, tp=copy),
+                pages=pages,
+                page_tokens=page_tokens,
+                layer_start=rank * count,
+                layer_count=count,
+                head_count=1,
+            )
+            for rank in range(self.ranks)
+            for place in range(self.cp)
+            for copy in range(self.copies)
+        ]
+
+
+Sides = tuple[int | Side, int | Side]
 
 
 def leader(spec: PoolSpec, model: str = "m") -> LeaderInfo:
@@ -87,7 +101,7 @@ class Job:
 class Write:
     """One write in flight. `landed` before `finished`: the bytes are there, nobody knows yet."""
 
-    effect: events.PostWrite
+    effect: events.PostWrite | events.Relay
     by: LeaderId
     landed: bool = False
     cut: bool = False
@@ -97,13 +111,21 @@ class Node:
     """One leader in one incarnation, its engine's pages and its memory."""
 
     def __init__(
-        self, world: World, role: Role, me: str, pages: int, page_tokens: int, limits: Limits, ranks: int
+        self,
+        world: World,
+        role: Role,
+        me: str,
+        pages: int,
+        page_tokens: int,
+        limits: Limits,
+        side: int | Side,
     ):
         self.world = world
         self.role = role
         self.me = LeaderId(Incarnation(me))
         self.spec = pool_spec(pages, page_tokens)
-        self.specs = [self.spec] if world.ranks == (1, 1) else pool_specs(pages, page_tokens, ranks)
+        side = Side(side) if isinstance(side, int) else side
+        self.specs = [self.spec] if world.ranks == (1, 1) else side.specs(pages, page_tokens)
         self.info = msgspec.structs.replace(leader(self.spec), ranks=self.specs)
         name = f"{role} {self.me}"
         self.exchange = Exchange(role, self.me, name, limits, self.info, "fake", world.kv_checksum)
@@ -163,7 +185,7 @@ class World:
         page_tokens: tuple[int, int] = (4, 4),
         limits: Limits | None = None,
         kv_checksum: ChecksumMode = ChecksumMode.OFF,
-        ranks: tuple[int, int] = (1, 1),
+        ranks: Sides = (1, 1),
     ) -> None:
         self.kv_checksum = kv_checksum
         self.ranks = ranks
@@ -235,8 +257,9 @@ class World:
                 other = self.other(node)
                 if self.up and effect.peer == other.me:
                     self.queues[other.role].append((node.me, effect.message))
-            case events.PostWrite():
+            case events.PostWrite() | events.Relay():
                 assert node.jobs[effect.transfer].phases[-1] is KVPoll.TRANSFERRING
+                assert isinstance(effect, events.Relay) == (node.role is Role.DECODE)
                 self.writes.append(Write(effect, node.me))
             case events.ComputeChecksum():
                 node.checksums.append(effect)
@@ -424,7 +447,7 @@ class World:
         if not todo:
             return False
         write = todo[index % len(todo)]
-        effect, node = write.effect, self.decode
+        effect, node, writer = write.effect, self.decode, self.writer(write)
         open_here = self.one_sided or node.epochs.get((effect.target, effect.epoch))
         if effect.transfer.decode != node.me or not open_here:
             write.cut = True
@@ -435,7 +458,7 @@ class World:
                 src = (b.src_offset + i * b.src_stride) // 8
                 dst = (b.dst_offset + i * b.dst_stride) // 8
                 size = b.row_bytes // 8
-                source = self.prefill.memory[effect.rank]
+                source = writer.memory[effect.rank]
                 node.memory[effect.target][dst : dst + size] = source[src : src + size]
         touched = {
             page
@@ -449,19 +472,24 @@ class World:
             assert node.owner.get(page) == effect.transfer, "a write landed in memory whose lease ended"
         return True
 
+    def writer(self, write: Write) -> Node:
+        """Whose rank writes: decode's, where it passes on what has landed."""
+        return self.decode if write.by == self.decode.me else self.prefill
+
     def finish(self, index: int = 0) -> bool:
-        """Tell prefill what became of a write."""
+        """Tell the writer what became of a write."""
         done = [w for w in self.writes if w.landed or w.cut]
         if not done:
             return False
         write = done[index % len(done)]
         self.writes.remove(write)
+        writer = self.writer(write)
         transfer, rank, tag = write.effect.transfer, write.effect.rank, write.effect.tag
         if write.cut:
             error = TransferFailed("cut by the fence").info
-            self.tell(self.prefill, events.WriteBroken(transfer, rank, tag, error, refused=True))
+            self.tell(writer, events.WriteBroken(transfer, rank, tag, error, refused=True))
         else:
-            self.tell(self.prefill, events.WriteLanded(transfer, rank, tag, 0.1))
+            self.tell(writer, events.WriteLanded(transfer, rank, tag, 0.1))
         return True
 
     def answer_fence(self, node: Node, index: int = 0) -> bool:
@@ -470,9 +498,10 @@ class World:
         ready = [
             f
             for f in node.fences
-            if node.role is Role.DECODE
-            or not any(
-                (w.effect.transfer, w.effect.rank) == (f.transfer, f.rank) and not w.landed and not w.cut
+            if not any(
+                (w.by, w.effect.transfer, w.effect.rank) == (node.me, f.transfer, f.rank)
+                and not w.landed
+                and not w.cut
                 for w in self.writes
             )
         ]

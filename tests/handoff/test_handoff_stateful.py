@@ -6,7 +6,7 @@ Invariants 1 to 7, 13, 16, 18, 19 and 21 of the protocol are asserted inside `ha
 from __future__ import annotations
 
 import pytest
-from handoff_world import Job, World
+from handoff_world import Job, Side, Sides, World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -17,8 +17,12 @@ from segue.core.types import ChecksumMode, KVPoll, Role, TransferId
 
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
 INDEX = st.integers(0, 7)
-#: ranks of prefill and of decode, which divide the layers among them
-RANKS = [(1, 1), (2, 2), (1, 3), (3, 2), (3, 3), (2, 1)]
+#: ranks of prefill and of decode, which divide the layers among them, or hold the same ones
+RANKS: list[Sides] = [
+    *((1, 1), (2, 2), (1, 3), (3, 2), (3, 3), (2, 1)),
+    *((1, Side(copies=2)), (2, Side(3, copies=2)), (Side(2, copies=2), Side(copies=3))),
+    *((Side(cp=2), 1), (Side(2, copies=2, cp=2), 3), (Side(cp=3), Side(2, copies=2))),
+]
 
 
 def live(jobs: dict[object, Job], index: int) -> Job | None:
@@ -42,7 +46,7 @@ class Handoffs(RuleBasedStateMachine):
         seed: int,
         small: bool,
         kv_checksum: ChecksumMode,
-        ranks: tuple[int, int],
+        ranks: Sides,
     ) -> None:
         limits = Limits(max_transfers=4, max_early_destinations=1) if small else Limits()
         self.world = World(
@@ -226,7 +230,7 @@ def walk(seed: int, steps: int, faults: bool = True) -> World:
         seed,
         seed % 3 == 0,
         kv_checksum,
-        RANKS[seed % 7 % len(RANKS)],
+        RANKS[seed % 13 % len(RANKS)],
     )
     rng = machine.world.rng
     names = [

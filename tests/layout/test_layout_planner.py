@@ -40,13 +40,13 @@ def whole(kv: KVShape, pages: int = 8, page_tokens: int = 4) -> PoolSpec:
     )
 
 
-def split(kv: KVShape, tp: int, pp: int, pages: int, page_tokens: int) -> list[PoolSpec]:
-    """A replica of `tp * pp` ranks, whether that divides the model or not. With more tp ranks than KV heads
-    several hold the same one."""
+def split(kv: KVShape, tp: int, pp: int, pages: int, page_tokens: int, cp: int = 1) -> list[PoolSpec]:
+    """A replica of `tp * cp * pp` ranks, whether that divides the model or not. With more tp ranks than KV
+    heads several hold the same one, and those of each place of `cp` hold all."""
     return [
         PoolSpec(
             shape=kv,
-            coord=RankCoord(pp=p, tp=t),
+            coord=RankCoord(pp=p, cp=c, tp=t),
             pages=pages,
             page_tokens=page_tokens,
             layer_start=kv.layers * p // pp,
@@ -55,6 +55,7 @@ def split(kv: KVShape, tp: int, pp: int, pages: int, page_tokens: int) -> list[P
             head_count=max(1, kv.kv_heads * (t + 1) // tp - kv.kv_heads * t // tp),
         )
         for p in range(pp)
+        for c in range(cp)
         for t in range(tp)
     ]
 
@@ -123,7 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
     (src_size, src_pool, src_pages), (dst_size, dst_pool, dst_pages) = sides
     cuts = sorted(draw(st.sets(st.integers(prefix, prompt), max_size=4)) | {prefix, prompt})
     return Case(
-        split(kv, *splits[0], src_pool, src_size),
+        split(kv, *splits[0], src_pool, src_size, draw(st.integers(1, 3))),
         split(kv, *splits[1], dst_pool, dst_size),
         prompt,
         prefix,
@@ -169,13 +170,20 @@ def carry_out(case: Case) -> None:
             src[offset : offset + expected.nbytes] = expected.view(np.uint8)
     targets = [np.zeros(spec.nbytes, np.uint8) for spec in case.targets]
     counts = [np.zeros(spec.nbytes, np.int32) for spec in case.targets]
+    wire = 0
     for source, target in plan.pairs:
         for start, end in zip(case.cuts, case.cuts[1:], strict=False):
-            blocks = plan.blocks(source, target, Span(start, end), case.src_pages, case.dst_pages, first)
+            span = plan.share(source, Span(start, end))
+            blocks = plan.blocks(source, target, span, case.src_pages, case.dst_pages, first)
             for block in blocks:
                 apply(block, sources[source], targets[target], counts[target])
             nbytes = sum(block.nbytes for block in blocks)
-            assert nbytes == (end - start) * plan.pair_token_bytes(source, target)
+            assert nbytes == len(span) * plan.pair_token_bytes(source, target)
+            wire += nbytes
+            for other in plan.passed_on(source, target) if len(span) else ():
+                for block in plan.relay_blocks(source, target, other, span, case.dst_pages, first):
+                    apply(block, targets[target], targets[other], counts[other])
+    assert wire == (case.prompt - case.prefix) * case.targets[0].shape.token_bytes  # as little as can be
     for spec, dst, count in zip(case.targets, targets, counts, strict=True):
         planned = np.zeros(spec.nbytes, np.int32)
         for offset, expected in rows(spec, case.dst_pages, first, Span(case.prefix, case.prompt)):
@@ -193,25 +201,55 @@ def boxes(ranks: list[PoolSpec]) -> list[tuple[int, int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "sources", "targets", "pairs"),
+    ("heads", "sources", "targets", "pairs", "relays"),
     [
-        (3, (2, 1), (1, 1), [(0, 0), (1, 0)]),
-        (3, (1, 1), (2, 1), [(0, 0), (0, 1)]),
-        (3, (3, 1), (2, 1), [(0, 0), (1, 1), (2, 1)]),
-        (2, (1, 2), (2, 1), [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        # Of ranks that hold the same each sends a part, or nothing.
-        (1, (2, 1), (1, 1), [(0, 0)]),
-        (1, (2, 1), (1, 3), [(0, 0), (0, 2), (1, 1)]),
-        (2, (4, 1), (2, 1), [(0, 0), (2, 1)]),
-        (2, (4, 1), (2, 2), [(0, 0), (1, 2), (2, 1), (3, 3)]),
+        (3, (2, 1), (1, 1), [(0, 0), (1, 0)], []),
+        (3, (1, 1), (2, 1), [(0, 0), (0, 1)], []),
+        (3, (3, 1), (2, 1), [(0, 0), (1, 1), (2, 1)], []),
+        (2, (1, 2), (2, 1), [(0, 0), (0, 1), (1, 0), (1, 1)], []),
+        # Of sources that hold the same each sends a part, or nothing.
+        (1, (2, 1), (1, 1), [(0, 0)], []),
+        (1, (2, 1), (1, 3), [(0, 0), (0, 2), (1, 1)], []),
+        (2, (4, 1), (2, 1), [(0, 0), (2, 1)], []),
+        (2, (4, 1), (2, 2), [(0, 0), (1, 2), (2, 1), (3, 3)], []),
+        # Of targets that hold the same each receives a part, or nothing, and gets the rest from the others.
+        (1, (1, 1), (3, 1), [(0, 0)], [(0, 0, 1), (0, 0, 2)]),
+        (1, (1, 2), (2, 1), [(0, 0), (1, 1)], [(0, 0, 1), (1, 1, 0)]),
+        (1, (2, 1), (2, 1), [(0, 0)], [(0, 0, 1)]),
+        (2, (1, 1), (4, 1), [(0, 0), (0, 2)], [(0, 0, 1), (0, 2, 3)]),
+        # With context parallelism each place sends.
+        (1, (1, 1, 2), (2, 1), [(0, 0), (1, 1)], [(0, 0, 1), (1, 1, 0)]),
+        (1, (2, 1, 2), (1, 1), [(0, 0), (2, 0)], []),
     ],
 )
 def test_who_writes_to_whom(
-    heads: int, sources: tuple[int, int], targets: tuple[int, int], pairs: list[tuple[int, int]]
+    heads: int,
+    sources: tuple[int, ...],
+    targets: tuple[int, int],
+    pairs: list[tuple[int, int]],
+    relays: list[tuple[int, int, int]],
 ) -> None:
-    kv = shape(layers=4, kv_heads=heads)
-    plan = plan_pair(split(kv, *sources, 8, 4), split(kv, *targets, 8, 4))
+    kv, (tp, pp, *cp) = shape(layers=4, kv_heads=heads), sources
+    plan = plan_pair(split(kv, tp, pp, 8, 4, *cp), split(kv, *targets, 8, 4))
     assert list(plan.pairs) == pairs
+    assert list(plan.relays) == relays
+
+
+@pytest.mark.parametrize(
+    ("span", "shares"),
+    [
+        (Span(0, 12), [(0, 4), (4, 12)]),
+        (Span(0, 13), [(0, 8), (8, 13)]),
+        (Span(6, 13), [(6, 8), (8, 13)]),
+        (Span(4, 6), [(4, 4), (4, 6)]),
+        (Span(5, 5), [(5, 5), (5, 5)]),
+    ],
+)
+def test_places_of_context_parallelism_share_out_the_pages_of_a_chunk(
+    span: Span, shares: list[tuple[int, int]]
+) -> None:
+    plan = plan_pair(split(shape(), 1, 1, 8, 4, 2), [whole(shape(), 8, 16)])
+    assert [(s.start, s.end) for s in (plan.share(0, span), plan.share(1, span))] == shares
 
 
 def test_sizes_that_do_not_divide_one_another_share_out_all_layers_and_heads() -> None:
@@ -309,7 +347,13 @@ def two(**changes: object) -> list[PoolSpec]:
         ([whole(shape())] * 1025, [whole(shape())], "prefill declares 1025 ranks; .* at most 1024"),
         ([whole(shape())], split(shape(), 2, 1, 8, 4)[:1], "no rank of decode holds layer 0, KV head 1"),
         (two(), two(page_tokens=8), "rank 1 of decode has pages of 8 tokens"),
-        (two(coord=RankCoord(cp=1)), two(), "prefill uses context parallelism"),
+        (
+            two(coord=RankCoord(cp=1)),
+            two(),
+            "rank 0 of prefill holds .* no rank of cp 1 does; .* --cp 2",
+        ),
+        (two(coord=RankCoord(cp=9)), two(), "rank 1 of prefill is at cp 9 of 2 ranks"),
+        (two(), two(coord=RankCoord(cp=1)), "rank 1 of decode is at cp 1; .* start it with --cp 1"),
         (two(), two(shape=shape(dtype="other")), "rank 1 of decode has another KV shape"),
     ],
 )

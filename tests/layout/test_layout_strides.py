@@ -217,7 +217,7 @@ def test_ranks_of_unequal_parts_share_exactly_the_part_that_both_hold(
         spec = rank(shape, -(-tokens // size), size, **held)
         pools.append(Pool.of(laid_out(spec, rng), rng, 0, tokens))
     src, dst = pools
-    plan = PairPlan((src.spec,), (dst.spec,), ((0, 0),), b"")
+    plan = PairPlan((src.spec,), (dst.spec,), ((0, 0),), (), b"")
     part = shared(src.spec, dst.spec)
     span = Span(0, tokens)
     written = copy(plan.blocks(0, 0, span, src.pages, dst.pages, 0), src.memory, dst.memory)

@@ -6,7 +6,6 @@ and carries out its effects, all on one I/O thread. Of each hand-off it keeps th
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from segue.conn.alarm import Alarm
 from segue.conn.config import HOST, KVConfig, Runtime
 from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
@@ -81,14 +81,13 @@ class KVManager:
         self._peers: dict[LeaderId, Peer] = {}
         #: grants that were carried out a moment ago
         self._granted: list[events.Granted] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
+        self._alarm = Alarm(self.io, self._tick)
         self._closed = False
         self._on_rank_lost = on_rank_lost
         #: why hand-offs are impossible from now on
         self._lost: SegueError | None = None
         ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
-        self._ranks = Ranks(ranks, config.role, config.limits.max_sessions)
+        self._ranks = Ranks(ranks, config.me, config.role, config.limits.max_sessions)
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
             model=config.model,
@@ -209,7 +208,7 @@ class KVManager:
                 self._not_done(effect, typed(exc, f"carrying out {type(effect).__name__}"))
         while self._granted:
             self._handle(self._granted.pop())
-        self._arm(now)
+        self._alarm.set(self.exchange.next_deadline(), now)
 
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
         if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
@@ -285,7 +284,7 @@ class KVManager:
             case events.Send():
                 if (peer := self._peers.get(effect.peer)) is not None:
                     peer.session.send(effect.message)
-            case events.PostWrite() | events.Grant() | events.Fence():
+            case events.PostWrite() | events.Relay() | events.Grant() | events.Fence():
                 self._move(effect)
             case events.ComputeChecksum():
                 # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
@@ -307,7 +306,7 @@ class KVManager:
             if isinstance(change, events.Phase) and change.phase.terminal:
                 self.io.yield_gil()  # the engine, before the peer and the books hear of it
 
-    def _move(self, effect: events.PostWrite | events.Grant | events.Fence) -> None:
+    def _move(self, effect: events.PostWrite | events.Relay | events.Grant | events.Fence) -> None:
         transfer = effect.transfer
         leader = self._ranks.peer_of(transfer)
         if isinstance(effect, events.PostWrite) and leader not in self._peers:
@@ -318,20 +317,7 @@ class KVManager:
         elif self._ranks.carry_out(effect):
             self._granted.append(events.Granted(transfer, effect.rank))
 
-    def _arm(self, now: float) -> None:
-        deadline = self.exchange.next_deadline()
-        if self._timer is not None:
-            if deadline is not None and self._timer_at <= deadline:
-                return  # fires early enough; it will arm the next one
-            self._timer.cancel()
-            self._timer = None
-        if deadline is not None:
-            # Its time is kept here: of a timer that is due already uvloop makes one that has none.
-            self._timer_at = deadline
-            self._timer = self.io.loop.call_later(max(0.0, deadline - now), self._tick)
-
     def _tick(self) -> None:
-        self._timer = None
         self._handle(events.Tick())
 
     # ---- ranks (RankOwner; from any thread) ---------------------------------------------------
@@ -372,6 +358,9 @@ class KVManager:
         if self._closed:
             return  # nothing is asked of ranks any more
         leader = event.peer.leader
+        if isinstance(event, transport_base.PeerGone) and leader == self.config.me:
+            self._relays_end(name, event.error)
+            return
         if isinstance(event, transport_base.PeerGone):
             peer = self._peers.get(leader)
             if event.proven and not self._ranks.died(event.peer):
@@ -395,6 +384,13 @@ class KVManager:
                 self._handle(events.WriteBroken(transfer, rank, event.tag, event.error.info, event.refused))
             case transport_base.Fenced() if proven is not None:
                 self._handle(events.FenceDone(transfer, rank, proven))
+
+    def _relays_end(self, name: str, error: SegueError) -> None:
+        """A path between two ranks of ours has ended: the peers whose KV goes over such paths meet anew."""
+        for leader, peer in list(self._peers.items()):
+            if peer.transport == name and self._ranks.writes_for(leader):
+                self._handle(events.PeerDown(leader, error.info))
+                peer.session.close(error)
 
     def _measure(self, leader: LeaderId, event: transport_base.Written) -> None:
         """A slow path must not be taken silently: its speed is logged once, and shown for ever."""
@@ -439,7 +435,8 @@ class KVManager:
         peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
         leader = session.peer.leader
         self._peers[leader] = peer
-        self._ranks.choose(leader, joined.transport, joined.plan.pairs, self._peers)
+        plan = joined.plan
+        self._ranks.choose(leader, joined.transport, plan.pairs, self._peers, plan.relays)
         log.info(
             "peer joined role=%s leader=%s address=%s transport=%s",
             session.peer.role.value,
@@ -447,16 +444,16 @@ class KVManager:
             session.peer.address,
             joined.transport,
         )
-        if self.config.role is Role.PREFILL:
-            name = f"opening the path to {leader}"
+        if self._ranks.writes_for(leader):
+            name = f"opening the paths for {leader}"
             peer.opening = background(
-                self._open_path(peer), name=name, failed=session.close, loop=self.io.loop
+                self._open_paths(peer), name=name, failed=session.close, loop=self.io.loop
             )
         else:
             self._ready(peer)
 
-    async def _open_path(self, peer: Peer) -> None:
-        """Prefill: connect the transport (it may block) before the first message is handled."""
+    async def _open_paths(self, peer: Peer) -> None:
+        """Connect what our ranks write over (it may block) before the first message is handled."""
         leader = peer.session.peer.leader
         try:
             await self._ranks.connect(leader, peer.info, self.config.limits.connect_s)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from segue.conn.io import Io
 from segue.conn.rank import Rank, RankOwner
 from segue.core.errors import ErrorInfo
 from segue.core.types import LeaderId, RankId, Role, TransferId
-from segue.handoff.events import AbortTransfer, ComputeChecksum, Fence, Grant, Granted, PostWrite
+from segue.handoff.events import AbortTransfer, ComputeChecksum, Fence, Grant, Granted, PostWrite, Relay
 from segue.handoff.messages import LeaderInfo
 from segue.session.tasks import awaited
 from segue.transport.base import Fenced
@@ -19,26 +19,29 @@ from segue.transport.base import Fenced
 
 @dataclass(frozen=True, slots=True)
 class PeerRoute:
-    """How a peer is reached: by which transport, and which of its ranks each of ours exchanges bytes with."""
+    """By which transport a peer is reached, and which ranks each of ours exchanges bytes with: of the peer,
+    and on decode of our own, where some pass on what has landed. `targets` are those that it writes to."""
 
     transport: str
-    partners: Mapping[int, tuple[int, ...]]
+    partners: Mapping[int, Collection[RankId]]
+    targets: Mapping[int, Collection[RankId]]
 
 
 @dataclass(slots=True)
 class _OpenFence:
-    """A fence of one of our ranks: which of the peer's ranks it is still to hold against, and whether all
-    that have answered did so with proof."""
+    """A fence of one of our ranks: which ranks it is still to hold against, and whether it is proven against
+    all those of the peer that it was answered for."""
 
-    waiting: set[int]
+    waiting: set[RankId]
     proven: bool = True
 
 
 class Ranks:
     """The ranks of one leader, asked by the effects of the protocol. Lives on the leader's loop."""
 
-    def __init__(self, ranks: Sequence[Rank], role: Role, max_peers: int) -> None:
+    def __init__(self, ranks: Sequence[Rank], me: LeaderId, role: Role, max_peers: int) -> None:
         self._ranks = ranks
+        self._me = me
         self._sending = role is Role.PREFILL
         self._max_peers = max_peers
         #: What peers are told, by the transport's name: an encoded `Endpoint` for each rank.
@@ -50,8 +53,8 @@ class Ranks:
         # Outlives the session: a fence may come after it. One entry per peer ever seen, bounded.
         self._routes: dict[LeaderId, PeerRoute] = {}
         self._connecting: dict[LeaderId, asyncio.Task[None]] = {}
-        #: grants of our ranks, each with the peer's ranks that cannot write there yet
-        self._grants: dict[tuple[LeaderId, int, int], set[int]] = {}
+        #: of each rank of ours and epoch (a number of this decode leader): the ranks that cannot write yet
+        self._grants: dict[tuple[LeaderId, int, int], set[RankId]] = {}
         self._fences: dict[tuple[LeaderId, int, int], _OpenFence] = {}
         #: of each peer, its ranks that are known to be dead
         self._dead: dict[LeaderId, set[int]] = {}
@@ -79,14 +82,22 @@ class Ranks:
         name: str,
         pairs: Collection[tuple[int, int]],
         live: Container[LeaderId],
+        relays: Collection[tuple[int, int, int]] = (),
     ) -> None:
-        """From now on `peer` is reached by the transport `name`; `pairs` are those of the plan, (source rank,
-        target rank). No `live` peer is forgotten for it."""
-        partners: dict[int, tuple[int, ...]] = {}
-        for source, target in pairs:
-            ours, theirs = (source, target) if self._sending else (target, source)
-            partners[ours] = (*partners.get(ours, ()), theirs)
-        self._routes[peer] = PeerRoute(name, partners)
+        """From now on `peer` is reached by the transport `name`; `pairs` and `relays` are those of the plan.
+        No `live` peer is forgotten for it."""
+        prefill, decode = (self._me, peer) if self._sending else (peer, self._me)
+        writes = [(RankId(prefill, source), RankId(decode, target)) for source, target in pairs]
+        writes += [(RankId(decode, target), RankId(decode, other)) for _, target, other in relays]
+        partners: dict[int, dict[RankId, None]] = {}
+        targets: dict[int, dict[RankId, None]] = {}
+        for writer, reader in writes:
+            if writer.leader == self._me:
+                targets.setdefault(writer.rank, {})[reader] = None
+                partners.setdefault(writer.rank, {})[reader] = None
+            if reader.leader == self._me:
+                partners.setdefault(reader.rank, {})[writer] = None
+        self._routes[peer] = PeerRoute(name, partners, targets)
         self._dead.pop(peer, None)
         while len(self._routes) > self._max_peers:
             oldest = next(known for known in self._routes if known not in live)
@@ -112,23 +123,29 @@ class Ranks:
 
     async def _connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
         route = self._routes[peer]
-        endpoints = info.endpoints[route.transport]
-        for ours, theirs in route.partners.items():
-            for rank in theirs:
-                await self._ranks[ours].connect(
-                    route.transport, RankId(peer, rank), endpoints[rank], timeout_s
-                )
+        for rank, targets in route.targets.items():
+            for to in targets:
+                if to.leader == self._me:
+                    endpoint = self._ranks[to.rank].endpoints[route.transport]
+                else:
+                    endpoint = info.endpoints[route.transport][to.rank]
+                await self._ranks[rank].connect(route.transport, to, endpoint, timeout_s)
 
     def peer_of(self, transfer: TransferId) -> LeaderId:
         """The other side of a transfer."""
         return transfer.decode if self._sending else transfer.prefill
+
+    def writes_for(self, peer: LeaderId) -> bool:
+        """Whether ranks of ours write something: on prefill to the peer, on decode what has come from it to
+        one another."""
+        return bool(self._routes[peer].targets)
 
     def route_to(self, peer: LeaderId) -> PeerRoute | None:
         """How `peer` is reached now, if that is known."""
         return self._routes.get(peer)
 
     def carry_out(
-        self, effect: PostWrite | Grant | Fence | ComputeChecksum, route: PeerRoute | None = None
+        self, effect: PostWrite | Relay | Grant | Fence | ComputeChecksum, route: PeerRoute | None = None
     ) -> bool:
         """Have the rank do what is for it, over the transport that was chosen for the transfer's peer, or by
         a `route` of before. True for a grant that holds already."""
@@ -139,22 +156,23 @@ class Ranks:
         peer = self.peer_of(effect.transfer)
         route = route or self._routes[peer]
         name, partners = route.transport, route.partners[effect.rank]
+        key = (effect.transfer.decode, effect.epoch, effect.rank)
         match effect:
             case PostWrite():
                 rank.write(name, RankId(peer, effect.target), effect.epoch, effect.tag, effect.blocks)
+            case Relay():
+                rank.write(name, RankId(self._me, effect.target), effect.epoch, effect.tag, effect.blocks)
             case Grant():
-                waiting = {
-                    p for p in partners if not rank.grant(name, RankId(peer, p), effect.epoch, effect.pages)
-                }
+                waiting = {p for p in partners if not rank.grant(name, p, effect.epoch, effect.pages)}
                 if waiting:
-                    self._grants[peer, effect.epoch, effect.rank] = waiting
+                    self._grants[key] = waiting
                 return not waiting
             case Fence():
-                self._grants.pop((peer, effect.epoch, effect.rank), None)
-                if len(partners) > 1:
-                    self._fences[peer, effect.epoch, effect.rank] = _OpenFence(set(partners))
-                for theirs in partners:
-                    rank.fence(name, RankId(peer, theirs), effect.epoch)
+                self._grants.pop(key, None)
+                if len(partners) > 1 or not any(p.leader == peer for p in partners):
+                    self._fences[key] = _OpenFence(set(partners))
+                for partner in partners:
+                    rank.fence(name, partner, effect.epoch)
         return False
 
     def fence_anew(self, transport: str, fences: Sequence[Fence]) -> None:
@@ -162,38 +180,39 @@ class Ranks:
         for fence in fences:
             route = self._routes.get(self.peer_of(fence.transfer))
             if route is not None:
-                self.carry_out(fence, PeerRoute(transport, route.partners))
+                self.carry_out(fence, replace(route, transport=transport))
 
     def granted(
-        self, transfer: TransferId, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None
+        self, transfer: TransferId, rank: int, partner: RankId, epoch: int, error: ErrorInfo | None
     ) -> Granted | AbortTransfer | None:
-        """One of our ranks lets one rank of the peer write, or cannot. What follows: nothing, before it lets
-        all those that it exchanges bytes with."""
+        """One of our ranks lets another rank write, or cannot. What follows: nothing, before it lets all
+        those that it exchanges bytes with."""
         if error is not None:
             return AbortTransfer(transfer, error)
-        waiting = self._grants.get((peer.leader, epoch, rank), set())
-        if peer.rank not in waiting:
+        key = (transfer.decode, epoch, rank)
+        waiting = self._grants.get(key, set())
+        if partner not in waiting:
             return None
-        waiting.discard(peer.rank)
+        waiting.discard(partner)
         if waiting:
             return None
-        del self._grants[peer.leader, epoch, rank]
+        del self._grants[key]
         return Granted(transfer, rank)
 
     def fenced(self, rank: int, event: Fenced) -> bool | None:
-        """One of our ranks has answered a fence for one rank of the peer. None before it has for all that it
-        exchanges bytes with; then whether all of it is proven."""
-        leader = event.peer.leader
-        key = (leader, event.epoch, rank)
+        """One of our ranks has answered a fence for another rank. None before it has for all that it
+        exchanges bytes with; then whether it is proven that none of the peer writes to it any more. Ranks of
+        our own that write to one another are both fenced, and that both have answered is the proof."""
+        key = (event.peer.leader if self._sending else self._me, event.epoch, rank)
         fence = self._fences.get(key)
         if fence is None:
-            route = self._routes.get(leader)
-            alone = route is not None and route.partners.get(rank) == (event.peer.rank,)
+            route = self._routes.get(event.peer.leader)
+            alone = route is not None and set(route.partners.get(rank, ())) == {event.peer}
             return event.proven if alone else None
-        if event.peer.rank not in fence.waiting:
+        if event.peer not in fence.waiting:
             return None
-        fence.waiting.discard(event.peer.rank)
-        fence.proven = fence.proven and event.proven
+        fence.waiting.discard(event.peer)
+        fence.proven = fence.proven and (event.proven or event.peer.leader == self._me)
         if fence.waiting:
             return None
         del self._fences[key]
@@ -207,7 +226,8 @@ class Ranks:
             return True  # it was never told where to write
         dead = self._dead.setdefault(peer.leader, set())
         dead.add(peer.rank)
-        return all(theirs in dead for partners in route.partners.values() for theirs in partners)
+        theirs = (p for partners in route.partners.values() for p in partners if p.leader == peer.leader)
+        return all(partner.rank in dead for partner in theirs)
 
     def close(self) -> None:
         """End all of them, whatever one raises; no answer after it returns."""

@@ -124,7 +124,8 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class WriteLanded:
-    """Transport: the write `tag` of our rank `rank` (see `PostWrite`) has landed at the destination."""
+    """Transport: the write `tag` of our rank `rank` (see `PostWrite`, `Relay`) has landed at the
+    destination."""
 
     transfer: TransferId
     rank: int
@@ -134,8 +135,8 @@ class WriteLanded:
 
 @dataclass(frozen=True, slots=True)
 class WriteBroken:
-    """Transport: the write `tag` of our rank `rank` did not land. `refused`: decode did not grant its epoch
-    (any more), so decode ended this hand-off, and the reason is under way."""
+    """Transport: the write `tag` of our rank `rank` did not land. `refused`, on prefill: decode did not grant
+    its epoch (any more), so decode ended this hand-off, and the reason is under way."""
 
     transfer: TransferId
     rank: int
@@ -212,6 +213,18 @@ class PostWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class Relay:
+    """Decode: have our rank `rank` write what has landed at it to our rank `target`, which holds the same."""
+
+    transfer: TransferId
+    rank: int
+    epoch: int
+    tag: int
+    target: int
+    blocks: tuple[CopyBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ComputeChecksum:
     """Either side: hash `content` in the pool of our rank `rank` (`layout.content.checksum`).
 
@@ -227,8 +240,8 @@ class ComputeChecksum:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decode: writes of `epoch` by `transfer.prefill` may land in `pages` of our rank `rank`; answered by its
-    `Granted`."""
+    """Decode: writes of `epoch` by `transfer.prefill`, and by those of our own ranks that pass on to it, may
+    land in `pages` of our rank `rank`; answered by its `Granted`."""
 
     transfer: TransferId
     rank: int
@@ -280,7 +293,7 @@ class Quarantined:
     pages: int
 
 
-Effect = Send | PostWrite | ComputeChecksum | Grant | Fence | Phase | Release | Quarantined
+Effect = Send | PostWrite | Relay | ComputeChecksum | Grant | Fence | Phase | Release | Quarantined
 
 
 class Turn:

@@ -88,7 +88,7 @@ class Exchange:
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
         self._links: dict[LeaderId, PeerLink] = {}
-        # The transport speaks of epochs; an entry lives as long as its machine.
+        # The transport speaks of epochs, which are decode's numbers; an entry lives as long as its machine.
         self._epochs: dict[tuple[LeaderId, int], Machine] = {}
         self._deadlines = Deadlines()
         # Epochs of two leaders at one address differ as well, whatever the transport checks.
@@ -142,9 +142,11 @@ class Exchange:
         return ended.phase if ended is not None and ended.opened else None
 
     def transfer_of(self, peer: LeaderId, epoch: int) -> TransferId | None:
-        """Which live transfer with `peer` writes under `epoch`; None if it is over or never was."""
-        machine = self._epochs.get((peer, epoch))
-        return None if machine is None else machine.transfer
+        """Which live transfer with `peer` writes under `epoch`; None if it is over or never was. Decode's own
+        ranks write as well, under its epochs."""
+        decode = self._local.me if self._local.role is Role.DECODE else peer
+        machine = self._epochs.get((decode, epoch))
+        return machine.transfer if machine is not None and peer in (decode, machine.peer) else None
 
     def open_transfers(self) -> list[TransferId]:
         """The hand-offs that have not ended."""
@@ -347,8 +349,8 @@ class Exchange:
         except Exception as error:  # the boundary of invariant 12: one hand-off fails, no other
             self.counters["internal_errors"] += 1
             machine.fail(Internal(f"{type(error).__name__} in the hand-off's handler: {error}").info)
-        if machine.epoch and (machine.peer, machine.epoch) not in self._epochs:
-            self._epochs[machine.peer, machine.epoch] = machine
+        if machine.epoch:
+            self._epochs.setdefault((machine.transfer.decode, machine.epoch), machine)
         if machine.ended:
             self._forget(machine)
         elif machine.deadline < machine.timer.at and not machine.phase.terminal:
@@ -358,6 +360,6 @@ class Exchange:
 
     def _forget(self, machine: Machine) -> None:
         del self._machines[machine.transfer]
-        if self._epochs.get((machine.peer, machine.epoch)) is machine:
-            del self._epochs[machine.peer, machine.epoch]
+        if self._epochs.get(key := (machine.transfer.decode, machine.epoch)) is machine:
+            del self._epochs[key]
         self._tombstones.add_tombstone(machine)

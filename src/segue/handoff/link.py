@@ -32,7 +32,7 @@ class LocalLeader:
 @dataclass(frozen=True, slots=True)
 class PeerLink:
     """A peer whose session is up. Exactly one of `plan` and `error` is set. `ranks` are those of our own
-    that the plan has copy from or to."""
+    that take part in the plan."""
 
     peer: LeaderId
     info: LeaderInfo
@@ -69,5 +69,8 @@ def make_link(local: LocalLeader, event: PeerUp, transport: str) -> PeerLink:
     except SegueError as error:
         at_us = error.at(origin=local.origin, peer=local.name_of(event.peer)).info
         return PeerLink(event.peer, info, transport, error=at_us)
-    ours = sorted({pair[local.role is Role.DECODE] for pair in plan.pairs})
-    return PeerLink(event.peer, info, transport, plan, ranks=tuple(ours))
+    if local.role is Role.PREFILL:
+        ours = {source for source, _ in plan.pairs}
+    else:
+        ours = {target for _, target in plan.pairs} | {other for _, _, other in plan.relays}
+    return PeerLink(event.peer, info, transport, plan, ranks=tuple(sorted(ours)))

@@ -23,7 +23,8 @@ Each half ends once: it tells its engine (`Phase`) and, unless that one knows or
 **Who may touch the pages** is part of each state (`STATES`, `lease.py`). Pages that were never published are
 free when the hand-off ends. Published ones are in quarantine after a failure until three things are known:
 
-1. *We* carry out no write any more: each rank of ours in the plan has answered its own `Fence`.
+1. *We* carry out no write any more: each rank of ours in the plan has answered its own `Fence`. On decode
+   that is said of its ranks' writes to one another, too (`Relay`): both ends of such a write are fenced.
 2. *The peer* carries out none. Decode only; into prefill's pages nobody writes. Each of these answers was a
    proof by itself, or prefill said `Drained` or `Gone`, or its process is known to be dead.
 3. Nobody reads: each `ComputeChecksum` was answered by the rank that was asked.

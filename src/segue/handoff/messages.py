@@ -14,7 +14,7 @@ from segue.core.request import TokenLogprob
 from segue.core.types import Span, TransferId
 from segue.layout.spec import PoolSpec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +67,10 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """P→D: a chunk has landed at the destination, for one (source rank, destination rank) pair.
 
-    `span` is in tokens of the prompt. `final` marks the pair's last chunk. `checksum` is the XXH3-64 of
-    the chunk's content as prefill holds it, in the canonical order of `layout.content`, over one
-    layer in `every` (1: all); None where checksums are off or the chunk is empty. Decode verifies
+    `span` is the whole chunk's, in tokens of the prompt; the source has sent its share of it
+    (`PairPlan.share`), of which `nbytes` and `checksum` are. `final` marks the pair's last chunk. `checksum`
+    is the XXH3-64 of the share's content as prefill holds it, in the canonical order of `layout.content`,
+    over one layer in `every` (1: all); None where checksums are off or the share is empty. Decode verifies
     whatever it is given. `wire_s` is the time the transport took for it.
     """
 

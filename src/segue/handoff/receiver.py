@@ -19,7 +19,10 @@ from segue.handoff.events import (
     Phase,
     Publish,
     Quarantined,
+    Relay,
     Tick,
+    WriteBroken,
+    WriteLanded,
 )
 from segue.handoff.lease import Lease
 from segue.handoff.link import PeerLink
@@ -58,7 +61,8 @@ _S = ReceiverState
 
 
 class ReceiverMachine(Machine):
-    """Publishes pages, tallies and verifies what lands in them, commits; or fails and waits for a proof."""
+    """Publishes pages, tallies and verifies what lands in them, has it passed on to the ranks that hold the
+    same, commits; or fails and waits for a proof."""
 
     __slots__ = ("_granting", "_tally", "pages", "peer_done")
 
@@ -77,6 +81,12 @@ class ReceiverMachine(Machine):
         if self._tally is None:
             raise Internal("nothing was published yet")
         return self._tally
+
+    @property
+    def _first_token(self) -> int:
+        """Of the prompt the first token in `pages`."""
+        page = self.plan.target_page_tokens
+        return self.prefix_tokens // page * page
 
     # ---- the engine ----------------------------------------------------------------------------
 
@@ -167,24 +177,48 @@ class ReceiverMachine(Machine):
             self._verify(message)
 
     def _verify(self, message: ChunkPosted) -> None:
-        """Have the bytes that landed hashed, if prefill said what their checksum must be."""
-        if message.checksum is None or len(message.span) == 0:
-            return
-        page = self.plan.target_page_tokens
-        content = self.plan.target_content(
-            message.source,
-            message.target,
-            message.span,
-            self.pages,
-            self.prefix_tokens // page * page,
-            Sample(message.every, self.transfer.room + message.sequence),
-        )
-        self.emit(ComputeChecksum(self.transfer, message.target, self.tally.verify(message), content))
+        if not self._hash(message, message.target):
+            self._pass_on(message)
+
+    def _hash(self, message: ChunkPosted, rank: int) -> bool:
+        """Have the bytes that landed at `rank` hashed, if prefill said what their checksum must be."""
+        share = self.tally.share(message)
+        if message.checksum is None or len(share) == 0:
+            return False
+        sample = Sample(message.every, self.transfer.room + message.sequence)
+        content = self.plan.target_content(message.source, rank, share, self.pages, self._first_token, sample)
+        self.emit(ComputeChecksum(self.transfer, rank, self.tally.verify(message, rank), content))
+        return True
 
     def _verified(self, event: ChecksumReady) -> None:
         """What a landed chunk's checksum is. Raises ChecksumMismatch."""
         message = self.asked(self.tally.unverified, event.rank, event.tag)
-        self.tally.check(message, self.checked(event))
+        self.tally.check(message, event.rank, self.checked(event))
+        if event.rank == message.target:
+            self._pass_on(message)
+        else:
+            self.tally.relayed(message, event.rank)
+
+    def _pass_on(self, message: ChunkPosted) -> None:
+        """Have the rank that has received a chunk write it to the ranks that hold the same."""
+        source, target = message.source, message.target
+        share = self.tally.share(message)
+        for other in self.plan.passed_on(source, target):
+            if len(share) == 0:
+                self.tally.relayed(message, other)
+                continue
+            blocks = self.plan.relay_blocks(source, target, other, share, self.pages, self._first_token)
+            tag = self.tally.relay(message, other)
+            self.emit(Relay(self.transfer, target, self.epoch, tag, other, tuple(blocks)))
+
+    def _relayed(self, event: WriteLanded) -> None:
+        message, other = self.asked(self.tally.relaying, event.rank, event.tag)
+        if not self._hash(message, other):
+            self.tally.relayed(message, other)
+
+    def _not_relayed(self, event: WriteBroken) -> None:
+        self.asked(self.tally.relaying, event.rank, event.tag)
+        raise event.error.exception()
 
     def _metadata(self, message: Metadata) -> None:
         self.tally.note_metadata(message)
@@ -268,6 +302,8 @@ class ReceiverMachine(Machine):
             Metadata: (_metadata, _S.TRANSFERRING),
             ChunkPosted: (_chunk, _S.TRANSFERRING),
             ChecksumReady: (_verified, _S.TRANSFERRING),
+            WriteLanded: (_relayed, _S.TRANSFERRING),
+            WriteBroken: (_not_relayed, _S.TRANSFERRING),
             **rows(_S.QUARANTINED, _ENDED_BY),
         },
         _S.QUARANTINED: {

@@ -207,15 +207,19 @@ class SenderMachine(Machine):
             return None
         page = plan.target_page_tokens
         first_token = prefix // page * page
-        blocks = [tuple(plan.blocks(s, t, part, event.pages, to.pages, first_token)) for s, t in plan.pairs]
+        shares = [plan.share(source, part) for source, _ in plan.pairs]
+        blocks = [
+            tuple(plan.blocks(s, t, share, event.pages, to.pages, first_token))
+            for (s, t), share in zip(plan.pairs, shares, strict=True)
+        ]
         self._next_token = span.end
         if self.state is SenderState.WAITING_FOR_INPUT:
             self.emit(Phase(self.transfer, KVPoll.TRANSFERRING))
             if len(part):
                 self.exposed_pages = len(event.pages)
                 self._first_post_at = self.turn.now
-        for pair, pair_blocks in zip(plan.pairs, blocks, strict=True):
-            nbytes = len(part) * plan.pair_token_bytes(*pair)
+        for pair, share, pair_blocks in zip(plan.pairs, shares, blocks, strict=True):
+            nbytes = len(share) * plan.pair_token_bytes(*pair)
             write = _Write(part, self._sequence, nbytes, final, landed=not pair_blocks)
             self._queues[pair].append(write)
             if pair_blocks:
@@ -224,19 +228,19 @@ class SenderMachine(Machine):
                 self._next_tag += 1
                 self._in_flight[rank, tag] = (pair, write)
                 self.emit(PostWrite(self.transfer, rank, self.epoch, tag, target, pair_blocks))
-                self._sum(tag, pair, write, event.pages)
+                self._sum(tag, pair, write, share, event.pages)
             else:
                 self._announce(pair)
         self._sequence += 1
         return SenderState.TRANSFERRING if len(part) else SenderState.ALL_CACHED
 
-    def _sum(self, tag: int, pair: _Pair, write: _Write, pages: tuple[int, ...]) -> None:
+    def _sum(self, tag: int, pair: _Pair, write: _Write, share: Span, pages: tuple[int, ...]) -> None:
         """Have the chunk's source bytes hashed, beside the write."""
         if self.local.kv_checksum is ChecksumMode.OFF:
             return
         write.every = 1 if self.local.kv_checksum is ChecksumMode.FULL else SAMPLE_EVERY
         sample = Sample(write.every, self.transfer.room + write.sequence)
-        content = self.plan.source_content(*pair, write.span, pages, sample)
+        content = self.plan.source_content(*pair, share, pages, sample)
         write.summed = False
         self._reading[pair[0], tag] = (pair, write)
         self.emit(ComputeChecksum(self.transfer, pair[0], tag, content))

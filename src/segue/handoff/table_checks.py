@@ -28,7 +28,7 @@ class Tables:
                 found.append(f"{transfer} has ended but is kept")
             if not machine.phase.terminal and not machine.timer.live:
                 found.append(f"{transfer} has no deadline")
-            if machine.epoch and self.epochs.get((machine.peer, machine.epoch)) is not machine:
+            if machine.epoch and self.epochs.get((transfer.decode, machine.epoch)) is not machine:
                 found.append(f"{transfer} cannot be found by its epoch")
         found += [f"{t} is live and early" for t in self.parked if t in self.machines]
         found += [f"{t} is live and ended" for t in self.ended if t in self.machines]

@@ -2,8 +2,9 @@
 receiver, `Fences` of the ranks that have ended an epoch.
 
 Each planned (source, target) pair must report chunks that cover `[prefix, prompt)` without a gap or an
-overlap and end with its final marker; what landed must have the checksum of what was sent; and the
-metadata of this very transfer must be here.
+overlap and end with its final marker; the chunks of all pairs must be the same ones, since each source sends
+its share of each (`PairPlan.share`); what landed must have the checksum of what was sent, also where a
+target has passed it on to another rank; and the metadata of this very transfer must be here.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from segue.core.errors import ChecksumMismatch, MetadataMismatch, TransferFailed
-from segue.core.types import TransferId
+from segue.core.types import Span, TransferId
 from segue.handoff.messages import ChunkPosted, Metadata
 from segue.layout.planner import PairPlan
 
 
 class Tally:
-    """What of one hand-off has arrived. `pending` holds the pairs that are not complete yet,
-    `unverified` the chunks whose bytes are being read, by rank and tag of their `ComputeChecksum`."""
+    """What of one hand-off has arrived. `pending` holds the (source rank, target rank) of which not all has:
+    at first those of all pairs and relays of the plan. `unverified` has the chunks whose bytes are being
+    read, by rank and tag of their `ComputeChecksum`; `relaying` those that a rank passes on, each with the
+    rank that it goes to, by rank and tag of their `Relay`."""
 
     __slots__ = (
         "_chunks",
         "_end",
         "_next_tag",
         "_plan",
+        "_relayed",
+        "_spans",
         "_start",
         "_transfer",
         "metadata",
         "pending",
+        "relaying",
         "unverified",
     )
 
@@ -38,14 +44,20 @@ class Tally:
         self._start = prefix_tokens
         self._end = prompt_tokens
         self._chunks: dict[tuple[int, int], list[ChunkPosted]] = {pair: [] for pair in plan.pairs}
-        self.pending = set(plan.pairs)
+        #: of each relay the numbers of the chunks that have come to its end
+        self._relayed: dict[tuple[int, int], set[int]] = {(s, other): set() for s, _, other in plan.relays}
+        #: the chunks, as the first pair has reported them
+        self._spans: list[Span] = []
+        self.pending = {*self._chunks, *self._relayed}
         self.unverified: dict[tuple[int, int], ChunkPosted] = {}
+        self.relaying: dict[tuple[int, int], tuple[ChunkPosted, int]] = {}
         self._next_tag = 0
         self.metadata: Metadata | None = None
 
     @property
     def complete(self) -> bool:
-        """Every planned pair has covered every token, every checksum was right, the metadata is here."""
+        """Every planned pair and relay has covered every token, every checksum was right, the metadata is
+        here."""
         return not self.pending and not self.unverified and self.metadata is not None
 
     @property
@@ -67,22 +79,44 @@ class Tally:
         if problem:
             raise TransferFailed(f"ranks {pair[0]} to {pair[1]}: {problem}")
         seen.append(message)
+        if len(seen) > len(self._spans):
+            self._spans.append(message.span)
         if message.final:
             self.pending.discard(pair)
         return True
 
-    def verify(self, message: ChunkPosted) -> int:
-        """From now on this chunk's bytes are being hashed; the tag under which the answer comes."""
+    def share(self, message: ChunkPosted) -> Span:
+        """The tokens of a chunk that its source has sent."""
+        return self._plan.share(message.source, message.span)
+
+    def relay(self, message: ChunkPosted, other: int) -> int:
+        """From now on what has landed is being passed on to the rank `other`; the tag of that."""
         self._next_tag += 1
-        self.unverified[message.target, self._next_tag] = message
+        self.relaying[message.target, self._next_tag] = (message, other)
         return self._next_tag
 
-    def check(self, message: ChunkPosted, checksum: int) -> None:
-        """Compare what landed with what was sent. Raises ChecksumMismatch with all there is to say."""
+    def relayed(self, message: ChunkPosted, other: int) -> None:
+        """A chunk that was passed on has come to its end, and was right."""
+        relay = (message.source, other)
+        self._relayed[relay].add(message.sequence)
+        seen = self._chunks[message.source, message.target]
+        if seen[-1].final and self._relayed[relay] == {chunk.sequence for chunk in seen}:
+            self.pending.discard(relay)
+
+    def verify(self, message: ChunkPosted, rank: int) -> int:
+        """From now on this chunk's bytes at `rank` are being hashed; the tag under which the answer comes."""
+        self._next_tag += 1
+        self.unverified[rank, self._next_tag] = message
+        return self._next_tag
+
+    def check(self, message: ChunkPosted, rank: int, checksum: int) -> None:
+        """Compare what landed at `rank` with what was sent. Raises ChecksumMismatch with all there is to
+        say."""
         if checksum != message.checksum:
+            via = f" by {message.target}" if rank != message.target else ""
             raise ChecksumMismatch(
                 f"room {self._transfer.room}, chunk {message.sequence} (tokens {message.span.start} to "
-                f"{message.span.end}, ranks {message.source} to {message.target}): what landed has the "
+                f"{message.span.end}, ranks {message.source} to {rank}{via}): what landed has the "
                 f"checksum {checksum:016x}, what was sent {message.checksum:016x}"
             )
 
@@ -103,9 +137,14 @@ class Tally:
             return f"chunk {sequence} is empty"
         if message.every < 1:
             return f"checksum over one layer in {message.every}"
-        nbytes = len(span) * self._plan.pair_token_bytes(*pair)
+        if sequence < len(self._spans) and span != self._spans[sequence]:
+            known = self._spans[sequence]
+            covers = f"chunk {sequence} covers tokens {span.start} to {span.end}"
+            return f"{covers}, for other ranks {known.start} to {known.end}"
+        tokens = len(self.share(message))
+        nbytes = tokens * self._plan.pair_token_bytes(*pair)
         if message.nbytes != nbytes:
-            return f"chunk of {len(span)} tokens moved {message.nbytes} bytes where {nbytes} were planned"
+            return f"chunk of {tokens} tokens moved {message.nbytes} bytes where {nbytes} were planned"
         return ""
 
     def note_metadata(self, metadata: Metadata) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Part, page_pieces
 from segue.layout.spec import Plane, PoolSpec, planes_of
@@ -69,7 +70,25 @@ class PairLayout:
         self._dst_linear = all(plane.linear(dst.page_tokens) for plane in theirs)
         self._groups = list(_groups(planes, src.kinds))
 
-    def emit(self, out: list[CopyBlock], src_slot: int, dst_slot: int, tokens: int) -> None:
+    def blocks(
+        self, span: Span, src_runs: Sequence[tuple[int, int, int]], dst_runs: Sequence[tuple[int, int, int]]
+    ) -> list[CopyBlock]:
+        """The blocks of `span`, which both runs of neighbouring pages hold (see `page_runs`)."""
+        out: list[CopyBlock] = []
+        i = j = 0
+        token, end = span.start, span.end
+        while token < end:
+            src_token, src_slot, src_tokens = src_runs[i]
+            dst_token, dst_slot, dst_tokens = dst_runs[j]
+            src_end, dst_end = src_token + src_tokens, dst_token + dst_tokens
+            stop = min(src_end, dst_end, end)
+            self._emit(out, src_slot + token - src_token, dst_slot + token - dst_token, stop - token)
+            i += stop == src_end
+            j += stop == dst_end
+            token = stop
+        return out
+
+    def _emit(self, out: list[CopyBlock], src_slot: int, dst_slot: int, tokens: int) -> None:
         """Append the blocks of `tokens` tokens in neighbouring pages, from these slots on."""
         linear = self._src_linear and self._dst_linear
         one = (src_slot, dst_slot, 1, tokens)

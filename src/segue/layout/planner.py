@@ -5,7 +5,11 @@
 
 Each rank holds a box of the model: some neighbouring layers of some neighbouring KV heads (`layout.sides`). A
 pair is a source box and a target box that share something, and moves what they share: so the sides' parallel
-sizes need not be equal, nor divide one another. Of ranks that hold the same box one takes part in a pair.
+sizes need not be equal, nor divide one another.
+
+Several ranks of a side may hold the same box. Of such sources one sends, of such targets one receives and
+passes on to the others what it got (`PairPlan.relays`): each byte crosses the wire once. Sources that differ
+in nothing but their place in context parallelism share out the tokens of each chunk (`PairPlan.share`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import msgspec
 from segue.core.errors import LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content, Sample, canonical_content, page_runs, part_of
+from segue.layout.content import Content, Part, Sample, canonical_content, page_runs, part_of
 from segue.layout.pairs import PairLayout
 from segue.layout.sides import Boxes, boxes_of
 from segue.layout.spec import KVShape, PoolSpec
@@ -40,15 +44,18 @@ _SHARE = struct.Struct("<QQQ")
 class PairPlan:
     """How one replica's pools are copied into another's.
 
-    `pairs` is the exact set of (source rank, target rank) indices that must report; `digest` is a
-    hash over both layouts. Page ids mean the same in every rank's pool of a side.
+    `pairs` is the exact set of (source rank, target rank) indices that write over the wire, `relays` that of
+    (source rank, target rank, other target rank): what the first two have moved is passed on to the third.
+    Together they reach each target rank that shares something with a source rank; all of them must
+    report. `digest` is a hash over both layouts. Page ids mean the same in every rank's pool of a side.
     """
 
     sources: tuple[PoolSpec, ...]
     targets: tuple[PoolSpec, ...]
     pairs: tuple[tuple[int, int], ...]
+    relays: tuple[tuple[int, int, int], ...]
     digest: bytes
-    _layouts: dict[tuple[int, int], PairLayout] = field(
+    _layouts: dict[tuple[int, int, int], PairLayout] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -69,7 +76,23 @@ class PairPlan:
 
     def pair_token_bytes(self, source: int, target: int) -> int:
         """Bytes that one token moves between these two ranks."""
-        return self._layout(source, target).token_bytes
+        return self._layout(source, target, target).token_bytes
+
+    def share(self, source: int, span: Span) -> Span:
+        """Of the chunk `span` the tokens that `source` sends: all of them, or with context parallelism
+        neighbouring source pages, as many as each other place of it, up to one."""
+        parts = 1 + max(spec.coord.cp for spec in self.sources)
+        if parts == 1:
+            return span
+        part, page = self.sources[source].coord.cp, self.source_page_tokens
+        first = span.start // page
+        pages = -(-span.end // page) - first
+        start, end = ((first + pages * n // parts) * page for n in (part, part + 1))
+        return Span(max(start, span.start), max(span.start, min(end, span.end)))
+
+    def passed_on(self, source: int, target: int) -> list[int]:
+        """The ranks to which `target` passes on what comes from `source`."""
+        return [other for s, t, other in self.relays if (s, t) == (source, target)]
 
     def hash(self, prompt_tokens: int, prefix_tokens: int, pages: int) -> int:
         """`plan_hash` of these layouts, without hashing them again."""
@@ -91,30 +114,27 @@ class PairPlan:
         of pages that is contiguous on both sides (two if K and V of a token differ in size). Raises
         LayoutMismatch for a pair outside the plan, pages that do not hold `span`, or ids outside a pool.
         """
-        layout = self._layout(source, target)
+        layout = self._layout(source, target, target)
         if len(span) == 0:
             return []
         src_runs = page_runs(src_pages, self.sources[source], 0, span, "source")
         dst_runs = page_runs(dst_pages, self.targets[target], dst_first_token, span, "destination")
-        out: list[CopyBlock] = []
-        i = j = 0
-        token, end = span.start, span.end
-        while token < end:
-            src_token, src_slot, src_tokens = src_runs[i]
-            dst_token, dst_slot, dst_tokens = dst_runs[j]
-            src_end, dst_end = src_token + src_tokens, dst_token + dst_tokens
-            stop = min(src_end, dst_end, end)
-            layout.emit(out, src_slot + token - src_token, dst_slot + token - dst_token, stop - token)
-            i += stop == src_end
-            j += stop == dst_end
-            token = stop
-        return out
+        return layout.blocks(span, src_runs, dst_runs)
+
+    def relay_blocks(
+        self, source: int, target: int, other: int, span: Span, pages: Sequence[int], first_token: int
+    ) -> list[CopyBlock]:
+        """The byte ranges that move from rank `target` to rank `other`, both of them targets, what of `span`
+        came from `source`; `pages` hold the prompt from `first_token` on, in either. As `blocks`."""
+        layout = self._layout(source, target, other)
+        runs = [page_runs(pages, self.targets[t], first_token, span, "destination") for t in (target, other)]
+        return layout.blocks(span, *runs)
 
     def source_content(
         self, source: int, target: int, span: Span, pages: Sequence[int], sample: Sample
     ) -> Content:
         """What of `span` this pair moves, as it lies in the source's pool; arguments as in `blocks`."""
-        part = self._layout(source, target).part
+        part = self._layout(source, target, target).part
         return canonical_content(self.sources[source], part, span, pages, 0, sample, "source")
 
     def target_content(
@@ -126,22 +146,24 @@ class PairPlan:
         first_token: int,
         sample: Sample,
     ) -> Content:
-        """The same bytes in the same order, as they lie in the target's pool once they have landed."""
-        part = self._layout(source, target).part
+        """The same bytes in the same order, as they lie in the pool of a target that they have reached."""
+        part = _shared(self.sources[source], self.targets[target])
         return canonical_content(self.targets[target], part, span, pages, first_token, sample, "destination")
 
-    def _layout(self, source: int, target: int) -> PairLayout:
-        """How these two ranks share KV; worked out when it is first asked for."""
-        layout = self._layouts.get((source, target))
+    def _layout(self, source: int, target: int, to: int) -> PairLayout:
+        """How a pair shares KV, or (`to` another rank than `target`) how that is passed on; worked out when
+        it is first asked for."""
+        layout = self._layouts.get((source, target, to))
         if layout is None:
-            if (source, target) not in self.pairs:
+            if (source, target) not in self.pairs or (
+                to != target and (source, target, to) not in self.relays
+            ):
                 raise LayoutMismatch(
                     f"source rank {source} and target rank {target} are not a pair of the plan: {self.pairs}"
                 )
-            src, dst = self.sources[source], self.targets[target]
-            shared = part_of(src).shared(part_of(dst))
-            assert shared is not None
-            layout = self._layouts[source, target] = PairLayout(src, dst, shared)
+            src = self.sources[source] if to == target else self.targets[target]
+            shared = _shared(self.sources[source], self.targets[target])
+            layout = self._layouts[source, target, to] = PairLayout(src, self.targets[to], shared)
         return layout
 
 
@@ -155,23 +177,38 @@ def plan_pair(sources: Sequence[PoolSpec], targets: Sequence[PoolSpec]) -> PairP
     _check_count("decode", targets)
     # First of all, since what follows is work in proportion to a shape that a peer has declared.
     _check_shapes(sources[0].shape, targets[0].shape)
-    pairs = _pairs(boxes_of("prefill", sources), boxes_of("decode", targets))
-    return PairPlan(tuple(sources), tuple(targets), tuple(pairs), _layout_digest(sources, targets))
+    pairs, relays = _routes(boxes_of("prefill", sources), boxes_of("decode", targets))
+    return PairPlan(
+        tuple(sources), tuple(targets), tuple(pairs), tuple(relays), _layout_digest(sources, targets)
+    )
 
 
-def _pairs(sources: Boxes, targets: Boxes) -> list[tuple[int, int]]:
-    """Who writes to whom. Of ranks that hold the same box the one that has least to send takes part."""
+def _routes(sources: Boxes, targets: Boxes) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    """Who writes to whom, and who passes it on. Of ranks that hold the same box the one that has least to do
+    takes part."""
     sent: Counter[int] = Counter()
-    pairs = []
-    for box, holders in targets.items():
-        for target in holders:
-            for other, ranks in sources.items():
-                shared = other.shared(box)
-                if shared is not None:
-                    source = min(ranks, key=lambda rank: (sent[rank], rank))
-                    sent[source] += shared.layers * shared.heads
-                    pairs.append((source, target))
-    return sorted(pairs)
+    received: Counter[int] = Counter()
+    pairs, relays = [], []
+    for box, [wanting] in targets.items():
+        for other, places in sources.items():
+            shared = other.shared(box)
+            if shared is None:
+                continue
+            for holders in places:
+                source = min(holders, key=lambda rank: (sent[rank], rank))
+                target = min(wanting, key=lambda rank: (received[rank], rank))
+                sent[source] += shared.layers * shared.heads
+                received[target] += shared.layers * shared.heads
+                pairs.append((source, target))
+                relays += [(source, target, rank) for rank in wanting if rank != target]
+    return sorted(pairs), sorted(relays)
+
+
+def _shared(src: PoolSpec, dst: PoolSpec) -> Part:
+    shared = part_of(src).shared(part_of(dst))
+    if shared is None:
+        raise LayoutMismatch(f"ranks that share nothing: {src} and {dst}")
+    return shared
 
 
 def plan_hash(
