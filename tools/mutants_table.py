@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "decode verifies another range",
         RECEIVER,
-        "            message.span,\n            self.pages,",
-        "            type(message.span)(message.span.start, max(message.span.start + 1, message.span.end - 1)),\n            self.pages,",
+        "target_content(message.source, rank, share,",
+        "target_content(message.source, rank, type(share)(share.start, max(share.start + 1, share.end - 1)),",
         "the last token of a chunk is left out on one side",
     ),
     Mutant(
@@ -562,7 +562,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefix off by one",
-        "layout/planner.py",
+        "layout/pairs.py",
         "dst_slot + token - dst_token,",
         "dst_slot + token - dst_token + (token % 2),",
         "bytes land one token too far",
@@ -739,8 +739,8 @@ MUTANTS = (
     ),
     Mutant(
         "no timer for deadlines",
-        MANAGER,
-        "        self._timer = None\n        self._handle(events.Tick())",
+        "conn/alarm.py",
+        "        self._timer = None\n        self._ring()",
         "        self._timer = None",
         "the exchange never hears of the time",
     ),
