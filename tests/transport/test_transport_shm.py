@@ -84,6 +84,7 @@ def test_a_second_connection_of_a_name_keeps_it_alive(reader: Reader) -> None:
     first, fds1 = reader.enter()
     second, fds2 = reader.enter()
     first.send(b"goodbye")
+    assert first.recv(1) == b""  # it was heard
     first.close()
     reader.transport.fence(rank("rogue"), 1)
     assert reader.next() == Fenced(rank("rogue"), 1, proven=False)

@@ -386,7 +386,8 @@ class Registry:
         others = self.deployment.leaders_of(node)
         if code is ErrorCode.PEER_RESTARTED and not all(other.alive for other in others):
             return  # somebody listens where another leader of its incarnation did, which is over with that
-        if code is ErrorCode.DRAINING and any(self.members[other].left for other in others):
+        calm = self._calm(node, self.world.now, self.trouble_at)
+        if code is ErrorCode.DRAINING and any(self.members[other].left for other in others) and not calm:
             return  # another leader has left, and the rest of them were not heard of any more
         told = f"{what} of {node.name} was told that it is over: {error}"
         self.world.fail(Violation("registry", told))

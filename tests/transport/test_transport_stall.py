@@ -1,0 +1,185 @@
+"""Streams of `tcp` that are slow, silent or asleep, in virtual time: who has stalled, and who has not."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+
+import numpy as np
+
+from areas import whole
+from ranks import rank
+from segue.core.errors import SegueError
+from segue.layout.blocks import CopyBlock
+from segue.transport import tcp_wire
+from segue.transport.base import TransportEvent, WriteFailed, Written
+from segue.transport.epochs import Grants
+from segue.transport.ioloop import Timer
+from segue.transport.memory import Memory, Region
+from segue.transport.tcp_in import InStream
+from segue.transport.tcp_net import TcpTuning
+from segue.transport.tcp_out import PeerWriter
+
+MiB = 2**20
+STALL_S = 1.0
+
+
+class VirtualLoop:
+    """The loop's face to a stream; its clock is the test's."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ready: Callable[[int], None] = print
+        self._timers: list[tuple[float, Timer]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def watch(self, _fd: int, _events: int, ready: Callable[[int], None]) -> None:
+        self.ready = ready
+
+    def change(self, _fd: int, _events: int) -> None:
+        pass
+
+    def unwatch(self, _fd: int) -> None:
+        self.ready = print
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        timer = Timer(call)
+        self._timers.append((self.now + delay_s, timer))
+        return timer
+
+    def wait(self, seconds: float, *, asleep: bool = False) -> None:
+        """Time passes, and what is due is called in time; or at the end, of a process that was stopped."""
+        end = self.now + seconds
+        while due := [entry for entry in self._timers if entry[0] <= end]:
+            entry = min(due, key=lambda found: found[0])
+            self._timers.remove(entry)
+            self.now = end if asleep else max(self.now, entry[0])
+            if entry[1].call is not None:
+                entry[1].call()
+        self.now = end
+
+
+class Trickle:
+    """A channel from a writer: the head of one part, and then its bytes, one at a time."""
+
+    buffered = False
+
+    def __init__(self, nbytes: int) -> None:
+        rows = np.array([[0, nbytes]], "<u8").tobytes()
+        self._head = tcp_wire.pack_header(9, 1, nbytes, rows)
+
+    def fileno(self) -> int:
+        return 7
+
+    def receive(self, nbytes: int) -> bytes:
+        data, self._head = self._head[:nbytes], self._head[nbytes:]
+        return data
+
+    def receive_rows(self, cursor: tcp_wire.Cursor, _limit_bytes: int) -> int:
+        cursor.advance(1)
+        return 1
+
+    def close(self, *, reset: bool = False) -> None:
+        pass
+
+
+def test_a_stream_on_which_bytes_come_is_read_for_as_long_as_they_do() -> None:
+    loop, grants, ends = VirtualLoop(), Grants(), list[SegueError]()
+    grants.add(rank("aaaa"), 9, whole(MiB))
+    stream = InStream(
+        loop,  # type: ignore[arg-type]
+        Trickle(1000),  # type: ignore[arg-type]
+        rank("aaaa"),
+        Memory([Region(0, MiB)]),
+        grants,
+        ends.append,
+        tuning=TcpTuning(lowat_bytes=100),
+        stall_s=STALL_S,
+    )
+    for _ in range(10):
+        loop.ready(select.EPOLLIN)
+        loop.wait(0.8 * STALL_S)
+    assert not ends
+    loop.wait(2 * STALL_S)
+    assert ["stalled" in str(error) for error in ends] == [True]
+    stream.close()
+
+
+class Answering:
+    """A channel to a reader that takes everything and answers when the test says so."""
+
+    buffered = False
+
+    def __init__(self) -> None:
+        self.answers = b""
+
+    def fileno(self) -> int:
+        return 7
+
+    def send_rows(self, cursor: tcp_wire.Cursor, _limit_bytes: int) -> int:
+        nbytes = cursor.left
+        cursor.advance(nbytes)
+        return nbytes
+
+    def receive(self, _nbytes: int) -> bytes | None:
+        data, self.answers = self.answers, b""
+        return data or None
+
+    def close(self, *, reset: bool = False) -> None:
+        pass
+
+
+class Writing:
+    """A path of so many writes, each of one part."""
+
+    def __init__(self, writes: int) -> None:
+        self.loop, self.channel = VirtualLoop(), Answering()
+        self.events: list[TransportEvent] = []
+        self.ends: list[SegueError] = []
+        self.path = PeerWriter(
+            self.loop,  # type: ignore[arg-type]
+            rank("bbbb"),
+            [self.channel],  # type: ignore[list-item]
+            Memory([Region(0, MiB)]),
+            MiB,
+            self.events.append,
+            lambda _path, error: self.ends.append(error),
+            tuning=TcpTuning(),
+            stall_s=STALL_S,
+        )
+        self.path.open()
+        for tag in range(writes):
+            self.path.write(9, tag, [CopyBlock(0, 0, 1, 100)], 100, 0.0)
+
+    def answer(self, part: int) -> None:
+        self.channel.answers += tcp_wire.pack_ack(tcp_wire.LANDED, part)
+        self.loop.ready(select.EPOLLIN)
+
+
+def test_a_part_that_waits_behind_others_has_not_stalled_while_answers_come() -> None:
+    writing = Writing(5)
+    for part in range(1, 6):
+        writing.loop.wait(0.8 * STALL_S)
+        writing.answer(part)
+    assert [type(event) for event in writing.events] == 5 * [Written]
+    assert not writing.ends
+    writing.path.close()
+
+
+def test_a_writer_that_was_stopped_reads_the_answers_that_wait_before_it_ends_a_path() -> None:
+    writing = Writing(1)
+    writing.loop.wait(10 * STALL_S, asleep=True)
+    assert not writing.ends
+    writing.answer(1)
+    assert [type(event) for event in writing.events] == [Written]
+    writing.path.close()
+
+
+def test_a_writer_that_was_stopped_waits_no_longer_than_before_where_no_answer_comes() -> None:
+    writing = Writing(1)
+    writing.loop.wait(10 * STALL_S, asleep=True)
+    writing.loop.wait(STALL_S)
+    assert [type(event) for event in writing.events] == [WriteFailed]
+    assert len(writing.ends) == 1
