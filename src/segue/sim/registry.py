@@ -116,6 +116,11 @@ class CheckedStore(RegistryStore):
                 if silent_s < TTL_S - 1e-6:
                     self._wrong(f"forgot {incarnation[:8]} after {silent_s:.3f} s of silence")
 
+    def heard_of(self, leader: LeaderId) -> bool:
+        """Whether it registered within the time to live."""
+        heard_at = self._heard_at.get((leader.incarnation, leader.dp_rank))
+        return heard_at is not None and self.deployment.world.now - heard_at < TTL_S - 1e-6
+
     def _wrong(self, text: str) -> None:
         self.deployment.world.fail(Violation("registry", f"{self._node.name} {text}"))
 
@@ -386,8 +391,8 @@ class Registry:
         others = self.deployment.leaders_of(node)
         if code is ErrorCode.PEER_RESTARTED and not all(other.alive for other in others):
             return  # somebody listens where another leader of its incarnation did, which is over with that
-        calm = self._calm(node, self.world.now, self.trouble_at)
-        if code is ErrorCode.DRAINING and any(self.members[other].left for other in others) and not calm:
+        silent = self.node is None or not self.node.store.heard_of(node.me)
+        if code is ErrorCode.DRAINING and any(self.members[other].left for other in others) and silent:
             return  # another leader has left, and the rest of them were not heard of any more
         told = f"{what} of {node.name} was told that it is over: {error}"
         self.world.fail(Violation("registry", told))

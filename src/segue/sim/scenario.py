@@ -80,6 +80,9 @@ def make_scenario(seed: int) -> Scenario:
     rng, ranking = random.Random(f"segue {seed}"), random.Random(f"segue ranks {seed}")
     share = rng.choice((0.0, 0.1, 0.25, 0.25, 0.5))
     features = frozenset(f for f in FEATURES if rng.random() < share)
+    ranks, workers = ranking.choice((1, 1, 1, 2)), ranking.random() < 0.2
+    if ranks > 1 and ranking.random() < 0.7:  # each rank vouches for its own bytes
+        features |= {"bit flip"}
     timing = Timing(
         latency_s=rng.choice((0.0001, 0.0005, 0.002)),
         hop_s=rng.choice((0.00002, 0.0002, 0.002)),
@@ -95,8 +98,8 @@ def make_scenario(seed: int) -> Scenario:
     scenario = Scenario(
         seed=seed,
         features=features,
-        ranks=ranking.choice((1, 1, 1, 2)),
-        workers=ranking.random() < 0.2,
+        ranks=ranks,
+        workers=workers,
         transports=("shm",) if rng.random() < 0.6 else ("tcp",),
         signed=rng.random() < 0.5,
         policy=rng.choice(POLICY_NAMES),
