@@ -990,8 +990,8 @@ MUTANTS = (
     Mutant(
         "one rank's checksum is taken for another's",
         RECEIVER,
-        "        if message.checksum is None or len(message.span) == 0:",
-        "        if message.checksum is None or len(message.span) == 0 or message.target != min(self.plan.pairs)[1]:",
+        "        if message.checksum is None or len(share) == 0:",
+        "        if message.checksum is None or len(share) == 0 or rank != min(t for _, t in self.plan.pairs):",
         "what one rank has verified, all have",
     ),
 )
