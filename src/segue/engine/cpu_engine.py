@@ -1,4 +1,4 @@
-"""The engine of one rank: a transformers model, its paged pool and the sampler behind `Engine`."""
+"""The engine of one replica: the forward of its ranks, its paged pool and the sampler behind `Engine`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ from segue.engine.base import (
     StepHandle,
     StepOnCall,
 )
-from segue.engine.cpu_attention import StepContext
-from segue.engine.cpu_fused import Head, fuse
-from segue.engine.cpu_kernels import Kernels, make_kernels
-from segue.engine.cpu_memory import keep_freed_memory
-from segue.engine.families import LoadedModel, load_model
-from segue.engine.kvpool import HostKV, KVPool, make_pool
-from segue.engine.model_fingerprint import fingerprint
+from segue.engine.cpu_forward import CpuForward, Forward, load_forward
+from segue.engine.cpu_fused import Head
 from segue.engine.packing import Packed, Segment, StepLimits, check, pack
 from segue.layout.spec import PoolSpec
 from segue.transport.memory import Memory
@@ -77,22 +72,19 @@ class CpuEngine:
     def __init__(
         self,
         info: ModelInfo,
-        loaded: LoadedModel,
+        forward: Forward,
+        windows: Sequence[int | None],
         head: Head,
-        kernels: Kernels,
-        pool: KVPool,
         sampler: TokenSampler,
     ) -> None:
         self.info = info
+        self._pool = pool = forward.pool
         self.spec: PoolSpec = pool.spec
         self.memory: Memory = pool.memory
-        self._pool = pool
         self._sampler = sampler
-        self._model = loaded.model
+        self._forward = forward
         self._head = head
-        self._kernels = kernels
-        self._heads = loaded.heads
-        self._windows = tuple(dict.fromkeys(loaded.windows))
+        self._windows = windows
         self._limits = StepLimits(
             vocab_size=info.vocab_size,
             context_tokens=info.context_tokens,
@@ -119,15 +111,13 @@ class CpuEngine:
         if self._sequences.pop(seq_id, None) is not None:
             self._sampler.close(seq_id)
 
-    def copy_out(self, pages: Sequence[int]) -> HostKV:
+    def copy_out(self, pages: Sequence[int]) -> HostPages:
         """Copy pages to memory outside the pool (retraction)."""
-        return self._pool.copy_out(pages)
+        return self._forward.copy_out(pages)
 
     def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
         """Copy what `copy_out` of this engine returned into `pages` (as many)."""
-        if not isinstance(host, HostKV):
-            raise Internal(f"not pages of this engine: {type(host).__name__}")
-        self._pool.copy_in(host, pages)
+        self._forward.copy_in(host, pages)
 
     def launch(
         self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
@@ -148,23 +138,10 @@ class CpuEngine:
         with torch.inference_mode():
             packed = pack(steps, errors, self._pool, self._windows)
             stored = partial(handle.on_stored, [segment.step.seq_id for segment in packed.segments])
-            hidden = self._forward(packed, stored)
+            hidden = self._forward.run(packed, stored)
             prompt = self._prompt_results(packed, hidden)
             results.extend(self._sample(packed, hidden, prompt))
         return results
-
-    def _forward(self, packed: Packed, stored: Callable[[], None]) -> torch.Tensor:
-        """The final hidden state of each row, `[rows, hidden]`, after the model's last norm."""
-        output = self._model.model(
-            input_ids=packed.tokens,
-            position_ids=packed.positions,
-            use_cache=False,
-            segue_step=StepContext(
-                packed, self._pool, self._kernels, self._model.config.hidden_size, self._heads, stored
-            ),
-        )
-        hidden: torch.Tensor = output.last_hidden_state
-        return hidden.view(-1, hidden.shape[-1])
 
     def _sample(
         self, packed: Packed, hidden: torch.Tensor, prompt: dict[int, SequenceResult]
@@ -238,29 +215,35 @@ def load_engine(
     the number of cores torch uses in this process. `sampler` replaces segue's own (tests and
     benchmarks of the forward alone). Raises ConfigError with what to change.
     """
-    if threads < 1:
-        raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    identity = fingerprint(folder)
-    with torch.inference_mode():
-        loaded = load_model(folder, dtype)
-        kernels = make_kernels(dtype, loaded.shape.k_dim, loaded.heads, loaded.shape.kv_heads, threads)
-        head = fuse(loaded, kernels)
-    pool = make_pool(loaded.shape, pool_bytes, page_tokens, memory)
+    own = load_forward(
+        folder,
+        dtype=dtype,
+        pool_bytes=pool_bytes,
+        page_tokens=page_tokens,
+        threads=threads,
+        memory=memory,
+    )
+    return make_engine(folder, own, own, sampler)
+
+
+def make_engine(
+    folder: Path, own: CpuForward, forward: Forward, sampler: TokenSampler | None = None
+) -> CpuEngine:
+    """The engine over `forward`, of which `own` is the part of this process; arguments as `load_engine`'s."""
+    loaded = own.loaded
     info = ModelInfo(
         name=folder.name,
-        fingerprint=identity,
+        fingerprint=own.fingerprint,
         vocab_size=int(loaded.config.vocab_size),
         context_tokens=loaded.context_tokens,
         eos_token_ids=loaded.eos_token_ids,
-        dtype=dtype,
+        dtype=loaded.shape.dtype,
     )
     if sampler is None:
         from segue.engine.sampler import Sampler
 
         sampler = Sampler(info.vocab_size, info.eos_token_ids, _grammars(folder, info))
-    return CpuEngine(info, loaded, head, kernels, pool, sampler)
+    return CpuEngine(info, forward, own.windows, own.head, sampler)
 
 
 def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:

@@ -19,6 +19,7 @@ from segue.core.errors import ConfigError, Internal
 from segue.engine.cpu_attention import StepContext
 from segue.engine.cpu_kernels import Kernels
 from segue.engine.families import LoadedModel
+from segue.engine.group import Group
 
 #: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
 MAX_TIES = 256
@@ -31,9 +32,17 @@ _ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh"), "g
 
 
 class Product(Protocol):
-    """`x W^T + b` over rows `[n, in]`, and the same with what usually follows folded in."""
+    """`x W^T + b` over rows `[n, in]`, and the same plus something."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product plus `other`."""
+        ...
+
+
+class GatedProduct(Product, Protocol):
+    """And with what else may follow folded in."""
 
     def activated(self, x: Tensor) -> Tensor:
         """The product through the model's activation."""
@@ -41,10 +50,6 @@ class Product(Protocol):
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
         """The product, times `other` element by element. May reuse `other`'s memory."""
-        ...
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """The product plus `other`."""
         ...
 
 
@@ -95,6 +100,20 @@ class PlainProduct:
         return F.linear(x, self.weight, self.bias).add_(other)
 
 
+class SummedProduct:
+    """A product whose inner items are shared out over ranks: each has some columns of the weight."""
+
+    def __init__(self, product: Product, group: Group) -> None:
+        self._product = product
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._group.sum(self._product(x))
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        return self(x).add_(other)
+
+
 class FusedNorm:
     """Root mean square norm over the last dimension; `weight` is float32 `[size]`."""
 
@@ -132,10 +151,10 @@ class FusedLayer(nn.Module):
         self.window = loaded.windows[index]
         self.scale = float(attn.scaling)
         self.head_dim = loaded.shape.k_dim
-        self.kv_heads = loaded.shape.kv_heads
-        self.heads = attn.q_proj.out_features // self.head_dim
+        self.kv_heads = loaded.part.heads
+        self.heads = loaded.heads
         self.qkv = make.joined(attn.q_proj, attn.k_proj, attn.v_proj)
-        self.o = make.joined(attn.o_proj)
+        self.o = make.summed(attn.o_proj)
         names = {name for name, _ in attn.named_children()}
         self._head_norm_weight, self._head_norm_eps, self._head_norm_at = None, 0.0, 0
         if {"q_norm", "k_norm"} <= names:
@@ -153,9 +172,10 @@ class FusedLayer(nn.Module):
         self.mixture: Any = None
         if parts == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
             self.gate, self.up = make.joined(mlp.gate_proj), make.joined(mlp.up_proj)
-            self.down = make.joined(mlp.down_proj)
+            self.down = make.summed(mlp.down_proj)
         else:
             self.mixture = mlp
+        self._mixers = make.tp
 
     def _head_norm(self, attn: Any, make: ProductMaker) -> tuple[Tensor, float]:
         q, k = make.norm(attn.q_norm), make.norm(attn.k_norm)
@@ -179,6 +199,8 @@ class FusedLayer(nn.Module):
         self.mlp_norm(x, rows, normed)
         if self.mixture is not None:
             mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]
+            if self._mixers is not None:
+                self._mixers.sum(mixed)
             return mixed.add_(x)
         inner = self.up.times(normed, self.gate.activated(normed))
         if self.after_norm is None:
@@ -214,15 +236,22 @@ class FusedLayer(nn.Module):
 class ProductMaker:
     """Makes the products and norms of one model in its family's manner."""
 
-    def __init__(self, config: Any, dtype: str, kernels: Kernels) -> None:
+    def __init__(self, config: Any, dtype: str, kernels: Kernels, tp: Group | None) -> None:
         gemma = config.model_type == "gemma3_text"
+        #: the ranks that each hold a part of every product
+        self.tp = tp
         self._kernels = kernels
         self.sandwich = gemma
         self._one_plus = gemma
         self._act = config.hidden_activation if gemma else config.hidden_act
         self._packed = dtype == "bfloat16" and self._act in _ACTIVATIONS and torch._C._has_mkldnn
 
-    def joined(self, *linears: nn.Linear) -> Product:
+    def summed(self, linear: nn.Linear) -> Product:
+        """A product that the tensor-parallel ranks have the columns of."""
+        product = self.joined(linear)
+        return product if self.tp is None else SummedProduct(product, self.tp)
+
+    def joined(self, *linears: nn.Linear) -> GatedProduct:
         """One product that gives the outputs of all `linears` side by side."""
         weight = linears[0].weight.detach()
         if len(linears) > 1:
@@ -285,9 +314,11 @@ class Head:
             logits[rows, tokens] = exact
 
 
-def fuse(loaded: LoadedModel, kernels: Kernels) -> Head:
-    """Replace the layers and the last norm of `loaded` in place; returns what makes its logits."""
-    make = ProductMaker(loaded.config, loaded.shape.dtype, kernels)
+def fuse(loaded: LoadedModel, kernels: Kernels, tp: Group | None = None) -> Head:
+    """Replace the layers and the last norm of `loaded` in place; returns what makes its logits.
+
+    `tp` are the ranks that have the other parts of each layer (`slicing.cut`)."""
+    make = ProductMaker(loaded.config, loaded.shape.dtype, kernels, tp)
     body = loaded.model.model
     for index, layer in enumerate(body.layers):
         if layer.self_attn.layer_idx != index:

@@ -16,6 +16,7 @@ import torch
 from segue.core.errors import ConfigError, Internal
 from segue.engine.kvpool import DTYPES
 from segue.engine.supported import refuse_options, refuse_unsupported
+from segue.layout.content import Part
 from segue.layout.spec import KVShape
 
 #: What transformers' models are told to call for attention.
@@ -27,12 +28,14 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run. Of each layer, `heads` counts the query heads (the same in all) and
-    `windows` has the sliding window in tokens, or None."""
+    """A model ready to run, or the part of it that one rank computes. `shape` is of the whole model; `part`
+    says which layers and KV heads of it are here, `heads` counts the query heads of each layer here (the same
+    in all), and `windows` has the sliding window of each layer here in tokens, or None."""
 
     model: Any
     config: Any
     shape: KVShape
+    part: Part
     heads: int
     windows: tuple[int | None, ...]
     context_tokens: int
@@ -95,10 +98,12 @@ def load_model(folder: Path, dtype: str) -> LoadedModel:
     except (OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"the model in {folder} cannot be loaded: {exc}") from exc
     model.eval().requires_grad_(False)
+    shape = _kv_shape(model, config, dtype)
     return LoadedModel(
         model=model,
         config=config,
-        shape=_kv_shape(model, config, dtype),
+        shape=shape,
+        part=Part(0, shape.layers, 0, shape.kv_heads),
         heads=int(config.num_attention_heads),
         windows=_windows(model, config),
         context_tokens=int(config.max_position_embeddings),

@@ -9,6 +9,8 @@ import torch
 import xxhash
 
 from segue.core.errors import ChecksumMismatch, ConfigError, InvalidRequest
+from segue.core.types import RankCoord
+from segue.layout.content import Part
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import Memory, allocate
 
@@ -84,8 +86,17 @@ def _digest(data: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(data.view(torch.uint8).numpy().data)
 
 
-def make_pool(shape: KVShape, pool_bytes: int, page_tokens: int, memory: Memory | None) -> KVPool:
-    """A pool of as many whole pages as fit into `pool_bytes` (or into `memory`, if given).
+def make_pool(
+    shape: KVShape,
+    parts: Sequence[Part],
+    coord: RankCoord,
+    index: int,
+    pool_bytes: int,
+    page_tokens: int,
+    memory: Memory | None,
+) -> KVPool:
+    """The pool of rank `index` of a replica whose ranks hold `parts`: as many whole pages as fit into
+    `pool_bytes` in all of them together (or into `memory`, if given), the same number in each.
 
     Raises ConfigError when not even one page fits, OutOfCapacity when the host lacks the memory.
     """
@@ -93,15 +104,20 @@ def make_pool(shape: KVShape, pool_bytes: int, page_tokens: int, memory: Memory 
         raise ConfigError(f"--page-tokens must be at least 1, not {page_tokens}")
     if memory is not None:
         pool_bytes = min(pool_bytes, memory.nbytes)
-    page_bytes = page_tokens * shape.token_bytes
+    item_bytes = page_tokens * (shape.k_dim + shape.v_dim) * shape.item_bytes
+    page_bytes = sum(part.layers * part.heads for part in parts) * item_bytes
     pages = pool_bytes // page_bytes
     if pages < 1:
         raise ConfigError(f"a KV pool of {pool_bytes} bytes holds no page of {page_bytes}; raise --kv-gib")
+    part = parts[index]
     spec = PoolSpec(
         shape=shape,
+        coord=coord,
         page_tokens=page_tokens,
         pages=pages,
-        layer_count=shape.layers,
-        head_count=shape.kv_heads,
+        layer_start=part.layer_start,
+        layer_count=part.layers,
+        head_start=part.head_start,
+        head_count=part.heads,
     )
     return KVPool(spec, memory if memory is not None else allocate(spec.nbytes))

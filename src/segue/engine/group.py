@@ -1,0 +1,93 @@
+"""Tensors between the ranks of one replica: sums, and rows from one rank to the next, over Gloo.
+
+Collectives carry tensors and never decisions. A rank that dies is an error at the others within milliseconds,
+one that stands still after the group's timeout; after an error the group is lost, and nothing is tried again.
+Gloo proves nobody's identity: it listens on loopback only, for all ranks of a replica are on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from segue.core.errors import PeerLost
+from segue.core.parallel import ParallelSize
+from segue.core.types import RankCoord
+
+#: What one layer of a chunk may take on the slowest rank, and a stage that is asked for its rows.
+TIMEOUT_S = 30.0
+_HOST = "127.0.0.1"
+
+
+class Group:
+    """Some ranks that compute together; blocks until all of `size` have come. Every error is PeerLost.
+
+    `name` tells it from the other groups that meet in `store`.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self._gloo = self._safely(
+            "meeting", lambda: ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+        )
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, in `x` itself, which is returned; the same bits on every rank."""
+        self._safely("a sum", lambda: self._gloo.allreduce([x]).wait())
+        return x
+
+    def _safely(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as exc:  # all that Gloo ever raises
+            raise PeerLost(
+                f"{what} of rank {self.rank} in the {self.name} group of {self.size} failed: {exc}"
+            ) from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank of a replica this is, and the ranks that it computes with; None along an axis of one."""
+
+    size: ParallelSize
+    rank: int
+    tp: Group | None = None
+
+    @property
+    def coord(self) -> RankCoord:
+        """Its place along each axis."""
+        return self.size.coord(self.rank)
+
+
+#: The only rank of its replica.
+ALONE = Place(ParallelSize(), 0)
+
+
+def join(size: ParallelSize, rank: int, store: Store, timeout_s: float = TIMEOUT_S) -> Place:
+    """Meet the other ranks of the replica, which all do so now. Raises PeerLost after `timeout_s`."""
+    coord = size.coord(rank)
+    tp = None
+    if size.tp > 1:
+        tp = Group(store, f"tp of pp {coord.pp} cp {coord.cp}", coord.tp, size.tp, timeout_s)
+    return Place(size, rank, tp)
+
+
+def meeting_point(port: int | None = None, timeout_s: float = TIMEOUT_S) -> TCPStore:
+    """Where ranks tell each other their addresses: the leader's own (its `port` says where), or the one at
+    `port`."""
+    try:
+        return TCPStore(
+            _HOST, port or 0, None, port is None, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except RuntimeError as exc:
+        raise PeerLost(f"the ranks' meeting point at {_HOST}:{port or 0} cannot be used: {exc}") from exc
