@@ -62,12 +62,13 @@ def alone(tmp_path_factory):
     ("family", "tp"),
     [
         ("llama", 2),  # 3 KV heads: one rank has 1, the other 2
-        ("llama", 3),
-        ("llama-mha-yarn", 2),  # biases, of which only one rank adds those of sums
+        pytest.param("llama", 3, marks=pytest.mark.slow),
+        # biases, of which only one rank adds those of sums
+        pytest.param("llama-mha-yarn", 2, marks=pytest.mark.slow),
         ("qwen2", 3),  # 1 KV head on 3 ranks
         ("gemma3", 2),  # norms after the sums
         ("mixtral", 2),
-        ("qwen3-moe", 2),
+        pytest.param("qwen3-moe", 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_tokens_of_several_ranks_are_those_of_one(family, tp, alone):

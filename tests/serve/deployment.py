@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from segue.bootstrap.server import serve as serve_registry
@@ -19,6 +21,7 @@ from segue.engine.base import Engine
 from segue.roles.scheduler import Scheduler
 from segue.serve.instance import Instance
 from segue.serve.leader import Inspect
+from segue.serve.workers import Replica, open_replica
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 from segue.sim.engine import LineageEngine, lineage_spec
@@ -129,7 +132,8 @@ def lineage_engine() -> tuple[Engine, Memory]:
 
 
 class Running:
-    """An instance whose leader runs in a thread of its own."""
+    """An instance whose leader runs in a thread of its own: on the engine that `make_engine` makes, or with
+    the model in the folder `model` on `tp` ranks of its role, with processes for all but the first."""
 
     def __init__(
         self,
@@ -143,18 +147,27 @@ class Running:
         make_engine: Callable[[], tuple[Engine, Memory]] = lineage_engine,
         me: LeaderId | None = None,
         dp_size: int = 1,
+        model: str = "",
+        tp: Mapping[Role, int] = MappingProxyType({}),
+        kv_gib: float = 0.05,
     ) -> None:
-        self.engine, self.memory = make_engine()
         config = InstanceConfig(
-            model="test",
+            model=model or "test",
             role=role,
             registry=registry,
             transport=transport,
             limit=LIMITS,
             http_port=http_port,
-            engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=self.engine.spec.page_tokens),
+            tp=tp.get(role, 1),
+            engine=ModelConfig(chunk_tokens=chunk_tokens, dtype="float32", kv_gib=kv_gib),
         )
-        self.instance = Instance(config, self.engine, self.memory, me=me, dp_size=dp_size)
+        replica = open_replica(config) if model else Replica(*make_engine())
+        self.engine, self.memory, self.workers = replica
+        page_tokens = self.engine.spec.page_tokens
+        config = replace(config, engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=page_tokens))
+        self.instance = Instance(
+            config, self.engine, self.memory, me=me, dp_size=dp_size, workers=self.workers
+        )
         if secret:
             self.instance.scheduler.admission.secret = secret
         self.instance.start()

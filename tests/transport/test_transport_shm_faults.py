@@ -680,10 +680,10 @@ def test_an_answer_that_was_due_when_the_loop_died_is_told(
 def test_a_host_whose_system_calls_are_forbidden_says_so_and_uses_tcp(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from segue.serve.instance import transports
+    from segue.serve.kv import usable_transports
 
     assert ShmTransport.unusable() == ""
-    assert transports("auto", sides[0].memory) == ("shm", "tcp")
+    assert usable_transports("auto", sides[0].memory) == ("shm", "tcp")
 
     def forbidden(*_args: object) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -692,8 +692,8 @@ def test_a_host_whose_system_calls_are_forbidden_says_so_and_uses_tcp(
     held = descriptors()
     assert "not permitted" in KINDS.available()["shm"]
     assert descriptors() == held
-    assert transports("auto", sides[0].memory) == ("tcp",)
-    assert transports("shm", sides[0].memory) == ("shm",)
+    assert usable_transports("auto", sides[0].memory) == ("tcp",)
+    assert usable_transports("shm", sides[0].memory) == ("shm",)
     assert "not permitted" in caplog.text
 
 

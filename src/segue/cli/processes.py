@@ -125,7 +125,7 @@ def instance(args: argparse.Namespace) -> int:
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)
         check_transport(config.transport)
-        threads = config.engine.threads(this_host(), 1)
+        threads = config.engine.threads(this_host(), config.size.ranks)
         # Before torch is loaded: its thread pools take their size from here.
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
         from segue.serve.registry import registry_of

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from segue.core.addresses import is_loopback
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
+from segue.core.parallel import ParallelSize
 from segue.core.pool_size import Host, ModelSize, kv_pool_bytes
 from segue.core.settings import integer, number, required, secret, switch, text
 from segue.core.types import ChecksumMode, Role
@@ -176,6 +177,10 @@ class ServeConfig:
     port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
     prefill: int = integer("prefill instances", 1, low=1, high=64)
     decode: int = integer("decode instances", 1, low=1, high=64)
+    prefill_tp: int = integer(
+        "processes of each prefill instance that share out its layers' heads and weights", 1, low=1, high=64
+    )
+    decode_tp: int = integer("the same of each decode instance", 1, low=1, high=64)
     unified: bool = switch("one instance that does both, without a hand-off")
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
@@ -197,11 +202,24 @@ class ServeConfig:
             raise ConfigError(
                 "--unified runs one instance for both; drop --prefill and --decode, or --unified"
             )
+        if self.unified and self.size(Role.PREFILL).ranks * self.size(Role.DECODE).ranks > 1:
+            raise ConfigError("--unified runs one rank; drop --prefill-tp and --decode-tp, or --unified")
+
+    def size(self, role: Role) -> ParallelSize:
+        """Ranks of each instance of a role."""
+        return ParallelSize({Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}.get(role, 1))
+
+    @property
+    def instances(self) -> int:
+        """Instances that compute, each with a pool."""
+        return 1 if self.unified else self.prefill + self.decode
 
     @property
     def workers(self) -> int:
-        """Instances that compute."""
-        return 1 if self.unified else self.prefill + self.decode
+        """Processes that compute."""
+        if self.unified:
+            return 1
+        return self.prefill * self.size(Role.PREFILL).ranks + self.decode * self.size(Role.DECODE).ranks
 
     def derived(self, host: Host, size: ModelSize | None = None) -> dict[str, object]:
         """What follows from the settings and the host; logged once at start."""
@@ -214,7 +232,7 @@ class ServeConfig:
 
     def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
         """Bytes of each instance's pool."""
-        return kv_pool_bytes(self.engine.kv_gib, host, self.workers, size, self.engine.page_tokens)
+        return kv_pool_bytes(self.engine.kv_gib, host, self.instances, size, self.engine.page_tokens)
 
     def instance(
         self, role: Role, name: str, host: Host, registry: str, size: ModelSize | None = None
@@ -225,6 +243,7 @@ class ServeConfig:
             name=name,
             role=role,
             registry=registry,
+            tp=self.size(role).tp,
             transport=self.transport,
             kv_checksum=self.kv_checksum,
             http_port=0 if self.instance_doors else None,
@@ -286,9 +305,15 @@ class InstanceConfig:
         "open an HTTP door for probes and scrapers (health, metrics, integrity); 0 takes a free one",
         high=65535,
     )
-    # Of ranks 1 is true and anything else is refused: legal for scripts that say it, not worth showing.
+    tp: int = integer(
+        "processes that share out each layer's heads and weights; --kv-gib is for all of them together, "
+        "--threads-per-worker for each",
+        1,
+        low=1,
+        high=64,
+    )
+    # Of these 1 is true and anything else is refused: legal for scripts that say it, not worth showing.
     dp: int = integer("data-parallel ranks", 1, low=1, high=4096, hidden=True)
-    tp: int = integer("tensor-parallel ranks", 1, low=1, high=4096, hidden=True)
     pp: int = integer("pipeline-parallel ranks", 1, low=1, high=4096, hidden=True)
     cp: int = integer("context-parallel ranks", 1, low=1, high=4096, hidden=True)
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
@@ -311,11 +336,20 @@ class InstanceConfig:
         if self.registry is not None:
             check_url(self.registry, self.tls)
         check_hosts(self.host, self.advertise_host, self.secret_file is not None)
-        if self.dp * self.tp * self.pp * self.cp > 1:
+        if self.dp * self.pp * self.cp > 1:
             raise ConfigError(
-                f"this version runs one rank per instance, not dp={self.dp} tp={self.tp} pp={self.pp} "
-                f"cp={self.cp}; set them to 1 and start more instances"
+                f"this version has no --dp, --pp and --cp, not dp={self.dp} pp={self.pp} cp={self.cp}; set "
+                "them to 1, and give --tp or start more instances"
             )
+        if self.role is Role.UNIFIED and self.size.ranks > 1:
+            raise ConfigError(
+                f"segue unified runs one rank, not tp={self.tp}; set it to 1, or run prefill and decode apart"
+            )
+
+    @property
+    def size(self) -> ParallelSize:
+        """Ranks of each of its leaders."""
+        return ParallelSize(self.tp, self.pp, self.cp)
 
     @property
     def label(self) -> str:
@@ -342,7 +376,8 @@ class InstanceConfig:
         """What follows from the settings and the host; logged once at start."""
         return {
             "served_model": self.served_model,
-            "threads_per_worker": self.engine.threads(host, 1),
+            "ranks": self.size.ranks,
+            "threads_per_worker": self.engine.threads(host, self.size.ranks),
             "kv_gib": round(self.kv_bytes(host, size) / 2**30, 3),
             "registry": self.registry_url,
             "encrypted": self.tls.enabled,

@@ -9,8 +9,8 @@ from segue.core.types import RankCoord
 
 class ParallelSize(msgspec.Struct, frozen=True):
     """Ranks of one replica along each axis: `tp` share out each layer's heads and weights, `pp` the layers,
-    `cp` the rows of a prompt's chunk. Ranks are numbered with `tp` fastest, then `cp`, then `pp`; rank 0 is the
-    leader's own."""
+    `cp` the rows of a prompt's chunk. Ranks are numbered with `tp` fastest, then `cp`, then `pp`; rank 0 is
+    the leader's own."""
 
     tp: int = 1
     pp: int = 1

@@ -50,9 +50,9 @@ class Group:
         try:
             return call()
         except RuntimeError as exc:  # all that Gloo ever raises
-            raise PeerLost(
-                f"{what} of rank {self.rank} in the {self.name} group of {self.size} failed: {exc}"
-            ) from exc
+            # Behind a place in Gloo's sources, and before its advice.
+            why = str(exc).rpartition("] ")[2].partition(". This is")[0]
+            raise PeerLost(f"{what} of {self.size} ranks ({self.name}) failed: {why}") from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,21 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 
 from segue.bootstrap.client import Registry, RegistryClient
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.conn.config import KVConfig, SessionConfig
+from segue.conn.config import HOST
 from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change
 from segue.conn.io import MonotonicClock
 from segue.conn.manager import KVManager
+from segue.conn.rank import local_rank
 from segue.core.config import InstanceConfig
-from segue.core.errors import ConfigError, SegueError
-from segue.core.types import ChecksumMode, LeaderId, Role, new_incarnation
+from segue.core.errors import SegueError
+from segue.core.types import LeaderId, Role, new_incarnation
 from segue.engine.base import Engine
 from segue.engine.pages import PagePool
 from segue.roles.admission import SchedulerConfig
@@ -39,19 +39,18 @@ from segue.serve.control import FrontendSessions
 from segue.serve.gc import frozen_imports
 from segue.serve.http import InstanceStatus, start_http
 from segue.serve.integrity import instance_state
-from segue.serve.leader import Drain, Leader
+from segue.serve.kv import kv_config, session_config, usable_transports
+from segue.serve.leader import Abandon, Drain, Leader
+from segue.serve.rank_process import SWITCH_INTERVAL_S
 from segue.serve.registry import follow_prefill, wait_for_registry
+from segue.serve.workers import Workers, open_replica
 from segue.session import tls
+from segue.session.api import SessionHandler
 from segue.session.guarded_http import GuardedServer
 from segue.session.tasks import background
-from segue.transport.kinds import KINDS, OK
 from segue.transport.memory import Memory
 
 log = logging.getLogger("segue.instance")
-
-#: How often the interpreter lets another thread run: the I/O thread must not wait 5 ms for a leader
-#: that is busy between two torch calls.
-SWITCH_INTERVAL_S = 0.0005
 
 
 class Instance:
@@ -59,6 +58,7 @@ class Instance:
 
     `me` names the leader, `dp_size` how many leaders its instance has. Each has a process of its own, with an
     engine, a pool, sessions and an entry in the registry. By default it is the only one, newly named.
+    `workers` are its other ranks, if it has any; it ends them.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Instance:
         *,
         me: LeaderId | None = None,
         dp_size: int = 1,
+        workers: Workers | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -87,12 +88,13 @@ class Instance:
             secret=config.secret,
         )
         frontends = {Role.FRONTEND: self.frontends}
+        self.workers = workers
         self.manager: KVManager | None = None
         if config.role is Role.UNIFIED:
-            self.plane = ControlPlane(self._session_config(), frontends)
+            self.plane = ControlPlane(session_config(config, self.me, self.tls), frontends)
             self.scheduler: Scheduler = UnifiedScheduler(engine, pool, scheduling)
         else:
-            self.manager = KVManager(self._kv_config(memory), memory, self._changed, others=frontends)
+            self.manager = self._make_manager(memory, frontends)
             self.plane = self.manager.plane
             make = PrefillScheduler if config.role is Role.PREFILL else DecodeScheduler
             self.scheduler = make(engine, pool, scheduling, self.manager)
@@ -112,34 +114,31 @@ class Instance:
         #: Why this instance leaves, if something failed that it cannot be without.
         self.failure: SegueError | None = None
 
-    def _session_config(self) -> SessionConfig:
-        config = self.config
-        return SessionConfig(
-            role=config.role,
-            me=self.me,
-            host=config.host,
-            port=config.port,
-            advertise=config.advertise_host,
-            advertise_port=config.advertise_port,
-            secret=config.secret or None,
-            limits=self.limits,
-            tls=self.tls,
-        )
-
-    def _kv_config(self, memory: Memory) -> KVConfig:
-        config = self.config
-        names = transports(config.transport, memory)
-        moves_bytes = all(KINDS.kind(name).moves_bytes for name in names)
-        return KVConfig(
-            **vars(self._session_config()),
+    def _make_manager(self, memory: Memory, others: Mapping[Role, SessionHandler]) -> KVManager:
+        config, workers = self.config, self.workers
+        names = usable_transports(config.transport, memory)
+        kv = kv_config(
+            config,
+            self.me,
             model=self.model,
             spec=self.engine.spec,
             transports=names,
-            transport_port=config.data_port,
-            advertise_transport_port=config.advertise_data_port,
+            tls=self.tls,
             dp_size=self.dp_size,
-            kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
         )
+        if workers is None:
+            return KVManager(kv, memory, self._changed, others=others)
+        ranks = [local_rank(kv, memory, HOST), *workers.serve(self.me, names, config, self._lost)]
+        return KVManager(kv, ranks, self._changed, on_rank_lost=workers.fail, others=others)
+
+    def _lost(self, error: SegueError) -> None:
+        """The replica cannot compute any more: every request ends now, and the instance leaves. From any
+        thread."""
+        log.error("leaving: a rank of this replica is lost: %s", error)
+        self.failure = self.failure or error
+        self.leader.inbox.put(Abandon(error.info))
+        self.plane.io.post(self._stop.set)
+        self.plane.io.post(self._say_draining)
 
     def _changed(self, change: Change) -> None:
         self.leader.changed(change)
@@ -182,7 +181,7 @@ class Instance:
                 "disaggregation_mode": config.role.value,
                 "served_model_name": config.served_model,
                 "incarnation": self.me.incarnation,
-                "tp_size": 1,
+                "tp_size": config.tp,
                 "dp_size": self.dp_size,
                 "load_balance_method": "round_robin",
             },
@@ -249,24 +248,13 @@ class Instance:
                 self.plane.io.call(self._leave(self._registry), 2 * self.limits.connect_s)
         finally:
             (self.manager or self.plane).close()
+            if self.workers is not None:
+                self.workers.close()
 
     async def _leave(self, registry: Registry) -> None:
         self._registry = None
         await registry.leave(self.me)
         await self._stack.aclose()
-
-
-def transports(setting: str, memory: Memory) -> tuple[str, ...]:
-    """The transports to offer for `--transport`; of what `auto` means, those that work here. Raises
-    ConfigError if none does."""
-    found = KINDS.offered(setting, memory)
-    usable = tuple(name for name, reason in found.items() if reason == OK)
-    for name, reason in found.items():
-        if reason != OK:
-            log.warning("%s cannot be used, only %s is offered: %s", name, ", ".join(usable), reason)
-    if not usable:
-        raise ConfigError(f"no transport works here: {found}; see segue doctor")
-    return usable
 
 
 def _registry_trouble(error: SegueError) -> None:
@@ -282,17 +270,11 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> 
     with frozen_imports():
         # Most of it is imported by transformers only while it loads a model: here it costs less.
         importlib.import_module("transformers.modeling_utils")
-        from segue.engine.cpu_engine import load_engine
+        importlib.import_module("segue.engine.cpu_engine")
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    engine = load_engine(
-        Path(config.model),
-        dtype=config.engine.dtype,
-        pool_bytes=int((config.engine.kv_gib or 1.0) * 2**30),
-        page_tokens=config.engine.page_tokens,
-        threads=config.engine.threads_per_worker or 1,
-    )
-    instance = Instance(config, engine, engine.memory)
+    replica = open_replica(config)
+    instance = Instance(config, replica.engine, replica.memory, workers=replica.workers)
     gc.collect()
     gc.freeze()
     signals = 0

@@ -11,6 +11,7 @@ only what the protocol says of a hand-off that the device works on waits for the
 from __future__ import annotations
 
 import logging
+import math
 import queue
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from segue.roles.scheduler import Scheduler
 log = logging.getLogger("segue.leader")
 
 LOAD_INTERVAL_S = 0.1
+#: What hand-offs that have failed with the whole replica get to end on both sides.
+ABANDON_S = 5.0
 #: After a forward the load is told a moment later, unless another one follows at once: what came of the
 #: forward is on its way, and the I/O thread needs the interpreter's lock for it.
 QUIET_S = 0.002
@@ -57,6 +60,13 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Abandon:
+    """Nothing can be computed any more: everything ends with `error` now, then leave."""
+
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
 class Inspect:
     """Run `look` on the leader's thread (health, integrity, tests)."""
 
@@ -76,7 +86,7 @@ class ForwardReady:
     """The running forward can be collected."""
 
 
-Item = FromFrontend | FrontendGone | Change | Drain | Inspect | KVStored | ForwardReady
+Item = FromFrontend | FrontendGone | Change | Drain | Abandon | Inspect | KVStored | ForwardReady
 
 
 def _kind(item: Item) -> str:
@@ -251,6 +261,10 @@ class Leader:
                     self.scheduler.drain()
                     if self._drain_until is None:
                         self._drain_until = now + self.limits.drain_s
+                case Abandon(error):
+                    self.scheduler.drain()
+                    self.scheduler.fail_all(error, now)
+                    self._drain_until = min(self._drain_until or math.inf, now + ABANDON_S)
                 case Inspect(look):
                     look(self.scheduler)
                 case KVStored(step, seq_ids):

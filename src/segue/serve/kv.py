@@ -1,0 +1,72 @@
+"""From the settings of an instance to what its leader, and each of its ranks, hands KV over with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from segue.conn.config import KVConfig, SessionConfig
+from segue.core.config import InstanceConfig
+from segue.core.errors import ConfigError
+from segue.core.types import ChecksumMode, LeaderId
+from segue.layout.spec import PoolSpec
+from segue.session.tls import Tls
+from segue.transport.kinds import KINDS, OK
+from segue.transport.memory import Memory
+
+log = logging.getLogger("segue.instance")
+
+
+def session_config(config: InstanceConfig, me: LeaderId, tls: Tls | None) -> SessionConfig:
+    """How the leader `me` talks to others."""
+    return SessionConfig(
+        role=config.role,
+        me=me,
+        host=config.host,
+        port=config.port,
+        advertise=config.advertise_host,
+        advertise_port=config.advertise_port,
+        secret=config.secret or None,
+        limits=config.limit.limits(),
+        tls=tls,
+    )
+
+
+def kv_config(
+    config: InstanceConfig,
+    me: LeaderId,
+    *,
+    model: str,
+    spec: PoolSpec,
+    transports: Sequence[str],
+    tls: Tls | None,
+    dp_size: int = 1,
+    rank: int = 0,
+) -> KVConfig:
+    """What rank `rank` of the leader `me` hands over. A port that is given is that of rank 0; each rank has
+    the next one."""
+    moves_bytes = all(KINDS.kind(name).moves_bytes for name in transports)
+    advertised = config.advertise_data_port
+    return KVConfig(
+        **vars(session_config(config, me, tls)),
+        model=model,
+        spec=spec,
+        transports=transports,
+        transport_port=config.data_port + rank if config.data_port else 0,
+        advertise_transport_port=None if advertised is None else advertised + rank,
+        dp_size=dp_size,
+        kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
+    )
+
+
+def usable_transports(setting: str, memory: Memory) -> tuple[str, ...]:
+    """The transports to offer for `--transport`; of what `auto` means, those that work here. Raises
+    ConfigError if none does."""
+    found = KINDS.offered(setting, memory)
+    usable = tuple(name for name, reason in found.items() if reason == OK)
+    for name, reason in found.items():
+        if reason != OK:
+            log.warning("%s cannot be used, only %s is offered: %s", name, ", ".join(usable), reason)
+    if not usable:
+        raise ConfigError(f"no transport works here: {found}; see segue doctor")
+    return usable

@@ -1,0 +1,168 @@
+"""The process of one rank but the leader's: `python -m segue.serve.rank_process PIPE_FD KV_FD`.
+
+Its main thread carries out the leader's orders (`engine.ranks`), its I/O thread what the hand-offs ask of its
+pool (`conn.rank_worker`). It dies with its leader, and signals that mean the whole family are the leader's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from segue.conn.config import HOST
+from segue.conn.io import IoThread
+from segue.conn.rank import local_rank
+from segue.conn.rank_worker import RankWorker
+from segue.core.config import InstanceConfig
+from segue.core.errors import DECODE_ERRORS, ErrorInfo, Internal, SegueError
+from segue.core.types import LeaderId
+from segue.engine.pipe import Pipe
+from segue.layout.spec import PoolSpec
+from segue.serve.kv import kv_config
+from segue.session import tls
+from segue.session.tasks import typed
+
+_PR_SET_PDEATHSIG = 1  # prctl.h of Linux
+#: For what the leader has asked for and reads.
+SAY_S = 30.0
+
+
+class HereWord(msgspec.Struct, frozen=True, tag=True):
+    """The process runs, with all modules that it needs."""
+
+
+class SetUpOrder(msgspec.Struct, frozen=True, tag=True):
+    """Be rank `rank` of an instance with this configuration, whose pools take `pool_bytes` together; the
+    ranks meet at `port` of loopback."""
+
+    config: InstanceConfig
+    rank: int
+    pool_bytes: int
+    port: int
+
+
+class LoadedWord(msgspec.Struct, frozen=True, tag=True):
+    """The rank has its part of the model with this fingerprint, and its pool."""
+
+    fingerprint: str
+    spec: PoolSpec
+
+
+class CannotWord(msgspec.Struct, frozen=True, tag=True):
+    """The process ends for this reason."""
+
+    error: ErrorInfo
+
+
+class ServeOrder(msgspec.Struct, frozen=True, tag=True):
+    """Be a rank of this leader, with these transports."""
+
+    me: LeaderId
+    transports: list[str]
+
+
+Word = HereWord | LoadedWord | CannotWord
+#: How often the interpreter lets another thread run: the I/O thread of a rank must not wait 5 ms for one that
+#: computes between two torch calls.
+SWITCH_INTERVAL_S = 0.0005
+T = TypeVar("T")
+
+
+def received(body: bytes, kind: type[T]) -> T:
+    """The message in `body`. Raises Internal for one that is none of `kind`."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except DECODE_ERRORS as exc:
+        raise Internal(f"not a {kind} between a leader and its rank: {exc}") from exc
+
+
+def main(pipe_fd: int, kv_fd: int) -> int:
+    """Serve until the leader leaves; the exit status."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pipe = Pipe(socket.socket(fileno=pipe_fd), "the leader")
+    kv = socket.socket(fileno=kv_fd)
+    try:
+        _serve(pipe, kv)
+    except SegueError as error:
+        logging.getLogger("segue.rank").error("this rank ends: %s", error)
+        return 1
+    return 0
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends, even if this one is stopped."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _serve(pipe: Pipe, kv: socket.socket) -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # What takes seconds to import, before the ranks wait for one another.
+    import transformers.modeling_utils  # noqa: F401
+
+    from segue.engine.cpu_forward import load_forward
+    from segue.engine.group import join, meeting_point
+    from segue.engine.ranks import serve_rank
+
+    pipe.send(msgspec.msgpack.encode(HereWord()), SAY_S)
+    order = received(pipe.receive(), SetUpOrder)
+    config = order.config
+    logging.basicConfig(
+        level=config.log.log_level.upper(),
+        format=f"%(levelname)-7s {config.label} rank {order.rank} %(name)s %(message)s",
+    )
+    try:
+        place = join(config.size, order.rank, meeting_point(order.port))
+        forward = load_forward(
+            Path(config.model),
+            dtype=config.engine.dtype,
+            pool_bytes=order.pool_bytes,
+            page_tokens=config.engine.page_tokens,
+            threads=config.engine.threads_per_worker or 1,
+            place=place,
+        )
+    except Exception as exc:
+        error = typed(exc, "loading")
+        pipe.send(msgspec.msgpack.encode(CannotWord(error.info)), SAY_S)
+        raise error from exc
+    spec = forward.pool.spec
+    pipe.send(msgspec.msgpack.encode(LoadedWord(forward.fingerprint, spec)), SAY_S)
+    serve = received(pipe.receive(), ServeOrder)
+    limits = config.limit.limits()
+    rank = local_rank(
+        kv_config(
+            config,
+            serve.me,
+            model=forward.fingerprint,
+            spec=spec,
+            transports=serve.transports,
+            tls=tls.from_config(config.tls, config.peer_host),
+            rank=order.rank,
+        ),
+        forward.pool.memory,
+        HOST,
+        order.rank,
+    )
+    # The pipe ends at the same time, and wakes the main thread.
+    worker = RankWorker(rank, kv, IoThread(), limits, lambda _: None)
+    worker.start()
+    try:
+        serve_rank(pipe, forward)
+    finally:
+        worker.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

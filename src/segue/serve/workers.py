@@ -1,0 +1,214 @@
+"""The processes of a leader's other ranks: started before the model is loaded, dead at the latest with it.
+
+Each has two sockets to the leader: a pipe for orders (`engine.ranks`) and a channel for hand-offs
+(`conn.worker_rank`). Whichever shows first that one has ended or stands still: then all are killed, the
+computing leader gets an error instead of an answer, and the replica is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from segue.conn.rank import Rank
+from segue.conn.worker_rank import WorkerRank
+from segue.core.config import InstanceConfig
+from segue.core.errors import Internal, SegueError
+from segue.core.types import LeaderId
+from segue.engine.base import Engine
+from segue.engine.pipe import Pipe
+from segue.serve.rank_process import (
+    SAY_S,
+    CannotWord,
+    LoadedWord,
+    ServeOrder,
+    SetUpOrder,
+    Word,
+    received,
+)
+from segue.transport.memory import Memory
+
+if TYPE_CHECKING:
+    from segue.engine.cpu_forward import CpuForward
+
+log = logging.getLogger("segue.instance")
+
+#: For a process to start and to import what it needs, and for it to load its part of the model.
+START_S = 120.0
+LOAD_S = 600.0
+#: For a process whose leader leaves to leave, too.
+LEAVE_S = 5.0
+
+
+class Worker(NamedTuple):
+    """One process, with our ends of its sockets."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Pipe
+    channel: socket.socket
+
+
+class Workers:
+    """The ranks 1 … of one leader. `lost` is set by whoever serves: it is told once, on any thread, why the
+    replica is over; by then no worker is left."""
+
+    def __init__(self, count: int) -> None:
+        self._lost: Callable[[SegueError], None] = lambda _: None
+        self._error: SegueError | None = None
+        self.all = [_started(rank) for rank in range(1, count + 1)]
+
+    @property
+    def pipes(self) -> list[Pipe]:
+        """By which orders go, rank 1 first."""
+        return [worker.pipe for worker in self.all]
+
+    def set_up(self, config: InstanceConfig, pool_bytes: int, port: int) -> None:
+        """Once all of them run, have them meet at `port` and load. Raises PeerLost."""
+        until = time.monotonic() + START_S
+        for worker in self.all:
+            received(worker.pipe.receive(max(0.0, until - time.monotonic())), Word)
+        config = replace(config, secret=b"")  # the sessions are the leader's
+        for rank, worker in enumerate(self.all, 1):
+            order = SetUpOrder(config, rank, pool_bytes, port)
+            worker.pipe.send(msgspec.msgpack.encode(order), SAY_S)
+
+    def loaded(self, own: CpuForward) -> int:
+        """Wait until all have loaded what fits to the leader's part; the bytes of one page in all pools.
+        Raises what kept one from it."""
+        until = time.monotonic() + LOAD_S
+        page_bytes = own.pool.spec.page_bytes
+        for rank, worker in enumerate(self.all, 1):
+            word = received(worker.pipe.receive(max(0.0, until - time.monotonic())), Word)
+            if isinstance(word, CannotWord):
+                raise word.error.exception()
+            if not isinstance(word, LoadedWord):
+                raise Internal(f"rank {rank} said {word} where its model was due")
+            if (word.fingerprint, word.spec.pages) != (own.fingerprint, own.pool.spec.pages):
+                raise Internal(f"rank {rank} has loaded another model or pool than its leader: {word}")
+            page_bytes += word.spec.page_bytes
+        return page_bytes
+
+    def serve(
+        self,
+        me: LeaderId,
+        transports: Sequence[str],
+        config: InstanceConfig,
+        lost: Callable[[SegueError], None],
+    ) -> list[Rank]:
+        """Have them hand KV over as ranks of `me`; `lost` is told why the replica is over. Raises what
+        `WorkerRank` does."""
+        self._lost = lost
+        order = msgspec.msgpack.encode(ServeOrder(me, list(transports)))
+        for worker in self.all:
+            worker.pipe.send(order, SAY_S)
+        limits = config.limit.limits()
+        return [WorkerRank(rank, worker.channel, limits) for rank, worker in enumerate(self.all, 1)]
+
+    def fail(self, error: SegueError) -> None:
+        """The replica is over: kill all of them, which wakes whoever waits for one, and say so. From any
+        thread; only the first reason counts."""
+        if self._error is None:
+            self._error = error
+            self._kill()
+            self._lost(error)
+
+    def close(self) -> None:
+        """End all of them: by themselves in `LEAVE_S`, or else by force. Idempotent."""
+        for worker in self.all:
+            worker.pipe.close()
+            worker.channel.close()
+        until = time.monotonic() + LEAVE_S
+        for worker in self.all:
+            try:
+                worker.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("killed a rank that did not leave pid=%d", worker.process.pid)
+                worker.process.kill()
+                worker.process.wait()
+
+    def _kill(self) -> None:
+        for worker in self.all:
+            worker.process.kill()
+        for worker in self.all:
+            worker.process.wait()
+
+
+def _started(rank: int) -> Worker:
+    ours, theirs = socket.socketpair()
+    channel, their_channel = socket.socketpair()
+    with theirs, their_channel:
+        fds = (theirs.fileno(), their_channel.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "segue.serve.rank_process", *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=fds,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+    log.info("started the process of rank %d pid=%d", rank, process.pid)
+    return Worker(process, Pipe(ours, f"the process of rank {rank}"), channel)
+
+
+class Replica(NamedTuple):
+    """What one leader serves with: its engine, the memory of its own pool, and its other ranks."""
+
+    engine: Engine
+    memory: Memory
+    workers: Workers | None = None
+
+
+def open_replica(config: InstanceConfig) -> Replica:
+    """Load the model on as many ranks as `config` says. Raises ConfigError, and PeerLost for a rank that has
+    ended on the way."""
+    pool_bytes = int((config.engine.kv_gib or 1.0) * 2**30)
+    folder, threads = Path(config.model), config.engine.threads_per_worker or 1
+    if config.size.ranks == 1:
+        from segue.engine.cpu_engine import load_engine
+
+        engine = load_engine(
+            folder,
+            dtype=config.engine.dtype,
+            pool_bytes=pool_bytes,
+            page_tokens=config.engine.page_tokens,
+            threads=threads,
+        )
+        return Replica(engine, engine.memory)
+    workers = Workers(config.size.ranks - 1)
+    try:
+        return Replica(*_loaded(config, pool_bytes, folder, threads, workers), workers)
+    except BaseException:
+        workers.close()
+        raise
+
+
+def _loaded(
+    config: InstanceConfig, pool_bytes: int, folder: Path, threads: int, workers: Workers
+) -> tuple[Engine, Memory]:
+    from segue.engine.cpu_engine import make_engine
+    from segue.engine.cpu_forward import load_forward
+    from segue.engine.group import join, meeting_point
+    from segue.engine.ranks import RanksForward
+
+    store = meeting_point()
+    workers.set_up(config, pool_bytes, store.port)
+    own = load_forward(
+        folder,
+        dtype=config.engine.dtype,
+        pool_bytes=pool_bytes,
+        page_tokens=config.engine.page_tokens,
+        threads=threads,
+        place=join(config.size, 0, store),
+    )
+    forward = RanksForward(own, workers.pipes, workers.loaded(own), workers.fail)
+    engine = make_engine(folder, own, forward)
+    return engine, engine.memory

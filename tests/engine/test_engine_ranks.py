@@ -1,0 +1,224 @@
+"""The leader's orders and its ranks' words: what ends a replica, and what ends nobody. Ranks are threads."""
+
+import gc
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+import torch
+from engine_models import GreedySampler, generate, save_model
+from torch.distributed import HashStore
+
+from segue.core.errors import ChecksumMismatch, ErrorCode, Internal, PeerLost, RankDivergence
+from segue.core.parallel import ParallelSize
+from segue.core.request import SamplingParams
+from segue.engine.base import SequenceStep, run_step
+from segue.engine.cpu_engine import make_engine
+from segue.engine.cpu_forward import load_forward
+from segue.engine.group import join
+from segue.engine.pipe import MAX_BYTES, Pipe
+from segue.engine.ranks import DoneWord, OrderFrame, RanksForward, serve_rank
+
+PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90]
+STEP = SequenceStep(1, PROMPT, 0, [0], True)
+TWO = ParallelSize(tp=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+class Pair:
+    """Two ranks in this process. `between` sees each of the leader's frames before its rank, and may change
+    it."""
+
+    def __init__(self, folder, between=lambda body: body, timeout_s=10.0):
+        store = HashStore()
+
+        def load(rank):
+            place = join(TWO, rank, store, timeout_s)
+            return load_forward(folder, dtype="float32", pool_bytes=2**22, place=place)
+
+        with ThreadPoolExecutor(2) as pool:
+            self.forwards = list(pool.map(load, range(2)))
+        ours, theirs = socket.socketpair()
+        self.pipe = Pipe(ours, "rank 1")
+        far = Pipe(theirs, "the leader")
+        receive = far.receive
+        far.receive = lambda *_: between(receive())
+        self.lost = []
+        page_bytes = sum(forward.pool.spec.page_bytes for forward in self.forwards)
+        self.forward = RanksForward(self.forwards[0], [self.pipe], page_bytes, self.lost.append, timeout_s)
+        self.engine = make_engine(folder, self.forwards[0], self.forward, GreedySampler())
+        self.engine.open(1, PROMPT, SamplingParams(temperature=0.0))
+        self.died = []
+        self.thread = threading.Thread(target=self._serve, args=(far,))
+        self.thread.start()
+
+    def _serve(self, far):
+        try:
+            serve_rank(far, self.forwards[1])
+        except Exception as exc:
+            self.died.append(exc)
+        finally:
+            far.close()
+
+    def close(self):
+        self.pipe.close()
+        self.thread.join(15)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def pair(folder):
+    made = []
+
+    def make(**options):
+        made.append(Pair(folder, **options))
+        return made[0]
+
+    yield make
+    made[0].close()
+
+
+def test_a_listener_that_fails_fails_its_step_and_no_rank(pair, folder):
+    made = pair()
+
+    def stored(_):
+        raise Internal("a bug in the listener")
+
+    with pytest.raises(Internal, match="in the listener"):
+        run_step(made.engine, [STEP], stored)
+    (result,) = run_step(made.engine, [STEP])
+    assert [result.token] == generate(folder, [PROMPT], 1)[0]
+    assert made.lost == []
+
+
+def test_an_order_that_was_changed_on_the_way_is_found_at_its_step(pair):
+    count = 0
+
+    def change_the_third(body):
+        nonlocal count
+        count += 1
+        if count < 3:
+            return body
+        frame = msgspec.msgpack.decode(body, type=OrderFrame)
+        (step,) = frame.order.steps
+        other = msgspec.structs.replace(
+            frame.order, steps=[SequenceStep(1, [1, *step.tokens[1:]], 0, [0], True)]
+        )
+        return msgspec.msgpack.encode(msgspec.structs.replace(frame, order=other))
+
+    made = pair(between=change_the_third)
+    run_step(made.engine, [STEP])
+    run_step(made.engine, [STEP])
+    with pytest.raises(RankDivergence, match="up to step 3 rank 1 has carried out other orders"):
+        run_step(made.engine, [STEP])
+    with pytest.raises(RankDivergence, match="step 3"):
+        run_step(made.engine, [STEP])
+    assert [error.code for error in made.lost] == [ErrorCode.RANK_DIVERGENCE], "it is said once"
+
+
+def test_an_order_that_is_missing_ends_the_rank(pair):
+    frames = iter([False, True])
+
+    def swallow_the_second(body):
+        if next(frames):
+            return msgspec.msgpack.encode(
+                msgspec.structs.replace(msgspec.msgpack.decode(body, type=OrderFrame), number=3)
+            )
+        return body
+
+    made = pair(between=swallow_the_second)
+    run_step(made.engine, [STEP])
+    with pytest.raises(RankDivergence, match="rank 1 failed at step 2: order 3 came where 2 was due"):
+        made.engine.copy_out([0])
+
+
+def test_the_bug_of_another_rank_is_named_and_not_what_the_leader_saw_of_it(pair):
+    made = pair(timeout_s=1.0)
+    run = made.forwards[1].run
+
+    def broken(packed, stored):
+        raise ZeroDivisionError("a bug")
+
+    made.forwards[1].run = broken
+    with pytest.raises(Internal, match=r"rank 1 failed at step 1: .*a bug"):
+        run_step(made.engine, [STEP])
+    made.forwards[1].run = run
+    with pytest.raises(Internal, match="rank 1 failed at step 1"):
+        made.engine.copy_out([0])
+    assert len(made.lost) == 1
+    assert len(made.died) == 1
+
+
+def test_a_rank_that_has_ended_ends_the_next_step(pair):
+    made = pair(timeout_s=1.0)
+    made.pipe._sock.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerLost, match="rank 1"):
+        run_step(made.engine, [STEP])
+
+
+def test_copies_are_made_and_given_back_on_every_rank_and_go_with_the_leaders(pair, folder):
+    made = pair()
+    run_step(made.engine, [STEP])
+    before = [forward.pool.by_page[:, :, 0].clone() for forward in made.forwards]
+    host = made.engine.copy_out([0])
+    assert host.nbytes == sum(part.nbytes for part in before)
+    for forward in made.forwards:
+        forward.pool.kv.zero_()
+    made.engine.copy_in(host, [3])
+    for forward, part in zip(made.forwards, before, strict=True):
+        assert torch.equal(forward.pool.by_page[:, :, 3], part)
+    del host
+    gc.collect()
+    assert list(made.forward._dropped) == [1]
+    made.engine.copy_out([0])
+    assert list(made.forward._dropped) == [2]
+
+
+def test_a_copy_that_changed_on_another_rank_fails_alone(pair):
+    made = pair()
+    run_step(made.engine, [STEP])
+    copy_in = made.forwards[1].copy_in
+
+    def flip(host, pages):
+        host.data.view(torch.uint8).view(-1)[0] ^= 1
+        copy_in(host, pages)
+
+    made.forwards[1].copy_in = flip
+    with pytest.raises(ChecksumMismatch):
+        made.engine.copy_in(made.engine.copy_out([0]), [3])
+    (result,) = run_step(made.engine, [STEP])
+    assert result.error is None
+    assert made.lost == []
+
+
+@pytest.mark.parametrize("body", [b"\xc1", msgspec.msgpack.encode(DoneWord(1, b"other"))])
+def test_a_rank_that_says_nonsense_ends_the_replica(pair, body):
+    made = pair()
+    made.forwards[1].run = lambda packed, stored: None
+    ours, theirs = socket.socketpair()
+    Pipe(theirs, "the leader").send(body, 1.0)
+    made.forward._workers = [Pipe(ours, "rank 1")]
+    with pytest.raises(RankDivergence):
+        made.engine.copy_out([0])
+    ours.close()
+    theirs.close()
+
+
+def test_a_pipe_bounds_its_frames_and_its_waits():
+    ours, theirs = (Pipe(sock, name) for sock, name in zip(socket.socketpair(), ("them", "us"), strict=True))
+    with pytest.raises(PeerLost, match="them said nothing"):
+        ours.receive(0.01)
+    with pytest.raises(PeerLost, match="them did not read"):
+        ours.send(bytes(2**24), 0.05)
+    theirs.close()
+    with pytest.raises(PeerLost, match="them"):
+        ours.receive(1.0)
+    ours.close()
+    assert MAX_BYTES == 2**26

@@ -1,0 +1,146 @@
+"""Instances of several ranks, with real processes: equal tokens, and one end for all when one ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from deployment import Deployment, Running, deployment
+
+from segue.core.errors import ErrorCode, SegueError
+from segue.core.types import Role
+from segue.engine.store import resolve_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+from engine_models import VOCAB, generate, save_model
+
+COUNT = 12
+SIDES = (Role.PREFILL, Role.DECODE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """9 query heads over 3 KV heads, as SmolLM2 has."""
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def asked(vocab: int = VOCAB) -> list[list[int]]:
+    return [[3 + (7 * i + 11 * k * k) % (vocab - 3) for k in range(n)] for i, n in enumerate((1, 16, 50, 70))]
+
+
+def answers(made: Deployment, prompts: list[list[int]], count: int = COUNT) -> list[list[int]]:
+    [prefill], [decode] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+    for i, prompt in enumerate(prompts):
+        made.front.submit(
+            f"r{i}", prompt, prefill, decode, max_tokens=count, temperature=0.0, ignore_eos=True
+        )
+    return [made.front.tokens(f"r{i}") for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "transport"),
+    [
+        (1, 2, "tcp"),
+        pytest.param(2, 1, "shm", marks=pytest.mark.slow),
+        pytest.param(2, 2, "shm", marks=pytest.mark.slow),
+        pytest.param(3, 1, "tcp", marks=pytest.mark.slow),
+        pytest.param(3, 2, "shm", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_equal_generate_whatever_the_tensor_parallel_sizes(
+    prefill: int, decode: int, transport: str, llama: Path
+) -> None:
+    tp = {Role.PREFILL: prefill, Role.DECODE: decode}
+    with deployment(*SIDES, model=str(llama), tp=tp, transport=transport, chunk_tokens=32) as made:
+        assert answers(made, asked()) == generate(llama, asked(), COUNT)
+        made.assert_comes_to_rest()
+        assert [len(r.workers.all) + 1 if r.workers else 1 for r in made.running] == [prefill, decode]
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+def test_the_default_model_gives_the_tokens_of_generate(prefill: int, decode: int) -> None:
+    folder = resolve_model("smollm2", progress=lambda *_: None)
+    prompts = asked(40000)
+    tp = {Role.PREFILL: prefill, Role.DECODE: decode}
+    with deployment(*SIDES, model=str(folder), tp=tp, chunk_tokens=32) as made:
+        assert answers(made, prompts) == generate(folder, prompts, COUNT)
+
+
+@pytest.mark.slow
+def test_retracted_sequences_come_back_on_every_rank(llama: Path) -> None:
+    prompts = [[3 + (7 * i + k) % 90 for k in range(44)] for i in range(6)]
+    page_bytes = 2 * 3 * 3 * 16 * 16 * 4  # K and V of 3 layers, 3 heads of 16 items, 16 tokens
+    options = {"model": str(llama), "tp": {Role.DECODE: 2}, "kv_gib": 14 * page_bytes / 2**30}
+    with deployment(*SIDES, chunk_tokens=64, **options) as made:
+        assert answers(made, prompts, 60) == generate(llama, prompts, 60)
+        [decode] = made.by_role(Role.DECODE)
+        assert decode.engine.spec.pages == 14
+        assert decode.scheduler.batch.retractions > 0, "the pool was too large to need one"  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def generating(llama: Path) -> Iterator[tuple[Deployment, Running]]:
+    """A decode instance of two ranks in the middle of a long answer."""
+    with deployment(*SIDES, model=str(llama), tp={Role.DECODE: 2}, kv_gib=0.2) as made:
+        [prefill], [decode] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        made.front.submit(
+            "long", [5, 6, 7], prefill, decode, max_tokens=4000, temperature=0.0, ignore_eos=True
+        )
+        begun = threading.Event()
+        collect = decode.engine.collect
+        decode.engine.collect = lambda handle: (begun.set(), collect(handle))[1]  # type: ignore[method-assign]
+        assert begun.wait(30)
+        yield made, next(r for r in made.running if r.instance is decode)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stands_still_ends_its_replica_at_once_and_typed(
+    number: signal.Signals, generating: tuple[Deployment, Running]
+) -> None:
+    made, running = generating
+    assert running.workers is not None
+    [worker] = running.workers.all
+    worker.process.send_signal(number)
+    # Of a stopped process the silence is noticed: 5 s here, long before the 30 s of the group.
+    outputs = made.front.wait("long", 15)
+    assert outputs[-1].error is not None
+    assert outputs[-1].error.code is ErrorCode.PEER_LOST
+    assert outputs[-1].error.retryable
+    running.thread.join(10)
+    assert not running.thread.is_alive(), "it goes on without a rank"
+    failure = running.instance.failure
+    assert isinstance(failure, SegueError), "run_instance would end with status 0"
+    assert worker.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_nothing_is_computed_ends_its_replica_too(llama: Path) -> None:
+    with deployment(*SIDES, model=str(llama), tp={Role.PREFILL: 2}) as made:
+        prefill = made.running[0]
+        assert prefill.workers is not None
+        prefill.workers.all[0].process.kill()
+        prefill.thread.join(10)
+        assert not prefill.thread.is_alive()
+        assert prefill.instance.failure is not None
+
+
+@pytest.mark.slow
+def test_ranks_leave_with_their_leader(llama: Path) -> None:
+    with deployment(*SIDES, model=str(llama), tp={Role.PREFILL: 2}) as made:
+        [worker] = made.running[0].workers.all  # type: ignore[union-attr]
+    assert worker.process.returncode == 0
+    assert worker.process.pid not in [p.pid for p in psutil.Process(os.getpid()).children(recursive=True)]
