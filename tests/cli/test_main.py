@@ -82,8 +82,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["prefill", "--dp-rank-conflict=fail"], "--dp-rank-conflict: pinned data-parallel ranks are not in"),
         (
-            ["decode", "--model", "m", "--registry", "http://h:1", "--tp", "2"],
-            "one rank per instance, not dp=1",
+            ["decode", "--model", "m", "--registry", "http://h:1", "--pp", "2"],
+            "this version has no --dp, --pp and --cp, not dp=1 pp=2",
         ),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "x"], "--port must be a whole number"),

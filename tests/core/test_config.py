@@ -130,7 +130,9 @@ def test_strangers_need_a_secret_and_a_wildcard_needs_a_name() -> None:
 
 
 def test_more_than_one_rank_is_refused_with_what_to_do() -> None:
-    assert_refused("tp=2", "one rank per instance", make=instance, tp="2")
+    assert_refused("pp=2", "give --tp or start more instances", make=instance, pp="2")
+    assert_refused("tp=2", "prefill and decode apart", make=instance, role=Role.UNIFIED, tp="2")
+    assert_refused("--prefill-tp", make=serve, unified=True, prefill_tp="2")
 
 
 def test_the_secret_is_never_printed() -> None:

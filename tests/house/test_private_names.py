@@ -23,6 +23,7 @@ USED: dict[str, tuple[str, ...]] = {
     "torch:_C._has_mkldnn": (),
     "torch:_scaled_dot_product_flash_attention_for_cpu": (),
     "torch:ops.mkldnn._linear_pointwise.default": (),
+    "torch:distributed.ProcessGroupGloo._Options": (),
     "torch:ops.mkldnn._linear_pointwise.binary": (),
     "torch:ops.mkldnn._reorder_linear_weight": (),
     "numba.core:cgutils": (),

@@ -24,7 +24,7 @@ def is_service_link(name: str, value: str) -> bool:
     return _LINK_PORT.fullmatch(name) is not None and _LINK_VALUE.match(value) is not None
 
 
-_ONE_RANK = "this version runs one rank per instance; start more instances"
+_ONE_RANK = "of the parallel sizes this version has --tp alone; start more instances"
 
 #: Settings that are planned and do nothing yet, by key.
 LATER = {
@@ -34,7 +34,7 @@ LATER = {
 } | {
     f"{part}_{kind}": f"ranks are not in this version: {_ONE_RANK}"
     for part in ("prefill", "decode")
-    for kind in ("tp", "pp", "cp", "dp")
+    for kind in ("pp", "cp", "dp")
 }
 
 #: Settings that had another name, by the old key. Flag, variable and key in a file still work under it.
@@ -42,6 +42,7 @@ OLD_NAMES = {"integrity": "kv_checksum"}
 
 _LENGTH = "a sequence may be as long as the model's context and the pool allow; --kv-gib sizes the pool"
 _RANKS = f"not here, because {_ONE_RANK}"
+_TP = "--tp of segue prefill and decode, --prefill-tp and --decode-tp of segue serve"
 _NO_GPU = "not here, because this version computes on CPUs"
 _SPLIT = "the role is the command: segue prefill, segue decode or segue unified"
 _QUANT = "not here, because KV and weights have one type, which --dtype names"
@@ -99,8 +100,8 @@ FOREIGN = {
     "num_gpus": _NO_GPU,
     "attention_backend": _NO_GPU,
     # ranks and roles
-    "tensor_parallel_size": _RANKS,
-    "tp_size": _RANKS,
+    "tensor_parallel_size": _TP,
+    "tp_size": _TP,
     "pipeline_parallel_size": _RANKS,
     "pp_size": _RANKS,
     "data_parallel_size": _RANKS,

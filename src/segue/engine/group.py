@@ -13,7 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import (  # type: ignore[attr-defined]  # its stubs do not name what it exports
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+)
 
 from segue.core.errors import PeerLost
 from segue.core.parallel import ParallelSize
@@ -31,7 +36,7 @@ class Group:
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
-        options = ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(hostname=_HOST)]
         self.name = name

@@ -120,7 +120,7 @@ def _keep_columns(linear: nn.Linear, columns: slice, tp: int) -> None:
     linear.weight = _parameter(linear.weight[:, columns])
     linear.in_features = linear.weight.shape[1]
     if tp > 0:
-        linear.bias = None
+        linear.register_parameter("bias", None)
 
 
 def _parameter(part: torch.Tensor) -> nn.Parameter:

@@ -203,6 +203,7 @@ class Instance:
             context_tokens=self.scheduler.admission.room_tokens,
             source=self.config.model,
             dp_size=self.dp_size,
+            tp_size=self.config.tp,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.config.peer_host, port=port)],
         )
 

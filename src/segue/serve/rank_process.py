@@ -70,18 +70,19 @@ class ServeOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 Word = HereWord | LoadedWord | CannotWord
+WORDS: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 #: How often the interpreter lets another thread run: the I/O thread of a rank must not wait 5 ms for one that
 #: computes between two torch calls.
 SWITCH_INTERVAL_S = 0.0005
 T = TypeVar("T")
 
 
-def received(body: bytes, kind: type[T]) -> T:
-    """The message in `body`. Raises Internal for one that is none of `kind`."""
+def heard(pipe: Pipe, decoder: msgspec.msgpack.Decoder[T], within_s: float | None = None) -> T:
+    """The next message. Raises PeerLost, and Internal for one that is of no such kind."""
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        return decoder.decode(pipe.receive(within_s))
     except DECODE_ERRORS as exc:
-        raise Internal(f"not a {kind} between a leader and its rank: {exc}") from exc
+        raise Internal(f"{pipe.name} did not say what was due: {exc}") from exc
 
 
 def main(pipe_fd: int, kv_fd: int) -> int:
@@ -117,7 +118,7 @@ def _serve(pipe: Pipe, kv: socket.socket) -> None:
     from segue.engine.ranks import serve_rank
 
     pipe.send(msgspec.msgpack.encode(HereWord()), SAY_S)
-    order = received(pipe.receive(), SetUpOrder)
+    order = heard(pipe, msgspec.msgpack.Decoder(SetUpOrder))
     config = order.config
     logging.basicConfig(
         level=config.log.log_level.upper(),
@@ -139,7 +140,7 @@ def _serve(pipe: Pipe, kv: socket.socket) -> None:
         raise error from exc
     spec = forward.pool.spec
     pipe.send(msgspec.msgpack.encode(LoadedWord(forward.fingerprint, spec)), SAY_S)
-    serve = received(pipe.receive(), ServeOrder)
+    serve = heard(pipe, msgspec.msgpack.Decoder(ServeOrder))
     limits = config.limit.limits()
     rank = local_rank(
         kv_config(

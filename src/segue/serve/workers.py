@@ -29,12 +29,12 @@ from segue.engine.base import Engine
 from segue.engine.pipe import Pipe
 from segue.serve.rank_process import (
     SAY_S,
+    WORDS,
     CannotWord,
     LoadedWord,
     ServeOrder,
     SetUpOrder,
-    Word,
-    received,
+    heard,
 )
 from segue.transport.memory import Memory
 
@@ -76,7 +76,7 @@ class Workers:
         """Once all of them run, have them meet at `port` and load. Raises PeerLost."""
         until = time.monotonic() + START_S
         for worker in self.all:
-            received(worker.pipe.receive(max(0.0, until - time.monotonic())), Word)
+            heard(worker.pipe, WORDS, max(0.0, until - time.monotonic()))
         config = replace(config, secret=b"")  # the sessions are the leader's
         for rank, worker in enumerate(self.all, 1):
             order = SetUpOrder(config, rank, pool_bytes, port)
@@ -88,7 +88,7 @@ class Workers:
         until = time.monotonic() + LOAD_S
         page_bytes = own.pool.spec.page_bytes
         for rank, worker in enumerate(self.all, 1):
-            word = received(worker.pipe.receive(max(0.0, until - time.monotonic())), Word)
+            word = heard(worker.pipe, WORDS, max(0.0, until - time.monotonic()))
             if isinstance(word, CannotWord):
                 raise word.error.exception()
             if not isinstance(word, LoadedWord):

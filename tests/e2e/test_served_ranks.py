@@ -1,0 +1,62 @@
+"""`segue serve` with instances of several ranks, as a user runs and loses them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from served import Served
+
+pytestmark = [pytest.mark.timeout(300)]
+
+PROMPTS = [list(range(1, 2 + n)) for n in (0, 20, 90)]
+COUNT = 8
+TWO_ONE = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.05", "--prefill-tp", "2", "--decode-tp", "1")
+
+
+def reference(folder: Path) -> list[list[int]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+    how = {"max_new_tokens": COUNT, "do_sample": False, "eos_token_id": None}
+    made = [model.generate(one, attention_mask=torch.ones_like(one), **how) for one in ids]
+    return [one[0, len(prompt) :].tolist() for one, prompt in zip(made, PROMPTS, strict=True)]
+
+
+def ask(url: str, prompt: list[int], count: int = COUNT) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    return httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120)
+
+
+def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: Path) -> None:
+    with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:
+        answers = [ask(made.url, prompt).json()["choices"][0]["token_ids"] for prompt in PROMPTS]
+        assert answers == reference(tiny)
+        about = {n: httpx.get(f"{url}/server_info").json() for n, url in made.doors(2).items()}
+        assert {name: info["tp_size"] for name, info in about.items()} == {"prefill-0": 2, "decode-0": 1}
+        made.at_rest()
+        # One rank dies: its instance reports itself gone, and with the only prefill the service ends.
+        [rank] = made.instances("segue.serve.rank_process")
+        os.kill(rank.pid, signal.SIGKILL)
+        assert made.process.wait(60) == 1
+        assert made.logged(re.compile(r"a rank of this replica is lost"))
+        assert made.logged(re.compile(r"event=died child=prefill-0 how='exit status 1'"))
+        made._forget()
+
+
+@pytest.mark.slow
+def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
+    """Also one that stands still; the fixtures of each test look for processes that are left behind."""
+    with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:
+        [rank] = made.instances("segue.serve.rank_process")
+        rank.suspend()
+        [leader] = made.instances("prefill")
+        leader.kill()
+        assert made.process.wait(60) == 1
+        made._forget()
