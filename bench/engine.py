@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from segue.core.request import SamplingParams
 from segue.engine.base import SequenceStep, run_step
 from segue.engine.cpu_engine import CpuEngine, load_engine
+from segue.engine.cpu_forward import CpuForward
 from segue.engine.cpu_fused import FusedNorm
 
 REQUIRED = ("products", "attention", "norms", "activation", "sampling")
@@ -69,11 +70,13 @@ def median_s(call: Part, count: int) -> float:
 
 def parts_of(engine: CpuEngine, batch: int, rows: int, context: int) -> dict[str, Part]:
     """Every part of a step, each over all layers."""
-    layers = list(engine._model.model.layers)
+    assert isinstance(engine._forward, CpuForward)
+    model = engine._forward.loaded.model
+    layers = list(model.model.layers)
     head = engine._head._product
     n, (hidden, inner) = (
         batch * rows,
-        (layers[0].input_norm.size, engine._model.config.intermediate_size),
+        (layers[0].input_norm.size, model.config.intermediate_size),
     )
     q_heads, kv_heads, dim = layers[0].heads, layers[0].kv_heads, layers[0].head_dim
     x, res, wide, wide2 = (torch.randn(n, size).bfloat16() for size in (hidden, hidden, inner, inner))

@@ -86,7 +86,7 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
     """`run_instance` as `segue unified` runs it, but for the model and what is for a whole process."""
     made: list[Instance] = []
 
-    def make(config: InstanceConfig, engine: object, memory: object) -> Instance:
+    def make(config: InstanceConfig, engine: object, memory: object, **_: object) -> Instance:
         made.append(Instance(config, *lineage_engine()))
         return made[0]
 
