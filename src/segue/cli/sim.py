@@ -50,6 +50,7 @@ def sim(args: argparse.Namespace) -> int:
             if len(failed) == 1:
                 _show(seed, args.only, outcome, args.check_every)
         seed += 1
+        gc.collect()  # a seed's pools hang in cycles: gigabytes, until the collector comes by itself
         now = time.perf_counter()
         if now - shown_at > 2.0 and sys.stderr.isatty():
             shown_at = now
