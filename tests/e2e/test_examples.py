@@ -67,3 +67,12 @@ def test_own_memory() -> None:
     command = [sys.executable, str(ROOT / "examples" / "own_memory.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "KV equal\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_symmetric_ranks() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "symmetric_ranks.py")]
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    told = "running [1, 2, 3, 4, 6], KV equal; room 5 has failed: the cable of rank 1 is broken"
+    assert (done.returncode, done.stdout) == (0, f"rank 0: {told}\nrank 1: {told}\n"), done.stderr

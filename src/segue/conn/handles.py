@@ -69,11 +69,13 @@ class _Handle:
         """Mirror what the protocol reported. Called by the owner only."""
         match change:
             case events.Phase():
-                self._phase = change.phase
                 self.changed_at = self._owner.clock.now()
                 self.error = change.error or self.error
                 self.metadata = change.metadata or self.metadata
                 self.wire_s = change.wire_s or self.wire_s
+                self._phase = (
+                    change.phase
+                )  # last: who reads the phase on another thread finds what belongs to it
             case events.Release():
                 self.released = True
             case events.Quarantined():

@@ -1,0 +1,61 @@
+"""One rank of a real Gloo group, which does what the test tells it: a line of JSON in, a line of JSON out.
+
+python agreement_process.py STORE_FILE RANK SIZE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from agreement_handles import receiver
+
+from segue.conn.agreement import Agreement
+from segue.conn.torch_group import TorchGroup
+from segue.core.errors import PeerLost, SegueError
+from segue.core.types import KVPoll
+
+
+def polled(agreement: Agreement, rooms: list[list[Any]]) -> dict[str, Any]:
+    """`rooms` are [room, phase, reason], polled in this order."""
+    handles = {}
+    for room, phase, reason in rooms:
+        error = PeerLost(reason, room=room).info if reason else None
+        handles[room] = receiver(room, KVPoll[phase], error)
+    try:
+        agreed = agreement.poll(handles)
+    except SegueError as error:
+        return {"error": error.info.code, "text": error.info.text}
+    return {str(room): [a.phase.name, a.error.text if a.error else ""] for room, a in agreed.items()}
+
+
+def answer(what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    answer("ready")
+    agreements: dict[str, Agreement] = {}
+    groups: list[TorchGroup] = []
+    for line in sys.stdin:
+        told = json.loads(line)
+        if "timeout_s" in told:
+            groups.append(TorchGroup(told["timeout_s"], told.get("ranks")))
+            agreements[told["group"]] = Agreement(groups[-1])
+            answer("made")
+        else:
+            answer(polled(agreements[told["group"]], told["rooms"]))
+    for group in groups:
+        group.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
