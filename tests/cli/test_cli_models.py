@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -56,3 +57,30 @@ def test_in_a_log_each_stage_is_one_line(
     fake_store(monkeypatch, lambda _stage, _done: None)
     assert models.resolve("m", None) == Path("/somewhere")
     assert capsys.readouterr().err.splitlines() == [f"segue: {stage} m" for stage in STAGES]
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}, 2 * 3 * 2 * 2 * 8),
+        (
+            {
+                "model_type": "deepseek_v3",
+                "kv_lora_rank": 24,
+                "qk_rope_head_dim": 8,
+                "num_attention_heads": 6,
+                "hidden_size": 48,
+            },
+            2 * 3 * (24 + 8),
+        ),
+    ],
+    ids=["grouped", "latent"],
+)
+def test_the_kv_of_a_token_is_what_the_pool_will_hold_of_it(
+    config: dict[str, object], token_bytes: int, tmp_path: Path
+) -> None:
+    described = {**config, "num_hidden_layers": 3, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    size = models.model_size(tmp_path)
+    assert size is not None
+    assert size.token_bytes == token_bytes

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 VOCAB = 256 + 8
 CONTEXT_TOKENS = 4096
 
 
-def save(folder: Path) -> Path:
-    """Write the model into `folder`, the same one each time."""
+def save(folder: Path, config: Any = None) -> Path:
+    """Write the model into `folder`, the same one each time; of another family if its `config` is given."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-    config = LlamaConfig(
+    config = config or LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,

@@ -6,6 +6,8 @@ from collections import defaultdict
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -35,7 +37,44 @@ BASE = {
     "initializer_range": 0.3,
 }
 
+#: One dense layer, then two with experts; the latent is 24 + 8 items per token.
+LATENT = {
+    **BASE,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": CONTEXT_TOKENS // 4,
+}
+GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}
+
 FAMILY_CONFIGS = {
+    "deepseek-v2": DeepseekV2Config(**LATENT),
+    "deepseek-v2-groups-yarn": DeepseekV2Config(
+        **{**LATENT, **GROUPS},
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        attention_bias=True,
+        rope_parameters=YARN,
+    ),
+    "deepseek-v3": DeepseekV3Config(**{**LATENT, **GROUPS}, routed_scaling_factor=2.5),
+    "deepseek-v3-dense-yarn": DeepseekV3Config(
+        **{**LATENT, "first_k_dense_replace": 3}, rope_interleave=False, rope_parameters=YARN
+    ),
     "llama": LlamaConfig(
         **{**BASE, "hidden_size": 54, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
     ),
@@ -87,6 +126,9 @@ def save_model(folder, family):
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     model.save_pretrained(folder)
     return folder
 

@@ -61,7 +61,7 @@ def test_every_family_on_the_list_is_tested():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported are gemma3_text, llama"),
+        ({"model_type": "gpt2"}, "gpt2.*supported are deepseek_v2, deepseek_v3, gemma3_text, llama"),
         ({"model_type": "gemma3"}, "gemma3_text"),
         ({"model_type": None}, "None"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
@@ -78,6 +78,29 @@ def test_what_is_not_supported_is_refused_by_name(folders, tmp_path, change, tex
 @pytest.mark.parametrize("change", [{"attn_logit_softcapping": 50.0}, {"use_bidirectional_attention": True}])
 def test_options_that_attention_would_ignore_are_refused(folders, tmp_path, change):
     config = json.loads((folders("gemma3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("deepseek-v2", {"topk_method": "noaux_tc"}),
+        ("deepseek-v2", {"norm_topk_prob": True}),
+        ("deepseek-v2", {"scoring_func": "sigmoid"}),
+        ("deepseek-v2", {"moe_layer_freq": 2}),
+        ("deepseek-v2", {"num_key_value_heads": 2}),
+        ("deepseek-v3", {"topk_method": "greedy"}),
+        ("deepseek-v3", {"scoring_func": "softmax"}),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}),
+    ],
+)
+def test_options_of_latent_attention_that_are_not_computed_are_refused(folders, tmp_path, family, change):
+    config = json.loads((folders(family) / "config.json").read_text())
+    config |= {"topk_method": "greedy"} if family == "deepseek-v2" else {"topk_method": "noaux_tc"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ConfigError, match=next(iter(change))):
         read_config(tmp_path)

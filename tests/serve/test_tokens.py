@@ -221,7 +221,7 @@ def usage_of(made: Deployment, name: str) -> Usage:
 
 # A page has 16 tokens. gemma3 and mistral have sliding windows that cross from cached to new pages.
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "deepseek-v3"])
 def test_a_prefix_hit_on_prefill_while_decode_is_cold(
     family: str, transport: str, folder: Callable[[str], Path]
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_prefix_hit_on_prefill_while_decode_is_cold(
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "deepseek-v3"])
 def test_a_prefix_hit_on_decode_while_prefill_is_cold(
     family: str, transport: str, folder: Callable[[str], Path]
 ) -> None:
@@ -316,9 +316,12 @@ def test_unequal_page_sizes_between_the_sides(folder: Callable[[str], Path]) -> 
     ],
     ids=["greedy", "seeded"],
 )
-def test_retraction_keeps_the_tokens_equal(how: dict[str, Any], folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek-v2"])
+def test_retraction_keeps_the_tokens_equal(
+    family: str, how: dict[str, Any], folder: Callable[[str], Path]
+) -> None:
     asked = [[3 + (7 * i + k) % 90 for k in range(44)] for i in range(6)]
-    path = folder("llama")
+    path = folder(family)
 
     def make() -> tuple[Engine, Memory]:
         page = load_engine(path, dtype="float32", pool_bytes=2**20).spec.page_bytes

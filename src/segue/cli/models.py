@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from segue.core.config import DEFAULT_MODEL
 from segue.core.pool_size import ModelSize
+from segue.engine.deepseek import latent_items
 
 
 def located(model: str) -> str:
@@ -48,11 +49,13 @@ def model_size(path: Path, dtype: str = "bfloat16") -> ModelSize | None:
     try:
         config = json.loads((path / "config.json").read_bytes())
         config = config.get("text_config", config)
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        kv_heads = config.get("num_key_value_heads") or heads
+        items = latent_items(config)
+        if items is None:
+            heads = config["num_attention_heads"]
+            head_dim = config.get("head_dim") or config["hidden_size"] // heads
+            items = 2 * (config.get("num_key_value_heads") or heads) * head_dim
         item_bytes = 4 if dtype == "float32" else 2
-        token_bytes = 2 * item_bytes * config["num_hidden_layers"] * kv_heads * head_dim
+        token_bytes = item_bytes * config["num_hidden_layers"] * items
         weight_bytes = sum(f.stat().st_size for f in path.glob("*.safetensors"))
         return ModelSize(weight_bytes, token_bytes, config["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -115,9 +115,10 @@ class StepContext:
             return [(part[2 * layer], part[2 * layer + 1]) for part in view.parts]
         gathered = self.pool.layer_pages[layer].index_select(1, view.pages)
         _, _, _, heads, head_dim = self.pool.kv.shape
-        tokens = gathered.view(2, -1, heads, head_dim)[:, view.skip : view.skip + view.high - view.low]
+        planes = gathered.view(len(gathered), -1, heads, head_dim)
+        tokens = planes[:, view.skip : view.skip + view.high - view.low]
         both = tokens.transpose(1, 2).unsqueeze(1)
-        return [(both[0], both[1])]
+        return [(both[0], both[-1])]
 
     def _windowed(self, view: View, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         ((keys, values),) = self._stored(view, layer)

@@ -320,10 +320,13 @@ def fuse(loaded: LoadedModel, kernels: Kernels, tp: Group | None = None) -> Head
     `tp` are the ranks that have the other parts of each layer (`slicing.cut`)."""
     make = ProductMaker(loaded.config, loaded.shape.dtype, kernels, tp)
     body = loaded.model.model
+    from segue.engine.cpu_mla import LatentLayer  # made of what this file has
+
+    made = LatentLayer if loaded.shape.kind == "mla" else FusedLayer
     for index, layer in enumerate(body.layers):
         if layer.self_attn.layer_idx != index:
             raise Internal(f"layer {index} of the model calls itself {layer.self_attn.layer_idx}")
-        body.layers[index] = FusedLayer(layer, index, loaded, make)
+        body.layers[index] = made(layer, index, loaded, make)
     body.norm = NormModule(make.norm(body.norm))
     head = loaded.model.lm_head
     if head.bias is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from segue.core.errors import ConfigError, Internal
+from segue.engine.deepseek import DEEPSEEK_FAMILIES, latent_items
 from segue.engine.kvpool import DTYPES
 from segue.engine.supported import refuse_options, refuse_unsupported
 from segue.layout.content import Part
@@ -117,6 +118,18 @@ def _attentions(model: Any) -> list[Any]:
 
 def _kv_shape(model: Any, config: Any, dtype: str) -> KVShape:
     """The KV of each layer, read off the modules; equal in all layers or refused."""
+    item_bytes = torch.empty((), dtype=DTYPES[dtype]).element_size()
+    latent = latent_items(config.to_dict())
+    if latent is not None:
+        return KVShape(
+            kind="mla",
+            layers=len(_attentions(model)),
+            kv_heads=1,
+            k_dim=latent,
+            v_dim=0,
+            dtype=dtype,
+            item_bytes=item_bytes,
+        )
     kinds = {
         (attn.k_proj.out_features, attn.v_proj.out_features, attn.head_dim) for attn in _attentions(model)
     }
@@ -131,7 +144,7 @@ def _kv_shape(model: Any, config: Any, dtype: str) -> KVShape:
         k_dim=head_dim,
         v_dim=head_dim,
         dtype=dtype,
-        item_bytes=torch.empty((), dtype=DTYPES[dtype]).element_size(),
+        item_bytes=item_bytes,
     )
 
 
@@ -140,7 +153,7 @@ def _windows(model: Any, config: Any) -> tuple[int | None, ...]:
     windows: list[int | None]
     if config.model_type in ("mistral", "mixtral"):
         windows = [config.sliding_window] * config.num_hidden_layers
-    elif config.model_type == "llama":
+    elif config.model_type in ("llama", *DEEPSEEK_FAMILIES):
         windows = [None] * config.num_hidden_layers
     else:
         windows = [attn.sliding_window for attn in _attentions(model)]

@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class HostKV:
-    """KV outside the pool: `[layers, 2, pages, items of a page]`, and its hash from when it was copied."""
+    """KV outside the pool, `[layers, planes, pages, items of a page]`, and its hash from when copied."""
 
     data: torch.Tensor
     digest: int
@@ -40,14 +40,15 @@ class HostKV:
 class KVPool:
     """Views of the pool that attention reads and writes.
 
-    `kv` is `[layers, 2, slots, kv_heads, head_dim]`: index 0 of the second dimension is K, 1 is V,
-    and a slot is `page * page_tokens + token in page`. `by_page` is the same memory as
-    `[layers, 2, pages, items of a page]`. `layer_at` are the addresses of each layer's K and V.
+    `kv` is `[layers, planes, slots, kv_heads, head_dim]`: plane 0 is K, plane 1 is V; with latent attention
+    (kind "mla") there is plane 0 alone, which is both. A slot is `page * page_tokens + token in page`.
+    `by_page` is the same memory as `[layers, planes, pages, items of a page]`. `layer_at` are the addresses
+    of each layer's K and V.
     """
 
     def __init__(self, spec: PoolSpec, memory: Memory) -> None:
         shape = spec.shape
-        if shape.kind != "mha" or shape.k_dim != shape.v_dim:
+        if shape.kind == "mha" and shape.k_dim != shape.v_dim:
             raise ConfigError("the engine's pool holds K and V of equal sizes only")
         if spec.planes:
             raise ConfigError("the engine's own pool is layer-major; it computes in no other")
@@ -57,10 +58,16 @@ class KVPool:
         items = spec.nbytes // shape.item_bytes
         flat = torch.frombuffer(memory.buffer, dtype=DTYPES[shape.dtype], count=items)
         slots = spec.pages * spec.page_tokens
-        self.kv = flat.view(spec.layer_count, 2, slots, spec.head_count, shape.k_dim)
-        self.by_page = flat.view(spec.layer_count, 2, spec.pages, -1)
-        self.layer_at = [(k.data_ptr(), v.data_ptr()) for k, v in self.kv]
+        self.kv = flat.view(spec.layer_count, spec.kinds, slots, spec.head_count, shape.k_dim)
+        self.by_page = flat.view(spec.layer_count, spec.kinds, spec.pages, -1)
+        self.layer_at = [(planes[0].data_ptr(), planes[-1].data_ptr()) for planes in self.kv]
         self.layer_pages = self.by_page.unbind(0)
+
+    def run(self, slot: int, count: int) -> tuple[torch.Tensor, ...]:
+        """K, V, K, V, … of each layer for the tokens in `count` slots from `slot` on: views
+        `[1, kv_heads, tokens, head_dim]`."""
+        found = self.kv[:, :, slot : slot + count].transpose(2, 3).unsqueeze(2).flatten(0, 1).unbind(0)
+        return found if self.spec.kinds == 2 else tuple(latent for latent in found for _ in range(2))
 
     def copy_out(self, pages: Sequence[int]) -> HostKV:
         """Copy `pages` of all layers to memory of their own."""

@@ -273,8 +273,7 @@ def _located(
         index = torch.tensor(step.pages[first_page : -(-high // page_tokens)], dtype=torch.int64)
         return View(low, high, pages=index, skip=low - first_page * page_tokens, causal=causal, blocks=blocks)
     for slot, count in pieces:
-        ranged = pool.kv[:, :, slot : slot + count].transpose(2, 3).unsqueeze(2)
-        parts.append(ranged.flatten(0, 1).unbind(0))
+        parts.append(pool.run(slot, count))
     return View(low, high, parts=tuple(parts), causal=causal, blocks=blocks)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from segue.core.errors import ConfigError
+from segue.engine.deepseek import DEEPSEEK_FAMILIES, refuse_deepseek_options
 
 #: model_type in config.json, by which a family is known.
-FAMILIES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (*DEEPSEEK_FAMILIES, "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 #: Options that would change results and that nothing here honours.
 _OPTIONS = ("attn_logit_softcapping", "use_bidirectional_attention", "quantization_config")
@@ -37,3 +38,5 @@ def refuse_options(values: dict[str, Any]) -> None:
     for name in _OPTIONS:
         if values.get(name):
             raise ConfigError(f"the model sets {name} = {values[name]}, which is not supported")
+    if values.get("model_type") in DEEPSEEK_FAMILIES:
+        refuse_deepseek_options(values)
