@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.conn import agreement
-from segue.conn.agreement import Agreed, Agreement, Gather, Least, gated, least_fold, poll_fold
+from segue.conn.agreement import Agreed, Agreement, Call, Gather, Least, gated, least_fold, poll_fold
 from segue.core.errors import Internal, OutOfCapacity, PeerLost, RankDivergence, SegueError
 from segue.core.types import MAX_ROOM, KVPoll
 
@@ -47,6 +47,10 @@ def lockstep(folds: Sequence[Any]) -> tuple[list[Any], list[Gather | Least]]:
         replies = [reply] * len(folds)
 
 
+def folded(values: dict[int, int]) -> agreement.Fold[dict[int, int]]:
+    return least_fold(1, Call.POLL, values)
+
+
 def shuffled(values: dict[int, Any], seed: int) -> dict[int, Any]:
     return dict(random.Random(seed).sample(list(values.items()), len(values)))
 
@@ -70,7 +74,7 @@ def test_each_room_has_the_phase_of_its_slowest_rank_in_whatever_order_the_ranks
 def test_ranks_that_hold_different_rooms_all_raise_the_same_error_that_says_who_holds_what(
     held: list[set[int]],
 ) -> None:
-    outcomes, _ = lockstep([least_fold(1, dict.fromkeys(rooms, 4)) for rooms in held])
+    outcomes, _ = lockstep([folded(dict.fromkeys(rooms, 4)) for rooms in held])
     if all(rooms == held[0] for rooms in held):
         assert outcomes == [dict.fromkeys(held[0], 4)] * len(held)
         return
@@ -84,7 +88,7 @@ def test_ranks_that_hold_different_rooms_all_raise_the_same_error_that_says_who_
 
 def test_rooms_are_never_matched_by_their_position() -> None:
     """As many rooms on both ranks, in the same places, and one of them another: nothing is reduced."""
-    outcomes, asked = lockstep([least_fold(1, {5: 4, 7: 4}), least_fold(1, {5: 4, 8: 4})])
+    outcomes, asked = lockstep([folded({5: 4, 7: 4}), folded({5: 4, 8: 4})])
     assert [str(error) for error in outcomes] == [
         "the ranks poll different rooms; 1 are common, beside them: rank 0 7 (of 2); rank 1 8 (of 2)"
     ] * 2
@@ -93,7 +97,7 @@ def test_rooms_are_never_matched_by_their_position() -> None:
 
 def test_the_text_of_a_divergence_is_short_however_many_rooms_differ() -> None:
     held = [set(range(1, 2000)), set(range(2**64 - 3000, 2**64))]
-    (first, _), _ = lockstep([least_fold(1, dict.fromkeys(rooms, 1)) for rooms in held])
+    (first, _), _ = lockstep([folded(dict.fromkeys(rooms, 1)) for rooms in held])
     assert "and 1975 more (of 1999)" in str(first)
     assert len(first.info.text) == len(str(first)) < 2000
 
@@ -144,17 +148,26 @@ def test_without_rooms_a_rank_still_takes_part() -> None:
     assert len(asked) == 1
 
 
-def test_a_rank_that_left_a_call_out_is_seen_at_the_next() -> None:
-    outcomes, _ = lockstep([least_fold(7, {1: 1}), least_fold(8, {1: 1})])
-    assert {str(error) for error in outcomes} == {
-        "the ranks are not at the same call: rank 0 makes its call 7, rank 1 makes its call 8; "
-        "every rank must make every call"
-    }
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ((8, Call.POLL), "rank 0 at its call 7 (poll), rank 1 at its call 8 (poll)"),
+        ((7, Call.RELEASED), "rank 0 at its call 7 (poll), rank 1 at its call 7 (released)"),
+    ],
+)
+def test_ranks_that_make_different_calls_are_told_even_if_their_rooms_are_equal(
+    other: tuple[int, Call], text: str
+) -> None:
+    outcomes, asked = lockstep([least_fold(7, Call.POLL, {1: 1}), least_fold(*other, {1: 1})])
+    assert {type(error) for error in outcomes} == {RankDivergence}
+    (said,) = {str(error) for error in outcomes}
+    assert text in said
+    assert len(asked) == 1
 
 
 def test_more_rooms_than_can_be_agreed_on_end_the_call_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MAX_ROOMS", 3)
-    outcomes, _ = lockstep([least_fold(1, {1: 1}), least_fold(1, dict.fromkeys(range(1, 5), 1))])
+    outcomes, _ = lockstep([folded({1: 1}), folded(dict.fromkeys(range(1, 5), 1))])
     assert {type(error) for error in outcomes} == {OutOfCapacity}
     assert {str(error) for error in outcomes} == {"rank 1 polls 4 rooms at once, at most 3 can be agreed on"}
 
@@ -175,5 +188,5 @@ def test_pages_are_the_engines_again_when_every_rank_has_released_them() -> None
     alone = Agreement(Alone())
     assert alone.released({1: freed, 2: held}) == {1}
     assert alone.poll({2: held})[2].phase is KVPoll.FAILED
-    outcomes, _ = lockstep([least_fold(1, {1: True}), least_fold(1, {1: False})])
+    outcomes, _ = lockstep([folded({1: True}), folded({1: False})])
     assert outcomes == [{1: False}] * 2

@@ -115,11 +115,27 @@ FAMILY_CONFIGS = {
     ),
 }
 
+#: A token's row and a head as large as DeepSeek-V3's own.
+LARGE_ROWS = DeepseekV3Config(
+    **{
+        **LATENT,
+        **GROUPS,
+        "hidden_size": 96,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "initializer_range": 0.1,
+    }
+)
+
 
 def save_model(folder, family):
-    """A random model of `family` in float32. Norm weights are random too, so that they matter."""
+    """A random model of `family` (a name or a configuration) in float32. Norm weights are random too, so
+    that they matter."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(FAMILY_CONFIGS[family], dtype=torch.float32)
+    config = FAMILY_CONFIGS[family] if isinstance(family, str) else family
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

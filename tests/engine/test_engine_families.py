@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_models import (
     FAMILY_CONFIGS,
+    LARGE_ROWS,
     GreedySampler,
     engine_for,
     generate,
@@ -52,6 +53,13 @@ def wanted(folders):
 def test_tokens_equal_generate(folders, wanted, family, chunk):
     engine = engine_for(folders(family), GreedySampler())
     assert serve(engine, PROMPTS, 12, chunk=chunk, scatter_seed=chunk) == wanted(family)
+
+
+@pytest.mark.slow
+def test_rows_of_the_size_of_deepseek_v3(tmp_path):
+    folder = save_model(tmp_path, LARGE_ROWS)
+    engine = engine_for(folder, GreedySampler())
+    assert serve(engine, PROMPTS, 12, chunk=64, scatter_seed=1) == generate(folder, PROMPTS, 12)
 
 
 def test_every_family_on_the_list_is_tested():

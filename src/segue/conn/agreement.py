@@ -12,6 +12,7 @@ a process. `TorchGroup` (`conn/torch_group.py`) carries the exchanges out.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import itertools
 from array import array
@@ -48,6 +49,13 @@ ResultT = TypeVar("ResultT")
 Fold = Generator[Gather | Least, list[list[int]], ResultT]
 
 
+class Call(enum.IntEnum):
+    """What a rank asks the others."""
+
+    POLL = 0
+    RELEASED = 1
+
+
 class Agreed(NamedTuple):
     """One room on all ranks: the phase of the slowest, and of FAILED the reason that the first rank gives."""
 
@@ -67,7 +75,7 @@ def gated(handle: KVSender | KVReceiver) -> KVPoll:
 def poll_fold(number: int, handles: Mapping[int, KVSender | KVReceiver]) -> Fold[dict[int, Agreed]]:
     """The phases of `handles`, by room, on the slowest rank. `number` counts the calls of this rank."""
     mine = {room: gated(handle) for room, handle in handles.items()}
-    least = yield from least_fold(number, mine)
+    least = yield from least_fold(number, Call.POLL, mine)
     agreed = {room: Agreed(KVPoll(value)) for room, value in least.items()}
     if any(found.phase is KVPoll.FAILED for found in agreed.values()):  # the same on every rank
         errors = yield from _reasons(
@@ -81,16 +89,19 @@ def poll_fold(number: int, handles: Mapping[int, KVSender | KVReceiver]) -> Fold
     return agreed
 
 
-def least_fold(number: int, values: Mapping[int, int]) -> Fold[dict[int, int]]:
+def least_fold(number: int, call: Call, values: Mapping[int, int]) -> Fold[dict[int, int]]:
     """The least value of each room over all ranks. Raises RankDivergence or OutOfCapacity, on every rank."""
     rooms = sorted(values)
     signed = array("q", array("Q", rooms).tobytes())
     digest = array("q", hashlib.blake2b(signed.tobytes(), digest_size=16).digest())
-    heads = yield Gather([number, len(rooms), *digest])
-    if len({head[0] for head in heads}) > 1:
-        at = ", ".join(f"rank {rank} makes its call {head[0]}" for rank, head in enumerate(heads))
+    heads = yield Gather([number, call, len(rooms), *digest])
+    if len({(number, call) for number, call, *_ in heads}) > 1:
+        at = ", ".join(
+            f"rank {rank} at its call {number} ({Call(call).name.lower()})"
+            for rank, (number, call, *_) in enumerate(heads)
+        )
         raise RankDivergence(f"the ranks are not at the same call: {at}; every rank must make every call")
-    counts = [head[1] for head in heads]
+    counts = [count for _, _, count, *_ in heads]
     if max(counts) > MAX_ROOMS:
         rank = counts.index(max(counts))
         raise OutOfCapacity(
@@ -174,8 +185,9 @@ class Agreement:
     def released(self, handles: Mapping[int, KVSender | KVReceiver]) -> set[int]:
         """The rooms whose pages belong to the engine again on every rank. Until then no rank gives them to
         another request: where each rank allocates for itself, all allocate the same."""
-        fold = least_fold(next(self._calls), {room: handle.released for room, handle in handles.items()})
-        return {room for room, everywhere in self._run(fold).items() if everywhere}
+        here = {room: handle.released for room, handle in handles.items()}
+        everywhere = self._run(least_fold(next(self._calls), Call.RELEASED, here))
+        return {room for room, released in everywhere.items() if released}
 
     def _run(self, fold: Fold[ResultT]) -> ResultT:
         try:
