@@ -17,7 +17,7 @@ import tempfile
 import time
 
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore
 
 from recorded import commit, quantile
 from segue.conn.agreement import Agreement
@@ -41,8 +41,7 @@ class Owner:
 def rank(store: str, number: int, size: int, polls: int) -> None:
     """One rank; rank 0 prints what it measured."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=number, world_size=size)
-    group = TorchGroup(timeout_s=60)
+    group = TorchGroup(FileStore(store, size), "bench", number, size, timeout_s=60)
     agreement = Agreement(group)
     leader = LeaderId(Incarnation("a" * 32))
     found = {}
@@ -62,7 +61,6 @@ def rank(store: str, number: int, size: int, polls: int) -> None:
     if number == 0:
         print(json.dumps(found))
     group.close()
-    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import tempfile
 from subprocess import PIPE, Popen
 
 import numpy as np
-import torch.distributed as dist
+from torch.distributed import FileStore
 
 from segue.conn.agreement import Agreement
 from segue.conn.config import KVConfig
@@ -43,8 +43,7 @@ class Half:
 
 
 def run(rank, store):
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    group = TorchGroup(timeout_s=10)
+    group = TorchGroup(FileStore(store, RANKS), "decode", rank, RANKS, timeout_s=10)
     agreement = Agreement(group)
     computed = np.random.rand(LAYERS, 2, len(ROOMS) * COUNT, SIZE, HEADS // RANKS, DIM).astype(np.float16)
     received = np.zeros_like(computed)
@@ -92,7 +91,6 @@ def run(rank, store):
     for half in (decode, prefill):
         half.manager.close()
     group.close()
-    dist.destroy_process_group()
 
 
 if len(sys.argv) > 1:

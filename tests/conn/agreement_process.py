@@ -10,8 +10,8 @@ import os
 import sys
 from typing import Any
 
-import torch.distributed as dist
 from agreement_handles import receiver
+from torch.distributed import FileStore
 
 from segue.conn.agreement import Agreement
 from segue.conn.torch_group import TorchGroup
@@ -40,21 +40,18 @@ def answer(what: object) -> None:
 def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     path, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    store = FileStore(path, size)
     answer("ready")
     agreements: dict[str, Agreement] = {}
-    groups: list[TorchGroup] = []
     for line in sys.stdin:
         told = json.loads(line)
         if "timeout_s" in told:
-            groups.append(TorchGroup(told["timeout_s"], told.get("ranks")))
-            agreements[told["group"]] = Agreement(groups[-1])
+            ranks = told["ranks"]
+            group = TorchGroup(store, told["group"], ranks.index(rank), len(ranks), told["timeout_s"])
+            agreements[told["group"]] = Agreement(group)
             answer("made")
         else:
             answer(polled(agreements[told["group"]], told["rooms"]))
-    for group in groups:
-        group.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ class Ranks:
         return json.loads(self._listeners.submit(stdout.readline).result(90))
 
     def form(self, name: str, timeout_s: float = LONG_S, ranks: Sequence[int] | None = None) -> None:
-        members = range(len(self.processes)) if ranks is None else ranks
+        members = list(range(len(self.processes))) if ranks is None else ranks
         for rank in members:
-            self.tell(rank, group=name, timeout_s=timeout_s, ranks=ranks)
+            self.tell(rank, group=name, timeout_s=timeout_s, ranks=members)
         assert [self.answer(rank) for rank in members] == ["made"] * len(members)
 
     def poll(self, name: str, held: dict[int, list[tuple[int, str, str]]]) -> dict[int, Any]:

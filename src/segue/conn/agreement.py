@@ -63,6 +63,9 @@ class Agreed(NamedTuple):
     error: ErrorInfo | None = None
 
 
+_AGREED: Final = {phase.value: Agreed(phase) for phase in KVPoll}
+
+
 def gated(handle: KVSender | KVReceiver) -> KVPoll:
     """The phase of this rank's half. A receiver whose bytes have landed and whose metadata has not come is
     TRANSFERRING: no rank acts on KV without metadata."""
@@ -76,7 +79,7 @@ def poll_fold(number: int, handles: Mapping[int, KVSender | KVReceiver]) -> Fold
     """The phases of `handles`, by room, on the slowest rank. `number` counts the calls of this rank."""
     mine = {room: gated(handle) for room, handle in handles.items()}
     least = yield from least_fold(number, Call.POLL, mine)
-    agreed = {room: Agreed(KVPoll(value)) for room, value in least.items()}
+    agreed = {room: _AGREED[value] for room, value in least.items()}
     if any(found.phase is KVPoll.FAILED for found in agreed.values()):  # the same on every rank
         errors = yield from _reasons(
             {
