@@ -17,13 +17,13 @@ import tempfile
 import time
 
 import torch
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from recorded import commit, quantile
 from segue.conn.agreement import Agreement
 from segue.conn.handles import KVSender
 from segue.conn.torch_group import TorchGroup
-from segue.core.clock import VirtualClock
+from segue.core.clock import Clock, VirtualClock
 from segue.core.types import Incarnation, LeaderId, TransferId
 from segue.handoff.events import Event
 
@@ -31,7 +31,7 @@ from segue.handoff.events import Event
 class Owner:
     """Of handles that nothing happens to."""
 
-    clock = VirtualClock()
+    clock: Clock = VirtualClock()
 
     def post(self, *batch: Event) -> None: ...
 

@@ -68,6 +68,9 @@ def alone(tmp_path_factory):
         ("qwen2", 3),  # 1 KV head on 3 ranks
         ("gemma3", 2),  # norms after the sums
         ("mixtral", 2),
+        ("deepseek-v3", 2),  # one latent on both ranks; experts, and one that all tokens share
+        pytest.param("deepseek-v2-groups-yarn", 3, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3-dense-yarn", 6, marks=pytest.mark.slow),
         pytest.param("qwen3-moe", 2, marks=pytest.mark.slow),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.engine.cpu_attention import StepContext
-from segue.engine.cpu_fused import FusedNorm, Product, ProductMaker
+from segue.engine.cpu_fused import FusedNorm, GatedProduct, Product, ProductMaker
 from segue.engine.families import LoadedModel
 
 
@@ -40,14 +40,15 @@ class LatentLayer(nn.Module):
         self.absorb_k = expand[:, : self.nope].contiguous()
         #: `[heads, rank, v_head_dim]`: what a weighted sum of latents becomes
         self.expand_v = expand[:, self.nope :].transpose(1, 2).contiguous()
-        self.o = make.joined(attn.o_proj)
+        self.o = make.summed(attn.o_proj)
         self.input_norm = make.norm(layer.input_layernorm)
         self.mlp_norm = make.norm(layer.post_attention_layernorm)
-        self.dense: tuple[Product, Product, Product] | None = None
+        self.dense: tuple[GatedProduct, GatedProduct, Product] | None = None
         self.mixture = layer.mlp
         if "experts" not in {name for name, _ in layer.mlp.named_children()}:
             mlp, self.mixture = layer.mlp, None
-            self.dense = (make.joined(mlp.gate_proj), make.joined(mlp.up_proj), make.joined(mlp.down_proj))
+            self.dense = (make.joined(mlp.gate_proj), make.joined(mlp.up_proj), make.summed(mlp.down_proj))
+        self._mixers = make.tp
 
     def forward(
         self,
@@ -63,6 +64,8 @@ class LatentLayer(nn.Module):
         normed = self.mlp_norm(x, segue_step.rows, segue_step.normed)
         if self.dense is None:
             mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]
+            if self._mixers is not None:
+                self._mixers.sum(mixed)
             return mixed.add_(x)
         gate, up, down = self.dense
         return down.plus(up.times(normed, gate.activated(normed)), x)

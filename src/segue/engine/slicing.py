@@ -21,6 +21,9 @@ from segue.engine.families import LoadedModel
 from segue.layout.content import Part
 from segue.layout.spec import KVShape
 
+#: Items of an expert that stay together: torch's grouped product wants rows of a multiple of 16 bytes.
+_ALIGNED = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -71,7 +74,10 @@ def cut(loaded: LoadedModel, size: ParallelSize, coord: RankCoord) -> LoadedMode
     heads = heads_of(loaded.heads, loaded.shape.kv_heads, coord.tp, size.tp)
     if size.tp > 1:
         for layer in loaded.model.model.layers:
-            _cut_attention(layer.self_attn, heads, loaded.shape.k_dim, coord.tp)
+            if loaded.shape.kind == "mla":
+                _cut_latent_attention(layer.self_attn, heads.query, coord.tp)
+            else:
+                _cut_attention(layer.self_attn, heads, loaded.shape.k_dim, coord.tp)
             _cut_mlp(layer.mlp, coord.tp, size.tp)
     return replace(loaded, part=part, heads=len(heads.query))
 
@@ -84,13 +90,24 @@ def _cut_attention(attn: Any, heads: Heads, head_dim: int, tp: int) -> None:
     _keep_columns(attn.o_proj, query, tp)
 
 
+def _cut_latent_attention(attn: Any, query: range, tp: int) -> None:
+    """The products that make the latents stay whole: every rank holds the latent of every token."""
+    of_query = attn.q_proj if attn.q_lora_rank is None else attn.q_b_proj
+    _keep_rows(of_query, _items(query, attn.qk_head_dim))
+    _keep_rows(attn.kv_b_proj, _items(query, attn.qk_nope_head_dim + attn.v_head_dim))
+    _keep_columns(attn.o_proj, _items(query, attn.v_head_dim), tp)
+
+
 def _items(heads: range, head_dim: int) -> slice:
     return slice(heads.start * head_dim, heads.stop * head_dim)
 
 
 def _cut_mlp(mlp: Any, tp: int, size: int) -> None:
-    if "experts" in dict(mlp.named_children()):
+    parts = dict(mlp.named_children())
+    if "experts" in parts:
         _cut_experts(mlp.experts, tp, size)
+        if "shared_experts" in parts:
+            _cut_mlp(mlp.shared_experts, tp, size)
         return
     inner = share(mlp.gate_proj.out_features, tp, size)
     rows = slice(inner.start, inner.stop)
@@ -102,8 +119,9 @@ def _cut_mlp(mlp: Any, tp: int, size: int) -> None:
 def _cut_experts(experts: Any, tp: int, size: int) -> None:
     """Of every expert the same part of its inner items; `gate_up_proj` holds all of gate, then all of up."""
     gate, up = experts.gate_up_proj.chunk(2, 1)
-    inner = share(gate.shape[1], tp, size)
-    rows = slice(inner.start, inner.stop)
+    units = share(gate.shape[1] // _ALIGNED, tp, size)
+    last = gate.shape[1] if tp == size - 1 else units.stop * _ALIGNED
+    rows = slice(units.start * _ALIGNED, last)
     experts.gate_up_proj = _parameter(torch.cat([gate[:, rows], up[:, rows]], 1))
     experts.down_proj = _parameter(experts.down_proj[:, :, rows])
 
