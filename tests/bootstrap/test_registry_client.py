@@ -14,7 +14,7 @@ from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
 from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _View
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.records import InstanceList, InstanceRecord
+from segue.bootstrap.records import InstanceList, InstanceRecord, RoomRecord
 from segue.bootstrap.server import RegistryServer, serve
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
@@ -85,9 +85,10 @@ def test_a_watcher_sees_ready_instances_come_drain_and_leave(opened: OpenRegistr
             await registry.set_draining(A, True)
             assert [i.draining for i in await soon(anext(watch))] == [True]
             await registry.leave(LeaderId(A, 0))
-            assert await soon(anext(watch)) == [], "no more than all of its ranks were there before"
+            assert [r.dp_rank for i in await soon(anext(watch)) for r in i.replicas] == [1], "the other stays"
             assert not keeping[0].done(), "its other rank is still kept alive"
             await registry.leave(LeaderId(A, 1))
+            assert await soon(anext(watch)) == []
             await registry.leave(LeaderId(B))
             await asyncio.gather(*keeping)
 
@@ -280,6 +281,64 @@ def test_who_does_not_come_back_after_a_restart_is_dropped_after_a_ttl() -> None
     asyncio.run(main())
 
 
+def test_a_registry_that_restarts_is_told_its_rooms_again_and_who_waits_is_answered() -> None:
+    async def main() -> None:
+        restarts = Restarts()
+        url = await restarts.start()
+        prefill, decode = (RegistryClient(url, secret=SECRET, limits=LIMITS) for _ in range(2))
+        await prefill.register(record(A, dp_size=2))
+        keeping = asyncio.create_task(prefill.keep_alive(A))
+        await prefill.register_room(5, LeaderId(A, 0), ttl_s=60)
+        await prefill.register_room(6, LeaderId(A, 0), ttl_s=60)
+        await restarts.stop()
+        await restarts.start()
+        assert restarts.server is not None
+        store = restarts.server.store
+        store.register(record(B), 0)
+        store.register_room(6, RoomRecord(incarnation=B, dp_rank=0, ttl_s=60))
+        assert await decode.resolve_room(5, DEADLINE_S) == LeaderId(A, 0)
+        assert not keeping.done(), "that another owns a room by now ends nobody"
+        assert await decode.resolve_room(6, DEADLINE_S) == LeaderId(B, 0)
+        await prefill.leave(LeaderId(A, 0))
+        await keeping
+        for client in (prefill, decode):
+            await client.aclose()
+        await restarts.stop()
+
+    asyncio.run(main())
+
+
+def test_a_rank_leaves_alone_and_what_it_registered_after_a_restart_is_complete() -> None:
+    async def main() -> None:
+        restarts = Restarts()
+        url = await restarts.start()
+        ranks = [RegistryClient(url, secret=SECRET, limits=LIMITS) for _ in range(2)]
+        for rank, client in enumerate(ranks):
+            await client.register(record(A, dp_rank=rank, dp_size=2))
+        keeping = [asyncio.create_task(client.keep_alive(A)) for client in ranks]
+        watch = ranks[1].watch()
+        assert [len(i.replicas) for i in await soon(anext(watch))] == [2]
+        await ranks[0].set_draining(A, True)
+        assert [r.draining for i in await soon(anext(watch)) for r in i.replicas] == [True, False]
+        await ranks[0].leave(LeaderId(A, 0))
+        assert [r.dp_rank for i in await soon(anext(watch)) for r in i.replicas] == [1]
+        await keeping[0]
+        assert ranks[1]._mine[A].complete
+        await restarts.stop()
+        await restarts.start()
+        stranger = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        async for seen in stranger.watch():
+            if names(seen) == [A]:  # ready, though the other rank is gone for ever
+                break
+        await ranks[1].leave(LeaderId(A, 1))
+        for client in (*ranks, stranger):
+            await client.aclose()
+        keeping[1].cancel()
+        await restarts.stop()
+
+    asyncio.run(main())
+
+
 def test_a_room_can_be_registered_right_after_a_registry_restart() -> None:
     async def main() -> None:
         restarts = Restarts()
@@ -440,7 +499,7 @@ def test_a_query_that_arrived_as_no_http_was_changed_on_its_way_and_ends_nobody(
 
         async def answer(request: httpx.Request) -> httpx.Response:
             if not broken[0]:
-                return httpx.Response(200, content=b"{}")
+                return httpx.Response(200, content=b'{"version": 1, "epoch": "e", "complete": true}')
             broken.append(True)
             if len(broken) > 4:
                 often.set()

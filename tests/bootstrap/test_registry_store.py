@@ -101,9 +101,11 @@ RANK_OTHERS: dict[str, Any] = {"host": "10.0.0.1", "port": 1}
 
 
 def test_lesson_18_each_field_of_a_registration_is_immutable_for_an_incarnation() -> None:
-    # `draining` may change, by its own query; the incarnation is the key, the ranks have their own list.
-    assert set(OTHERS) == set(InstanceRecord.__struct_fields__) - {"incarnation", "draining", "replicas"}
-    assert set(RANK_OTHERS) == set(ReplicaRecord.__struct_fields__) - {"dp_rank"}
+    # `draining` may change, by its own query, and `complete` with the ranks; the incarnation is the key, the
+    # ranks have their own list.
+    changeable = {"incarnation", "complete", "draining", "replicas"}
+    assert set(OTHERS) == set(InstanceRecord.__struct_fields__) - changeable
+    assert set(RANK_OTHERS) == set(ReplicaRecord.__struct_fields__) - {"dp_rank", "draining"}
     first = record(dp_size=2)
     (rank,) = first.replicas
     changed = [msgspec.structs.replace(first, **{name: value}) for name, value in OTHERS.items()]
@@ -206,15 +208,17 @@ def test_a_rank_that_fell_silent_and_is_back_is_a_change_that_watchers_hear_of()
     registry.subscribe(TOPOLOGY, lambda: heard.append(registry.version))
     for dp_rank in (0, 1):
         registry.register(record(dp_rank=dp_rank, dp_size=2), dp_rank)
-    for ready in (False, True, False, True):
+    for back in (False, True, False, True):
         before, count = registry.version, len(heard)
-        if ready:
+        if back:
             registry.register(record(dp_rank=1, dp_size=2), 1)
         else:  # only the other one is heard of
             for _ in range(2):
                 clock.advance(6.0)
                 registry.register(record(dp_rank=0, dp_size=2), 0)
-        assert registry.instances().instances[0].ready is ready
+        [shown] = registry.instances().instances
+        assert [r.dp_rank for r in shown.replicas] == ([0, 1] if back else [0])
+        assert shown.ready, "the others go on without it"
         assert registry.version != before
         assert len(heard) > count
 
@@ -230,30 +234,74 @@ def test_leaving_is_final_and_a_late_heartbeat_does_not_undo_it() -> None:
     assert not registry.instances().instances
 
 
-def test_one_rank_leaves_and_the_others_stay() -> None:
-    registry, clock = store(ttl_s=10.0)
-    for rank in (0, 1):
-        registry.register(record(A, rank, dp_size=2), rank)
-    registry.register_room(5, room(A, 0))
-    registry.register_room(6, room(A, 1))
+def test_the_first_of_two_ranks_that_leaves_does_not_take_the_other_out() -> None:
+    registry, clock = store()
+    for dp_rank in (0, 1):
+        registry.register(record(dp_rank=dp_rank, dp_size=2), dp_rank)
+        registry.register_room(7 + dp_rank, room(dp_rank=dp_rank, ttl_s=100))
     registry.leave(LeaderId(A, 0))
-    assert [r.dp_rank for r in registry.instances().instances[0].replicas] == [1]
-    assert (registry.room(5), registry.room(6)) == (None, LeaderId(A, 1))
-    registry.register(record(A, 1, dp_size=2), 1)
+    [shown] = registry.instances().instances
+    assert [r.dp_rank for r in shown.replicas] == [1]
+    assert shown.ready
+    assert registry.room(7) is None, "nobody is sent to a rank that has left"
+    assert registry.room(8) == LeaderId(A, 1)
+    clock.advance(6)
+    with pytest.raises(Draining, match="rank 0"):
+        registry.register(record(dp_rank=0, dp_size=2), 0)
+    registry.register(record(dp_rank=1, dp_size=2), 1)
+    registry.leave(LeaderId(A, 0))
+    registry.leave(LeaderId(A, 1))
+    assert not registry.instances().instances
     with pytest.raises(Draining):
-        registry.register(record(A, 0, dp_size=2), 0)
-    clock.advance(11.0)
-    with pytest.raises(Draining):
-        registry.register(record(A, 0, dp_size=2), 0)
+        registry.register(record(dp_rank=1, dp_size=2), 1)
 
 
-def test_a_rank_that_drains_is_heard_by_a_registry_that_knows_another_of_its_instance() -> None:
+def test_an_instance_is_not_ready_before_all_its_ranks_were_there_even_if_one_leaves() -> None:
     registry, _ = store()
-    registry.register(record(A, 0, dp_size=2), 0)
-    version = registry.version
-    registry.register(record(A, 1, dp_size=2, draining=True), 1)
+    for dp_rank in (0, 1):
+        registry.register(record(dp_rank=dp_rank, dp_size=3), dp_rank)
+    registry.leave(LeaderId(A, 0))
+    registry.register(record(dp_rank=2, dp_size=3), 2)
+    assert not registry.instances().instances[0].ready
+
+
+def test_a_registry_that_forgot_an_instance_learns_from_any_rank_that_it_was_complete() -> None:
+    registry, _ = store()
+    answer = registry.register(record(dp_rank=0, dp_size=2), 0)
+    assert not answer.complete
+    assert registry.register(record(dp_rank=1, dp_size=2), 1).complete
+    young, _ = store()
+    assert not young.register(record(dp_rank=0, dp_size=2), 0).complete
+    assert young.register(record(dp_rank=1, dp_size=2, complete=True), 1).complete
+    young.leave(LeaderId(A, 0))
+    assert young.instances().instances[0].ready
+
+
+def test_one_rank_drains_and_the_others_do_not() -> None:
+    registry, _ = store()
+    for dp_rank in (0, 1):
+        registry.register(record(dp_rank=dp_rank, dp_size=2), dp_rank)
+    registry.set_draining(A, True, 1)
+    [shown] = registry.instances().instances
+    assert [r.draining for r in shown.replicas] == [False, True]
+    assert not shown.draining
+    registry.set_draining(A, True, 0)
     assert registry.instances().instances[0].draining
-    assert registry.version > version
+    with pytest.raises(NotFound, match="rank 2"):
+        registry.set_draining(A, True, 2)
+
+
+def test_a_new_process_at_the_address_of_one_rank_takes_only_that_one_out() -> None:
+    registry, _ = store()
+    for dp_rank in (0, 1):
+        registry.register(record(dp_rank=dp_rank, dp_size=2, port=9000 + dp_rank), dp_rank)
+    registry.register(record(B, port=9000), 0)
+    old, new = registry.instances().instances
+    assert ([r.dp_rank for r in old.replicas], new.incarnation) == ([1], B)
+    with pytest.raises(PeerRestarted):
+        registry.register(record(dp_rank=0, dp_size=2, port=9000), 0)
+    registry.register(record(C, port=9000), 0)  # of a rank that is gone nothing is left at its address
+    assert [r.dp_rank for r in registry.instances().instances[0].replicas] == [1]
 
 
 def test_lesson_09_a_new_incarnation_at_the_same_address_replaces_the_old_at_once() -> None:
@@ -352,9 +400,8 @@ class StoreModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.registry, self.clock = store(ttl_s=10.0, max_rooms=8)
-        self.alive_until: dict[LeaderId, float] = {}
-        self.gone: set[Incarnation] = set()
         self.left: set[LeaderId] = set()
+        self.alive_until: dict[LeaderId, float] = {}
         self.owners: dict[int, tuple[int, float]] = {}
         self.heard = 0
         self.registry.subscribe(TOPOLOGY, self.hear)
@@ -376,7 +423,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from([A, B, C]), dp_rank=st.integers(0, 2))
     def register(self, who: Incarnation, dp_rank: int) -> None:
-        if who in self.gone or LeaderId(who, dp_rank) in self.left:
+        if LeaderId(who, dp_rank) in self.left:
             with pytest.raises(Draining):
                 self.registry.register(record(who, dp_rank, dp_size=3), dp_rank)
         else:
@@ -386,27 +433,29 @@ class StoreModel(RuleBasedStateMachine):
     @rule(who=st.sampled_from([A, B, C]), dp_rank=st.integers(0, 2))
     def leave(self, who: Incarnation, dp_rank: int) -> None:
         leader = LeaderId(who, dp_rank)
+        there = who in self.alive() and leader in self.alive_until
         self.registry.leave(leader)
-        if self.alive_until.pop(leader, None) is None:
-            return  # nobody whom it knows
+        if not there:
+            return
         self.left.add(leader)
+        del self.alive_until[leader]
         if who == A:
             self.owners = {r: (d, t) for r, (d, t) in self.owners.items() if d != dp_rank}
-        self._over()
+        self._deserted(who)
 
-    def _over(self) -> None:
-        """A rank that has left never comes back, so an incarnation without another one is over."""
-        alive = self.alive()
-        self.gone |= {leader.incarnation for leader in self.left} - alive
-        self.alive_until = {who: t for who, t in self.alive_until.items() if who.incarnation in alive}
-        if A not in self.alive():
-            self.owners.clear()
+    def _deserted(self, who: Incarnation) -> None:
+        """Whose last rank has left is forgotten, with those that were silent."""
+        if who not in self.alive():
+            self.alive_until = {a: t for a, t in self.alive_until.items() if a.incarnation != who}
+            if who == A:
+                self.owners.clear()
 
     @rule(seconds=st.floats(0.1, 9.9))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.owners = {r: (d, t) for r, (d, t) in self.owners.items() if t > self.clock.now()}
-        self._over()
+        if A not in self.alive():
+            self.owners.clear()
 
     @precondition(lambda self: A in self.alive())
     @rule(number=st.integers(1, 4), dp_rank=st.integers(0, 2))

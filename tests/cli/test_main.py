@@ -76,14 +76,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--page-token", "8"], "did you mean --page-tokens?"),
         (["serve", "--max-model-len", "8"], "does not know --max-model-len: a sequence may be as long as"),
         (["serve", "--api-kee", "x"], "does not know --api-kee"),
-        (
-            ["prefill", "--load-balance", "round_robin"],
-            "--load-balance: a choice of data-parallel ranks is not",
-        ),
-        (["prefill", "--dp-rank-conflict=fail"], "--dp-rank-conflict: pinned data-parallel ranks are not in"),
+        (["prefill", "--load-balance", "round_robbin"], "round_robin"),
+        (["prefill", "--dp-rank-conflict=flail"], "fail"),
         (
             ["decode", "--model", "m", "--registry", "http://h:1", "--pp", "2"],
-            "this version has no --dp, --pp and --cp, not dp=1 pp=2",
+            "this version has no --pp and --cp, not pp=2",
         ),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "x"], "--port must be a whole number"),

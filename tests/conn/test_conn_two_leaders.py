@@ -13,6 +13,7 @@ from test_manager import PAGE, PAGES, Side, ask, assert_at_rest, assert_handed_o
 from segue.conn.handles import KVReceiver, KVSender
 from segue.core.errors import ErrorCode
 from segue.core.types import KVPoll, LeaderId, Role, Span, TransferId, new_incarnation
+from segue.handoff.dp_ranks import DpRanks
 from segue.handoff.messages import Metadata
 
 TOKENS = 3 * PAGE
@@ -23,7 +24,9 @@ Half = tuple[TransferId, KVSender, KVReceiver]
 def two_and_one(transport: str, pair: Role) -> Iterator[tuple[list[Side], Side]]:
     """Two leaders with the role `pair` in one incarnation, and one of the other role that has met both."""
     incarnation = new_incarnation()
-    two = [Side(pair, transport=transport, me=LeaderId(incarnation, rank), dp_size=2) for rank in (0, 1)]
+    two = [
+        Side(pair, transport=transport, me=LeaderId(incarnation, rank), dp=DpRanks(size=2)) for rank in (0, 1)
+    ]
     one = Side(Role.DECODE if pair is Role.PREFILL else Role.PREFILL, transport=transport)
     try:
         for side in (*two, one):

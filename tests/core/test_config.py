@@ -1,5 +1,6 @@
 """Settings come from flags, then variables, then a file; a wrong one is one sentence that helps."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 
 from segue.core import config as c
 from segue.core import pool_size
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
+from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ModelConfig, ServeConfig
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
+from segue.core.model_names import is_hub_name, served_name
 from segue.core.pool_size import Host, ModelSize
 from segue.core.settings import Layers, argv, build, flatten, parse_toml, settings
 from segue.core.types import Role
@@ -130,9 +132,37 @@ def test_strangers_need_a_secret_and_a_wildcard_needs_a_name() -> None:
 
 
 def test_more_than_one_rank_is_refused_with_what_to_do() -> None:
-    assert_refused("pp=2", "give --tp or start more instances", make=instance, pp="2")
+    assert_refused("pp=2", "give --tp or --dp", make=instance, pp="2")
     assert_refused("tp=2", "prefill and decode apart", make=instance, role=Role.UNIFIED, tp="2")
     assert_refused("--prefill-tp", make=serve, unified=True, prefill_tp="2")
+
+
+def test_each_data_parallel_rank_has_ports_of_its_own_and_a_share_of_the_memory() -> None:
+    four = instance(dp="4", port="7000", http_port="80", kv_gib="1")
+    host = Host(cores=8, free_bytes=2**34)
+    assert four.leaders == 4
+    assert four.kv_bytes(host) == 2**28
+    assert four.derived(host)["threads_per_worker"] == 2
+    third = four.leader("a" * 32, 2)
+    assert (third.port, third.http_port, third.data_port) == (7002, 82, 0)
+    assert (third.dp, third.dp_rank, third.leaders) == (4, 2, 1)
+    assert_refused("--http-port", "no ports for 4 ranks", make=instance, dp="4", http_port="65533")
+    assert_refused("dp 2", "--dp alone", make=instance, dp="2", dp_rank="2", incarnation="a")
+    assert_refused("dp 2", "--dp alone", make=instance, dp="2", dp_rank="1")
+
+
+def test_the_ranks_of_a_deployment_share_its_host() -> None:
+    config = ServeConfig(prefill=2, prefill_dp=3, decode_dp=2, policy="total_tokens")
+    host = Host(cores=16, free_bytes=2**34)
+    assert config.workers == 8
+    prefill = config.instance(Role.PREFILL, "p", host, "http://h:1")
+    assert (prefill.dp, prefill.load_balance) == (3, "total_tokens")
+    assert prefill.engine.threads_per_worker == 2
+    assert config.instance(Role.DECODE, "d", host, "http://h:1").dp == 2
+    given = dataclasses.replace(config, engine=ModelConfig(kv_gib=0.75))
+    assert given.instance(Role.PREFILL, "p", host, "http://h:1").engine.kv_gib == 0.25
+    with pytest.raises(ConfigError, match="--prefill-dp"):
+        ServeConfig(unified=True, decode_dp=2)
 
 
 def test_the_secret_is_never_printed() -> None:
@@ -226,13 +256,13 @@ def test_too_little_memory_is_said_before_anything_starts() -> None:
     ],
 )
 def test_served_name(model: str, name: str) -> None:
-    assert c.served_name(model, None) == name
-    assert c.served_name(model, "mine") == "mine"
+    assert served_name(model, None) == name
+    assert served_name(model, "mine") == "mine"
 
 
 def test_names_of_the_hub() -> None:
     for name in ("Qwen/Qwen3-0.6B", "a/b", "HuggingFaceTB/SmolLM2-135M-Instruct", "o_o/x.y"):
-        assert c.is_hub_name(name), name
+        assert is_hub_name(name), name
     for name in (
         "smollm2",
         "/a/b",
@@ -247,7 +277,7 @@ def test_names_of_the_hub() -> None:
         "a/b\n",
         "ä/b",
     ):
-        assert not c.is_hub_name(name), name
+        assert not is_hub_name(name), name
 
 
 def test_the_revision_is_not_handed_to_children() -> None:

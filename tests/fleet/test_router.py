@@ -204,6 +204,6 @@ def test_one_that_its_peer_says_is_gone_is_waited_for_and_then_asked() -> None:
 def test_one_that_the_registry_flags_as_draining_or_does_not_list_gets_nothing_new() -> None:
     fleet = pairs()
     flagged, unlisted = fleet.made["a"], fleet.made["d"]
-    flagged.record = structs.replace(flagged.record, draining=True)
+    flagged.where = structs.replace(flagged.where, draining=True)
     unlisted.listed = False
     assert {fleet.choose() for _ in range(4)} == {("b", "e")}

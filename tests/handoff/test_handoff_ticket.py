@@ -16,13 +16,8 @@ from segue.core.errors import (
 )
 from segue.core.request import Ticket
 from segue.core.types import Incarnation, LeaderId
-from segue.handoff.ticket import (
-    FOLLOW_BOOTSTRAP_ROOM,
-    SpentTickets,
-    resolve_prefill_dp_rank,
-    sign,
-    verify,
-)
+from segue.handoff.dp_ranks import FOLLOW_BOOTSTRAP_ROOM, resolve_prefill_dp_rank
+from segue.handoff.ticket import SpentTickets, sign, verify
 
 P, D, FRONT = Incarnation("a" * 32), Incarnation("b" * 32), Incarnation("f" * 32)
 SECRET = b"0123456789abcdef"

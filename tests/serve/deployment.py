@@ -15,8 +15,8 @@ from segue.conn.io import IoThread
 from segue.core.config import InstanceConfig, LimitsConfig, ModelConfig
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import AbortedByClient, SegueError
-from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import LeaderId, Role, new_incarnation, new_room
+from segue.core.request import Output, RankHints, Request, SamplingParams, Ticket
+from segue.core.types import OPEN_RANK, LeaderId, Role, new_incarnation, new_room
 from segue.engine.base import Engine
 from segue.roles.scheduler import Scheduler
 from segue.serve.instance import Instance
@@ -69,18 +69,23 @@ class Front:
         max_tokens: int = 4,
         budget_s: float = 60.0,
         only: Instance | None = None,
+        room: int | None = None,
+        is_open: bool = False,
+        ranks: RankHints | None = None,
         **sampling_options: Any,
     ) -> SamplingParams:
+        """With `is_open` the ticket does not say which DP rank of prefill has the request."""
         sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, **sampling_options})
         ticket = Ticket(
-            room=new_room(),
+            room=room or new_room(),
             attempt=0,
-            prefill=prefill.me,
+            prefill=LeaderId(prefill.me.incarnation, OPEN_RANK) if is_open else prefill.me,
             decode=decode.me,
             budget_s=budget_s,
         )
-        self.done[name] = threading.Event()
-        message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)
+        self.done.setdefault(name, threading.Event())
+        request = Request(request_id=name, prompt=prompt, sampling=sampling, ranks=ranks or RankHints())
+        message = Submit(request, ticket)
         for me in {prefill.me, decode.me} if only is None else {only.me}:
             self.io.post(self.sessions[me].send, message)
         return sampling
@@ -146,10 +151,10 @@ class Running:
         secret: bytes = b"",
         make_engine: Callable[[], tuple[Engine, Memory]] = lineage_engine,
         me: LeaderId | None = None,
-        dp_size: int = 1,
         model: str = "",
         tp: Mapping[Role, int] = MappingProxyType({}),
         kv_gib: float = 0.05,
+        **settings: Any,
     ) -> None:
         config = InstanceConfig(
             model=model or "test",
@@ -160,14 +165,13 @@ class Running:
             http_port=http_port,
             tp=tp.get(role, 1),
             engine=ModelConfig(chunk_tokens=chunk_tokens, dtype="float32", kv_gib=kv_gib),
+            **settings,
         )
         replica = open_replica(config) if model else Replica(*make_engine())
         self.engine, self.memory, self.workers = replica
         page_tokens = self.engine.spec.page_tokens
         config = replace(config, engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=page_tokens))
-        self.instance = Instance(
-            config, self.engine, self.memory, me=me, dp_size=dp_size, workers=self.workers
-        )
+        self.instance = Instance(config, self.engine, self.memory, me=me, workers=self.workers)
         if secret:
             self.instance.scheduler.admission.secret = secret
         self.instance.start()

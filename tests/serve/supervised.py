@@ -13,7 +13,8 @@ from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.pool_size import Host
 from segue.core.types import Role
 from segue.serve.children import Console
-from segue.serve.supervisor import ServeResult, Supervisor
+from segue.serve.process_tree import ServeResult
+from segue.serve.supervisor import Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 

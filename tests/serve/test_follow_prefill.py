@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
 from segue.bootstrap.client import InstanceWatch
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.manager import KVManager
+from segue.conn.open_ranks import PrefillInstance
 from segue.core.types import Incarnation, LeaderId, Role
 from segue.serve.registry import follow_prefill
 
@@ -42,6 +43,11 @@ class Peers:
 
     def __init__(self) -> None:
         self.kept: dict[LeaderId, int] = {}
+        self.ranks: dict[Incarnation, set[int]] = {}
+        self.open_ranks = self
+
+    def instances(self, there: Mapping[Incarnation, PrefillInstance]) -> None:
+        self.ranks = {who: set(instance.ranks) for who, instance in there.items()}
 
     def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
         assert leader not in self.kept
@@ -63,3 +69,6 @@ def test_who_left_the_registry_is_dialled_no_more_and_newcomers_are() -> None:
             for each in wanted[count - 1]
             for where in each.replicas
         }
+        assert {LeaderId(who, rank) for who, ranks in peers.ranks.items() for rank in ranks} == set(
+            peers.kept
+        )

@@ -20,7 +20,8 @@ from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, Limi
 from segue.core.errors import ConfigError
 from segue.core.settings import argv
 from segue.core.types import Role
-from segue.serve.supervisor import ServeResult, Supervisor, _secret_fd, check_port
+from segue.serve.process_tree import ServeResult, secret_fd
+from segue.serve.supervisor import Supervisor, check_port
 
 FAST = LimitsConfig(drain_s=0.1)
 Announce = Callable[[Supervisor, str], None]
@@ -119,7 +120,7 @@ def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Pat
 
 
 def test_an_anonymous_file_is_read_by_its_owner_and_changed_by_nobody() -> None:
-    with _secret_fd(b"the secret") as fd:
+    with secret_fd(b"the secret") as fd:
         assert os.fstat(fd).st_mode & 0o777 == 0o600
         assert Path(f"/proc/self/fd/{fd}").read_bytes() == b"the secret"
         with pytest.raises(PermissionError):
@@ -180,7 +181,7 @@ def test_who_does_not_leave_in_time_is_killed_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubborn: str
 ) -> None:
     """The others drain all the same, also those that are asked after it."""
-    monkeypatch.setattr("segue.serve.supervisor.MARGIN_S", 0.2)
+    monkeypatch.setattr("segue.serve.process_tree.MARGIN_S", 0.2)
     outcome = run(tmp_path / "j", behaviours={stubborn: "stubborn"}, limit=FAST)
     assert outcome.status == 1
     assert "not everything drained" in outcome.reason

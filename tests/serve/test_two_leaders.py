@@ -19,7 +19,7 @@ PROMPT = list(range(1, 40))
 def two_leaders(made: Deployment, role: Role) -> list[Instance]:
     """Two leaders of one instance, that the frontend and their counterparts have sessions with."""
     url, incarnation = f"http://127.0.0.1:{made.registry.port}", new_incarnation()
-    two = [Running(role, url, me=LeaderId(incarnation, rank), dp_size=2) for rank in (0, 1)]
+    two = [Running(role, url, me=LeaderId(incarnation, rank), dp=2) for rank in (0, 1)]
     made.running += two
     for running in two:
         made.front.join(running.instance)

@@ -145,8 +145,8 @@ def test_every_trouble_of_a_seed_is_one_that_something_brings() -> None:
 def test_a_registry_that_forgets_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     normal = RegistryStore.register
 
-    def hasty(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> None:
-        normal(self, record, dp_rank)
+    def hasty(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> Registered:
+        return normal(self, record, dp_rank)
         rank = self._entries[record.incarnation].ranks[dp_rank]
         rank.expires_at -= 0.8 * TTL_S
         self._expect_expiry(rank.expires_at, LeaderId(record.incarnation, dp_rank))
@@ -205,11 +205,11 @@ def test_a_word_for_a_dead_instance_does_not_end_the_one_in_its_place() -> None:
 def test_a_registry_that_sends_away_a_living_instance_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     normal, heard = RegistryStore.register, set[str]()
 
-    def forgetful(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> None:
+    def forgetful(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> Registered:
         if record.incarnation in heard:
             raise PeerRestarted("somebody else is there")
         heard.add(record.incarnation)
-        normal(self, record, dp_rank)
+        return normal(self, record, dp_rank)
 
     monkeypatch.setattr(RegistryStore, "register", forgetful)
     outcome = run_scenario(calm(1))

@@ -11,7 +11,7 @@ import msgspec
 
 from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
+from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, Registered, RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter
 from segue.core.clock import Clock
@@ -41,10 +41,10 @@ class RegistryBackend(ABC):
     """The store's operations, however they are reached. Each raises SegueErrors only."""
 
     @abstractmethod
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> None: ...
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered: ...
 
     @abstractmethod
-    async def put_draining(self, incarnation: Incarnation, draining: bool) -> None: ...
+    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None: ...
 
     @abstractmethod
     async def delete(self, leader: LeaderId) -> None: ...
@@ -97,11 +97,12 @@ class HttpBackend(RegistryBackend):
             transport=transport,
         )
 
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> None:
-        await self._ask("PUT", f"/v1/instances/{record.incarnation}/ranks/{dp_rank}", body=record)
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+        path = f"/v1/instances/{record.incarnation}/ranks/{dp_rank}"
+        return self._decode(await self._ask("PUT", path, body=record), Registered)
 
-    async def put_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        await self._ask("PUT", f"/v1/instances/{incarnation}/draining", body=DrainFlag(draining=draining))
+    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
+        await self._ask("PUT", f"/v1/instances/{incarnation}/draining", body=flag)
 
     async def delete(self, leader: LeaderId) -> None:
         await self._ask("DELETE", f"/v1/instances/{leader.incarnation}/ranks/{leader.dp_rank}")
@@ -211,11 +212,11 @@ class StoreBackend(RegistryBackend):
         self._store = store
         self._waiter = StoreWaiter(store, clock)
 
-    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> None:
-        self._store.register(record, dp_rank)
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+        return self._store.register(record, dp_rank)
 
-    async def put_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        self._store.set_draining(incarnation, draining)
+    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
+        self._store.set_draining(incarnation, flag.draining, flag.dp_rank)
 
     async def delete(self, leader: LeaderId) -> None:
         self._store.leave(leader)

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from segue.bootstrap.backends import HttpBackend, RegistryBackend, StoreBackend
-from segue.bootstrap.records import InstanceList, InstanceRecord, RoomRecord
+from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.bootstrap.server import MAX_WAIT_S
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
@@ -70,18 +70,18 @@ class Registry(InstanceWatch, Protocol):
         ...
 
     async def leave(self, leader: LeaderId) -> None:
-        """Say that this rank is gone; with the last one its instance is. Never raises because the registry is
-        away."""
+        """Say that this rank is gone; the others stay. Never raises because the registry is away."""
         ...
 
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        """Flag that the instance takes no new work (or takes it again). What the registry did not hear of an
-        instance registered here is told by the next keep-alive."""
+        """Flag that the ranks that were registered here take no new work, or take it again (of an instance
+        that was not: all of its ranks). What the registry did not hear is told by the next keep-alive."""
         ...
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
-        """Say that `room` belongs to `leader` for `ttl_s` seconds. DpRankConflict if it belongs
-        to another."""
+        """Say that `room` belongs to `leader` for `ttl_s` seconds; a registry that is away is tried for so
+        long. DpRankConflict if it belongs to another. The keep-alive of `leader` says it again to a registry
+        that has restarted."""
         ...
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
@@ -106,8 +106,12 @@ class _Registry:
         self._backend = backend
         self._clock = clock or SystemClock()
         self._ttl_s = limits.registry_ttl_s
+        self._max_rooms = limits.max_transfers
         self._on_error = on_error
         self._mine: dict[Incarnation, InstanceRecord] = {}
+        #: rooms that were registered here, with the time of their end, and in which life of the registry
+        self._rooms: dict[int, tuple[LeaderId, float]] = {}
+        self._epoch = ""
         self._left: dict[Incarnation, asyncio.Event] = {}
         #: drain flags that the registry has not heard of
         self._unsaid: set[Incarnation] = set()
@@ -116,12 +120,12 @@ class _Registry:
         self.last_error: SegueError | None = None
 
     async def register(self, record: InstanceRecord) -> None:
-        await self._put(record)
+        complete = await self._put(record)
         known = self._mine.get(record.incarnation)
         if known is not None:
             more = {r.dp_rank: r for r in (*known.replicas, *record.replicas)}
             record = msgspec.structs.replace(record, replicas=list(more.values()))
-        self._mine[record.incarnation] = record
+        self._mine[record.incarnation] = msgspec.structs.replace(record, complete=complete)
         self._left.setdefault(record.incarnation, asyncio.Event())
 
     async def keep_alive(self, incarnation: Incarnation) -> None:
@@ -132,9 +136,7 @@ class _Registry:
         wait_s = self._ttl_s / 3
         while not await self._pause(wait_s, left):
             try:
-                await self._put(self._mine[incarnation])
-                if incarnation in self._unsaid:
-                    await self._say_draining(incarnation)
+                await self._say_again(incarnation)
             except SegueError as error:
                 if left.is_set():
                     return
@@ -166,7 +168,7 @@ class _Registry:
     async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
         record = self._mine.get(incarnation)
         if record is None:
-            await self._backend.put_draining(incarnation, draining)
+            await self._backend.put_draining(incarnation, DrainFlag(draining=draining))
             return
         # Remembered first: a registry that is away, or restarts, learns it from the next keep-alive.
         self._mine[incarnation] = msgspec.structs.replace(record, draining=draining)
@@ -207,16 +209,21 @@ class _Registry:
                 yield list(ready)
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
-        body = RoomRecord(incarnation=leader.incarnation, dp_rank=leader.dp_rank, ttl_s=ttl_s)
-        try:
-            await self._backend.put_room(room, body)
-        except NotFound:
-            record = self._mine.get(leader.incarnation)
-            if record is None:
-                raise
-            # The registry restarted and has not heard of us yet.
-            await self._put(record)
-            await self._backend.put_room(room, body)
+        until, backoff = self._clock.now() + ttl_s, Backoff(longest_s=_LONGEST_PAUSE_S)
+        while True:
+            try:
+                await self._put_room(room, leader, until)
+                break
+            except SegueError as error:
+                pause_s = backoff.next_s()
+                too_late = self._clock.now() + pause_s >= until
+                if not error.info.retryable or too_late or await self._pause(pause_s):
+                    raise
+        now = self._clock.now()
+        if len(self._rooms) >= self._max_rooms:
+            self._rooms = {room: mine for room, mine in self._rooms.items() if mine[1] > now}
+        if len(self._rooms) < self._max_rooms:
+            self._rooms[room] = leader, until
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
         backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
@@ -249,17 +256,62 @@ class _Registry:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    async def _put(self, record: InstanceRecord) -> None:
+    async def _say_again(self, incarnation: Incarnation) -> None:
+        """All that a registry may have forgotten."""
+        complete = await self._put(self._mine[incarnation])
+        if (record := self._mine.get(incarnation)) is not None:
+            self._mine[incarnation] = msgspec.structs.replace(record, complete=record.complete or complete)
+        if incarnation in self._unsaid:
+            await self._say_draining(incarnation)
+
+    async def _put(self, record: InstanceRecord) -> bool:
+        """Returns whether all ranks of the instance have been there."""
+        complete = record.complete
         for replica in record.replicas:
-            await self._backend.put_rank(msgspec.structs.replace(record, replicas=[replica]), replica.dp_rank)
+            one = msgspec.structs.replace(record, replicas=[replica])
+            answer = await self._backend.put_rank(one, replica.dp_rank)
+            complete = complete or answer.complete
+            if self._epoch not in ("", answer.epoch):
+                await self._say_rooms()
+            self._epoch = answer.epoch
+        return complete
+
+    async def _put_room(self, room: int, leader: LeaderId, until: float) -> None:
+        ttl_s = until - self._clock.now()
+        body = RoomRecord(incarnation=leader.incarnation, dp_rank=leader.dp_rank, ttl_s=ttl_s)
+        try:
+            await self._backend.put_room(room, body)
+        except NotFound:
+            record = self._mine.get(leader.incarnation)
+            if record is None:
+                raise
+            # The registry restarted and has not heard of us yet.
+            await self._put(record)
+            await self._backend.put_room(room, body)
+
+    async def _say_rooms(self) -> None:
+        """To a registry that has begun anew."""
+        now = self._clock.now()
+        self._rooms = {room: mine for room, mine in self._rooms.items() if mine[1] > now}
+        for room, (leader, until) in list(self._rooms.items()):
+            try:
+                await self._put_room(room, leader, until)
+            except SegueError as error:
+                if error.info.retryable:
+                    raise
+                self._rooms.pop(room, None)  # it has another owner by now: of one room nobody dies
+                self._report(error)
 
     async def _say_draining(self, incarnation: Incarnation) -> None:
         record = self._mine[incarnation]
+        flags = [DrainFlag(draining=record.draining, dp_rank=replica.dp_rank) for replica in record.replicas]
         try:
-            await self._backend.put_draining(incarnation, record.draining)
+            for flag in flags:
+                await self._backend.put_draining(incarnation, flag)
         except NotFound:
             await self._put(record)
-            await self._backend.put_draining(incarnation, record.draining)
+            for flag in flags:
+                await self._backend.put_draining(incarnation, flag)
         known = self._mine.get(incarnation)
         if known is not None and known.draining == record.draining:
             self._unsaid.discard(incarnation)
@@ -294,6 +346,11 @@ class _Registry:
         finally:
             task.cancel()
             closing.cancel()
+
+
+def _as_many(record: InstanceRecord, before: InstanceRecord) -> bool:
+    """An instance is as it was `before`, or has more ranks."""
+    return record.ready and len(record.replicas) >= len(before.replicas)
 
 
 class _View:
@@ -332,7 +389,7 @@ class _View:
         self._unconfirmed = {
             incarnation: record
             for incarnation, record in self._unconfirmed.items()
-            if not (incarnation in self._known and self._known[incarnation].ready)
+            if (incarnation not in self._known or not _as_many(self._known[incarnation], record))
             and not any((r.host, r.port) in taken for r in record.replicas if incarnation not in self._known)
         }
         return list((self._known | self._unconfirmed).values())

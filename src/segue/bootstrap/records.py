@@ -15,13 +15,16 @@ class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int
     host: str
     port: int
+    draining: bool = False
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One instance in one incarnation. Immutable: a second writer is refused.
 
-    It is `ready` for others only when `replicas` holds exactly the ranks `0 … dp_size - 1`. `model` is
-    a fingerprint, `source` what the instance was started with (a name or a path on its host).
+    It is `ready` for others only once all the ranks `0 … dp_size - 1` have been there: then it is
+    `complete`, and a rank that is missing has left or died. `draining` says that all of its ranks take no
+    new work. `model` is a fingerprint, `source` what the instance was started with (a name or a path on
+    its host).
     """
 
     incarnation: Incarnation
@@ -37,6 +40,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     load_balance: str = "round_robin"
     http_host: str = ""
     http_port: int = 0
+    complete: bool = False
     draining: bool = False
     replicas: list[ReplicaRecord] = []
 
@@ -46,11 +50,12 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready(self) -> bool:
-        """All ranks have registered."""
+        """All ranks have registered, now or earlier, and one is there."""
         # The lengths first: a `dp_size` from the wire must not be counted to.
-        return len(self.replicas) == self.dp_size and {r.dp_rank for r in self.replicas} == set(
+        whole = len(self.replicas) == self.dp_size and {r.dp_rank for r in self.replicas} == set(
             range(self.dp_size)
         )
+        return whole or (self.complete and bool(self.replicas))
 
 
 class InstanceList(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +81,16 @@ class RoomRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrainFlag(msgspec.Struct, frozen=True, kw_only=True):
-    """The one thing about an instance that may change."""
+    """The one thing about an instance that it may change: of one rank, or of all that are there."""
 
     draining: bool
+    dp_rank: int | None = None
+
+
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a rank that registers. `epoch` as in `InstanceList`; a new one has forgotten all rooms,
+    and whether the instance was `complete`."""
+
+    version: int
+    epoch: str
+    complete: bool

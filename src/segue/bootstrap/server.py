@@ -3,8 +3,8 @@
     GET    /v1/health
     GET    /v1/instances?role=&version=&wait_s=        waits while the version is the one given
     PUT    /v1/instances/{incarnation}/ranks/{dp_rank} register, and keep alive: the same again
-    PUT    /v1/instances/{incarnation}/draining        {"draining": bool}
-    DELETE /v1/instances/{incarnation}                 leave
+    DELETE /v1/instances/{incarnation}/ranks/{dp_rank} one rank leaves, the others stay
+    PUT    /v1/instances/{incarnation}/draining        {"draining": bool, "dp_rank": int or null for all}
     PUT    /v1/rooms/{room}                            {"incarnation", "dp_rank", "ttl_s"}
     GET    /v1/rooms/{room}?wait_s=                    waits until somebody owns the room
 
@@ -154,12 +154,12 @@ class _Api:
             raise InvalidRequest("the incarnation in the body is not the one in the path")
         dp_rank = _number(request, "dp_rank", int, path=True)
         assert dp_rank is not None
-        self.store.register(record, dp_rank)
-        return _json({"version": self.store.version})
+        return _json(self.store.register(record, dp_rank))
 
     async def put_draining(self, request: Request) -> Response:
         flag = await _body(request, DrainFlag)
-        self.store.set_draining(Incarnation(request.path_params["incarnation"]), flag.draining)
+        incarnation = Incarnation(request.path_params["incarnation"])
+        self.store.set_draining(incarnation, flag.draining, flag.dp_rank)
         return _json({"version": self.store.version})
 
     async def leave(self, request: Request) -> Response:
@@ -227,8 +227,8 @@ def registry_app(
         Route("/v1/health", guarded(api.health, open_to_all=True), methods=["GET"]),
         Route("/v1/instances", guarded(api.list_instances), methods=["GET"]),
         Route("/v1/instances/{incarnation}/ranks/{dp_rank}", guarded(api.put_rank), methods=["PUT"]),
-        Route("/v1/instances/{incarnation}/draining", guarded(api.put_draining), methods=["PUT"]),
         Route("/v1/instances/{incarnation}/ranks/{dp_rank}", guarded(api.leave), methods=["DELETE"]),
+        Route("/v1/instances/{incarnation}/draining", guarded(api.put_draining), methods=["PUT"]),
         Route("/v1/rooms/{room}", guarded(api.put_room), methods=["PUT"]),
         Route("/v1/rooms/{room}", guarded(api.get_room), methods=["GET"]),
     ]

@@ -1,7 +1,7 @@
 """What the registry knows. Pure: time is injected, nothing waits here.
 
-An entry is what one incarnation said of itself, once; the only change it may make is its drain
-flag. Ranks are kept alive by saying the same again. Whoever waits for something subscribes and
+An entry is what one incarnation said of itself, once; the only change it may make is the drain
+flag of a rank. Ranks are kept alive by saying the same again. Whoever waits for something subscribes and
 looks again when called.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from segue.bootstrap.records import InstanceList, InstanceRecord, ReplicaRecord, RoomRecord
+from segue.bootstrap.records import InstanceList, InstanceRecord, Registered, ReplicaRecord, RoomRecord
 from segue.core.clock import Clock
 from segue.core.errors import (
     DpRankConflict,
@@ -44,15 +44,27 @@ class _Rank:
     record: ReplicaRecord
     expires_at: float
     alive: bool = True
-    #: it said so, which is final
-    left: bool = False
+    draining: bool = False
 
 
 @dataclass(slots=True)
 class _Entry:
-    record: InstanceRecord  # without replicas; `draining` is current
+    record: InstanceRecord  # without replicas; `complete` is current
     ranks: dict[int, _Rank] = field(default_factory=dict)
     rooms: set[int] = field(default_factory=set)
+
+    @property
+    def deserted(self) -> bool:
+        return not any(rank.alive for rank in self.ranks.values())
+
+    def shown(self) -> InstanceRecord:
+        """As others see it."""
+        alive = [rank for _, rank in sorted(self.ranks.items()) if rank.alive]
+        return msgspec.structs.replace(
+            self.record,
+            draining=all(rank.draining for rank in alive),
+            replicas=[msgspec.structs.replace(rank.record, draining=rank.draining) for rank in alive],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +102,9 @@ class RegistryStore:
         self._version = int.from_bytes(random_bytes(6))
         self._entries: dict[Incarnation, _Entry] = {}
         self._rooms: dict[int, _Room] = {}
-        #: Incarnations that must not come back, with the reason; the oldest are forgotten.
-        self._past: OrderedDict[Incarnation, type[SegueError]] = OrderedDict()
-        self._addresses: dict[tuple[str, int], Incarnation] = {}
+        #: Ranks that must not come back, with the reason; the oldest are forgotten.
+        self._past: OrderedDict[LeaderId, type[SegueError]] = OrderedDict()
+        self._addresses: dict[tuple[str, int], LeaderId] = {}
         self._watchers: dict[int, list[Callable[[], None]]] = {}
         self._due: list[tuple[float, int, int | LeaderId]] = []
         self._pushes = 0
@@ -104,76 +116,75 @@ class RegistryStore:
         """Changes with every visible change of the topology."""
         return self._version
 
-    def register(self, record: InstanceRecord, dp_rank: int) -> None:
+    def register(self, record: InstanceRecord, dp_rank: int) -> Registered:
         """Add rank `dp_rank` of an instance, or keep it alive. `record.replicas` holds that rank.
 
         The same content again only prolongs its life. Other content under the same incarnation is
         DpRankConflict, a rank beyond `dp_size` DpRankOutOfRange, a nonsensical record
-        InvalidRequest; an incarnation or a rank that left is refused with Draining, an incarnation of which a
-        new one holds an address with PeerRestarted. One rank that drains drains its instance.
+        InvalidRequest; a rank that left is refused with Draining, one whose address a new incarnation holds
+        with PeerRestarted.
         """
         self.expire()
         replica = _check(record, dp_rank)
         entry = self._entries.get(record.incarnation)
         known = entry.ranks.get(dp_rank) if entry is not None else None
-        past = Draining if known is not None and known.left else self._past.get(record.incarnation)
+        past = self._past.get(LeaderId(record.incarnation, dp_rank))
         if past is not None:
             raise past(
-                f"{_name(record)} has left the registry and cannot come back under the same incarnation"
+                f"rank {dp_rank} of {_name(record)} has left the registry and cannot come back under the "
+                "same incarnation"
             )
-        base = msgspec.structs.replace(record, replicas=[], draining=False)
+        base = msgspec.structs.replace(record, replicas=[], draining=False, complete=False)
         if entry is not None:
             _check_same(entry, base, replica)
         elif len(self._entries) >= self._max_instances:
             raise OutOfCapacity(f"the registry already holds {self._max_instances} instances")
         self._supersede(record.incarnation, replica)
         if entry is None:
-            entry = self._entries[record.incarnation] = _Entry(
-                msgspec.structs.replace(base, draining=record.draining)
-            )
-        drains = record.draining and known is None and not entry.record.draining
-        if drains:  # another of its ranks has registered before
-            entry.record = msgspec.structs.replace(entry.record, draining=True)
+            entry = self._entries[record.incarnation] = _Entry(base)
+        leader = LeaderId(record.incarnation, dp_rank)
         expires_at = self._clock.now() + self._ttl_s
-        entry.ranks[dp_rank] = _Rank(replica, expires_at)
-        self._addresses[replica.host, replica.port] = record.incarnation
-        self._expect_expiry(expires_at, LeaderId(record.incarnation, dp_rank))
-        if drains or known is None or not known.alive:
+        # A heartbeat that was made before the flag changed must not change it back.
+        draining = record.draining if known is None else known.draining
+        entry.ranks[dp_rank] = _Rank(replica, expires_at, draining=draining)
+        self._addresses[replica.host, replica.port] = leader
+        self._expect_expiry(expires_at, leader)
+        alive = sum(rank.alive for rank in entry.ranks.values())
+        complete = entry.record.complete or record.complete or alive == entry.record.dp_size
+        if known is None or not known.alive or complete != entry.record.complete:
+            entry.record = msgspec.structs.replace(entry.record, complete=complete)
             self._changed()
+        return Registered(version=self._version, epoch=self.epoch, complete=complete)
 
     def leave(self, leader: LeaderId) -> None:
-        """This rank is gone, now and for good; with the last one its instance is. Unknown ones are ignored:
-        leaving twice is fine."""
+        """This rank is gone, now and for good; the others stay. Unknown ones are ignored: leaving twice is
+        fine."""
         self.expire()
         entry = self._entries.get(leader.incarnation)
-        rank = entry.ranks.get(leader.dp_rank) if entry is not None else None
-        if entry is None or rank is None or rank.left:
-            return
-        rank.alive, rank.left = False, True
-        for room in [room for room in entry.rooms if self._rooms[room].leader == leader]:
-            self._forget_room(room)
-        if not any(rank.alive for rank in entry.ranks.values()):
-            self._remove(leader.incarnation, Draining)
-        self._changed()
+        if entry is not None and leader.dp_rank in entry.ranks:
+            self._take_out(leader, Draining)
+            self._changed()
 
-    def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
-        """Flag that the instance takes no new work. NotFound if it is not here."""
+    def set_draining(self, incarnation: Incarnation, draining: bool, dp_rank: int | None = None) -> None:
+        """Flag that the rank, or each one that is there, takes no new work. NotFound if it is not here."""
         self.expire()
         entry = self._entries.get(incarnation)
         if entry is None:
             raise NotFound(f"no instance {incarnation[:8]} is registered")
-        if entry.record.draining != draining:
-            entry.record = msgspec.structs.replace(entry.record, draining=draining)
+        if dp_rank is not None and dp_rank not in entry.ranks:
+            raise NotFound(f"no rank {dp_rank} of {_name(entry.record)} is registered")
+        ranks = entry.ranks.values() if dp_rank is None else [entry.ranks[dp_rank]]
+        changed = [rank for rank in ranks if rank.draining != draining]
+        for rank in changed:
+            rank.draining = draining
+        if changed:
             self._changed()
 
     def instances(self, role: Role | None = None) -> InstanceList:
         """Everybody who is alive, in the order of their incarnations, ready or not."""
         self.expire()
         found = [
-            msgspec.structs.replace(
-                entry.record,
-                replicas=[entry.ranks[r].record for r in sorted(entry.ranks) if entry.ranks[r].alive],
-            )
+            entry.shown()
             for _, entry in sorted(self._entries.items())
             if role is None or entry.record.role is role
         ]
@@ -249,9 +260,8 @@ class RegistryStore:
             # The record stays while the incarnation does: it must not change later either.
             rank.alive = False
             changed = True
-            if not any(rank.alive for rank in entry.ranks.values()):
-                has_left = any(rank.left for rank in entry.ranks.values())
-                self._remove(what.incarnation, Draining if has_left else None)
+            if entry.deserted:
+                self._remove(what.incarnation)
         if changed:
             self._changed()
 
@@ -283,19 +293,28 @@ class RegistryStore:
     def _supersede(self, incarnation: Incarnation, replica: ReplicaRecord) -> None:
         """Two processes cannot listen at one address: whoever had it before is gone."""
         holder = self._addresses.get((replica.host, replica.port))
-        if holder is not None and holder != incarnation:
-            self._remove(holder, PeerRestarted)
+        if holder is not None and holder.incarnation != incarnation:
+            self._take_out(holder, PeerRestarted)
 
-    def _remove(self, incarnation: Incarnation, past: type[SegueError] | None) -> None:
+    def _take_out(self, leader: LeaderId, why: type[SegueError]) -> None:
+        """One rank is gone for good; without it the others stay, as long as one of them is heard of."""
+        self._past[leader] = why
+        while len(self._past) > self._max_instances:
+            self._past.popitem(last=False)
+        entry = self._entries[leader.incarnation]
+        where = entry.ranks.pop(leader.dp_rank).record
+        del self._addresses[where.host, where.port]
+        for room in [room for room in entry.rooms if self._rooms[room].leader == leader]:
+            self._forget_room(room)
+        if entry.deserted:
+            self._remove(leader.incarnation)
+
+    def _remove(self, incarnation: Incarnation) -> None:
         entry = self._entries.pop(incarnation)
         for room in list(entry.rooms):
             self._forget_room(room)
         for rank in entry.ranks.values():
             del self._addresses[rank.record.host, rank.record.port]
-        if past is not None:
-            self._past[incarnation] = past
-            while len(self._past) > self._max_instances:
-                self._past.popitem(last=False)
 
     def _forget_room(self, room: int) -> None:
         known = self._rooms.pop(room)
@@ -338,7 +357,8 @@ def _check(record: InstanceRecord, dp_rank: int) -> ReplicaRecord:
         raise DpRankOutOfRange(f"{_name(record)} has ranks 0 … {record.dp_size - 1}, not {dp_rank}")
     if len(record.replicas) != 1 or record.replicas[0].dp_rank != dp_rank:
         raise InvalidRequest(f"the record must hold exactly replica {dp_rank}, which it registers")
-    replica = record.replicas[0]
+    # Its flag is the record's.
+    replica = msgspec.structs.replace(record.replicas[0], draining=False)
     if not 1 <= replica.port < 2**16 or not 1 <= len(replica.host) <= 255 or not replica.host.isprintable():
         raise InvalidRequest(
             f"{replica.host[:255]!r}:{replica.port} is no address that a peer could connect to"
@@ -348,7 +368,7 @@ def _check(record: InstanceRecord, dp_rank: int) -> ReplicaRecord:
 
 def _check_same(entry: _Entry, base: InstanceRecord, replica: ReplicaRecord) -> None:
     """What an incarnation said before still holds."""
-    said = msgspec.structs.replace(entry.record, draining=False)
+    said = msgspec.structs.replace(entry.record, complete=False)
     for name in base.__struct_fields__:
         old, new = getattr(said, name), getattr(base, name)
         if old != new:

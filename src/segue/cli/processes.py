@@ -15,16 +15,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from segue.cli import extras, flags, logs
 from segue.cli.models import located, model_size, resolve
-from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, ServeConfig, served_name
+from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError, Internal, SegueError
 from segue.core.limits import Limits
+from segue.core.model_names import served_name
 from segue.core.settings import argv, nearest
 from segue.core.types import Role
 from segue.frontend.keys import read_keys
+from segue.serve.dp_ranks import RankProcesses
 from segue.serve.gc import frozen_imports
 from segue.serve.host import this_host
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
-from segue.serve.supervisor import MARGIN_S, THREAD_VARIABLES, Supervisor, check_port
+from segue.serve.process_tree import MARGIN_S, THREAD_VARIABLES
+from segue.serve.supervisor import Supervisor, check_port
 from segue.session.tls import Tls, from_config
 
 log = logging.getLogger("segue.cli")
@@ -125,7 +128,7 @@ def instance(args: argparse.Namespace) -> int:
         logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
         lifeline.watch(config.limit.drain_s + MARGIN_S)
         check_transport(config.transport)
-        threads = config.engine.threads(this_host(), config.size.ranks)
+        threads = config.engine.threads(this_host(), config.leaders * config.size.ranks)
         # Before torch is loaded: its thread pools take their size from here.
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
         from segue.serve.registry import registry_of
@@ -134,12 +137,29 @@ def instance(args: argparse.Namespace) -> int:
             if found is None:
                 log.info("event=stopped_before_the_registry_was_there")
                 return 0
-            return _serve_instance(found, threads, lifeline)
+            found = _located(found, threads)
+            if found.leaders > 1:
+                return _serve_ranks(found, lifeline)
+            from segue.serve.instance import run_instance
+
+            return run_instance(found, on_ready=lambda url: _ready(lifeline, config.label, url))
 
     return _child(lifeline, run)
 
 
-def _serve_instance(config: InstanceConfig, threads: int, lifeline: Lifeline) -> int:
+def _serve_ranks(config: InstanceConfig, lifeline: Lifeline) -> int:
+    async def run() -> int:
+        ranks = RankProcesses(config, _command, lambda urls: _ready(lifeline, config.label, urls))
+        outcome = await ranks.run()
+        if outcome.reason:
+            print(f"segue: {outcome.reason}", file=sys.stderr)
+        return outcome.status
+
+    return asyncio.run(run())
+
+
+def _located(config: InstanceConfig, threads: int) -> InstanceConfig:
+    """`config` with the folder of its model, and the memory and threads of each of its leaders."""
     host = this_host()
     config = dataclasses.replace(config, model=located(config.model))
     path = resolve(config.model, config.engine.cache, config.engine.revision)
@@ -149,12 +169,10 @@ def _serve_instance(config: InstanceConfig, threads: int, lifeline: Lifeline) ->
         served_model_name=config.served_model,
         threads_per_worker=threads,
         kv_gib=config.kv_bytes(host, size) / 2**30,
+        revision=None,  # by now the model is a path
     )
     logs.event(log, "config", **config.derived(host, size))
-    config = dataclasses.replace(config, model=str(path), engine=engine)
-    from segue.serve.instance import run_instance
-
-    return run_instance(config, on_ready=lambda url: _ready(lifeline, config.label, url))
+    return dataclasses.replace(config, model=str(path), engine=engine)
 
 
 def frontend(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from segue.conn.io import Io, IoThread
 from segue.conn.threads import ThreadPerCall
 from segue.core.limits import Limits
 from segue.core.types import ChecksumMode, LeaderId, Role, new_incarnation
+from segue.handoff.dp_ranks import DpRanks
 from segue.handoff.exchange import Exchange
 from segue.layout.spec import PoolSpec
 from segue.session.node import SessionNode
@@ -45,7 +46,8 @@ class KVConfig(SessionConfig):
 
     `model` is the fingerprint that both sides must share, `transports` the names to offer, in order of
     preference. Transports listen on `host` at `transport_port` (0: any), `advertise_transport_port` is what
-    peers are told if it is another. `kv_checksum` is what the checksums of chunks that this side sends cover.
+    peers are told if it is another. `dp` are the DP ranks of our instance. `kv_checksum` is what the
+    checksums of chunks that this side sends cover.
     """
 
     model: str
@@ -53,7 +55,7 @@ class KVConfig(SessionConfig):
     transports: Sequence[str] = field(default_factory=KINDS.automatic)
     transport_port: int = 0
     advertise_transport_port: int | None = None
-    dp_size: int = 1
+    dp: DpRanks = field(default_factory=DpRanks)
     kv_checksum: ChecksumMode = ChecksumMode.FULL
 
 

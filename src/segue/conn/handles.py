@@ -90,6 +90,11 @@ class KVSender(_Handle):
         deadline = self._owner.clock.now() + budget_s
         self._owner.post(events.OpenSender(self.transfer, prompt_tokens, deadline))
 
+    def announce(self, budget_s: float) -> None:
+        """Register the room at the registry, for `budget_s` seconds: decode was not told our DP rank and
+        cannot infer it. If that is impossible, the hand-off fails."""
+        self._owner.post(events.AnnounceRoom(self.transfer, budget_s))
+
     def send(self, span: Span, pages: Sequence[int], metadata: Metadata | None = None) -> None:
         """Send the KV of `span`, which lies complete in `pages` (all of the prompt's from token 0).
 
@@ -112,10 +117,26 @@ class KVSender(_Handle):
 class KVReceiver(_Handle):
     """The decode half. `init` → (WAITING_FOR_INPUT) → `send_metadata` → SUCCESS | FAILED."""
 
-    def init(self, prompt_tokens: int, budget_s: float) -> None:
-        """Begin. The phase is WAITING_FOR_INPUT once the session to the transfer's prefill is up."""
+    def init(
+        self,
+        prompt_tokens: int,
+        budget_s: float,
+        *,
+        prefill_dp_rank: int | None = None,
+        force_query: bool = False,
+    ) -> None:
+        """Begin. The phase is WAITING_FOR_INPUT once the session to the transfer's prefill is up.
+
+        Of an open transfer (`LeaderId.is_open`) the DP rank of prefill is found first, and the phase is
+        BOOTSTRAPPING until then. `prefill_dp_rank` is the one that the request names; otherwise, or always
+        with `force_query`, it is inferred or asked for (`conn.open_ranks`).
+        """
         deadline = self._owner.clock.now() + budget_s
-        self._owner.post(events.OpenReceiver(self.transfer, prompt_tokens, deadline))
+        self._owner.post(
+            events.OpenReceiver(
+                self.transfer, prompt_tokens, deadline, hint=prefill_dp_rank, force_query=force_query
+            )
+        )
 
     def send_metadata(self, pages: Sequence[int], prefix_tokens: int = 0) -> None:
         """Publish where prefill shall write: `pages` hold the prompt from the page of token

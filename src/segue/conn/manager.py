@@ -19,6 +19,7 @@ from segue.conn.config import HOST, KVConfig, Runtime
 from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
+from segue.conn.open_ranks import OpenRanks
 from segue.conn.peers import Joined, PathSpeed, Peer, join
 from segue.conn.rank import FENCE_AGAIN_S, Rank, local_rank
 from segue.conn.ranks import PeerRoute, Ranks
@@ -91,7 +92,7 @@ class KVManager:
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
             model=config.model,
-            dp_size=config.dp_size,
+            dp_size=config.dp.size,
             ranks=[rank.spec for rank in ranks],
             endpoints=self._ranks.endpoints,
             max_transfers=config.limits.max_transfers,
@@ -106,7 +107,9 @@ class KVManager:
             limits=config.limits,
             info=self.info,
             kv_checksum=config.kv_checksum,
+            dp=config.dp,
         )
+        self.open_ranks = OpenRanks(config, self.io, self.clock, self._handle, self._tell_engine)
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -184,13 +187,15 @@ class KVManager:
             **self.exchange.sizes(),
             "handles": len(self._handles),
             "unanswered": self._ranks.unanswered,
+            **self.open_ranks.sizes(),
         }
 
     # ---- the protocol, on the I/O thread -----------------------------------------------------
 
     def _handle_all(self, batch: Sequence[events.Event]) -> None:
         for event in batch:
-            self._handle(event)
+            if not self.open_ranks.take(event):
+                self._handle(event)
 
     def _handle(self, event: events.Event) -> None:
         """One event and all that follows from it. A bug on the way ends the hand-off that it is about, and
@@ -272,7 +277,7 @@ class KVManager:
         """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
         if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
             return events.refusal(event, error.info)
-        handle = self._handles.get(event.transfer)
+        handle = self._handles.get(self.open_ranks.engine_name(event.transfer))
         if handle is None or handle.poll().terminal:
             # After a long pause not even the tombstone is left, and the engine could not know yet.
             log.debug("too late for its hand-off: %s", error)
@@ -289,8 +294,8 @@ class KVManager:
             case events.ComputeChecksum():
                 # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
                 self.io.loop.call_soon(self._digest, effect)
-            case events.Phase() | events.Release() | events.Quarantined():
-                self._report(effect)
+            case _:
+                self.open_ranks.carry_out(effect)
 
     def _digest(self, effect: events.ComputeChecksum) -> None:
         try:
@@ -298,7 +303,7 @@ class KVManager:
         except Exception as exc:
             self._not_done(effect, typed(exc, "asking for a checksum"))
 
-    def _report(self, change: Change) -> None:
+    def _tell_engine(self, change: Change) -> None:
         if (handle := self._handles.get(change.transfer)) is not None:
             handle.apply(change)
         if self._on_change is not None:
@@ -378,7 +383,8 @@ class KVManager:
             return  # ended meanwhile; the exchange needs no proof any more
         match event:
             case transport_base.Written():
-                self._measure(leader, event)
+                if (peer := self._peers.get(leader)) is not None:
+                    peer.measure(event.nbytes, event.seconds)
                 self._handle(events.WriteLanded(transfer, rank, event.tag, event.seconds))
             case transport_base.WriteFailed():
                 self._handle(events.WriteBroken(transfer, rank, event.tag, event.error.info, event.refused))
@@ -391,12 +397,6 @@ class KVManager:
             if peer.transport == name and self._ranks.writes_for(leader):
                 self._handle(events.PeerDown(leader, error.info))
                 peer.session.close(error)
-
-    def _measure(self, leader: LeaderId, event: transport_base.Written) -> None:
-        """A slow path must not be taken silently: its speed is logged once, and shown for ever."""
-        if (peer := self._peers.get(leader)) is not None and peer.speed.add(event.nbytes, event.seconds):
-            mib_per_s = peer.speed.bytes_per_s / 2**20
-            log.info("path measured peer=%s transport=%s mib_per_s=%.1f", leader, peer.transport, mib_per_s)
 
     def paths(self) -> dict[str, PathSpeed]:
         """What the path to each live peer has carried, by its name."""

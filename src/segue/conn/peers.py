@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +15,8 @@ from segue.layout.planner import PairPlan, plan_pair
 from segue.session.api import PeerInfo, Session
 from segue.transport.base import Endpoint
 from segue.transport.kinds import KINDS, TransportKinds
+
+log = logging.getLogger("segue.conn")
 
 #: So much must have been written before a path's speed says something.
 MEASURED_BYTES = 2**20
@@ -51,6 +54,13 @@ class Peer:
     speed: PathSpeed
     opening: asyncio.Task[None] | None = None
     early: list[HandoffMessage] = field(default_factory=list)
+
+    def measure(self, nbytes: int, seconds: float) -> None:
+        """A write has landed. A slow path must not be taken silently: its speed is logged once, and shown
+        for ever."""
+        if self.speed.add(nbytes, seconds):
+            leader, mib_per_s = self.session.peer.leader, self.speed.bytes_per_s / 2**20
+            log.info("path measured peer=%s transport=%s mib_per_s=%.1f", leader, self.transport, mib_per_s)
 
 
 @dataclass(frozen=True, slots=True)

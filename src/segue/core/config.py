@@ -8,12 +8,12 @@ Built by `settings.build` from flags, then `SEGUE_*`, then a TOML file.
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass, field
 
-from segue.core.addresses import is_loopback
+from segue.core.addresses import bracket, check_hosts, check_url
 from segue.core.errors import ConfigError
 from segue.core.limits import MAX_ATTEMPTS, Limits
+from segue.core.model_names import served_name
 from segue.core.parallel import ParallelSize
 from segue.core.pool_size import Host, ModelSize, kv_pool_bytes
 from segue.core.settings import integer, number, required, secret, switch, text
@@ -36,8 +36,10 @@ CHECKSUM_HELP = (
     "what of each chunk of KV is checked by a checksum after it has landed; prefill's setting decides"
 )
 DTYPES = ("bfloat16", "float16", "float32")
+DP_HELP = "data-parallel ranks of one instance: each is a process with an engine, a pool and ports of its own"
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+#: Of these each DP rank has one of its own.
+_PORTS = ("port", "advertise_port", "data_port", "advertise_data_port", "http_port")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +180,11 @@ class ServeConfig:
     prefill: int = integer("prefill instances", 1, low=1, high=64)
     decode: int = integer("decode instances", 1, low=1, high=64)
     prefill_tp: int = integer(
-        "processes of each prefill instance that share out its layers' heads and weights", 1, low=1, high=64
+        "processes of each prefill leader that share out its layers' heads and weights", 1, low=1, high=64
     )
-    decode_tp: int = integer("the same of each decode instance", 1, low=1, high=64)
+    decode_tp: int = integer("the same of each decode leader", 1, low=1, high=64)
+    prefill_dp: int = integer("data-parallel ranks of each prefill instance", 1, low=1, high=64)
+    decode_dp: int = integer("data-parallel ranks of each decode instance", 1, low=1, high=64)
     unified: bool = switch("one instance that does both, without a hand-off")
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
@@ -198,9 +202,10 @@ class ServeConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        if self.unified and (self.prefill, self.decode) != (1, 1):
+        if self.unified and (self.prefill, self.decode, self.prefill_dp, self.decode_dp) != (1, 1, 1, 1):
             raise ConfigError(
-                "--unified runs one instance for both; drop --prefill and --decode, or --unified"
+                "--unified runs one instance for both; drop --prefill, --decode, --prefill-dp and --decode-dp"
+                ", or --unified"
             )
         if self.unified and self.size(Role.PREFILL).ranks * self.size(Role.DECODE).ranks > 1:
             raise ConfigError("--unified runs one rank; drop --prefill-tp and --decode-tp, or --unified")
@@ -210,16 +215,21 @@ class ServeConfig:
         return ParallelSize({Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}.get(role, 1))
 
     @property
-    def instances(self) -> int:
-        """Instances that compute, each with a pool."""
-        return 1 if self.unified else self.prefill + self.decode
+    def leaders(self) -> int:
+        """Leaders of all instances, each with a pool."""
+        return 1 if self.unified else self.prefill * self.prefill_dp + self.decode * self.decode_dp
 
     @property
     def workers(self) -> int:
         """Processes that compute."""
         if self.unified:
             return 1
-        return self.prefill * self.size(Role.PREFILL).ranks + self.decode * self.size(Role.DECODE).ranks
+        prefill, decode = self.size(Role.PREFILL).ranks, self.size(Role.DECODE).ranks
+        return self.prefill * self.prefill_dp * prefill + self.decode * self.decode_dp * decode
+
+    def dp(self, role: Role) -> int:
+        """DP ranks of each instance of this role."""
+        return {Role.PREFILL: self.prefill_dp, Role.DECODE: self.decode_dp}.get(role, 1)
 
     def derived(self, host: Host, size: ModelSize | None = None) -> dict[str, object]:
         """What follows from the settings and the host; logged once at start."""
@@ -230,15 +240,19 @@ class ServeConfig:
             "kv_gib": round(self.kv_bytes(host, size) / 2**30, 3),
         }
 
-    def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
-        """Bytes of each instance's pool."""
-        return kv_pool_bytes(self.engine.kv_gib, host, self.instances, size, self.engine.page_tokens)
+    def kv_bytes(self, host: Host, size: ModelSize | None = None, dp: int = 1) -> int:
+        """Bytes of each pool of an instance of `dp` ranks."""
+        return kv_pool_bytes(self.engine.kv_gib, host, self.leaders, size, self.engine.page_tokens, dp)
 
     def instance(
         self, role: Role, name: str, host: Host, registry: str, size: ModelSize | None = None
     ) -> InstanceConfig:
-        """The configuration of one of this deployment's instances."""
+        """The configuration of one of this deployment's instances, with the memory and threads of one of its
+        DP ranks."""
+        dp = self.dp(role)
         return InstanceConfig(
+            dp=dp,
+            load_balance=self.policy,
             model=self.model,
             name=name,
             role=role,
@@ -250,7 +264,7 @@ class ServeConfig:
             engine=dataclasses.replace(
                 self.engine,
                 served_model_name=served_name(self.model, self.engine.served_model_name),
-                kv_gib=self.kv_bytes(host, size) / 2**30,
+                kv_gib=self.kv_bytes(host, size, dp) / 2**30,
                 threads_per_worker=self.engine.threads(host, self.workers),
                 revision=None,  # by now the model is a path
             ),
@@ -312,8 +326,31 @@ class InstanceConfig:
         low=1,
         high=64,
     )
+    dp: int = integer(
+        f"{DP_HELP}; they share --kv-gib and the cores, and to each given port a rank adds its number",
+        1,
+        low=1,
+        high=64,
+    )
+    dp_rank: int | None = integer("which of them this process is", low=0, high=63, hidden=True)
+    incarnation: str | None = text("what all of them are, with --dp-rank", hidden=True)
+    load_balance: str = text(
+        "prefill: which DP rank of this instance gets a request that names none",
+        "total_requests",
+        choices=BALANCE_METHODS,
+        metavar="METHOD",
+    )
+    dp_rank_conflict: str = text(
+        "prefill: what happens to a request on another DP rank than the one that decode infers: decode is "
+        "sent to the true one, or both sides fail",
+        "redirect",
+        choices=("redirect", "fail"),
+        metavar="WHAT",
+    )
+    force_query_prefill_dp_rank: bool = switch(
+        "decode asks the registry for the DP rank of prefill where it could infer it; give it to both sides"
+    )
     # Of these 1 is true and anything else is refused: legal for scripts that say it, not worth showing.
-    dp: int = integer("data-parallel ranks", 1, low=1, high=4096, hidden=True)
     pp: int = integer("pipeline-parallel ranks", 1, low=1, high=4096, hidden=True)
     cp: int = integer("context-parallel ranks", 1, low=1, high=4096, hidden=True)
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
@@ -334,17 +371,24 @@ class InstanceConfig:
                 "a prefill instance without one runs it on its --bootstrap-port"
             )
         if self.registry is not None:
-            check_url(self.registry, self.tls)
+            check_url(self.registry, encrypted=self.tls.enabled)
         check_hosts(self.host, self.advertise_host, self.secret_file is not None)
-        if self.dp * self.pp * self.cp > 1:
+        if self.pp * self.cp > 1:
             raise ConfigError(
-                f"this version has no --dp, --pp and --cp, not dp={self.dp} pp={self.pp} cp={self.cp}; set "
-                "them to 1, and give --tp or start more instances"
+                f"this version has no --pp and --cp, not pp={self.pp} cp={self.cp}; set them to 1, and give "
+                "--tp or --dp, or start more instances"
             )
         if self.role is Role.UNIFIED and self.size.ranks > 1:
             raise ConfigError(
-                f"segue unified runs one rank, not tp={self.tp}; set it to 1, or run prefill and decode apart"
+                f"segue unified has no --tp, not tp={self.tp}; set it to 1, or run prefill and decode apart"
             )
+        for name in _PORTS:
+            if (getattr(self, name) or 0) + self.dp * self.size.ranks > 2**16:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} leaves no ports for {self.dp} ranks"
+                )
+        if (self.dp_rank is None) != (self.incarnation is None) or (self.dp_rank or 0) >= self.dp:
+            raise ConfigError(f"no rank {self.dp_rank} of dp {self.dp}; start an instance with --dp alone")
 
     @property
     def size(self) -> ParallelSize:
@@ -364,7 +408,7 @@ class InstanceConfig:
     @property
     def registry_url(self) -> str:
         """Where the registry is: the given one, or the one that this instance runs."""
-        own = f"{self.tls.scheme}://{_bracket(self.peer_host)}:{self.bootstrap_port}"
+        own = f"{self.tls.scheme}://{bracket(self.peer_host)}:{self.bootstrap_port}"
         return self.registry or own
 
     @property
@@ -376,16 +420,29 @@ class InstanceConfig:
         """What follows from the settings and the host; logged once at start."""
         return {
             "served_model": self.served_model,
-            "ranks": self.size.ranks,
-            "threads_per_worker": self.engine.threads(host, self.size.ranks),
+            "ranks": self.leaders * self.size.ranks,
+            "threads_per_worker": self.engine.threads(host, self.leaders * self.size.ranks),
             "kv_gib": round(self.kv_bytes(host, size) / 2**30, 3),
             "registry": self.registry_url,
             "encrypted": self.tls.enabled,
         }
 
     def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
-        """Bytes of this instance's pool."""
-        return kv_pool_bytes(self.engine.kv_gib, host, 1, size, self.engine.page_tokens)
+        """Bytes of the pool of each leader."""
+        leaders = self.leaders
+        return kv_pool_bytes(self.engine.kv_gib, host, leaders, size, self.engine.page_tokens, leaders)
+
+    @property
+    def leaders(self) -> int:
+        """How many leaders this process stands for: all of the instance, or the one it is."""
+        return self.dp if self.dp_rank is None else 1
+
+    def leader(self, incarnation: str, dp_rank: int) -> InstanceConfig:
+        """The configuration of the process of one DP rank; memory and threads are those of one already."""
+        # Of the ports for data each worker of a leader has its own.
+        steps = {name: self.size.ranks if name.endswith("data_port") else 1 for name in _PORTS}
+        ports = {n: port + dp_rank * step for n, step in steps.items() if (port := getattr(self, n))}
+        return dataclasses.replace(self, incarnation=incarnation, dp_rank=dp_rank, **ports)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,7 +471,7 @@ class FrontendConfig:
     secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        check_url(self.registry, self.tls)
+        check_url(self.registry, encrypted=self.tls.enabled)
 
     @property
     def label(self) -> str:
@@ -439,53 +496,3 @@ COMMANDS: dict[str, type] = {
     "unified": InstanceConfig,
     "frontend": FrontendConfig,
 }
-
-
-def served_name(model: str, name: str | None) -> str:
-    """The name that clients ask for: the given one, a Hub's name as it is (`Qwen/Qwen3-0.6B`), or the last
-    part of the model's path without `.gguf`. Whoever knows that `a/b` is a folder says `/…/a/b`."""
-    if name:
-        return name
-    if is_hub_name(model):
-        return model
-    last = model.rstrip("/").rsplit("/", 1)[-1]
-    return last.removesuffix(".gguf") or model
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether `text` can be the name of a repository of the Hugging Face Hub, `ORG/NAME`."""
-    return _HUB_NAME.fullmatch(text) is not None and not text.endswith(".gguf")
-
-
-def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:
-    """Refuse an address that peers cannot use, and one that strangers can use without a secret."""
-    if host in ("0.0.0.0", "::") and advertise_host is None:
-        raise ConfigError(f"--host {host} needs --advertise-host, the address that peers reach this host by")
-    if not is_loopback(host) and not secret:
-        raise ConfigError(
-            f"--host {host} can be reached from other hosts; give --secret-file with the deployment's secret"
-        )
-
-
-def check_url(url: str, tls: TlsConfig) -> None:
-    """Refuse a registry that is not `http://HOST:PORT`, or `https://HOST:PORT` under TLS."""
-    scheme, separator, rest = url.partition("://")
-    host, colon, port = rest.rstrip("/").rpartition(":")
-    legal = (
-        scheme in ("http", "https") and separator and host and colon and port.isdigit() and int(port) < 65536
-    )
-    if not legal or "/" in host:
-        raise ConfigError(f"--registry must look like {tls.scheme}://HOST:PORT, not {url!r}")
-    if scheme == "http" and tls.enabled:
-        raise ConfigError(
-            f"--tls-cert encrypts the registry too: give --registry https://{rest}, not {url!r}"
-        )
-    if scheme == "https" and not tls.enabled:
-        raise ConfigError(
-            f"--registry {url} needs --tls-cert, --tls-key and --tls-ca: a registry with TLS lets in only "
-            "who has a certificate of its own"
-        )
-
-
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

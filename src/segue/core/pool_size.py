@@ -36,21 +36,26 @@ class ModelSize:
 
 
 def kv_pool_bytes(
-    kv_gib: float | None, host: Host, pools: int, size: ModelSize | None, page_tokens: int = 16
+    kv_gib: float | None,
+    host: Host,
+    pools: int,
+    size: ModelSize | None,
+    page_tokens: int = 16,
+    dp: int = 1,
 ) -> int:
     """Bytes of each of `pools` pools on `host`, of pages of `page_tokens`.
 
-    A given `kv_gib` whose whole pages cannot hold `LEAST_TOKENS` is a ConfigError that names the least that
-    can. Without it: an equal part of a share of the memory that is left after the weights, at
-    most what a few sequences of full context need, and never more than a modest bound. A pool
-    that could not hold one sequence of full context is still made (shorter prompts fit), but one
-    that could not hold `LEAST_TOKENS` is a ConfigError.
+    A given `kv_gib` is for one instance, whose `dp` ranks have equal parts of it. A part whose whole pages
+    cannot hold `LEAST_TOKENS` is a ConfigError that names the least that can. Without it: an equal part of a
+    share of the memory that is left after the weights, at most what a few sequences of full context need, and
+    never more than a modest bound. A pool that could not hold one sequence of full context is still made
+    (shorter prompts fit), but one that could not hold `LEAST_TOKENS` is a ConfigError.
     """
     least_tokens = -(-LEAST_TOKENS // page_tokens) * page_tokens
     if kv_gib is not None:
-        given = int(kv_gib * 2**30)
+        given = int(kv_gib * 2**30) // dp
         if size and given < least_tokens * size.token_bytes:
-            enough = math.ceil(least_tokens * size.token_bytes / 2**30 * 10**5) / 10**5
+            enough = math.ceil(least_tokens * size.token_bytes * dp / 2**30 * 10**5) / 10**5
             raise ConfigError(
                 f"--kv-gib {kv_gib:g} holds {given // size.token_bytes} tokens of this model and must hold "
                 f"{least_tokens}: give at least {enough:g}"

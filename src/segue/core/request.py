@@ -55,6 +55,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class RankHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """DP ranks that a client asks for, by SGLang's names. None: whoever places the request chooses.
+
+    `routed_dp_rank` is the rank of the instance that answers, `disagg_prefill_dp_rank` that of prefill. With
+    `force_query_prefill_dp_rank` decode is not told the rank of prefill, but asks the registry for it.
+    """
+
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+    force_query_prefill_dp_rank: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of one prompt. `request_id` is unique in a frontend's incarnation.
 
@@ -67,13 +79,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: list[int]
     sampling: SamplingParams
     output: list[int] = []
+    ranks: RankHints = RankHints()
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """The placement of one request, made and signed by whoever chose it.
 
     `budget_s` is the time left until the request's deadline when the ticket was sent. For a
-    unified instance `prefill == decode` and no hand-off takes place. `signature` is an
+    unified instance `prefill == decode` and no hand-off takes place. If `prefill.is_open`, its instance
+    alone is named: prefill is who got the ticket, and decode finds the DP rank. `signature` is an
     HMAC-SHA256 over the other fields under the deployment's shared secret (empty without one).
     """
 

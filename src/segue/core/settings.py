@@ -104,9 +104,16 @@ class Setting:
         return f"between {self.low:g} and {self.high:g}"
 
 
-def text(help: str, default: str | None = None, *, choices: Sequence[str] = (), metavar: str = "") -> Any:
+def text(
+    help: str,
+    default: str | None = None,
+    *,
+    choices: Sequence[str] = (),
+    metavar: str = "",
+    hidden: bool = False,
+) -> Any:
     """A text setting; without a default it is None."""
-    return _leaf("text", help, default, choices=tuple(choices), metavar=metavar)
+    return _leaf("text", help, default, choices=tuple(choices), metavar=metavar, hidden=hidden)
 
 
 def secret(help: str, metavar: str = "") -> Any:

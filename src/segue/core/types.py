@@ -12,6 +12,9 @@ from typing import NewType
 import msgspec
 
 MAX_ROOM = 2**64 - 1
+#: The DP rank of a prefill leader that is not known yet to who speaks of it: only in a ticket, and in the
+#: name of a receiver until the rank is found.
+OPEN_RANK = -1
 
 #: A random 128-bit id, 32 lower-case hex digits, made at each start of an instance.
 #: A restarted instance is another peer, even at the same address.
@@ -68,7 +71,12 @@ class LeaderId(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     dp_rank: int = 0
 
     def __str__(self) -> str:
-        return f"{self.incarnation[:8]} dp{self.dp_rank}"
+        return f"{self.incarnation[:8]} dp{'?' if self.is_open else self.dp_rank}"
+
+    @property
+    def is_open(self) -> bool:
+        """Which rank of the incarnation it is, is not known yet."""
+        return self.dp_rank == OPEN_RANK
 
 
 class RankId(msgspec.Struct, frozen=True, order=True, cache_hash=True):

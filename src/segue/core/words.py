@@ -24,17 +24,13 @@ def is_service_link(name: str, value: str) -> bool:
     return _LINK_PORT.fullmatch(name) is not None and _LINK_VALUE.match(value) is not None
 
 
-_ONE_RANK = "of the parallel sizes this version has --tp alone; start more instances"
+_ONE_RANK = "of the parallel sizes this version has --tp and --dp; give one of them, or start more instances"
 
 #: Settings that are planned and do nothing yet, by key.
 LATER = {
-    "load_balance": f"a choice of data-parallel ranks is not in this version: {_ONE_RANK}",
-    "dp_rank_conflict": f"pinned data-parallel ranks are not in this version: {_ONE_RANK}",
-    "force_query_prefill_dp_rank": f"pinned data-parallel ranks are not in this version: {_ONE_RANK}",
-} | {
     f"{part}_{kind}": f"ranks are not in this version: {_ONE_RANK}"
     for part in ("prefill", "decode")
-    for kind in ("pp", "cp", "dp")
+    for kind in ("pp", "cp")
 }
 
 #: Settings that had another name, by the old key. Flag, variable and key in a file still work under it.
@@ -43,6 +39,7 @@ OLD_NAMES = {"integrity": "kv_checksum"}
 _LENGTH = "a sequence may be as long as the model's context and the pool allow; --kv-gib sizes the pool"
 _RANKS = f"not here, because {_ONE_RANK}"
 _TP = "--tp of segue prefill and decode, --prefill-tp and --decode-tp of segue serve"
+_DP = "--dp of segue prefill and segue decode, or --prefill-dp and --decode-dp of segue serve"
 _NO_GPU = "not here, because this version computes on CPUs"
 _SPLIT = "the role is the command: segue prefill, segue decode or segue unified"
 _QUANT = "not here, because KV and weights have one type, which --dtype names"
@@ -104,8 +101,8 @@ FOREIGN = {
     "tp_size": _TP,
     "pipeline_parallel_size": _RANKS,
     "pp_size": _RANKS,
-    "data_parallel_size": _RANKS,
-    "dp_size": _RANKS,
+    "data_parallel_size": _DP,
+    "dp_size": _DP,
     "nnodes": _RANKS,
     "node_rank": _RANKS,
     "dist_init_addr": "instances find each other by --registry",
@@ -117,7 +114,7 @@ FOREIGN = {
     "disaggregation_transfer_backend": "--transport",
     "disaggregation_ib_device": "not here, because this version has no RDMA transport",
     "kv_transfer_config": f"--transport; {_SPLIT}",
-    "load_balance_method": "--policy of segue frontend and segue serve",
+    "load_balance_method": "--load-balance of segue prefill, or --policy of segue frontend and segue serve",
     # the door
     "ssl_keyfile": f"{_PLAIN}; --tls-key is between the parts",
     "ssl_certfile": f"{_PLAIN}; --tls-cert is between the parts",

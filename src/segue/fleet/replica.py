@@ -57,7 +57,7 @@ class Replica:
     @property
     def usable(self) -> bool:
         """May be given a new request."""
-        draining = self.record.draining or (self.load is not None and self.load.draining)
+        draining = self.where.draining or (self.load is not None and self.load.draining)
         return self.session is not None and self.listed and not draining
 
     def candidate(self) -> Candidate:

@@ -25,7 +25,7 @@ from segue.core.errors import (
 from segue.core.types import LeaderId, Role
 from segue.fleet.replica import Replica, Route
 from segue.fleet.settings import FleetSettings
-from segue.handoff.ticket import FOLLOW_BOOTSTRAP_ROOM
+from segue.handoff.dp_ranks import FOLLOW_BOOTSTRAP_ROOM
 
 #: Not a worker's fault, so nobody is avoided for it (lesson 11).
 _NOBODYS_FAULT = MISFITS | {ErrorCode.DRAINING, ErrorCode.DEADLINE_EXCEEDED}

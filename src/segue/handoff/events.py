@@ -31,11 +31,27 @@ class OpenSender:
 @dataclass(frozen=True, slots=True)
 class OpenReceiver:
     """Engine: a decode half begins. It is WAITING_FOR_INPUT once the session to
-    `transfer.prefill` is up (`PeerUp` seen, before or after this)."""
+    `transfer.prefill` is up (`PeerUp` seen, before or after this). `inferred` as in `Destination`.
+
+    Of an open transfer (`LeaderId.is_open`), which no `Exchange` knows, `hint` is the rank that the request
+    names, and with `force_query` the registry is asked where the rank could be inferred.
+    """
 
     transfer: TransferId
     prompt_tokens: int
     deadline: float
+    inferred: bool = False
+    hint: int | None = None
+    force_query: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceRoom:
+    """Engine: decode was not told that this hand-off is ours, and cannot infer it. Register the room, for
+    `ttl_s` seconds. For the caller of an `Exchange`, like `OpenReceiver` of an open transfer."""
+
+    transfer: TransferId
+    ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +183,21 @@ class FenceDone:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomFound:
+    """Registry: the answer to `AskRoom`; the room of this transfer is on `dp_rank` of our instance."""
+
+    transfer: TransferId
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Clock: `now` has reached `Exchange.next_deadline()`. For a machine: its deadline has passed."""
 
 
 Event = (
-    OpenSender
+    AnnounceRoom
+    | OpenSender
     | OpenReceiver
     | Publish
     | SendChunk
@@ -186,6 +211,7 @@ Event = (
     | WriteBroken
     | ChecksumReady
     | FenceDone
+    | RoomFound
     | Tick
 )
 
@@ -293,7 +319,35 @@ class Quarantined:
     pages: int
 
 
-Effect = Send | PostWrite | Relay | ComputeChecksum | Grant | Fence | Phase | Release | Quarantined
+@dataclass(frozen=True, slots=True)
+class AskRoom:
+    """Prefill: decode has inferred that this hand-off is ours, and we have no such request (yet). Ask the
+    registry whose room it is, until it answers (`RoomFound`), `timeout_s` have passed or `RoomSettled`."""
+
+    transfer: TransferId
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoomSettled:
+    """Prefill: the answer to `AskRoom` is not needed any more."""
+
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class Redirected:
+    """Decode: this hand-off ends because its room is on `dp_rank` of that instance. Comes before its
+    `Phase`."""
+
+    transfer: TransferId
+    dp_rank: int
+
+
+RoomEffect = AskRoom | RoomSettled | Redirected
+Effect = (
+    Send | PostWrite | Relay | ComputeChecksum | Grant | Fence | Phase | Release | Quarantined | RoomEffect
+)
 
 
 class Turn:

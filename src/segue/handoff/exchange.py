@@ -16,6 +16,7 @@ import msgspec
 from segue.core.errors import Internal, InvalidRequest, OutOfCapacity, SegueError, TransferFailed
 from segue.core.limits import Limits
 from segue.core.types import ChecksumMode, KVPoll, LeaderId, Role, TransferId
+from segue.handoff.dp_ranks import DpRanks
 from segue.handoff.events import (
     AbortTransfer,
     ChecksumReady,
@@ -31,6 +32,7 @@ from segue.handoff.events import (
     Phase,
     Publish,
     Received,
+    RoomFound,
     SendChunk,
     SendMetadata,
     Tick,
@@ -67,7 +69,8 @@ class Exchange:
     """All hand-offs of one leader.
 
     `origin` is how errors that begin here name this side (`prefill 3fa94c01 dp0`). `kv_checksum` is what a
-    sender's checksums cover; a receiver verifies whatever it is given. `handle` raises a
+    sender's checksums cover; a receiver verifies whatever it is given. `dp` are the ranks of this instance.
+    `handle` raises a
     `SegueError` for an illegal local event, and then nothing has changed; everything that a peer
     or the transport does wrong becomes the failure of one hand-off, or a count in `counters`.
     """
@@ -81,10 +84,11 @@ class Exchange:
         info: LeaderInfo,
         transport: str = "",
         kv_checksum: ChecksumMode = ChecksumMode.OFF,
+        dp: DpRanks | None = None,
     ) -> None:
         if role not in (Role.PREFILL, Role.DECODE):
             raise IllegalEvent(f"a {role} has no hand-offs")
-        self._local = LocalLeader(role, me, origin, limits, info, kv_checksum)
+        self._local = LocalLeader(role, me, origin, limits, info, kv_checksum, dp or DpRanks())
         self._transport = transport
         self._machines: dict[TransferId, Machine] = {}
         self._links: dict[LeaderId, PeerLink] = {}
@@ -116,6 +120,7 @@ class Exchange:
             ChecksumReady: self._of_rank,
             FenceDone: self._of_rank,
             Granted: self._of_rank,
+            RoomFound: self._tombstones.room_found,
             Tick: self._tick,
         }
 
@@ -219,6 +224,7 @@ class Exchange:
                 link,
                 event.prompt_tokens,
                 event.deadline,
+                isinstance(event, OpenReceiver) and event.inferred,
             )
         )
         self._machines[transfer] = machine

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from segue.core.errors import ErrorInfo, Internal, LayoutMismatch, PeerRefused, SegueError
 from segue.core.limits import Limits
 from segue.core.types import ChecksumMode, LeaderId, Role
+from segue.handoff.dp_ranks import DpRanks
 from segue.handoff.events import PeerUp
 from segue.handoff.messages import LeaderInfo
 from segue.layout.planner import PairPlan, plan_pair
@@ -22,6 +23,7 @@ class LocalLeader:
     limits: Limits
     info: LeaderInfo
     kv_checksum: ChecksumMode
+    dp: DpRanks = field(default_factory=DpRanks)
 
     def name_of(self, peer: LeaderId) -> str:
         """How errors name a peer."""

@@ -114,6 +114,7 @@ class MachineArgs:
     link: PeerLink | None
     prompt_tokens: int
     deadline: float
+    inferred: bool = False
 
 
 class Machine:

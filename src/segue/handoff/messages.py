@@ -38,7 +38,8 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt_tokens)` of the prompt in order; the bytes before `prefix_tokens` are already right.
 
     `epoch` was chosen by decode for this hand-off alone and every write carries it. `plan_hash`
-    is what decode computed from both layouts; prefill must compute the same.
+    is what decode computed from both layouts; prefill must compute the same. `inferred`: decode was not told
+    the DP rank of prefill by who placed the request; it may be another, and that is to be answered.
     """
 
     transfer: TransferId
@@ -49,6 +50,7 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pages: list[int]
     transport: str
     plan_hash: int
+    inferred: bool = False
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +60,8 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """P→D: another DP rank of this instance owns the room."""
+    """P→D: another DP rank of this instance owns the room. Answers a `Destination` that is `inferred`; the
+    rank that says so has written nothing and never will."""
 
     transfer: TransferId
     dp_rank: int

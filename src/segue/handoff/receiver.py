@@ -19,6 +19,7 @@ from segue.handoff.events import (
     Phase,
     Publish,
     Quarantined,
+    Redirected,
     Relay,
     Tick,
     WriteBroken,
@@ -64,10 +65,11 @@ class ReceiverMachine(Machine):
     """Publishes pages, tallies and verifies what lands in them, has it passed on to the ranks that hold the
     same, commits; or fails and waits for a proof."""
 
-    __slots__ = ("_granting", "_tally", "pages", "peer_done")
+    __slots__ = ("_granting", "_inferred", "_tally", "pages", "peer_done")
 
     def __init__(self, args: MachineArgs) -> None:
         super().__init__(args)
+        self._inferred = args.inferred
         self._tally: Tally | None = None
         self.pages: tuple[int, ...] = ()
         #: our ranks at which a write could not land yet
@@ -127,6 +129,7 @@ class ReceiverMachine(Machine):
             pages=list(self.pages),
             transport=self.transport,
             plan_hash=self.plan.hash(self.prompt_tokens, self.prefix_tokens, len(self.pages)),
+            inferred=self._inferred,
         )
         self.send(message)
 
@@ -156,7 +159,9 @@ class ReceiverMachine(Machine):
         self.peer_done = True
 
     def _moved(self, message: Moved) -> None:
+        """Whether to go there is not this hand-off's matter: it is over as soon as nobody writes for it."""
         text = f"the room belongs to DP rank {message.dp_rank} of this prefill instance"
+        self.emit(Redirected(self.transfer, message.dp_rank))
         self.end(self.problem(DpRankConflict, text), End.HERE)
 
     def _accepted(self, message: Accepted) -> None:

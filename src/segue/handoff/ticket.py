@@ -1,4 +1,4 @@
-"""Tickets: who may place a request, once, and which DP rank of prefill it goes to (never guessed)."""
+"""Tickets: who may place a request, once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.request import Ticket
-from segue.core.types import Incarnation
+from segue.core.types import OPEN_RANK, Incarnation
 
 _DOMAIN = b"segue ticket 2\0"
 _KEY_BYTES = 16
-
-#: What `InstanceRecord.load_balance` says when prefill places by `room % dp_size`.
-FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
 
 
 def sign(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:
@@ -48,7 +45,7 @@ def verify(
     """
     if not 1 <= ticket.room < 2**64 or not 0 <= ticket.attempt < 2**16:
         raise InvalidRequest(f"no such room or attempt: {ticket.room:#x}, {ticket.attempt:#x}"[:200])
-    if not all(0 <= place.dp_rank < 2**32 for place in (ticket.prefill, ticket.decode)):
+    if not (OPEN_RANK <= ticket.prefill.dp_rank < 2**32 and 0 <= ticket.decode.dp_rank < 2**32):
         raise DpRankOutOfRange("no such DP rank as the ticket names", room=ticket.room)
     if not hmac.compare_digest(ticket.signature, _signature(ticket, secret, origin)):
         raise Unauthorized(
@@ -121,36 +118,3 @@ class SpentTickets:
 def _key(ticket: Ticket) -> bytes:
     fields = (ticket.room, ticket.attempt, ticket.prefill, ticket.decode)
     return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=_KEY_BYTES).digest()
-
-
-def resolve_prefill_dp_rank(
-    *,
-    room: int,
-    dp_size: int,
-    load_balance: str,
-    force_query: bool,
-    ticket_rank: int | None = None,
-    request_rank: int | None = None,
-) -> int | None:
-    """Which DP rank of prefill owns `room`; None if only the bootstrap registry knows it.
-
-    In this order: the ticket; the request (`disagg_prefill_dp_rank`); the only rank there is;
-    `room % dp_size` if prefill declares that it follows the room and `force_query`
-    (`force_query_prefill_dp_rank`) is off; else the registry. Raises DpRankOutOfRange for a named
-    rank that does not exist.
-    """
-    if dp_size < 1:
-        raise InvalidRequest(f"prefill declares {dp_size} DP ranks")
-    for source, rank in (("the ticket", ticket_rank), ("disagg_prefill_dp_rank", request_rank)):
-        if rank is None:
-            continue
-        if not 0 <= rank < dp_size:
-            raise DpRankOutOfRange(
-                f"{source} names DP rank {rank}, prefill has ranks 0 to {dp_size - 1}", room=room
-            )
-        return rank
-    if dp_size == 1:
-        return 0
-    if load_balance == FOLLOW_BOOTSTRAP_ROOM and not force_query:
-        return room % dp_size
-    return None

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 
 from segue.core.errors import ErrorInfo, OutOfCapacity, TransferFailed
 from segue.core.types import KVPoll, LeaderId, Role, TransferId
-from segue.handoff.events import Phase, Received, Release, Send, Turn
+from segue.handoff.dp_ranks import REDIRECT, conflict
+from segue.handoff.events import (
+    AskRoom,
+    Phase,
+    Received,
+    Release,
+    RoomFound,
+    RoomSettled,
+    Send,
+    Turn,
+)
 from segue.handoff.link import LocalLeader, PeerLink
 from segue.handoff.machine import Machine
-from segue.handoff.messages import Abort, Committed, Destination, Drained, Failed, Gone
+from segue.handoff.messages import Abort, Committed, Destination, Drained, Failed, Gone, Moved
 from segue.handoff.timers import Deadlines, Timer
 
 #: Messages about something unknown that get no answer, so that two sides never ping-pong.
@@ -64,7 +74,12 @@ class Tombstones:
         parked = self.parked.pop(transfer, None)
         if parked is not None:
             self._deadlines.cancel(parked.timer)
+            self._settled(parked)
         return parked
+
+    def _settled(self, parked: ParkedDestination) -> None:
+        if parked.destination.inferred:
+            self._turn.emit(RoomSettled(parked.destination.transfer))
 
     def over_before_it_began(self, transfer: TransferId) -> bool:
         """True if the peer ended this hand-off before we opened it: it fails at once."""
@@ -107,6 +122,21 @@ class Tombstones:
         timer = Timer(message.transfer, self._turn.now + min(budget_s, limits.request_budget_s))
         self.parked[message.transfer] = ParkedDestination(link.peer, message, timer)
         self._deadlines.add(timer)
+        if message.inferred:
+            self._turn.emit(AskRoom(message.transfer, timer.at - self._turn.now))
+
+    def room_found(self, event: RoomFound) -> None:
+        """The request that a destination waits for is on another rank of our instance: decode is sent there,
+        or its half ends as that rank's has (`DpRanks.on_conflict`)."""
+        parked, transfer = self.parked.get(event.transfer), event.transfer
+        if parked is None or event.dp_rank == self._local.me.dp_rank:
+            return
+        found = conflict(transfer.room, event.dp_rank, self._local.me.dp_rank)
+        error = self._record(found.info, transfer, parked.peer)
+        self._end_parked(transfer, error)
+        moved = self._local.dp.on_conflict == REDIRECT
+        word = Moved(transfer, event.dp_rank) if moved else Failed(transfer, error)
+        self._turn.emit(Send(parked.peer, word))
 
     def _received_parked(self, event: Received) -> None:
         message, transfer = event.message, event.message.transfer
@@ -151,6 +181,7 @@ class Tombstones:
     def _end_parked(self, transfer: TransferId, error: ErrorInfo) -> None:
         parked = self.parked.pop(transfer)
         self._deadlines.cancel(parked.timer)
+        self._settled(parked)
         self._add_unopened(transfer, error, parked.timer.at)
 
     def _aborted(self, transfer: TransferId, peer: LeaderId) -> ErrorInfo:
@@ -194,5 +225,6 @@ class Tombstones:
         parked, ended = self.parked.get(timer.transfer), self.ended.get(timer.transfer)
         if parked is not None and parked.timer is timer:
             del self.parked[timer.transfer]
+            self._settled(parked)
         elif ended is not None and ended.timer is timer:
             del self.ended[timer.transfer]

@@ -11,6 +11,7 @@ from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, LeaderId
 from segue.engine.base import ModelInfo
+from segue.handoff.dp_ranks import DpRanks
 from segue.handoff.ticket import SpentTickets, verify
 from segue.roles.request_state import RequestKey, RequestState
 
@@ -18,13 +19,15 @@ from segue.roles.request_state import RequestKey, RequestState
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """`me` is the leader that tickets must name, `name` what errors call it. A step computes at most
-    `chunk_tokens` tokens of prompts. Tickets are signed with `secret`, or not at all if it is empty."""
+    `chunk_tokens` tokens of prompts. Tickets are signed with `secret`, or not at all if it is empty. `dp` are
+    the DP ranks of our instance."""
 
     me: LeaderId
     name: str
     limits: Limits = field(default_factory=Limits)
     chunk_tokens: int = 512
     secret: bytes = b""
+    dp: DpRanks = field(default_factory=DpRanks)
 
 
 class Admission:

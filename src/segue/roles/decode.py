@@ -43,7 +43,13 @@ class DecodeScheduler(Scheduler):
         receiver = self.handoffs.receiver(state.transfer)
         self.table[state.transfer] = RoleTransfer(state, receiver)
         state.enter("reserve", now)
-        receiver.init(len(state.prompt), state.deadline - now)
+        hints = state.request.ranks
+        receiver.init(
+            len(state.prompt),
+            state.deadline - now,
+            prefill_dp_rank=hints.disagg_prefill_dp_rank,
+            force_query=hints.force_query_prefill_dp_rank,
+        )
         self.preallocation.append(state)
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:

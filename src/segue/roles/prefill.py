@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from segue.conn.handles import Change, KVSender
 from segue.core.errors import ErrorCode, ErrorInfo, Internal, InvalidRequest
-from segue.core.types import KVPoll, Span, TransferId
+from segue.core.types import OPEN_RANK, KVPoll, LeaderId, Span, TransferId
 from segue.engine.base import Engine, SequenceResult, SequenceStep
 from segue.engine.pages import PagePool
 from segue.handoff import events
+from segue.handoff.dp_ranks import FAIL, conflict
 from segue.handoff.messages import Metadata
 from segue.roles.admission import SchedulerConfig
 from segue.roles.handoffs import Handoffs, RoleTransfer, check_free
@@ -45,13 +46,30 @@ class PrefillScheduler(Scheduler):
     # ---- admission ----------------------------------------------------------------------------
 
     def _admit(self, state: RequestState, now: float) -> None:
-        if state.ticket.prefill != self.config.me:
+        me, named = self.config.me, state.ticket.prefill
+        if named not in (me, LeaderId(me.incarnation, OPEN_RANK)):
             raise InvalidRequest("the ticket names another prefill replica")
+        state.ticket = replace(state.ticket, prefill=me)
         check_free(self.table, state)
+        looked_for = self._looked_for(state, named)
         sender = self.handoffs.sender(state.transfer)
         self.table[state.transfer] = RoleTransfer(state, sender)
         state.enter("bootstrap", now)
         sender.init(len(state.prompt), state.deadline - now)
+        if named.is_open and looked_for != me.dp_rank:
+            sender.announce(state.deadline - now)
+        if looked_for not in (None, me.dp_rank) and self.config.dp.on_conflict == FAIL:
+            raise conflict(state.ticket.room, me.dp_rank, looked_for)
+
+    def _looked_for(self, state: RequestState, named: LeaderId) -> int | None:
+        """On which of our ranks decode looks for this request without the registry, or our own rule puts it.
+        None if neither names one. Raises DpRankOutOfRange for a hint that names no rank."""
+        dp, room, hints = self.config.dp, state.ticket.room, state.request.ranks
+        if not named.is_open:
+            return dp.follows(room)
+        if hints.force_query_prefill_dp_rank:
+            dp = replace(dp, force_query=True)
+        return dp.inferred(room, hints.disagg_prefill_dp_rank)
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
         self.queue.remove(state)

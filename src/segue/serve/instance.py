@@ -27,7 +27,7 @@ from segue.conn.manager import KVManager
 from segue.conn.rank import local_rank
 from segue.core.config import InstanceConfig
 from segue.core.errors import SegueError
-from segue.core.types import LeaderId, Role, new_incarnation
+from segue.core.types import Incarnation, LeaderId, Role, new_incarnation
 from segue.engine.base import Engine
 from segue.engine.pages import PagePool
 from segue.roles.admission import SchedulerConfig
@@ -39,7 +39,7 @@ from segue.serve.control import FrontendSessions
 from segue.serve.gc import frozen_imports
 from segue.serve.http import InstanceStatus, start_http
 from segue.serve.integrity import instance_state
-from segue.serve.kv import kv_config, session_config, usable_transports
+from segue.serve.kv import dp_ranks, kv_config, session_config, usable_transports
 from segue.serve.leader import Abandon, Drain, Leader
 from segue.serve.rank_process import SWITCH_INTERVAL_S
 from segue.serve.registry import follow_prefill, wait_for_registry
@@ -56,9 +56,9 @@ log = logging.getLogger("segue.instance")
 class Instance:
     """One leader of one instance, on any engine. `start`, then `run` on the main thread, `close`.
 
-    `me` names the leader, `dp_size` how many leaders its instance has. Each has a process of its own, with an
-    engine, a pool, sessions and an entry in the registry. By default it is the only one, newly named.
-    `workers` are its other ranks, if it has any; it ends them.
+    `me` names the leader. Each leader of an instance (`config.dp`) has a process of its own, with an engine,
+    a pool, sessions and an entry in the registry. By default it is the one that `config` names, or the only
+    one. `workers` are its other ranks, if it has any; it ends them.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class Instance:
         memory: Memory,
         *,
         me: LeaderId | None = None,
-        dp_size: int = 1,
         workers: Workers | None = None,
     ) -> None:
         self.config = config
@@ -76,8 +75,8 @@ class Instance:
         self.limits = config.limit.limits()
         self.tls = tls.from_config(config.tls, config.peer_host)
         self.frontends = FrontendSessions()
-        self.me = me or LeaderId(new_incarnation())
-        self.dp_size = dp_size
+        self.me = me or LeaderId(Incarnation(config.incarnation or new_incarnation()), config.dp_rank or 0)
+        self.dp = dp_ranks(config)
         self.model = f"{engine.info.fingerprint}/{engine.info.dtype}"
         pool = PagePool(engine.spec.pages, engine.spec.page_tokens)
         scheduling = SchedulerConfig(
@@ -86,6 +85,7 @@ class Instance:
             limits=self.limits,
             chunk_tokens=config.engine.chunk_tokens,
             secret=config.secret,
+            dp=self.dp,
         )
         frontends = {Role.FRONTEND: self.frontends}
         self.workers = workers
@@ -124,7 +124,6 @@ class Instance:
             spec=self.engine.spec,
             transports=names,
             tls=self.tls,
-            dp_size=self.dp_size,
         )
         if workers is None:
             return KVManager(kv, memory, self._changed, others=others)
@@ -162,6 +161,8 @@ class Instance:
             config.registry_url, secret=secret, limits=self.limits, on_error=_registry_trouble, tls=self.tls
         )
         self._registry = registry
+        if self.manager is not None:
+            self.manager.open_ranks.registry = registry
         self._stack.push_async_callback(registry.aclose)
         await registry.register(self._record())
         self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
@@ -182,8 +183,9 @@ class Instance:
                 "served_model_name": config.served_model,
                 "incarnation": self.me.incarnation,
                 "tp_size": config.tp,
-                "dp_size": self.dp_size,
-                "load_balance_method": "round_robin",
+                "dp_size": self.dp.size,
+                "dp_rank": self.me.dp_rank,
+                "load_balance_method": self.dp.load_balance,
             },
             load=lambda: self.frontends.load,
             counts=dict if manager is None else manager.sizes,
@@ -202,8 +204,9 @@ class Instance:
             # What every request gets that is accepted: no sequence is longer than the pool.
             context_tokens=self.scheduler.admission.room_tokens,
             source=self.config.model,
-            dp_size=self.dp_size,
+            dp_size=self.dp.size,
             tp_size=self.config.tp,
+            load_balance=self.dp.load_balance,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.config.peer_host, port=port)],
         )
 

@@ -9,6 +9,7 @@ from segue.conn.config import KVConfig, SessionConfig
 from segue.core.config import InstanceConfig
 from segue.core.errors import ConfigError
 from segue.core.types import ChecksumMode, LeaderId
+from segue.handoff.dp_ranks import DpRanks
 from segue.layout.spec import PoolSpec
 from segue.session.tls import Tls
 from segue.transport.kinds import KINDS, OK
@@ -32,6 +33,16 @@ def session_config(config: InstanceConfig, me: LeaderId, tls: Tls | None) -> Ses
     )
 
 
+def dp_ranks(config: InstanceConfig) -> DpRanks:
+    """The DP ranks of the instance."""
+    return DpRanks(
+        size=config.dp,
+        load_balance=config.load_balance,
+        force_query=config.force_query_prefill_dp_rank,
+        on_conflict=config.dp_rank_conflict,
+    )
+
+
 def kv_config(
     config: InstanceConfig,
     me: LeaderId,
@@ -40,7 +51,6 @@ def kv_config(
     spec: PoolSpec,
     transports: Sequence[str],
     tls: Tls | None,
-    dp_size: int = 1,
     rank: int = 0,
 ) -> KVConfig:
     """What rank `rank` of the leader `me` hands over. A port that is given is that of rank 0; each rank has
@@ -54,7 +64,7 @@ def kv_config(
         transports=transports,
         transport_port=config.data_port + rank if config.data_port else 0,
         advertise_transport_port=None if advertised is None else advertised + rank,
-        dp_size=dp_size,
+        dp=dp_ranks(config),
         kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
     )
 

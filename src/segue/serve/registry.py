@@ -12,12 +12,14 @@ from collections.abc import Iterator
 
 from segue.bootstrap.arrival import arrival
 from segue.bootstrap.client import InstanceWatch
-from segue.bootstrap.records import ReplicaRecord
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import serve as serve_registry
 from segue.conn.io import IoThread
 from segue.conn.manager import KVManager
+from segue.conn.open_ranks import PrefillInstance
 from segue.core.config import InstanceConfig
 from segue.core.types import LeaderId, Role
+from segue.handoff.dp_ranks import DpRanks
 from segue.session.tls import Tls, from_config
 
 log = logging.getLogger("segue.instance")
@@ -77,10 +79,17 @@ async def wait_for_registry(config: InstanceConfig, tls: Tls | None, stop: async
     )
 
 
+def _prefill(record: InstanceRecord) -> PrefillInstance:
+    dp = DpRanks(size=record.dp_size, load_balance=record.load_balance)
+    return PrefillInstance(dp, frozenset(replica.dp_rank for replica in record.replicas))
+
+
 async def follow_prefill(registry: InstanceWatch, manager: KVManager) -> None:
-    """Keep a session to every prefill leader that the registry names, and to no other host; for ever."""
+    """Keep a session to every prefill leader that the registry names, and to no other host; for ever.
+    Hand-offs whose prefill rank is open are looked at again with each change."""
     known: dict[LeaderId, ReplicaRecord] = {}
     async for records in registry.watch(Role.PREFILL):
+        manager.open_ranks.instances({record.incarnation: _prefill(record) for record in records})
         now = {leader: where for record in records for leader, where in record.leaders()}
         for leader in [leader for leader in known if leader not in now]:
             manager.remove_peer(leader)

@@ -274,7 +274,7 @@ class FleetWire:
         """Those that may be asked, by what was said here and by what the registry says."""
         replicas = self._front.fleet.membership.replicas
         found = [replicas[leader] for leader in self.open if leader in replicas]
-        return [r for r in found if r.listed and not r.record.draining and r.leader not in self._draining]
+        return [r for r in found if r.listed and not r.where.draining and r.leader not in self._draining]
 
     def pairs(self) -> list[tuple[Replica, Replica]]:
         """The pairs that could serve a request, as far as anybody knows; a unified one is both halves."""

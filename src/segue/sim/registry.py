@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceRecord
+from segue.bootstrap.records import InstanceRecord, Registered
 from segue.bootstrap.server import RegistryServer, assemble
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import AwakeClock
@@ -81,7 +81,7 @@ class CheckedStore(RegistryStore):
         self._heard_at: dict[tuple[Incarnation, int], float] = {}
         super().__init__(**options)
 
-    def register(self, record: InstanceRecord, dp_rank: int) -> None:
+    def register(self, record: InstanceRecord, dp_rank: int) -> Registered:
         """As production. But whoever knows the secret is believed about somebody whom this registry does not
         know, and no guest is to harm anybody: what is not true is refused then, as it is otherwise."""
         self.expire()
@@ -93,13 +93,14 @@ class CheckedStore(RegistryStore):
             honest = process.alive and record == process.record()
             if not honest:
                 raise DpRankConflict(f"a guest speaks of {process.name}, whom nobody knows here")
-        super().register(record, dp_rank)
+        answer = super().register(record, dp_rank)
         world = self.deployment.world
         self._heard_at[record.incarnation, dp_rank] = world.now
         if isinstance(process, LeaderNode):
             true = process.record()
-            if structs.replace(record, draining=False) != true:
+            if structs.replace(record, draining=False, complete=False) != true:
                 self._wrong(f"took {record} for {process.name}, which is {true}")
+        return answer
 
     def expire(self) -> None:
         """As production."""
@@ -387,13 +388,6 @@ class Registry:
             return
         if code in (ErrorCode.PEER_REFUSED, ErrorCode.UNAUTHORIZED) and self.spoiled:
             return  # somebody else answered in its place
-        assert isinstance(node, LeaderNode)
-        others = self.deployment.leaders_of(node)
-        if code is ErrorCode.PEER_RESTARTED and not all(other.alive for other in others):
-            return  # somebody listens where another leader of its incarnation did, which is over with that
-        silent = self.node is None or not self.node.store.heard_of(node.me)
-        if code is ErrorCode.DRAINING and any(self.members[other].left for other in others) and silent:
-            return  # another leader has left, and the rest of them were not heard of any more
         told = f"{what} of {node.name} was told that it is over: {error}"
         self.world.fail(Violation("registry", told))
 
@@ -433,16 +427,18 @@ class Registry:
                 if record is not None and now - process.died_at > SETTLED_S:
                     self._wrong(watcher, f"still believes in {process.name}, dead since {process.died_at}")
                 continue
-            # An instance is listed while all of its leaders are.
+            # An instance is listed once all of its leaders are there.
             leaders = self.deployment.leaders_of(process)
             if len(leaders) < process.spec.dp_size or not all(self._is_there(node, now) for node in leaders):
                 continue
             if record is None:
                 self._wrong(watcher, f"does not know of {process.name}")
-            elif process.draining_since is None:
-                if record.draining and not any(node.draining for node in leaders):
+                continue
+            drains = dict(record.leaders())[process.me].draining
+            if process.draining_since is None:
+                if drains:
                     self._wrong(watcher, f"believes that {process.name} drains")
-            elif not record.draining and now - process.draining_since > SETTLED_S:
+            elif not drains and now - process.draining_since > SETTLED_S:
                 self._wrong(watcher, f"does not know that {process.name} drains")
 
     def _is_there(self, process: LeaderNode, now: float) -> bool:

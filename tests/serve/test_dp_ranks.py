@@ -1,0 +1,122 @@
+"""`--dp N`: the leaders of one instance as processes of one incarnation; processes that hold no model."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import supervised
+
+from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.core.settings import argv
+from segue.core.types import Role
+from segue.serve.children import Console
+from segue.serve.dp_ranks import RankProcesses
+from segue.serve.process_tree import ServeResult
+
+FAST = LimitsConfig(drain_s=0.1)
+
+
+def run(
+    journal: Path,
+    announce: Callable[[RankProcesses, str], None] = lambda ranks, _: ranks.stop(),
+    behaviours: Mapping[str, str] | None = None,
+) -> ServeResult:
+    made: list[RankProcesses] = []
+
+    def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+        assert isinstance(config, InstanceConfig)
+        name = f"{config.label}.dp{config.dp_rank}"
+        return [sys.executable, str(supervised.FAKE), str(journal), name, (behaviours or {}).get(name, "ok")]
+
+    async def main() -> ServeResult:
+        config = InstanceConfig(model="m", registry="http://127.0.0.1:9", dp=3, limit=FAST)
+        ranks = RankProcesses(
+            config, command, lambda urls: announce(ranks, urls), console=Console(io.StringIO())
+        )
+        made.append(ranks)
+        return await ranks.run()
+
+    outcome = asyncio.run(main())
+    assert not any(child.alive for child in made[0].children)
+    return outcome
+
+
+def left(journal: Path) -> list[str]:
+    return sorted(re.findall(r"^(\S+) left$", journal.read_text(), re.MULTILINE))
+
+
+ALL = ["prefill.dp0", "prefill.dp1", "prefill.dp2"]
+
+
+def test_it_is_ready_when_all_ranks_are_and_drains_them_all(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def announce(ranks: RankProcesses, urls: str) -> None:
+        said.append(urls)
+        ranks.stop()
+
+    assert run(tmp_path / "j", announce) == ServeResult(0)
+    assert said == [",,"], "one address for each, and no model here that had one"
+    assert left(tmp_path / "j") == ALL
+
+
+def kill(ranks: RankProcesses, *which: int) -> None:
+    for rank in which:
+        os.kill(ranks.children[rank].process.pid, signal.SIGKILL)
+
+
+def test_when_one_dies_the_others_go_on_and_the_end_is_no_clean_one(tmp_path: Path) -> None:
+    def announce(ranks: RankProcesses, urls: str) -> None:
+        kill(ranks, 1)
+        ranks.children[1].exited.add_done_callback(lambda _: ranks.stop())
+
+    outcome = run(tmp_path / "j", announce)
+    assert outcome.status == 1
+    assert "prefill.dp1 (signal 9 (SIGKILL))" in outcome.reason
+    assert left(tmp_path / "j") == ["prefill.dp0", "prefill.dp2"]
+
+
+def test_it_ends_when_all_have_died(tmp_path: Path) -> None:
+    outcome = run(tmp_path / "j", lambda ranks, _: kill(ranks, 0, 1, 2))
+    assert outcome == ServeResult(1, "nothing can serve any more: no prefill is left")
+
+
+@pytest.mark.parametrize(("behaviour", "status"), [("refuse", 2), ("crash", 1)])
+def test_a_rank_that_cannot_start_ends_all(tmp_path: Path, behaviour: str, status: int) -> None:
+    outcome = run(tmp_path / "j", behaviours={"prefill.dp2": behaviour})
+    assert outcome.status == status
+    assert outcome.reason.startswith("prefill.dp2")
+
+
+def test_the_ranks_of_a_deployment_are_children_of_its_supervisor(tmp_path: Path) -> None:
+    async def child_specs() -> list[tuple[str, InstanceConfig]]:
+        seen: list[InstanceConfig | FrontendConfig] = []
+        supervisor = supervised.make(tmp_path / "j", lambda *_: None, prefill=2, prefill_dp=2, decode_dp=2)
+        supervisor._command = lambda role, config: seen.append(config) or argv(config)
+        planned = supervisor.child_specs("http://127.0.0.1:9", 77, 78)
+        return [
+            (spec.name, config)
+            for spec, config in zip(planned, seen, strict=True)
+            if isinstance(config, InstanceConfig)
+        ]
+
+    made = asyncio.run(child_specs())
+    assert [name for name, _ in made] == [
+        "prefill-0.dp0",
+        "prefill-0.dp1",
+        "prefill-1.dp0",
+        "prefill-1.dp1",
+        "decode-0.dp0",
+        "decode-0.dp1",
+    ]
+    assert [config.dp_rank for _, config in made] == [0, 1] * 3
+    incarnations = [config.incarnation for _, config in made]
+    assert [incarnations.index(one) for one in incarnations] == [0, 0, 2, 2, 4, 4]
