@@ -444,7 +444,7 @@ class StoreModel(RuleBasedStateMachine):
         self._deserted(who)
 
     def _deserted(self, who: Incarnation) -> None:
-        """Whose last rank has left is forgotten, with those that were silent."""
+        """Of whom no rank is heard any more is forgotten, with those that were silent before."""
         if who not in self.alive():
             self.alive_until = {a: t for a, t in self.alive_until.items() if a.incarnation != who}
             if who == A:
@@ -454,8 +454,8 @@ class StoreModel(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.owners = {r: (d, t) for r, (d, t) in self.owners.items() if t > self.clock.now()}
-        if A not in self.alive():
-            self.owners.clear()
+        for who in (A, B, C):
+            self._deserted(who)
 
     @precondition(lambda self: A in self.alive())
     @rule(number=st.integers(1, 4), dp_rank=st.integers(0, 2))

@@ -149,6 +149,9 @@ def broken(rig: Rig, kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> events
         case "Quarantined":
             rig.breaks_change = kind
             return events.Quarantined(one, 1)
+        case "AskRoom" | "RoomSettled" | "Redirected":
+            monkeypatch.setattr(rig.manager.open_ranks, "carry_out", bug)
+            return kind(one, 1) if kind is not events.RoomSettled else kind(one)
         case _:
             raise AssertionError(f"no way to break {kind.__name__} yet")
 

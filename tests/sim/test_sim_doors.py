@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from segue.bootstrap import store
-from segue.bootstrap.records import InstanceList, InstanceRecord
+from segue.bootstrap.records import InstanceList, InstanceRecord, Registered
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter
 from segue.core.errors import PeerRestarted
@@ -146,10 +146,11 @@ def test_a_registry_that_forgets_too_early_is_found_out(monkeypatch: pytest.Monk
     normal = RegistryStore.register
 
     def hasty(self: RegistryStore, record: InstanceRecord, dp_rank: int) -> Registered:
-        return normal(self, record, dp_rank)
+        answer = normal(self, record, dp_rank)
         rank = self._entries[record.incarnation].ranks[dp_rank]
         rank.expires_at -= 0.8 * TTL_S
         self._expect_expiry(rank.expires_at, LeaderId(record.incarnation, dp_rank))
+        return answer
 
     monkeypatch.setattr(RegistryStore, "register", hasty)
     outcome = run_scenario(calm(1))
