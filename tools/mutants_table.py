@@ -976,7 +976,7 @@ MUTANTS = (
     Mutant(
         "one leader that leaves says it for all",
         "bootstrap/store.py",
-        "        if not any(rank.alive for rank in entry.ranks.values()):\n            self._remove(leader",
+        "        if entry.deserted:\n            self._remove(leader",
         "        if True:\n            self._remove(leader",
         "an instance leaves as a whole",
     ),
