@@ -1,7 +1,7 @@
 # ruff: noqa: T201
 """Sabotages derived from the syntax tree of the production code, drawn by a seed: does any check notice?
 
-    .venv/bin/python tools/sabotage.py --seed 1 --count 200 [--rooms handoff conn …] [--jobs N] [--json FILE]
+    .venv/bin/python tools/sabotage.py --seed 1 --count 200 [--lot N] [--rooms handoff conn …] [--jobs N]
 
 `sabotages.py` lists every sabotage that its operators can make in the chosen rooms; the seed draws some of
 them. Each is applied to a temporary copy of `src`; the working tree is never touched. It is caught by the
@@ -9,8 +9,11 @@ first of these that fails or does not end:
 
 1. the tests of the room's folders that execute the changed lines, quickest first (known from one recorded
    run, kept in `.cache/sabotage/` until a test or a source file changes);
-2. all tests of the room's folders;
+2. all tests of the room's folders, unless all that execute these lines have run;
 3. the simulator, `--sim-seeds` seeds.
+
+Each verdict is a line of `--results`, and what is judged there is not judged again: a run can be ended at any
+moment and go on later, `--lot` sabotages at a time. A change elsewhere in the code changes no draw.
 
 A survivor is a missing check, or it changes nothing that anybody could see: `sabotages_harmless.txt` has
 those, with the reason. Exit status 1 if fewer than `--least` percent are caught, harmless ones left out.
@@ -22,7 +25,6 @@ import argparse
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -124,8 +126,9 @@ class Recorded:
         self._lines: dict[str, dict[str, list[int]]] = known["lines"]
         self._names: list[str] = known["names"]
 
-    def of(self, file: str, lines: Iterable[int]) -> list[str]:
-        """Tests that execute one of `lines` of `file`, quickest first, a minute of them at most."""
+    def of(self, file: str, lines: Iterable[int]) -> tuple[list[str], bool]:
+        """Tests that execute one of `lines` of `file`, quickest first, a minute of them at most; and whether
+        that is all there are."""
         numbered = self._lines.get(file, {})
         hit = {self._names[n] for line in lines for n in numbered.get(str(line), ())}
         chosen: list[str] = []
@@ -135,7 +138,7 @@ class Recorded:
             if budget_s < 0 or len(chosen) == 400:
                 break
             chosen.append(name)
-        return chosen
+        return chosen, len(chosen) == len(hit) > 0
 
 
 def _tests(folder: str) -> list[Path]:
@@ -150,12 +153,12 @@ def judge(sabotage: Sabotage, recorded: Recorded, sim_seeds: int) -> Verdict:
         shutil.copytree(ROOT / "src", source)
         target = source / "segue" / sabotage.file
         target.write_text(sabotage.apply(target.read_text()))
-        names = recorded.of(sabotage.file, sabotage.lines)
+        names, all_of_them = recorded.of(sabotage.file, sabotage.lines)
         if names:
             status, said = run([*PYTEST, "-x", *names], source, 240)
             if status != 0:
                 return Verdict("test", _failed(status, said))
-        if recorded.folders:
+        if recorded.folders and not all_of_them:
             seconds = sum(recorded.seconds.values())
             status, said = run([*PYTEST, "-x", *recorded.folders], source, 120 + 4 * seconds)
             if status != 0:
@@ -179,14 +182,22 @@ def _failed(status: int, said: str) -> str:
 
 
 def draw(rooms: Sequence[str], seed: int, count: int, only: str) -> list[tuple[str, Sabotage]]:
-    """`count` of all sabotages of `rooms`, each as likely as every other."""
+    """`count` of all sabotages of `rooms`, each as likely as every other, by their names alone."""
     found: list[tuple[str, Sabotage]] = []
     for room in rooms:
         for path in files_of(room):
             name = str(path.relative_to(ROOT / "src" / "segue"))
             found += [(room, s) for s in sabotages(name, path.read_text()) if only in s.name]
-    random.Random(seed).shuffle(found)
+    found.sort(key=lambda drawn: hashlib.sha256(f"{seed} {drawn[1].name}".encode()).digest())
     return found[:count]
+
+
+def judged(results: Path) -> dict[str, dict[str, str]]:
+    """The verdicts so far, by the name of the sabotage; the last one of each."""
+    if not results.exists():
+        return {}
+    records = [json.loads(line) for line in results.read_text().split("\n") if line]
+    return {record["name"]: record for record in records}
 
 
 def harmless() -> dict[str, str]:
@@ -207,37 +218,38 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=90.0, help="percent that must be caught")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="only name them")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--results", type=Path, help="default: bench/results/sabotage-SEED.jsonl")
+    parser.add_argument("--lot", type=int, default=10**6, help="how many to judge now")
     args = parser.parse_args()
     drawn = draw([r for r in args.rooms if files_of(r)], args.seed, args.count, args.only)
     if args.list:
         for _, sabotage in drawn:
             print(sabotage.name, "|", sabotage.change)
         return 0
-    recorded = {room: Recorded(room) for room in sorted({room for room, _ in drawn})}
-    reasons = harmless()
-    lock = threading.Lock()
-    report: list[dict[str, object]] = []
+    results: Path = args.results or ROOT / "bench" / "results" / f"sabotage-{args.seed}.jsonl"
+    known, lock = judged(results), threading.Lock()
+    lot = [(room, s) for room, s in drawn if s.name not in known][: args.lot]
+    recorded = {room: Recorded(room) for room in sorted({room for room, _ in lot})}
 
-    def work(room: str, sabotage: Sabotage) -> Verdict:
+    def work(room: str, sabotage: Sabotage) -> None:
         verdict = judge(sabotage, recorded[room], args.sim_seeds)
-        if verdict.by == "survived" and sabotage.name in reasons:
-            verdict = Verdict("harmless", reasons[sabotage.name])
-        with lock:
-            report.append({"room": room, **asdict(sabotage), **asdict(verdict)})
+        record = {"name": sabotage.name, "room": room, "change": sabotage.change, **asdict(verdict)}
+        with lock, results.open("a") as file:
+            file.write(json.dumps(record) + "\n")
             print(f"{verdict.by:<9}{sabotage.name} | {sabotage.change} | {verdict.text}", flush=True)
-        return verdict
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        verdicts = list(pool.map(lambda pair: work(*pair), drawn))
-    by = Counter(v.by for v in verdicts)
+        list(pool.map(lambda pair: work(*pair), lot))
+    known, reasons = judged(results), harmless()
+    verdicts = [(s, known[s.name]["by"]) for _, s in drawn if s.name in known]
+    left = [s for s, by in verdicts if by == "survived" and s.name not in reasons]
+    by = Counter("harmless" if by == "survived" and s not in left else by for s, by in verdicts)
     counted = len(verdicts) - by["harmless"]
-    caught = counted - by["survived"]
-    percent = 100.0 * caught / max(1, counted)
-    print(f"seed {args.seed}: {caught} of {counted} caught ({percent:.1f} %): {dict(by)}")
-    if args.json:
-        summary = {"seed": args.seed, "count": args.count, "rooms": args.rooms, "by": dict(by)}
-        args.json.write_text(json.dumps({**summary, "sabotages": report}, indent=1) + "\n")
+    percent = 100.0 * (counted - len(left)) / max(1, counted)
+    print(f"seed {args.seed}: {counted - len(left)} of {counted} caught ({percent:.1f} %): {dict(by)}")
+    print(f"{len(verdicts)} of {len(drawn)} judged")
+    for survivor in left:
+        print(f"survived: {survivor.name} | {survivor.change}")
     return 0 if percent >= args.least else 1
 
 

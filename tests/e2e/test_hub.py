@@ -46,11 +46,11 @@ def test_a_name_of_the_hub_is_served_under_that_name(hub: hub_server.Hub, tmp_pa
         assert "segue: download tiny" in served.log()
         assert served.stop() == 0
     text = answer.json()["choices"][0]["text"]
-    # Offline, by --model, with another name and revision: the same model.
+    # Offline, by --model, with another name and revision, in one process for both halves: the same model.
     commit = hub.repositories[NAME].refs["main"]
     more = ("--model", NAME, "--revision", commit, "--served-model-name", "mine")
     with Served(
-        *more, *SMALL, "--port", "0", environ=environ(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"}
+        *more, *SMALL, "--unified", "--port", "0", environ=environ(hub, tmp_path) | {"HF_HUB_OFFLINE": "1"}
     ) as again:
         assert ask(again.url, NAME).status_code == 404
         assert ask(again.url, "mine").json()["choices"][0]["text"] == text

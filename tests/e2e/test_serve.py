@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import openai
@@ -58,15 +59,15 @@ def prompts() -> list[list[int]]:
 SHORT = drawn(1, 2, 15, 16, 17, 18, 31, 32, 33, 48, 63, 64, 65, 100, 129, 200)
 
 
-def generated(asked: list[list[int]]) -> list[list[int]]:
-    """What transformers generates for them: greedy, float32, 8 tokens each."""
+def generated(asked: list[list[int]], folder: Path | None = None) -> list[list[int]]:
+    """What transformers generates for them, with SmolLM2 or `folder`: greedy, float32, 8 tokens each."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from segue.engine.store import resolve_model
 
     torch.set_num_threads(1)
-    folder = resolve_model("smollm2", progress=lambda *_: None)
+    folder = folder or resolve_model("smollm2", progress=lambda *_: None)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs = []
     for prompt in asked:
@@ -143,21 +144,34 @@ def test_long_prompts_give_the_tokens_of_generate_too(served: Served, reference:
     assert_sixteen_at_once(served.url, prompts(), reference)
 
 
-# `served` has shm, and tests/serve has both of either with small models: here one will do.
-@pytest.mark.parametrize(
-    ("transport", "chunk"), [("tcp", "64"), pytest.param("shm", "16", marks=pytest.mark.slow)]
-)
-def test_two_and_two(transport: str, chunk: str, short_reference: list[list[int]]) -> None:
-    more = ("--prefill", "2", "--decode", "2", "--transport", transport, "--chunk-tokens", chunk)
-    with Served(*FLOAT32, *more) as made, ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(lambda p: completion(made.url, p, 8), SHORT))
-        assert [token_ids(a) for a in answers] == short_reference
+TWO_AND_TWO = ("--prefill", "2", "--decode", "2")
+
+
+def assert_right(made: Served, asked: list[list[int]], expected: list[list[int]]) -> None:
+    with made, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda p: completion(made.url, p, 8), asked))
+        assert [token_ids(a) for a in answers] == expected
         assert made.stop() == 0
+
+
+# With SmolLM2 in the slow tests, here and in test_smollm2_tokens.py.
+def test_two_and_two(tiny: Path) -> None:
+    asked = [[token % 256 for token in prompt] for prompt in SHORT]
+    small = ("--model", str(tiny), "--served-model-name", "smollm2", "--kv-gib", "0.01")
+    made = Served(*FLOAT32, *small, *TWO_AND_TWO, "--transport", "tcp", "--chunk-tokens", "64")
+    assert_right(made, asked, generated(asked, tiny))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "chunk"), [("tcp", "64"), ("shm", "16")])
+def test_two_and_two_of_smollm2(transport: str, chunk: str, short_reference: list[list[int]]) -> None:
+    made = Served(*FLOAT32, *TWO_AND_TWO, "--transport", transport, "--chunk-tokens", chunk)
+    assert_right(made, SHORT, short_reference)
 
 
 def test_seeded_sampling_is_equal_apart_and_unified(served: Served) -> None:
     how = {"temperature": 0.8, "top_p": 0.9, "seed": 77}
-    asked = prompts()[3:9]
+    asked = prompts()[3:7]
     apart = [token_ids(completion(served.url, p, 12, **how)) for p in asked]
     with Served(*FLOAT32, "--unified") as made:
         together = [token_ids(completion(made.url, p, 12, **how)) for p in asked]

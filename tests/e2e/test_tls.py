@@ -17,7 +17,12 @@ from tls_files import Authority
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 SMALL = ("--dtype", "float32", "--kv-gib", "0.1", "--threads-per-worker", "1", "--port", "0")
-BODY = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+BODY = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+
+
+def of(tiny: Path) -> tuple[str, ...]:
+    """The model in this folder, by its name."""
+    return ("--model", str(tiny), "--served-model-name", "tiny")
 
 
 def speaks_tls(port: int) -> bool:
@@ -35,13 +40,14 @@ def speaks_tls(port: int) -> bool:
             return False
 
 
-def test_a_deployment_under_mutual_tls_answers_and_every_inner_port_is_tls(tmp_path: Path) -> None:
+def test_a_deployment_under_mutual_tls_answers_and_every_inner_port_is_tls(
+    tiny: Path, tmp_path: Path
+) -> None:
     authority = Authority(tmp_path)
     flags = authority.issue().flags()
-    with Served(*SMALL, "--transport", "tcp", *flags) as served:
+    with Served(*of(tiny), *SMALL, "--transport", "tcp", *flags) as served:
         answer = httpx.post(f"{served.url}/v1/completions", json=BODY, timeout=60)
         assert answer.status_code == 200, answer.text
-        assert "Paris" in answer.json()["choices"][0]["text"]
         # Doors for HTTP are for whoever has no certificate: the frontend's and each instance's own.
         doors = {int(url.rsplit(":", 1)[1]) for url in [served.url, *served.doors(2).values()]}
         ports = {
@@ -77,12 +83,12 @@ def test_wrong_tls_settings_are_one_sentence(flags: list[str], says: str) -> Non
     assert "Traceback" not in done.stderr
 
 
-def test_a_part_with_the_secret_and_without_a_certificate_stays_out(tmp_path: Path) -> None:
+def test_a_part_with_the_secret_and_without_a_certificate_stays_out(tiny: Path, tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     secret = tmp_path / "secret"
     secret.write_text("x" * 64)
     [port] = free_ports(1)
-    trust = ("--model", "smollm2", "--secret-file", str(secret))
+    trust = (*of(tiny), "--secret-file", str(secret))
     small = SMALL[:-2]
     flags = authority.issue().flags()
     with Served("--bootstrap-port", str(port), *trust, *small, *flags, command="prefill"):

@@ -62,6 +62,8 @@ YARN = {
 }
 GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}
 
+#: Kernels are compiled for each size of heads, some seconds each, so families share sizes (20 is no whole
+#: number of vectors).
 FAMILY_CONFIGS = {
     "deepseek-v2": DeepseekV2Config(**LATENT),
     "deepseek-v2-groups-yarn": DeepseekV2Config(
@@ -93,11 +95,11 @@ FAMILY_CONFIGS = {
     "qwen2": Qwen2Config(**{**BASE, "num_key_value_heads": 1}),
     "qwen2-window": Qwen2Config(**BASE, use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3": Qwen3Config(**BASE, head_dim=20),
-    "mistral": MistralConfig(**BASE, head_dim=16, sliding_window=20),
+    "mistral": MistralConfig(**BASE, head_dim=20, sliding_window=20),
     "mistral-full": MistralConfig(**BASE, head_dim=8, sliding_window=None),
     "gemma3": Gemma3TextConfig(
         **{**BASE, "num_hidden_layers": 4, "num_key_value_heads": 1},
-        head_dim=16,
+        head_dim=8,
         sliding_window=18,
         layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         query_pre_attn_scalar=20,
@@ -106,7 +108,7 @@ FAMILY_CONFIGS = {
     "mixtral": MixtralConfig(**BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "qwen3-moe": Qwen3MoeConfig(
         **BASE,
-        head_dim=12,
+        head_dim=20,
         moe_intermediate_size=32,
         num_experts=4,
         num_experts_per_tok=2,

@@ -98,7 +98,7 @@ def test_metadata_is_spoiled_and_roles_break_in_every_way() -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    [EVERY_TURN_SEEDS[:15], pytest.param(EVERY_TURN_SEEDS[15:], marks=pytest.mark.slow)],
+    [EVERY_TURN_SEEDS[:8], pytest.param(EVERY_TURN_SEEDS[8:], marks=pytest.mark.slow)],
     ids=["few", "more"],
 )
 def test_no_invariant_breaks_between_two_turns(seeds: range) -> None:
@@ -150,8 +150,10 @@ def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
         features.update(scenario.features)
         drawn.update(fault.kind for fault in scenario.faults)
     assert set(features) == ALL_FEATURES
-    for seed in range(60):
-        struck.update(outcome_of(seed).struck)
+    for seed in range(120):
+        # Those that have run already cost nothing; of the others only who draws what is still missing.
+        if seed in SMALL_PART or {fault.kind for fault in make_scenario(seed).faults} - set(struck):
+            struck.update(outcome_of(seed).struck)
     assert set(drawn) == set(struck)
 
 
@@ -180,8 +182,8 @@ def test_the_same_seed_is_the_same_run_in_every_process(seed: int) -> None:
 
 
 def test_a_calm_deployment_serves_everybody() -> None:
-    calm = [s for s in range(200) if not make_scenario(s).features][:10]
-    assert len(calm) == 10
+    calm = [s for s in range(200) if not make_scenario(s).features][:5]
+    assert len(calm) == 5
     for seed in calm:
         scenario = load(seed)
         outcome = run_scenario(scenario)
