@@ -69,8 +69,10 @@ class DataPath:
             self.writer.world.after(0.0, None, self.writer.faults.mid_write, self, self.mid_write.pop())
 
     def land(self, epoch: int, data: list[tuple[int, bytes]]) -> None:
-        """Bytes land in the reader's pool, unless a bit of them flips."""
+        """Bytes land in the reader's pool, unless a bit of them flips or its rank is gone."""
         reader = self.reader
+        if self.rank in reader.ended_ranks:
+            return
         if self.flips and reader.alive:
             self.flips -= 1
             data = reader.deployment.checks.flips.wire(reader, epoch, data, self.rng)

@@ -267,6 +267,8 @@ class KVNode(LeaderNode):
         #: of each rank, by name
         self.transports: dict[tuple[int, str], SimTransport] = {}
         self.workers: list[SimWorkerRank] = []
+        #: ranks whose worker has ended
+        self.ended_ranks: set[int] = set()
         #: the part of the engine's pool that each rank has
         self.specs: list[PoolSpec] = []
         self._pool_at = 0

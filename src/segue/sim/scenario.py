@@ -83,6 +83,8 @@ def make_scenario(seed: int) -> Scenario:
     ranks, workers = ranking.choice((1, 1, 1, 2)), ranking.random() < 0.2
     if ranks > 1 and ranking.random() < 0.7:  # each rank vouches for its own bytes
         features |= {"bit flip"}
+    if workers and ranking.random() < 0.5:
+        features |= {"rank lost"}
     timing = Timing(
         latency_s=rng.choice((0.0001, 0.0005, 0.002)),
         hop_s=rng.choice((0.00002, 0.0002, 0.002)),

@@ -315,10 +315,14 @@ class Strikes:
             self.world.after(0.05, None, self._all_meet_anew, node)
 
     def _rank_lost(self, fault: Fault, node: KVNode) -> None:
-        """A rank of a leader is gone, or its worker says nothing more: all its hand-offs end at once, none
-        begins, and the instance ends."""
+        """A rank of a leader is gone, or its worker has ended or says nothing more: all its hand-offs end at
+        once, none begins, and the instance ends."""
         which, after_s = fault.amount % len(node.specs), 2 * self.timing.hop_s
-        if node.workers:
+        if node.workers and fault.amount // 4 % 2:
+            self.counts["workers that ended"] += 1
+            after_s += 0.1
+            node.spawn("a worker ends", node.workers[which].leave)
+        elif node.workers:
             after_s += node.limits.peer_silence_s + 3 * node.limits.keepalive_s
             node.workers[which].stand_still(2 * after_s)
         else:

@@ -106,7 +106,7 @@ class SimWorkerRank(WorkerRank):
         rng = node.world.rng(f"worker {index} of {node.name}")
         self.ours, self.theirs = PipeEnd(node, rng), PipeEnd(node, rng)
         self.ours.other, self.theirs.other = self.theirs, self.ours
-        self._node = node
+        self._node, self._rank = node, rank
         self.worker = RankWorker(rank, self.theirs, node.io, node.limits, self._leader_gone)  # type: ignore[arg-type]
         self.worker.start()
         super().__init__(index, self.ours, node.limits)  # type: ignore[arg-type]
@@ -116,6 +116,13 @@ class SimWorkerRank(WorkerRank):
         until = self._node.world.now + seconds
         for end in (self.ours, self.theirs):
             end.not_before = max(end.not_before, until)
+
+    def leave(self) -> None:
+        """The worker ends its transports, and then its process. On a thread that may wait."""
+        self._rank.close()
+        # Its pool is gone with it: what still lands there is nobody's.
+        self._node.ended_ranks.add(self._index)
+        self.worker.close()
 
     def _leader_gone(self, _error: SegueError) -> None:
         """Its process ends with the leader's."""
