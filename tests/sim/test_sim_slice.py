@@ -174,7 +174,7 @@ def digest_in_a_process(seed: int, hash_seed: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("seed", [3, 8, 21])
+@pytest.mark.parametrize("seed", [3, 8])
 def test_the_same_seed_is_the_same_run_in_every_process(seed: int) -> None:
     first, second = digest_in_a_process(seed, "1"), digest_in_a_process(seed, "2")
     assert first == second != ""
