@@ -296,6 +296,8 @@ class SimTransport(Transport):
         self.astray = 0
         #: how many of the next calls of `connect`, and of `fence`, raise what they must not
         self.connect_raises = self.fence_raises = 0
+        self._connecting = 0
+        self._closed = False
         self._full = "full queues" in node.deployment.scenario.features
         self._rng = node.world.rng(f"{self.name} options {node.name}")
 
@@ -309,7 +311,12 @@ class SimTransport(Transport):
             self.connect_raises -= 1
             self._node.struck_at = self._node.world.now
             raise Injected("injected into connect")
-        self.inner.connect(peer, endpoint, timeout_s)
+        self._connecting += 1
+        try:
+            self.inner.connect(peer, endpoint, timeout_s)
+        finally:
+            self._connecting -= 1
+            self._check_left()
 
     def grant(self, peer: RankId, epoch: int, area: Content) -> None:
         """As production."""
@@ -334,14 +341,22 @@ class SimTransport(Transport):
         self.inner.fence(peer, epoch)
 
     def close(self) -> None:
-        """As production."""
+        """As production: nothing is left open, at the latest once the last `connect` has ended, which nobody
+        waits for."""
         self.inner.close()
+        self._closed = True
+        self._check_left()
+
+    def _check_left(self) -> None:
+        left = [thing for thing in self.net.open_fds.values() if not self._is_pool(thing)]
+        if left and self._closed and not self._connecting:
+            self._node.world.fail(Violation("21", f"{self._node.name} has closed {self.name} and has {left}"))
 
     def died(self) -> None:
         """The process has ended."""
         self.net.died()
 
-    def is_pool(self, thing: object) -> bool:
+    def _is_pool(self, thing: object) -> bool:
         """Whether an open descriptor is that of the pool, which outlives the transport."""
         return isinstance(thing, Memfd) and thing.data is self._node.engine.memory
 
