@@ -79,8 +79,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["prefill", "--load-balance", "round_robbin"], "round_robin"),
         (["prefill", "--dp-rank-conflict=flail"], "fail"),
         (
-            ["decode", "--model", "m", "--registry", "http://h:1", "--pp", "2"],
-            "this version has no --pp and --cp, not pp=2",
+            ["decode", "--model", "m", "--registry", "http://h:1", "--cp", "2"],
+            "--cp 2 shares out prompts, which prefill computes; set it to 1 here",
         ),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "x"], "--port must be a whole number"),

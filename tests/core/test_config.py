@@ -13,7 +13,9 @@ from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ModelCon
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
 from segue.core.model_names import is_hub_name, served_name
+from segue.core.parallel import ParallelSize
 from segue.core.pool_size import Host, ModelSize
+from segue.core.ranks_config import RanksConfig
 from segue.core.settings import Layers, argv, build, flatten, parse_toml, settings
 from segue.core.types import Role
 
@@ -131,9 +133,9 @@ def test_strangers_need_a_secret_and_a_wildcard_needs_a_name() -> None:
     assert config.peer_host == "10.0.0.5"
 
 
-def test_more_than_one_rank_is_refused_with_what_to_do() -> None:
-    assert_refused("pp=2", "give --tp or --dp", make=instance, pp="2")
-    assert_refused("tp=2", "prefill and decode apart", make=instance, role=Role.UNIFIED, tp="2")
+def test_ranks_where_there_can_be_none_are_refused_with_what_to_do() -> None:
+    assert_refused("--cp 2", "which prefill computes", make=instance, role=Role.DECODE, cp="2")
+    assert_refused("--tp and --pp to 1", make=instance, role=Role.UNIFIED, tp="2")
     assert_refused("--prefill-tp", make=serve, unified=True, prefill_tp="2")
 
 
@@ -152,7 +154,7 @@ def test_each_data_parallel_rank_has_ports_of_its_own_and_a_share_of_the_memory(
 
 
 def test_the_ranks_of_a_deployment_share_its_host() -> None:
-    config = ServeConfig(prefill=2, prefill_dp=3, decode_dp=2, policy="total_tokens")
+    config = ServeConfig(prefill=2, ranks=RanksConfig(prefill_dp=3, decode_dp=2), policy="total_tokens")
     host = Host(cores=16, free_bytes=2**34)
     assert config.workers == 8
     prefill = config.instance(Role.PREFILL, "p", host, "http://h:1")
@@ -161,8 +163,12 @@ def test_the_ranks_of_a_deployment_share_its_host() -> None:
     assert config.instance(Role.DECODE, "d", host, "http://h:1").dp == 2
     given = dataclasses.replace(config, engine=ModelConfig(kv_gib=0.75))
     assert given.instance(Role.PREFILL, "p", host, "http://h:1").engine.kv_gib == 0.25
-    with pytest.raises(ConfigError, match="--prefill-dp"):
-        ServeConfig(unified=True, decode_dp=2)
+    three = dataclasses.replace(config, ranks=RanksConfig(prefill_tp=2, prefill_cp=2, decode_pp=3))
+    assert three.workers == 2 * 4 + 3
+    made = [three.instance(role, "x", host, "http://h:1").size for role in (Role.PREFILL, Role.DECODE)]
+    assert made == [ParallelSize(tp=2, cp=2), ParallelSize(pp=3)]
+    with pytest.raises(ConfigError, match="either of them ranks"):
+        ServeConfig(unified=True, ranks=RanksConfig(decode_dp=2))
 
 
 def test_the_secret_is_never_printed() -> None:

@@ -104,7 +104,7 @@ def test_a_wrong_port_that_is_no_service_link_is_refused(value: str) -> None:
 def test_other_unknown_variables_are_warned_of_once_each() -> None:
     environ = {
         "SEGUE_PAGE_TOKEN": "8",
-        "SEGUE_PREFILL_PP": "2",
+        "SEGUE_DECODE_CP": "2",
         "SEGUE_DEPLOYED_BY": "us",
         "SEGUE_TCP": "tcp://h:1",
     }
@@ -114,7 +114,7 @@ def test_other_unknown_variables_are_warned_of_once_each() -> None:
     said = dict(zip(sorted(environ), warnings, strict=True))
     assert all(name in text and "ignored" in text for name, text in said.items())
     assert "did you mean SEGUE_PAGE_TOKENS?" in said["SEGUE_PAGE_TOKEN"]
-    assert "not in this version" in said["SEGUE_PREFILL_PP"]
+    assert "not in this version" in said["SEGUE_DECODE_CP"]
     assert "did you mean" not in said["SEGUE_DEPLOYED_BY"]
 
 

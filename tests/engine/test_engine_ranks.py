@@ -2,28 +2,22 @@
 
 import gc
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
 import torch
 from engine_models import GreedySampler, generate, save_model
-from torch.distributed import HashStore
+from rank_threads import RankThreads
 
 from segue.core.errors import ChecksumMismatch, ErrorCode, Internal, PeerLost, RankDivergence
 from segue.core.parallel import ParallelSize
 from segue.core.request import SamplingParams
 from segue.engine.base import SequenceStep, run_step
-from segue.engine.cpu_engine import make_engine
-from segue.engine.cpu_forward import load_forward
-from segue.engine.group import join
 from segue.engine.pipe import MAX_BYTES, Pipe
-from segue.engine.ranks import DoneWord, OrderFrame, RanksForward, serve_rank
+from segue.engine.ranks import DoneWord, OrderFrame
 
 PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90]
 STEP = SequenceStep(1, PROMPT, 0, [0], True)
-TWO = ParallelSize(tp=2)
 
 
 @pytest.fixture(scope="module")
@@ -32,53 +26,13 @@ def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
-class Pair:
-    """Two ranks in this process. `between` sees each of the leader's frames before its rank, and may change
-    it."""
-
-    def __init__(self, folder, between=lambda body: body, timeout_s=10.0):
-        store = HashStore()
-
-        def load(rank):
-            place = join(TWO, rank, store, timeout_s)
-            return load_forward(folder, dtype="float32", pool_bytes=2**22, place=place)
-
-        with ThreadPoolExecutor(2) as pool:
-            self.forwards = list(pool.map(load, range(2)))
-        ours, theirs = socket.socketpair()
-        self.pipe = Pipe(ours, "rank 1")
-        far = Pipe(theirs, "the leader")
-        receive = far.receive
-        far.receive = lambda *_: between(receive())
-        self.lost = []
-        page_bytes = sum(forward.pool.spec.page_bytes for forward in self.forwards)
-        self.forward = RanksForward(self.forwards[0], [self.pipe], page_bytes, self.lost.append, timeout_s)
-        self.engine = make_engine(folder, self.forwards[0], self.forward, GreedySampler())
-        self.engine.open(1, PROMPT, SamplingParams(temperature=0.0))
-        self.died = []
-        self.thread = threading.Thread(target=self._serve, args=(far,))
-        self.thread.start()
-
-    def _serve(self, far):
-        try:
-            serve_rank(far, self.forwards[1])
-        except Exception as exc:
-            self.died.append(exc)
-        finally:
-            far.close()
-
-    def close(self):
-        self.pipe.close()
-        self.thread.join(15)
-        assert not self.thread.is_alive()
-
-
 @pytest.fixture
 def pair(folder):
     made = []
 
     def make(**options):
-        made.append(Pair(folder, **options))
+        made.append(RankThreads(folder, ParallelSize(tp=2), GreedySampler(), **options))
+        made[0].engine.open(1, PROMPT, SamplingParams(temperature=0.0))
         return made[0]
 
     yield make
@@ -158,7 +112,7 @@ def test_the_bug_of_another_rank_is_named_and_not_what_the_leader_saw_of_it(pair
 
 def test_a_rank_that_has_ended_ends_the_next_step(pair):
     made = pair(timeout_s=1.0)
-    made.pipe._sock.shutdown(socket.SHUT_RDWR)
+    made.pipes[0]._sock.shutdown(socket.SHUT_RDWR)
     with pytest.raises(PeerLost, match="rank 1"):
         run_step(made.engine, [STEP])
 

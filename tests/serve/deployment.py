@@ -15,6 +15,7 @@ from segue.conn.io import IoThread
 from segue.core.config import InstanceConfig, LimitsConfig, ModelConfig
 from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
 from segue.core.errors import AbortedByClient, SegueError
+from segue.core.parallel import ParallelSize
 from segue.core.request import Output, RankHints, Request, SamplingParams, Ticket
 from segue.core.types import OPEN_RANK, LeaderId, Role, new_incarnation, new_room
 from segue.engine.base import Engine
@@ -138,7 +139,7 @@ def lineage_engine() -> tuple[Engine, Memory]:
 
 class Running:
     """An instance whose leader runs in a thread of its own: on the engine that `make_engine` makes, or with
-    the model in the folder `model` on `tp` ranks of its role, with processes for all but the first."""
+    the model in the folder `model` on the ranks of its role, with processes for all but the first."""
 
     def __init__(
         self,
@@ -152,10 +153,11 @@ class Running:
         make_engine: Callable[[], tuple[Engine, Memory]] = lineage_engine,
         me: LeaderId | None = None,
         model: str = "",
-        tp: Mapping[Role, int] = MappingProxyType({}),
+        ranks: Mapping[Role, ParallelSize] = MappingProxyType({}),
         kv_gib: float = 0.05,
         **settings: Any,
     ) -> None:
+        size = ranks.get(role, ParallelSize())
         config = InstanceConfig(
             model=model or "test",
             role=role,
@@ -163,7 +165,9 @@ class Running:
             transport=transport,
             limit=LIMITS,
             http_port=http_port,
-            tp=tp.get(role, 1),
+            tp=size.tp,
+            pp=size.pp,
+            cp=size.cp,
             engine=ModelConfig(chunk_tokens=chunk_tokens, dtype="float32", kv_gib=kv_gib),
             **settings,
         )

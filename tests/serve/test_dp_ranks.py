@@ -15,6 +15,7 @@ import pytest
 import supervised
 
 from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.core.ranks_config import RanksConfig
 from segue.core.settings import argv
 from segue.core.types import Role
 from segue.serve.children import Console
@@ -99,7 +100,9 @@ def test_a_rank_that_cannot_start_ends_all(tmp_path: Path, behaviour: str, statu
 def test_the_ranks_of_a_deployment_are_children_of_its_supervisor(tmp_path: Path) -> None:
     async def child_specs() -> list[tuple[str, InstanceConfig]]:
         seen: list[InstanceConfig | FrontendConfig] = []
-        supervisor = supervised.make(tmp_path / "j", lambda *_: None, prefill=2, prefill_dp=2, decode_dp=2)
+        supervisor = supervised.make(
+            tmp_path / "j", lambda *_: None, prefill=2, ranks=RanksConfig(prefill_dp=2, decode_dp=2)
+        )
         supervisor._command = lambda role, config: seen.append(config) or argv(config)
         planned = supervisor.child_specs("http://127.0.0.1:9", 77, 78)
         return [

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import torch
 from deployment import Deployment, Running, deployment
 
 from segue.core.errors import ErrorCode, SegueError
+from segue.core.parallel import ParallelSize
 from segue.core.types import Role
 from segue.engine.store import resolve_model
 
@@ -49,34 +51,79 @@ def answers(made: Deployment, prompts: list[list[int]], count: int = COUNT) -> l
     return [made.front.tokens(f"r{i}") for i in range(len(prompts))]
 
 
+def sizes(prefill: str, decode: str) -> dict[Role, ParallelSize]:
+    """Of words such as `tp2 cp2`; an empty one is one rank."""
+    words = {Role.PREFILL: prefill, Role.DECODE: decode}
+    return {
+        role: ParallelSize(**{word[:2]: int(word[2:]) for word in text.split()})
+        for role, text in words.items()
+    }
+
+
+def later(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "transport"),
     [
-        (1, 2, "tcp"),
-        pytest.param(2, 1, "shm", marks=pytest.mark.slow),
-        pytest.param(2, 2, "shm", marks=pytest.mark.slow),
-        pytest.param(3, 1, "tcp", marks=pytest.mark.slow),
-        pytest.param(3, 2, "shm", marks=pytest.mark.slow),
+        ("cp2", "tp2", "tcp"),
+        later("", "tp2", "tcp"),
+        later("tp2", "", "shm"),
+        later("tp2", "tp2", "shm"),
+        later("tp3", "", "tcp"),
+        later("tp3", "tp2", "shm"),
+        later("pp2", "", "shm"),
+        later("", "pp2", "tcp"),
+        later("pp2", "tp2", "shm"),
+        later("cp2", "", "shm"),
+        later("cp3", "pp2", "tcp"),
+        later("tp2 pp2", "tp2", "tcp"),
+        later("tp2 cp2", "", "shm"),
     ],
 )
-def test_tokens_equal_generate_whatever_the_tensor_parallel_sizes(
-    prefill: int, decode: int, transport: str, llama: Path
+def test_tokens_equal_generate_whatever_the_parallel_sizes(
+    prefill: str, decode: str, transport: str, llama: Path
 ) -> None:
-    tp = {Role.PREFILL: prefill, Role.DECODE: decode}
-    with deployment(*SIDES, model=str(llama), tp=tp, transport=transport, chunk_tokens=32) as made:
+    ranks = sizes(prefill, decode)
+    with deployment(*SIDES, model=str(llama), ranks=ranks, transport=transport, chunk_tokens=32) as made:
         assert answers(made, asked()) == generate(llama, asked(), COUNT)
         made.assert_comes_to_rest()
-        assert [len(r.workers.all) + 1 if r.workers else 1 for r in made.running] == [prefill, decode]
+        counts = [len(r.workers.all) + 1 if r.workers else 1 for r in made.running]
+        assert counts == [size.ranks for size in ranks.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"),
+    [
+        ("qwen2", "tp2", "tp2"),
+        ("qwen2", "", "tp3"),
+        ("deepseek-v3", "tp2", "tp2"),
+        ("deepseek-v3", "pp2", "tp2"),
+    ],
+)
+def test_kv_that_several_ranks_hold_is_passed_on_among_them(
+    family: str, prefill: str, decode: str, tmp_path: Path
+) -> None:
+    """One KV head, or one latent, on each tensor-parallel rank: it crosses the wire once."""
+    folder = save_model(tmp_path, family)
+    with deployment(*SIDES, model=str(folder), ranks=sizes(prefill, decode), chunk_tokens=32) as made:
+        assert answers(made, asked()) == generate(folder, asked(), COUNT)
+        made.assert_comes_to_rest()
 
 
 @pytest.mark.slow
 @pytest.mark.model
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (3, 1)])
-def test_the_default_model_gives_the_tokens_of_generate(prefill: int, decode: int) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [("", "tp2"), ("tp2", ""), ("tp2", "tp2"), ("tp3", ""), ("pp2", ""), ("", "pp2"), ("cp2", "")],
+)
+def test_the_default_model_gives_the_tokens_of_generate(prefill: str, decode: str) -> None:
     folder = resolve_model("smollm2", progress=lambda *_: None)
     prompts = asked(40000)
-    tp = {Role.PREFILL: prefill, Role.DECODE: decode}
-    with deployment(*SIDES, model=str(folder), tp=tp, chunk_tokens=32) as made:
+    ranks = sizes(prefill, decode)
+    with deployment(*SIDES, model=str(folder), ranks=ranks, chunk_tokens=32) as made:
         assert answers(made, prompts) == generate(folder, prompts, COUNT)
 
 
@@ -84,7 +131,11 @@ def test_the_default_model_gives_the_tokens_of_generate(prefill: int, decode: in
 def test_retracted_sequences_come_back_on_every_rank(llama: Path) -> None:
     prompts = [[3 + (7 * i + k) % 90 for k in range(44)] for i in range(6)]
     page_bytes = 2 * 3 * 3 * 16 * 16 * 4  # K and V of 3 layers, 3 heads of 16 items, 16 tokens
-    options = {"model": str(llama), "tp": {Role.DECODE: 2}, "kv_gib": 14 * page_bytes / 2**30}
+    options = {
+        "model": str(llama),
+        "ranks": {Role.DECODE: ParallelSize(tp=2)},
+        "kv_gib": 14 * page_bytes / 2**30,
+    }
     with deployment(*SIDES, chunk_tokens=64, **options) as made:
         assert answers(made, prompts, 60) == generate(llama, prompts, 60)
         [decode] = made.by_role(Role.DECODE)
@@ -95,7 +146,7 @@ def test_retracted_sequences_come_back_on_every_rank(llama: Path) -> None:
 @pytest.fixture
 def generating(llama: Path) -> Iterator[tuple[Deployment, Running]]:
     """A decode instance of two ranks in the middle of a long answer."""
-    with deployment(*SIDES, model=str(llama), tp={Role.DECODE: 2}, kv_gib=0.2) as made:
+    with deployment(*SIDES, model=str(llama), ranks={Role.DECODE: ParallelSize(tp=2)}, kv_gib=0.2) as made:
         [prefill], [decode] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         made.front.submit(
             "long", [5, 6, 7], prefill, decode, max_tokens=4000, temperature=0.0, ignore_eos=True
@@ -129,7 +180,7 @@ def test_a_rank_that_dies_or_stands_still_ends_its_replica_at_once_and_typed(
 
 @pytest.mark.slow
 def test_a_rank_that_dies_while_nothing_is_computed_ends_its_replica_too(llama: Path) -> None:
-    with deployment(*SIDES, model=str(llama), tp={Role.PREFILL: 2}) as made:
+    with deployment(*SIDES, model=str(llama), ranks={Role.PREFILL: ParallelSize(tp=2)}) as made:
         prefill = made.running[0]
         assert prefill.workers is not None
         prefill.workers.all[0].process.kill()
@@ -140,7 +191,7 @@ def test_a_rank_that_dies_while_nothing_is_computed_ends_its_replica_too(llama: 
 
 @pytest.mark.slow
 def test_ranks_leave_with_their_leader(llama: Path) -> None:
-    with deployment(*SIDES, model=str(llama), tp={Role.PREFILL: 2}) as made:
+    with deployment(*SIDES, model=str(llama), ranks={Role.PREFILL: ParallelSize(tp=2)}) as made:
         [worker] = made.running[0].workers.all  # type: ignore[union-attr]
     assert worker.process.returncode == 0
     assert worker.process.pid not in [p.pid for p in psutil.Process(os.getpid()).children(recursive=True)]

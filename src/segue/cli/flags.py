@@ -24,6 +24,7 @@ KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 MAX_SECRET_BYTES = 4096
 _GROUPS = {
     "engine": "model and memory",
+    "ranks": "ranks of each side",
     "answers": "answers",
     "access": "who may ask",
     "tls": "encryption between the parts",

@@ -16,6 +16,7 @@ from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.core.model_names import served_name
 from segue.core.parallel import ParallelSize
 from segue.core.pool_size import Host, ModelSize, kv_pool_bytes
+from segue.core.ranks_config import CP_HELP, PP_HELP, TP_HELP, RanksConfig
 from segue.core.settings import integer, number, required, secret, switch, text
 from segue.core.types import ChecksumMode, Role
 
@@ -179,12 +180,6 @@ class ServeConfig:
     port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
     prefill: int = integer("prefill instances", 1, low=1, high=64)
     decode: int = integer("decode instances", 1, low=1, high=64)
-    prefill_tp: int = integer(
-        "processes of each prefill leader that share out its layers' heads and weights", 1, low=1, high=64
-    )
-    decode_tp: int = integer("the same of each decode leader", 1, low=1, high=64)
-    prefill_dp: int = integer("data-parallel ranks of each prefill instance", 1, low=1, high=64)
-    decode_dp: int = integer("data-parallel ranks of each decode instance", 1, low=1, high=64)
     unified: bool = switch("one instance that does both, without a hand-off")
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
@@ -194,6 +189,7 @@ class ServeConfig:
     instance_doors: bool = switch(
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
     )
+    ranks: RanksConfig = field(default_factory=RanksConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
@@ -202,34 +198,28 @@ class ServeConfig:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        if self.unified and (self.prefill, self.decode, self.prefill_dp, self.decode_dp) != (1, 1, 1, 1):
+        if self.unified and (self.prefill, self.decode, self.ranks) != (1, 1, RanksConfig()):
             raise ConfigError(
-                "--unified runs one instance for both; drop --prefill, --decode, --prefill-dp and --decode-dp"
-                ", or --unified"
+                "--unified runs one instance of one rank for both; drop --prefill, --decode and what gives "
+                "either of them ranks (--prefill-tp and the like), or --unified"
             )
-        if self.unified and self.size(Role.PREFILL).ranks * self.size(Role.DECODE).ranks > 1:
-            raise ConfigError("--unified runs one rank; drop --prefill-tp and --decode-tp, or --unified")
 
-    def size(self, role: Role) -> ParallelSize:
-        """Ranks of each instance of a role."""
-        return ParallelSize({Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}.get(role, 1))
+    def _counts(self) -> dict[Role, int]:
+        """Leaders of each role."""
+        if self.unified:
+            return {Role.UNIFIED: 1}
+        sides = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return {role: count * self.ranks.dp(role) for role, count in sides.items()}
 
     @property
     def leaders(self) -> int:
         """Leaders of all instances, each with a pool."""
-        return 1 if self.unified else self.prefill * self.prefill_dp + self.decode * self.decode_dp
+        return sum(self._counts().values())
 
     @property
     def workers(self) -> int:
         """Processes that compute."""
-        if self.unified:
-            return 1
-        prefill, decode = self.size(Role.PREFILL).ranks, self.size(Role.DECODE).ranks
-        return self.prefill * self.prefill_dp * prefill + self.decode * self.decode_dp * decode
-
-    def dp(self, role: Role) -> int:
-        """DP ranks of each instance of this role."""
-        return {Role.PREFILL: self.prefill_dp, Role.DECODE: self.decode_dp}.get(role, 1)
+        return sum(count * self.ranks.size(role).ranks for role, count in self._counts().items())
 
     def derived(self, host: Host, size: ModelSize | None = None) -> dict[str, object]:
         """What follows from the settings and the host; logged once at start."""
@@ -249,7 +239,7 @@ class ServeConfig:
     ) -> InstanceConfig:
         """The configuration of one of this deployment's instances, with the memory and threads of one of its
         DP ranks."""
-        dp = self.dp(role)
+        dp, ranks = self.ranks.dp(role), self.ranks.size(role)
         return InstanceConfig(
             dp=dp,
             load_balance=self.policy,
@@ -257,7 +247,9 @@ class ServeConfig:
             name=name,
             role=role,
             registry=registry,
-            tp=self.size(role).tp,
+            tp=ranks.tp,
+            pp=ranks.pp,
+            cp=ranks.cp,
             transport=self.transport,
             kv_checksum=self.kv_checksum,
             http_port=0 if self.instance_doors else None,
@@ -320,12 +312,10 @@ class InstanceConfig:
         high=65535,
     )
     tp: int = integer(
-        "processes that share out each layer's heads and weights; --kv-gib is for all of them together, "
-        "--threads-per-worker for each",
-        1,
-        low=1,
-        high=64,
+        f"{TP_HELP}; --kv-gib is for all ranks together, --threads-per-worker for each", 1, low=1, high=64
     )
+    pp: int = integer(PP_HELP, 1, low=1, high=64)
+    cp: int = integer(f"prefill: {CP_HELP}", 1, low=1, high=64)
     dp: int = integer(
         f"{DP_HELP}; they share --kv-gib and the cores, and to each given port a rank adds its number",
         1,
@@ -350,9 +340,6 @@ class InstanceConfig:
     force_query_prefill_dp_rank: bool = switch(
         "decode asks the registry for the DP rank of prefill where it could infer it; give it to both sides"
     )
-    # Of these 1 is true and anything else is refused: legal for scripts that say it, not worth showing.
-    pp: int = integer("pipeline-parallel ranks", 1, low=1, high=4096, hidden=True)
-    cp: int = integer("context-parallel ranks", 1, low=1, high=4096, hidden=True)
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
     transport: str = text(
         "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
@@ -373,14 +360,11 @@ class InstanceConfig:
         if self.registry is not None:
             check_url(self.registry, encrypted=self.tls.enabled)
         check_hosts(self.host, self.advertise_host, self.secret_file is not None)
-        if self.pp * self.cp > 1:
-            raise ConfigError(
-                f"this version has no --pp and --cp, not pp={self.pp} cp={self.cp}; set them to 1, and give "
-                "--tp or --dp, or start more instances"
-            )
+        if self.cp > 1 and self.role is not Role.PREFILL:
+            raise ConfigError(f"--cp {self.cp} shares out prompts, which prefill computes; set it to 1 here")
         if self.role is Role.UNIFIED and self.size.ranks > 1:
             raise ConfigError(
-                f"segue unified has no --tp, not tp={self.tp}; set it to 1, or run prefill and decode apart"
+                "segue unified runs one rank: set --tp and --pp to 1, or use prefill and decode"
             )
         for name in _PORTS:
             if (getattr(self, name) or 0) + self.dp * self.size.ranks > 2**16:

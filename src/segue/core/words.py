@@ -24,21 +24,20 @@ def is_service_link(name: str, value: str) -> bool:
     return _LINK_PORT.fullmatch(name) is not None and _LINK_VALUE.match(value) is not None
 
 
-_ONE_RANK = "of the parallel sizes this version has --tp and --dp; give one of them, or start more instances"
-
 #: Settings that are planned and do nothing yet, by key.
 LATER = {
-    f"{part}_{kind}": f"ranks are not in this version: {_ONE_RANK}"
-    for part in ("prefill", "decode")
-    for kind in ("pp", "cp")
+    "decode_cp": "decode computes single rows, which are not in this version shared out; give --decode-tp or "
+    "--decode-pp, or start more instances",
 }
 
 #: Settings that had another name, by the old key. Flag, variable and key in a file still work under it.
 OLD_NAMES = {"integrity": "kv_checksum"}
 
 _LENGTH = "a sequence may be as long as the model's context and the pool allow; --kv-gib sizes the pool"
-_RANKS = f"not here, because {_ONE_RANK}"
+_ONE_HOST = "not here, because the ranks of an instance are on one host; start more instances"
+_EXPERTS = "not here, because each rank has a part of every expert (--tp); start more instances"
 _TP = "--tp of segue prefill and decode, --prefill-tp and --decode-tp of segue serve"
+_PP = "--pp of segue prefill and decode, --prefill-pp and --decode-pp of segue serve"
 _DP = "--dp of segue prefill and segue decode, or --prefill-dp and --decode-dp of segue serve"
 _NO_GPU = "not here, because this version computes on CPUs"
 _SPLIT = "the role is the command: segue prefill, segue decode or segue unified"
@@ -99,16 +98,16 @@ FOREIGN = {
     # ranks and roles
     "tensor_parallel_size": _TP,
     "tp_size": _TP,
-    "pipeline_parallel_size": _RANKS,
-    "pp_size": _RANKS,
+    "pipeline_parallel_size": _PP,
+    "pp_size": _PP,
     "data_parallel_size": _DP,
     "dp_size": _DP,
-    "nnodes": _RANKS,
-    "node_rank": _RANKS,
+    "nnodes": _ONE_HOST,
+    "node_rank": _ONE_HOST,
     "dist_init_addr": "instances find each other by --registry",
     "master_addr": "instances find each other by --registry",
-    "enable_expert_parallel": _RANKS,
-    "ep_size": _RANKS,
+    "enable_expert_parallel": _EXPERTS,
+    "ep_size": _EXPERTS,
     "disaggregation_mode": _SPLIT,
     "disaggregation_bootstrap_port": "--bootstrap-port",
     "disaggregation_transfer_backend": "--transport",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from segue.engine.cpu_context import OtherRows
 from segue.engine.cpu_kernels import Kernels
 from segue.engine.kvpool import KVPool
 from segue.engine.packing import Packed, Segment, View
@@ -26,6 +27,7 @@ class StepContext:
         "_attended",
         "_on_stored",
         "_only_singles",
+        "_others",
         "_singles",
         "kernels",
         "normed",
@@ -43,6 +45,7 @@ class StepContext:
         hidden_size: int,
         heads: int,
         on_stored: Callable[[], None],
+        others: OtherRows | None = None,
     ) -> None:
         self.packed = packed
         self.pool = pool
@@ -54,6 +57,7 @@ class StepContext:
         self._attended = pool.kv.new_empty(self.rows, heads * pool.spec.shape.k_dim)
         #: called once the KV of all layers is in the pool
         self._on_stored = on_stored
+        self._others = others
         self._singles: tuple[int, ...] | None = None
         singles = packed.singles
         self._only_singles = singles is not None and len(singles.at) == self.rows
@@ -65,6 +69,8 @@ class StepContext:
         """Attention of all rows of `qkv` (`[rows, (heads + 2 kv_heads) * head_dim]`, contiguous, rotated),
         of which K and V are in `layer` of the pool already. Returns `[rows, heads * head_dim]`, which
         the next layer's attention overwrites."""
+        if self._others is not None:
+            self._others.fetch(layer, qkv)
         if layer == self.pool.spec.layer_count - 1:
             self._on_stored()
         out = self._attended

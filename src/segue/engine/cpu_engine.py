@@ -231,6 +231,8 @@ def make_engine(
 ) -> CpuEngine:
     """The engine over `forward`, of which `own` is the part of this process; arguments as `load_engine`'s."""
     loaded = own.loaded
+    if own.head is None:
+        raise Internal(f"rank {own.place.rank} does not sample")
     info = ModelInfo(
         name=folder.name,
         fingerprint=own.fingerprint,

@@ -19,7 +19,8 @@ from segue.core.errors import ConfigError, Internal
 from segue.engine.cpu_attention import StepContext
 from segue.engine.cpu_kernels import Kernels
 from segue.engine.families import LoadedModel
-from segue.engine.group import Group
+from segue.engine.group import Group, Place
+from segue.engine.slicing import AbsentLayer
 
 #: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
 MAX_TIES = 256
@@ -142,7 +143,8 @@ class NormModule(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer over rows `[n, hidden]`, called by transformers' own model in place of its own."""
+    """One decoder layer over rows `[n, hidden]`, called by transformers' own model in place of its own.
+    `index` counts the layers that are here."""
 
     def __init__(self, layer: Any, index: int, loaded: LoadedModel, make: ProductMaker) -> None:
         super().__init__()
@@ -314,20 +316,23 @@ class Head:
             logits[rows, tokens] = exact
 
 
-def fuse(loaded: LoadedModel, kernels: Kernels, tp: Group | None = None) -> Head:
-    """Replace the layers and the last norm of `loaded` in place; returns what makes its logits.
-
-    `tp` are the ranks that have the other parts of each layer (`slicing.cut`)."""
-    make = ProductMaker(loaded.config, loaded.shape.dtype, kernels, tp)
+def fuse(loaded: LoadedModel, kernels: Kernels, place: Place) -> Head | None:
+    """Replace the layers and the last norm of `loaded`, which was cut for `place`, in place; returns what
+    makes its logits, on the rank that samples."""
+    make = ProductMaker(loaded.config, loaded.shape.dtype, kernels, place.tp)
     body = loaded.model.model
     from segue.engine.cpu_mla import LatentLayer  # made of what this file has
 
     made = LatentLayer if loaded.shape.kind == "mla" else FusedLayer
     for index, layer in enumerate(body.layers):
+        if isinstance(layer, AbsentLayer):
+            continue
         if layer.self_attn.layer_idx != index:
             raise Internal(f"layer {index} of the model calls itself {layer.self_attn.layer_idx}")
-        body.layers[index] = made(layer, index, loaded, make)
+        body.layers[index] = made(layer, index - loaded.part.layer_start, loaded, make)
     body.norm = NormModule(make.norm(body.norm))
+    if place.rank > 0:
+        return None  # the leader samples
     head = loaded.model.lm_head
     if head.bias is not None:
         raise ConfigError("an output head with a bias is not supported")

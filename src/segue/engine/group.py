@@ -7,7 +7,7 @@ Gloo proves nobody's identity: it listens on loopback only, for all ranks of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,8 +24,11 @@ from segue.core.errors import PeerLost
 from segue.core.parallel import ParallelSize
 from segue.core.types import RankCoord
 
-#: What one layer of a chunk may take on the slowest rank, and a stage that is asked for its rows.
+#: What one layer of a chunk may take on the slowest rank.
 TIMEOUT_S = 30.0
+#: What all stages may take for a chunk. One that has died is noticed at once, one that stands still by its
+#: leader, which kills all (`serve.workers`).
+STAGE_S = 600.0
 _HOST = "127.0.0.1"
 
 
@@ -51,6 +54,23 @@ class Group:
         self._safely("a sum", lambda: self._gloo.allreduce([x]).wait())
         return x
 
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Give `x` to the rank `to`, which receives it. It may still compute what is before it."""
+        self._safely("a send", lambda: self._gloo.send([x], to, 0).wait(timedelta(seconds=STAGE_S)))
+
+    def receive(self, x: torch.Tensor, sender: int) -> torch.Tensor:
+        """`x`, filled by what the rank `sender` sends, once it has computed that."""
+        self._safely("a receive", lambda: self._gloo.recv([x], sender, 0).wait(timedelta(seconds=STAGE_S)))
+        return x
+
+    def gather(self, x: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        """The rows of every rank, of which rank `i` has `rows[i]` and this one `x`."""
+        parts = [x.new_empty(max(rows), x.shape[1]) for _ in rows]  # Gloo takes equal sizes only
+        own = parts[self.rank].clone()
+        own[: x.shape[0]] = x
+        self._safely("a gather", lambda: self._gloo.allgather([parts], [own]).wait())
+        return [part[:count] for part, count in zip(parts, rows, strict=True)]
+
     def _safely(self, what: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
@@ -67,6 +87,8 @@ class Place:
     size: ParallelSize
     rank: int
     tp: Group | None = None
+    pp: Group | None = None
+    cp: Group | None = None
 
     @property
     def coord(self) -> RankCoord:
@@ -80,11 +102,18 @@ ALONE = Place(ParallelSize(), 0)
 
 def join(size: ParallelSize, rank: int, store: Store, timeout_s: float = TIMEOUT_S) -> Place:
     """Meet the other ranks of the replica, which all do so now. Raises PeerLost after `timeout_s`."""
-    coord = size.coord(rank)
-    tp = None
-    if size.tp > 1:
-        tp = Group(store, f"tp of pp {coord.pp} cp {coord.cp}", coord.tp, size.tp, timeout_s)
-    return Place(size, rank, tp)
+    at = size.coord(rank)
+
+    def group(axis: str, index: int, count: int, others: str) -> Group | None:
+        return Group(store, f"{axis} at {others}", index, count, timeout_s) if count > 1 else None
+
+    return Place(
+        size,
+        rank,
+        tp=group("tp", at.tp, size.tp, f"pp {at.pp} cp {at.cp}"),
+        pp=group("pp", at.pp, size.pp, f"cp {at.cp} tp {at.tp}"),
+        cp=group("cp", at.cp, size.cp, f"pp {at.pp} tp {at.tp}"),
+    )
 
 
 def meeting_point(port: int | None = None, timeout_s: float = TIMEOUT_S) -> TCPStore:

@@ -30,7 +30,7 @@ from segue.core.errors import (
 )
 from segue.engine.base import HostPages, SequenceStep
 from segue.engine.cpu_forward import CpuForward
-from segue.engine.group import TIMEOUT_S
+from segue.engine.group import STAGE_S, TIMEOUT_S
 from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed, pack
 from segue.engine.pipe import Pipe
@@ -125,13 +125,13 @@ class RanksForward:
         workers: Sequence[Pipe],
         page_bytes: int,
         lost: Callable[[SegueError], None],
-        patience_s: float = TIMEOUT_S,
+        patience_s: float | None = None,
     ) -> None:
         self.own = own
         self._workers = workers
         self._page_bytes = page_bytes
         self._lost = lost
-        self._patience_s = patience_s
+        self._patience_s = patience_s or (STAGE_S if own.place.pp is not None else TIMEOUT_S)
         self._number = 0
         self._digest = b""
         self._copies = 0

@@ -72,14 +72,30 @@ def cut(loaded: LoadedModel, size: ParallelSize, coord: RankCoord) -> LoadedMode
     check_size(loaded.shape, loaded.heads, size)
     part = part_of(loaded.shape, loaded.heads, size, coord)
     heads = heads_of(loaded.heads, loaded.shape.kv_heads, coord.tp, size.tp)
-    if size.tp > 1:
-        for layer in loaded.model.model.layers:
+    layers = loaded.model.model.layers
+    held = range(part.layer_start, part.layer_start + part.layers)
+    for index, layer in enumerate(layers):
+        if index not in held:
+            layers[index] = AbsentLayer()
+        elif size.tp > 1:
             if loaded.shape.kind == "mla":
                 _cut_latent_attention(layer.self_attn, heads.query, coord.tp)
             else:
                 _cut_attention(layer.self_attn, heads, loaded.shape.k_dim, coord.tp)
             _cut_mlp(layer.mlp, coord.tp, size.tp)
-    return replace(loaded, part=part, heads=len(heads.query))
+    if coord != RankCoord():
+        loaded.model.lm_head = nn.Identity()  # the leader samples
+    if coord.pp > 0:
+        loaded.model.model.embed_tokens = nn.Identity()  # rows come from the stage before
+    windows = loaded.windows[held.start : held.stop]
+    return replace(loaded, part=part, heads=len(heads.query), windows=windows)
+
+
+class AbsentLayer(nn.Module):
+    """A layer of another pipeline stage: the model's own loop goes through it, so that indices stay."""
+
+    def forward(self, hidden_states: torch.Tensor, **_unused: object) -> torch.Tensor:
+        return hidden_states
 
 
 def _cut_attention(attn: Any, heads: Heads, head_dim: int, tp: int) -> None:

@@ -183,6 +183,8 @@ class Instance:
                 "served_model_name": config.served_model,
                 "incarnation": self.me.incarnation,
                 "tp_size": config.tp,
+                "pp_size": config.pp,
+                "cp_size": config.cp,
                 "dp_size": self.dp.size,
                 "dp_rank": self.me.dp_rank,
                 "load_balance_method": self.dp.load_balance,
@@ -206,6 +208,8 @@ class Instance:
             source=self.config.model,
             dp_size=self.dp.size,
             tp_size=self.config.tp,
+            pp_size=self.config.pp,
+            cp_size=self.config.cp,
             load_balance=self.dp.load_balance,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.config.peer_host, port=port)],
         )

@@ -1,0 +1,67 @@
+"""A replica of several ranks whose ranks are threads of the test's process."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from torch.distributed import HashStore
+
+from segue.engine.cpu_engine import make_engine
+from segue.engine.cpu_forward import load_forward
+from segue.engine.group import join
+from segue.engine.pipe import Pipe
+from segue.engine.ranks import RanksForward, serve_rank
+
+
+def load_ranks(folder, size, timeout_s=30.0):
+    """The forward of each rank; they have met, and compute together."""
+    store, one_by_one = HashStore(), threading.Lock()
+
+    def load(rank):
+        place = join(size, rank, store, timeout_s)
+        with one_by_one:  # transformers loses tied weights where two threads load at once
+            return load_forward(folder, dtype="float32", pool_bytes=2**23, place=place)
+
+    with ThreadPoolExecutor(size.ranks) as pool:
+        return list(pool.map(load, range(size.ranks)))
+
+
+class RankThreads:
+    """See the module's text. `between` sees each of the leader's frames before its rank, and may change it.
+    `lost` is what the leader's forward gave up for, `died` what ended ranks."""
+
+    def __init__(self, folder, size, sampler, between=lambda body: body, timeout_s=10.0):
+        self.forwards = load_ranks(folder, size, timeout_s)
+        self.pipes, self.threads, self.lost, self.died = [], [], [], []
+        for rank, forward in enumerate(self.forwards[1:], 1):
+            ours, theirs = socket.socketpair()
+            self.pipes.append(Pipe(ours, f"rank {rank}"))
+            far = Pipe(theirs, "the leader")
+            far.receive = lambda *_, receive=far.receive: between(receive())
+            self.threads.append(threading.Thread(target=self._serve, args=(far, forward)))
+        page_bytes = sum(forward.pool.spec.page_bytes for forward in self.forwards)
+        self.forward = RanksForward(self.forwards[0], self.pipes, page_bytes, self.lost.append, timeout_s)
+        self.engine = make_engine(folder, self.forwards[0], self.forward, sampler)
+        for thread in self.threads:
+            thread.start()
+
+    def _serve(self, far, forward):
+        try:
+            serve_rank(far, forward)
+        except Exception as exc:
+            self.died.append(exc)
+        finally:
+            far.close()
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        for thread in self.threads:
+            thread.join(15)
+            assert not thread.is_alive()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
