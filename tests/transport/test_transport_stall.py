@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import socket
 from collections.abc import Callable
 
 import numpy as np
@@ -17,7 +18,7 @@ from segue.transport.epochs import Grants
 from segue.transport.ioloop import Timer
 from segue.transport.memory import Memory, Region
 from segue.transport.tcp_in import InStream
-from segue.transport.tcp_net import TcpTuning
+from segue.transport.tcp_net import Net, TcpTuning
 from segue.transport.tcp_out import PeerWriter
 
 MiB = 2**20
@@ -183,3 +184,25 @@ def test_a_writer_that_was_stopped_waits_no_longer_than_before_where_no_answer_c
     writing.loop.wait(STALL_S)
     assert [type(event) for event in writing.events] == [WriteFailed]
     assert len(writing.ends) == 1
+
+
+def test_a_reader_that_answered_for_a_while_and_then_no_more_ends_the_path() -> None:
+    writing = Writing(2)
+    writing.loop.wait(0.8 * STALL_S)
+    writing.answer(1)
+    writing.loop.wait(2 * STALL_S)
+    assert [type(event) for event in writing.events] == [Written, WriteFailed]
+    assert len(writing.ends) == 1
+
+
+def test_a_data_port_can_be_listened_at_again_while_connections_of_before_linger() -> None:
+    """What this end closed first lingers in the kernel (TIME_WAIT) for a minute."""
+    first = Net().listen("127.0.0.1", 0)
+    host, port = first.getsockname()
+    with socket.create_connection((host, port), 10) as peer:
+        select.select([first], [], [], 10)
+        accepted, _ = first.accept()
+        accepted.close()
+        first.close()
+        assert peer.recv(1) == b""
+    Net().listen(host, port).close()

@@ -80,10 +80,10 @@ def make_scenario(seed: int) -> Scenario:
     rng, ranking = random.Random(f"segue {seed}"), random.Random(f"segue ranks {seed}")
     share = rng.choice((0.0, 0.1, 0.25, 0.25, 0.5))
     features = frozenset(f for f in FEATURES if rng.random() < share)
-    ranks, workers = ranking.choice((1, 1, 1, 2)), ranking.random() < 0.2
+    ranks, workers = ranking.choice((1, 1, 1, 2)), ranking.random() < 0.3
     if ranks > 1 and ranking.random() < 0.7:  # each rank vouches for its own bytes
         features |= {"bit flip"}
-    if workers and ranking.random() < 0.5:
+    if workers and ranking.random() < 0.7:
         features |= {"rank lost"}
     timing = Timing(
         latency_s=rng.choice((0.0001, 0.0005, 0.002)),

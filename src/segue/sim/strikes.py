@@ -19,7 +19,7 @@ from segue.sim.outsider import Outsider
 from segue.sim.scenario import Fault
 from segue.sim.timing import Timing
 from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS, make_visitor
-from segue.sim.vocabulary import DATA, ENGINE_CALLS, ROLE_CALLS, SPOILED_METADATA
+from segue.sim.vocabulary import DATA, ENGINE_CALLS, RANK_CALLS, ROLE_CALLS, SPOILED_METADATA
 from segue.sim.web_clients import WEB_KINDS, WebClient
 from segue.sim.world import Process, SkewedClock, Violation, World
 
@@ -250,7 +250,10 @@ class Strikes:
             case "misfit":
                 self.visit(node, fault.name, MISFIT_AND_TLS_KINDS[fault.amount % len(MISFIT_AND_TLS_KINDS)])
             case "effect exception":
-                faults.effect_fails += 1
+                if isinstance(node, KVNode) and node.workers:
+                    node.workers[fault.amount % len(node.workers)].fail_next(self._rng.choice(RANK_CALLS))
+                else:
+                    faults.effect_fails += 1
             case "event exception":
                 faults.event_fails += 1
             case "dial exception":

@@ -128,6 +128,9 @@ BAD = (
 #: In what an instance differs from the others.
 ODD = ("", "", "model", "layers", "layers", "model and layers")
 
+#: What a rank is asked for that may raise in its worker.
+RANK_CALLS = ("connect", "write", "grant", "fence", "checksum")
+
 #: Where a fault can strike: right after the next one of these.
 TRIGGERS = (
     "Publish",

@@ -12,6 +12,7 @@ from segue.conn.rank import LocalRank
 from segue.conn.rank_worker import RankWorker
 from segue.conn.worker_rank import WorkerRank
 from segue.core.errors import SegueError
+from segue.sim.faults import Injected
 
 if TYPE_CHECKING:
     from segue.sim.node import KVNode
@@ -110,6 +111,18 @@ class SimWorkerRank(WorkerRank):
         self.worker = RankWorker(rank, self.theirs, node.io, node.limits, self._leader_gone)  # type: ignore[arg-type]
         self.worker.start()
         super().__init__(index, self.ours, node.limits)  # type: ignore[arg-type]
+
+    def fail_next(self, name: str) -> None:
+        """The next call of this name of the rank raises, in the worker."""
+        normal = getattr(self._rank, name)
+
+        def broken(*_args: Any) -> None:
+            setattr(self._rank, name, normal)
+            self._node.deployment.counts[f"exception in a worker: {name}"] += 1
+            self._node.struck_at = self._node.world.now
+            raise Injected(f"injected into {name} of a worker")
+
+        setattr(self._rank, name, broken)
 
     def stand_still(self, seconds: float) -> None:
         """The worker neither hears nor says anything for a while."""
