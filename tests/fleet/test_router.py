@@ -13,6 +13,7 @@ from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.errors import (
     AbortedByClient,
     DeadlineExceeded,
+    DpRankOutOfRange,
     ErrorCode,
     Internal,
     LayoutMismatch,
@@ -20,8 +21,9 @@ from segue.core.errors import (
     PeerLost,
     SegueError,
     TransferFailed,
+    status_of,
 )
-from segue.core.request import Request, SamplingParams
+from segue.core.request import RankHints, Request, SamplingParams
 from segue.core.types import Incarnation, LeaderId, Role
 from segue.fleet.replica import Replica, Route
 from segue.fleet.router import FIRST_COOL_S, LONGEST_COOL_S, Router
@@ -207,3 +209,73 @@ def test_one_that_the_registry_flags_as_draining_or_does_not_list_gets_nothing_n
     flagged.where = structs.replace(flagged.where, draining=True)
     unlisted.listed = False
     assert {fleet.choose() for _ in range(4)} == {("b", "e")}
+
+
+def ranks(fleet: Fleet, instance: str, role: Role, size: int, **kw: Any) -> None:
+    """An instance of `size` DP ranks; they are named a0, a1, …"""
+    for rank in reversed(range(size)):  # `add` makes rank 0
+        replica = fleet.add(instance, role, dp_size=size, **kw)
+        del fleet.replicas[replica.leader]
+        replica.where = ReplicaRecord(dp_rank=rank, host="127.0.0.1", port=1)
+        fleet.replicas[replica.leader] = fleet.made[f"{instance}{rank}"] = replica
+    del fleet.made[instance]
+    fleet.router.membership_changed()
+
+
+def placed(fleet: Fleet, room: int = 1, **hints: Any) -> Route | None:
+    wanted = PlacementRequest(room, REQUEST.prompt, RankHints(**hints))
+    return fleet.router.choose(Attempts(REQUEST), wanted, 0.0, patient=False)
+
+
+def test_a_client_may_ask_for_the_ranks_of_either_half() -> None:
+    fleet = Fleet()
+    ranks(fleet, "p", Role.PREFILL, 4)
+    ranks(fleet, "d", Role.DECODE, 2)
+    for _ in range(4):
+        route = placed(fleet, routed_dp_rank=1, disagg_prefill_dp_rank=3)
+        assert route is not None
+        assert (fleet.name(route.prefill), fleet.name(route.decode)) == ("p3", "d1")
+    fleet.made["p3"].session = None
+    assert placed(fleet, disagg_prefill_dp_rank=3) is None, "no other rank is taken for it"
+
+
+@pytest.mark.parametrize(
+    ("hints", "fragment"),
+    [
+        ({"routed_dp_rank": 2}, "routed_dp_rank 2: the decode instances have ranks 0 to 1"),
+        ({"disagg_prefill_dp_rank": 4}, "ranks 0 to 3"),
+        ({"disagg_prefill_dp_rank": -1}, "ranks 0 to 3"),
+    ],
+)
+def test_a_rank_that_no_instance_has_is_refused_at_the_door(hints: dict[str, int], fragment: str) -> None:
+    fleet = Fleet()
+    ranks(fleet, "p", Role.PREFILL, 4)
+    ranks(fleet, "d", Role.DECODE, 2)
+    with pytest.raises(DpRankOutOfRange, match=fragment) as caught:
+        fleet.router.check_ranks(RankHints(**hints))
+    assert status_of(caught.value.code) == 400
+    fleet.router.check_ranks(RankHints(routed_dp_rank=1, disagg_prefill_dp_rank=3))
+    Fleet().router.check_ranks(RankHints(**hints))  # nobody is there who knows
+
+
+def test_of_one_instance_the_rank_is_chosen_by_its_own_rule() -> None:
+    fleet = Fleet(("d", Role.DECODE), policy="total_requests")
+    ranks(fleet, "p", Role.PREFILL, 3, load_balance="round_robin")
+    fleet.made["p0"].running = dict.fromkeys("abc")  # type: ignore[assignment]
+    chosen = [fleet.name(route.prefill) for _ in range(6) if (route := placed(fleet)) is not None]
+    assert sorted(chosen) == ["p0", "p0", "p1", "p1", "p2", "p2"]
+
+
+def test_where_the_rank_that_the_room_names_is_gone_the_room_is_fitted_to_the_one_that_is_chosen() -> None:
+    fleet = Fleet(("d", Role.DECODE))
+    ranks(fleet, "p", Role.PREFILL, 4, load_balance="follow_bootstrap_room")
+    fleet.made["p2"].session = None
+    for room in (2, 6, 2**63 - 2):
+        route = placed(fleet, room=room)
+        assert route is not None
+        assert route.prefill is not fleet.made["p2"]
+        assert route.room % 4 == route.prefill.where.dp_rank
+        assert route.room > 0
+    pinned = placed(fleet, room=6, disagg_prefill_dp_rank=1)
+    assert pinned is not None
+    assert pinned.room == 6, "whoever asks for a rank has a conflict, and prefill's rule for it"

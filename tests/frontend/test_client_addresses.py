@@ -24,14 +24,14 @@ FIELDS: dict[str, Any] = {
     "bootstrap_host": "127.0.0.1",
     "bootstrap_room": 77,
     "room": 77,
-    "routed_dp_rank": 1,
+    "routed_dp_rank": 0,
     "data_parallel_rank": 1,
-    "disagg_prefill_dp_rank": 1,
+    "disagg_prefill_dp_rank": 0,
     "prefill_url": "http://127.0.0.1:{port}",
     "registry": "http://127.0.0.1:{port}",
 }
 HEADERS = {
-    "x-data-parallel-rank": "1",
+    "x-data-parallel-rank": "0",
     "x-forwarded-host": "127.0.0.1:{port}",
     "x-forwarded-for": "127.0.0.1",
     "forwarded": "host=127.0.0.1:{port}",

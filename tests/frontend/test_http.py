@@ -11,6 +11,7 @@ import pytest
 
 from conftest import CONTEXT, FakeBackend, Running, serve
 from segue.core.errors import (
+from segue.core.request import RankHints
     BootstrapUnreachable,
     DeadlineExceeded,
     Draining,
@@ -171,6 +172,47 @@ def test_fields_reach_the_sampler(door: Running, backend: FakeBackend) -> None:
     assert s.grammar is not None
     assert s.grammar.kind == "json_schema"
     assert json.loads(s.grammar.text) == schema
+
+
+@pytest.mark.parametrize(
+    ("extra", "header", "routed"),
+    [
+        ({"routed_dp_rank": 2, "data_parallel_rank": 5}, None, 2),
+        ({"data_parallel_rank": 5}, None, 5),
+        ({"routed_dp_rank": 2}, "3", 3),
+        ({}, None, None),
+    ],
+)
+def test_the_dp_ranks_that_a_client_asks_for(
+    door: Running, backend: FakeBackend, extra: dict[str, Any], header: str | None, routed: int | None
+) -> None:
+    headers = {} if header is None else {"X-Data-Parallel-Rank": header}
+    body = chat(disagg_prefill_dp_rank=1, force_query_prefill_dp_rank=True, **extra)
+    assert door.post("/v1/chat/completions", body, headers=headers).status_code == 200
+    assert backend.requests[0].ranks == RankHints(
+        routed_dp_rank=routed, disagg_prefill_dp_rank=1, force_query_prefill_dp_rank=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "header"),
+    [
+        ({"routed_dp_rank": -1}, None),
+        ({"disagg_prefill_dp_rank": "1"}, None),
+        ({"data_parallel_rank": 2**40}, None),
+        ({}, "one"),
+        ({}, "-1"),
+        ({}, ""),
+    ],
+)
+def test_what_is_no_dp_rank_is_refused_by_name(
+    door: Running, backend: FakeBackend, extra: dict[str, Any], header: str | None
+) -> None:
+    headers = {} if header is None else {"X-Data-Parallel-Rank": header}
+    answer = door.post("/v1/chat/completions", chat(**extra), headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == next(iter(extra), "routed_dp_rank")
+    assert not backend.requests
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from segue.core.control import Load
+from segue.core.request import RankHints
 from segue.core.types import LeaderId
 
 #: Draws an integer uniformly from `0 … n - 1`; injected, so that tests and the simulator decide.
@@ -46,10 +47,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What a policy may look at in a request: its room and its prompt's token ids."""
+    """What a policy may look at in a request: its room and its prompt's token ids; and the DP ranks that its
+    client asks for, which come before any policy."""
 
     room: int
     prompt: Sequence[int] = field(default=())
+    ranks: RankHints = field(default_factory=RankHints)
 
 
 class Policy(Protocol):

@@ -25,6 +25,7 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.request import Output, Request, Ticket
+from segue.core.types import OPEN_RANK, LeaderId
 from segue.fleet.membership import Membership
 from segue.fleet.replica import Replica, Route
 from segue.fleet.router import Router
@@ -86,12 +87,14 @@ class Attempt:
 
     def start(self, budget_s: float) -> None:
         """Submit to both leaders at once."""
-        route, membership = self.route, self._parts.membership
+        route, membership, prefill = self.route, self._parts.membership, self.route.prefill.leader
+        if self._request.ranks.force_query_prefill_dp_rank and route.prefill is not route.decode:
+            prefill = LeaderId(prefill.incarnation, OPEN_RANK)
         ticket = membership.signed(
             Ticket(
                 room=route.room,
                 attempt=self._number,
-                prefill=route.prefill.leader,
+                prefill=prefill,
                 decode=route.decode.leader,
                 budget_s=budget_s,
             )
@@ -211,7 +214,8 @@ class Call:
         # A worker that its peer says is gone is waited for: for its end to be seen, or its successor.
         passed_over_s = s.reported_loss_wait_s if attempts.reported_by_peer else 0.0
         patient_until = min(until, loop.time() + passed_over_s)
-        request = PlacementRequest(self._parts.new_room(), attempts.request.prompt)
+        asked = attempts.request
+        request = PlacementRequest(self._parts.new_room(), asked.prompt, asked.ranks)
         while True:
             now = loop.time()
             patient = now < patient_until

@@ -134,6 +134,7 @@ class Fleet:
             raise Draining("this frontend is draining; ask another")
         if len(self._calls) >= self.limits.max_queue:
             raise OutOfCapacity(f"{self.limits.max_queue} requests are in flight already")
+        self.router.check_ranks(request.ranks)
         request_id = request.request_id
         if request_id in self._calls:
             raise Internal(f"the request id {request_id} is in use")

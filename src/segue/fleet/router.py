@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from segue.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
 from segue.balance.base import PlacementRequest, Policy, RandBelow
-from segue.balance.policies import make_policy
+from segue.balance.policies import POLICY_NAMES, make_policy
 from segue.core.errors import (
     BootstrapUnreachable,
+    DpRankOutOfRange,
     Draining,
     ErrorCode,
     ErrorInfo,
@@ -22,7 +23,8 @@ from segue.core.errors import (
     Starting,
     status_of,
 )
-from segue.core.types import LeaderId, Role
+from segue.core.request import RankHints
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.fleet.replica import Replica, Route
 from segue.fleet.settings import FleetSettings
 from segue.handoff.dp_ranks import FOLLOW_BOOTSTRAP_ROOM
@@ -69,6 +71,9 @@ class Router:
         # One policy object for each half: they are chosen independently, never in lock-step.
         self._prefill_policy: Policy = make_policy(settings.policy, randbelow)
         self._decode_policy: Policy = make_policy(settings.policy, randbelow)
+        #: that of each prefill instance that spreads requests over its DP ranks by another one
+        self._rank_policies: dict[Incarnation, Policy] = {}
+        self._randbelow = randbelow
 
     # ---- who could serve ------------------------------------------------------------------------
 
@@ -78,6 +83,8 @@ class Router:
         self._proven = {pair for pair in self._proven if pair[0] in known and pair[1] in known}
         self._refused = {pair for pair in self._refused if pair[0] in known and pair[1] in known}
         self._cooling = {leader: cooling for leader, cooling in self._cooling.items() if leader in known}
+        alive = {leader.incarnation for leader in known}
+        self._rank_policies = {who: policy for who, policy in self._rank_policies.items() if who in alive}
         sizes = [r.record.context_tokens for r in self._serving()]
         self._started = self._started or bool(sizes)
         self.context_tokens = min(sizes, default=None)
@@ -141,20 +148,61 @@ class Router:
         halves = [r for r in serving if r.role is Role.PREFILL]
         decode = [r for r in serving if r.role is not Role.PREFILL]
         decode = [r for r in decode if r.role is Role.UNIFIED or self._partners(r, halves)] or decode
+        decode = _on_rank(decode, request.ranks.routed_dp_rank)
         d = self._pick(self._decode_policy, decode, attempts, request, now, patient)
         if d is None or d.role is Role.UNIFIED:
             return None if d is None else Route(request.room, d, d)
         prefill = self._partners(d, halves) or [r for r in halves if r.record.model == d.record.model]
-        following = [
-            r
-            for r in prefill
-            if r.record.load_balance != FOLLOW_BOOTSTRAP_ROOM
-            or r.where.dp_rank == request.room % r.record.dp_size
-        ]
-        p = self._pick(
-            self._prefill_policy, following or prefill, attempts, request, now, patient, half=Role.PREFILL
-        )
-        return None if p is None else Route(request.room, p, d)
+        p, room = self._prefill(prefill, attempts, request, now, patient), request.room
+        if p is None:
+            return None
+        if request.ranks.disagg_prefill_dp_rank is None and _follows(p):
+            # The rank that the room names is gone, or not asked again: the room is to name the one that is.
+            room = (room - room % p.record.dp_size + p.where.dp_rank) or p.record.dp_size
+        return Route(room, p, d)
+
+    def _prefill(
+        self,
+        replicas: list[Replica],
+        attempts: Attempts,
+        request: PlacementRequest,
+        now: float,
+        patient: bool,
+    ) -> Replica | None:
+        """The instance by our policy, and of its DP ranks the one that the client asks for, or the one that
+        the instance's own rule says (`--load-balance`)."""
+        pinned = request.ranks.disagg_prefill_dp_rank
+        if pinned is not None:
+            replicas = _on_rank(replicas, pinned)
+        else:
+            named = [
+                r for r in replicas if not _follows(r) or r.where.dp_rank == request.room % r.record.dp_size
+            ]
+            replicas = named or replicas
+        p = self._pick(self._prefill_policy, replicas, attempts, request, now, patient, half=Role.PREFILL)
+        rule = p.record.load_balance if p is not None else ""
+        if p is None or pinned is not None or rule in (self._settings.policy, FOLLOW_BOOTSTRAP_ROOM):
+            return p
+        ranks = [r for r in replicas if r.leader.incarnation == p.leader.incarnation]
+        if len(ranks) == 1 or rule not in POLICY_NAMES:
+            return p
+        policy = self._rank_policies.setdefault(p.leader.incarnation, make_policy(rule, self._randbelow))
+        return self._pick(policy, ranks, attempts, request, now, patient, half=Role.PREFILL)
+
+    def check_ranks(self, asked: RankHints) -> None:
+        """Raises DpRankOutOfRange for a rank that no instance has. Without instances nobody knows."""
+        named = {
+            "routed_dp_rank": (asked.routed_dp_rank, (Role.DECODE, Role.UNIFIED)),
+            "disagg_prefill_dp_rank": (asked.disagg_prefill_dp_rank, (Role.PREFILL,)),
+        }
+        for name, (rank, roles) in named.items():
+            sizes = [r.record.dp_size for r in self._replicas.values() if r.role in roles]
+            if rank is not None and sizes and not 0 <= rank < max(sizes):
+                raise DpRankOutOfRange(
+                    f"{name} {rank}: the {roles[0]} instances have ranks 0 to {max(sizes) - 1}",
+                    phase="placement",
+                    origin="frontend",
+                )
 
     def _pick(
         self,
@@ -242,3 +290,13 @@ class Router:
         return len(alike) <= 1 and not (
             replica.role is Role.DECODE and any(r.role is Role.UNIFIED for r in serving)
         )
+
+
+def _on_rank(replicas: list[Replica], dp_rank: int | None) -> list[Replica]:
+    """Those of this DP rank; all of them if none is named."""
+    return [r for r in replicas if dp_rank in (None, r.where.dp_rank)]
+
+
+def _follows(replica: Replica) -> bool:
+    """Its instance goes by the room alone."""
+    return replica.record.dp_size > 1 and replica.record.load_balance == FOLLOW_BOOTSTRAP_ROOM

@@ -41,9 +41,10 @@ from segue.frontend.openai_types import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    GenerateFields,
     TokenizeBody,
 )
-from segue.frontend.params import ModelCard
+from segue.frontend.params import ModelCard, header_rank
 from segue.frontend.plan import Plan, Planner
 from segue.frontend.problems import BadParam, UnknownModel, error_body
 from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults
@@ -175,6 +176,8 @@ class OpenAIServer:
         body = self._reader.read(raw, kind)
         if body.model is not None and body.model != s.model:
             raise UnknownModel(f"the model {body.model[:200]!r} does not exist; this is {s.model!r}")
+        if isinstance(body, GenerateFields) and (rank := call.header(b"x-data-parallel-rank")) is not None:
+            body = msgspec.structs.replace(body, routed_dp_rank=header_rank(rank))
         return body, len(raw)
 
     async def off_loop(self, nbytes: int, work: Callable[[], T]) -> T:

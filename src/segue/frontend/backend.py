@@ -55,8 +55,8 @@ class Backend(Protocol):
         """The outputs of `request`, in order, until one has `finish`.
 
         A failure is raised as the SegueError it is, exactly once, at the latest after
-        `budget_s` seconds; OutOfCapacity and Draining before anything was started. Whoever stops
-        reading before the end calls `cancel`.
+        `budget_s` seconds; OutOfCapacity, Draining and DpRankOutOfRange before anything was started.
+        Whoever stops reading before the end calls `cancel`.
         """
         ...
 

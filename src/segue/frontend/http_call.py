@@ -137,6 +137,12 @@ class HttpCall:
             self.gone = True
             main.cancel()
 
+    def header(self, name: bytes) -> str | None:
+        """What the client says under `name` (lower case), if it does."""
+        found = (value for key, value in self._scope["headers"] if key == name)
+        value: bytes | None = next(found, None)
+        return None if value is None else value.decode("latin-1")
+
     # ---- out ------------------------------------------------------------------------------------
 
     async def answer(

@@ -110,6 +110,10 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+    force_query_prefill_dp_rank: bool | None = None
 
 
 class ChatBody(GenerateFields, frozen=True, kw_only=True):

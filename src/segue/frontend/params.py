@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from segue.core.request import Grammar, SamplingParams
+from segue.core.request import Grammar, RankHints, SamplingParams
 from segue.frontend.openai_types import GenerateFields
 from segue.frontend.problems import BadParam
 from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults
@@ -59,6 +59,27 @@ def samples(body: GenerateFields) -> int:
     if not 1 <= n <= MAX_SAMPLES:
         raise BadParam(f"n: from 1 to {MAX_SAMPLES}, not {n}", "n")
     return n
+
+
+def header_rank(text: str) -> int:
+    """The DP rank in a header `X-Data-Parallel-Rank`, which comes before the body's."""
+    if not text.isdecimal() or len(text) > 5:
+        raise BadParam(f"X-Data-Parallel-Rank: a rank from 0 on, not {text[:20]!r}", "routed_dp_rank")
+    return int(text)
+
+
+def rank_hints(body: GenerateFields) -> RankHints:
+    """The DP ranks that the client asks for; whether they exist, the placement knows."""
+    for name in ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"):
+        rank = getattr(body, name)
+        if rank is not None and not 0 <= rank < 2**16:
+            raise BadParam(f"{name}: a rank from 0 on, not {rank}", name)
+    routed = body.routed_dp_rank
+    return RankHints(
+        routed_dp_rank=body.data_parallel_rank if routed is None else routed,
+        disagg_prefill_dp_rank=body.disagg_prefill_dp_rank,
+        force_query_prefill_dp_rank=bool(body.force_query_prefill_dp_rank),
+    )
 
 
 def text_options(body: GenerateFields) -> Text:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from segue.core.request import Request, SamplingParams
+from segue.core.request import RankHints, Request, SamplingParams
 from segue.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
 from segue.frontend.chat import ToolUse, chat_prompt, tool_use
 from segue.frontend.generate import Sample
@@ -22,6 +22,7 @@ from segue.frontend.params import (
     asked_tokens,
     check_prompt,
     grammar_of,
+    rank_hints,
     samples,
     sampling,
     text_options,
@@ -83,18 +84,28 @@ class Planner:
             grammar=grammar or use.grammar,
         )
         text = text_options(body)
-        choices = [self._chat_choice(call_id, prompt, params, text, use, i) for i in range(samples(body))]
+        ranks = rank_hints(body)
+        choices = [
+            self._chat_choice(call_id, prompt, params, text, use, ranks, i) for i in range(samples(body))
+        ]
         shape = _shape(body, card, f"chatcmpl-{call_id}", int(self.today()), logprobs is not None)
         answer = ChatAnswer(shape, choices, self.tokenizer)
         return Plan(answer, bool(body.stream), shape.include_usage)
 
     def _chat_choice(
-        self, call_id: str, prompt: list[int], params: SamplingParams, text: Text, use: ToolUse, i: int
+        self,
+        call_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        text: Text,
+        use: ToolUse,
+        ranks: RankHints,
+        i: int,
     ) -> Choice:
         parser = use.parser()
         if parser is not None and parser.keep_special:
             text = Text(text.stops, text.include_stop, skip_special=False)
-        return Choice(self._sample(call_id, prompt, params, text, i), parser=parser)
+        return Choice(self._sample(call_id, prompt, params, text, ranks, i), parser=parser)
 
     def completion(self, body: CompletionBody, card: ModelCard, call_id: str) -> Plan:
         """Raises BadParam for what is wrong in `body`."""
@@ -111,7 +122,7 @@ class Planner:
         max_tokens, max_tokens_param = asked_tokens(body)
         echo_only = bool(body.echo) and max_tokens == 0
         grammar = grammar_of(body)
-        text = text_options(body)
+        text, ranks = text_options(body), rank_hints(body)
         choices = []
         for p, prompt in enumerate(prompts):
             check_prompt(prompt, card, "prompt")
@@ -126,7 +137,9 @@ class Planner:
                 prompt_logprobs=body.logprobs if body.echo else None,
                 grammar=grammar,
             )
-            choices += [Choice(self._sample(call_id, prompt, params, text, i), prompt=p) for i in range(n)]
+            choices += [
+                Choice(self._sample(call_id, prompt, params, text, ranks, i), prompt=p) for i in range(n)
+            ]
         shape = _shape(body, card, f"cmpl-{call_id}", int(self.today()), body.logprobs is not None)
         answer = CompletionAnswer(
             shape,
@@ -137,12 +150,14 @@ class Planner:
         )
         return Plan(answer, bool(body.stream), shape.include_usage)
 
-    def _sample(self, call_id: str, prompt: list[int], params: SamplingParams, text: Text, i: int) -> Sample:
+    def _sample(
+        self, call_id: str, prompt: list[int], params: SamplingParams, text: Text, ranks: RankHints, i: int
+    ) -> Sample:
         # A client may send one X-Request-ID twice; a request's id is never used twice.
         request_id = f"{call_id}-{next(self._serial)}"
         if i:
             params = msgspec.structs.replace(params, seed=(params.seed + i) & (2**63 - 1))
-        request = Request(request_id=request_id, prompt=prompt, sampling=params)
+        request = Request(request_id=request_id, prompt=prompt, sampling=params, ranks=ranks)
         return Sample(request, text, self.tokenizer)
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
