@@ -11,7 +11,6 @@ import pytest
 
 from conftest import CONTEXT, FakeBackend, Running, serve
 from segue.core.errors import (
-from segue.core.request import RankHints
     BootstrapUnreachable,
     DeadlineExceeded,
     Draining,
@@ -20,6 +19,7 @@ from segue.core.request import RankHints
     TransferFailed,
 )
 from segue.core.limits import Limits
+from segue.core.request import RankHints
 from segue.frontend.tokenizer import ModelTokenizer
 
 HI = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,239 @@
+"""Data-parallel ranks in real processes, with a real model: who answers, and what becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Served
+from test_served_ranks import PROMPTS, reference
+
+from segue.bootstrap.client import RegistryClient
+from segue.bootstrap.server import RegistryServer
+from segue.bootstrap.server import serve as serve_registry
+from segue.conn.io import IoThread
+from segue.core.limits import Limits
+from segue.core.request import Request, SamplingParams
+from segue.core.types import LeaderId, Role
+from segue.fleet.fleet import Fleet
+from segue.fleet.replica import Replica
+from segue.fleet.settings import FleetSettings
+from segue.observe.metrics import Metrics
+
+pytestmark = [pytest.mark.timeout(400)]
+
+MODEL = ("--served-model-name", "tiny", "--dtype", "float32", "--kv-gib", "0.1")
+
+
+def ask(url: str, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, **fields}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
+
+
+def test_two_prefill_ranks_and_one_decode_rank_answer_as_the_reference_does(tiny: Path) -> None:
+    with Served("--model", str(tiny), *MODEL, "--port", "0", "--prefill-dp", "2") as made:
+        expected = reference(tiny)
+        ways: list[dict[str, Any]] = [
+            {},
+            {"disagg_prefill_dp_rank": 0},
+            {"disagg_prefill_dp_rank": 1},
+            {"disagg_prefill_dp_rank": 1, "force_query_prefill_dp_rank": True},
+            {"force_query_prefill_dp_rank": True, "routed_dp_rank": 0},
+        ]
+        for way in ways:
+            answers = [ask(made.url, prompt, **way).json()["choices"][0]["token_ids"] for prompt in PROMPTS]
+            assert answers == expected, way
+        for way in ({"disagg_prefill_dp_rank": 2}, {"routed_dp_rank": 1}):
+            refused = ask(made.url, PROMPTS[0], **way)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "DP_RANK_OUT_OF_RANGE")
+        assert ask(made.url, PROMPTS[0], {"X-Data-Parallel-Rank": "7"}).status_code == 400
+        about = {n: httpx.get(f"{url}/server_info").json() for n, url in made.doors(3).items()}
+        assert {name: (info["dp_rank"], info["dp_size"]) for name, info in about.items()} == {
+            "prefill-0.dp0": (0, 2),
+            "prefill-0.dp1": (1, 2),
+            "decode-0": (0, 1),
+        }
+        assert made.stop() == 0
+
+
+# ---- 1,000 requests over four ranks and two --------------------------------------------------------
+
+PREFILL, DECODE, REQUESTS, AT_ONCE = 4, 2, 1000, 32
+LIMITS = Limits(max_queue=2048)
+
+
+class OneRegistry:
+    """A registry that can be killed and started anew at its address."""
+
+    def __init__(self) -> None:
+        self.io = IoThread()
+        self.io.start()
+        self.server: RegistryServer
+        self.port = 0
+        self.open()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def open(self) -> None:
+        self.server = self.io.call(serve_registry("127.0.0.1", self.port, secret=None, limits=LIMITS), 10)
+        self.port = self.server.port
+
+    def shut(self) -> None:
+        self.io.call(self.server.close(), 10)
+
+    def close(self) -> None:
+        self.shut()
+        self.io.stop()
+
+
+@dataclass
+class Traffic:
+    """What came of the requests: how many each rank was given, and their errors."""
+
+    requests: Counter[LeaderId] = field(default_factory=Counter)
+    tokens: Counter[LeaderId] = field(default_factory=Counter)
+    roles: dict[LeaderId, Role] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    done: int = 0
+    seconds: float = 0.0
+
+    def imbalance(self, counted: Counter[LeaderId], role: Role, ranks: int) -> float:
+        """The busiest rank's share over the mean."""
+        counts = [count for leader, count in counted.items() if self.roles[leader] is role]
+        return max(counts) * ranks / sum(counts)
+
+
+async def _run(registry: OneRegistry, policy: str, half: Callable[[], None]) -> Traffic:
+    """1,000 requests of very different lengths, `AT_ONCE` at a time; `half` is called in the middle."""
+    client = RegistryClient(registry.url, secret=None, limits=LIMITS)
+    settings = FleetSettings(served_model="tiny", policy=policy, retry_budget=1e9)
+    fleet = Fleet(client, settings, secret=None, limits=LIMITS, metrics=Metrics())
+    traffic, rng = Traffic(), random.Random(7)
+    normal = fleet.membership.enter
+
+    def enter(replica: Replica, request_id: str, sink: Any, tokens: int) -> None:
+        traffic.requests[replica.leader] += 1
+        traffic.tokens[replica.leader] += tokens
+        traffic.roles[replica.leader] = replica.role
+        normal(replica, request_id, sink, tokens)
+
+    fleet.membership.enter = enter  # type: ignore[method-assign]
+    waiting = list(range(REQUESTS))
+
+    async def client_loop() -> None:
+        while waiting:
+            number = waiting.pop()
+            if number == REQUESTS // 2:
+                await asyncio.to_thread(half)
+            length = rng.choice((8, 20, 60, 200))
+            prompt = [rng.randrange(3, 200) for _ in range(length)]
+            count = rng.choice((1, 4, 12))
+            sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+            request = Request(request_id=f"r{number}", prompt=prompt, sampling=sampling)
+            given = 0
+            try:
+                async for output in fleet.submit(request, budget_s=60):
+                    given += len(output.token_ids)
+                assert given == count
+                traffic.done += 1
+            except Exception as error:
+                traffic.errors[repr(error)] += 1
+
+    fleet.start()
+    async with asyncio.timeout(60):
+        while len([r for r in fleet.membership.replicas.values() if r.usable]) < PREFILL + DECODE:
+            await fleet.changed()
+    began = time.monotonic()
+    await asyncio.gather(*(client_loop() for _ in range(AT_ONCE)))
+    traffic.seconds = time.monotonic() - began
+    await fleet.close()
+    await client.aclose()
+    return traffic
+
+
+@pytest.fixture
+def parts(tiny: Path) -> Iterator[tuple[OneRegistry, Served, Served]]:
+    """Four prefill ranks and two decode ranks under two commands, and a registry of its own."""
+    registry = OneRegistry()
+    shared = ("--model", str(tiny), *MODEL, "--registry", registry.url, "--threads-per-worker", "1")
+    try:
+        prefill = Served(*shared, "--dp", str(PREFILL), command="prefill", wait=False)
+        decode = Served(*shared, "--dp", str(DECODE), command="decode", wait=False)
+        try:
+            yield registry, prefill.ready(), decode.ready()
+        finally:
+            for part in (prefill, decode):
+                if part.process.poll() is None:
+                    part.stop(at_rest=False)
+                part._forget()
+    finally:
+        registry.close()
+
+
+def told(name: str, traffic: Traffic) -> None:
+    """The row for docs/results.md."""
+    shares = [
+        f"{traffic.imbalance(counted, role, ranks):.3f}"
+        for role, ranks in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE))
+        for counted in (traffic.requests, traffic.tokens)
+    ]
+    sys.stdout.write(f"| {name} | {traffic.done} | {' | '.join(shares)} | {traffic.seconds:.0f} |\n")
+
+
+@pytest.mark.slow
+def test_1000_requests_are_balanced_over_four_prefill_and_two_decode_ranks(
+    parts: tuple[OneRegistry, Served, Served],
+) -> None:
+    registry, prefill, decode = parts
+    for policy, counted in (("total_requests", "requests"), ("total_tokens", "tokens")):
+        traffic = asyncio.run(_run(registry, policy, lambda: None))
+        told(policy, traffic)
+        assert (traffic.done, traffic.errors) == (REQUESTS, {})
+        assert traffic.imbalance(getattr(traffic, counted), Role.PREFILL, PREFILL) < 1.25
+    assert prefill.stop() == 0
+    assert decode.stop() == 0
+
+
+@pytest.mark.slow
+def test_1000_requests_while_the_registry_is_killed_and_started_anew(
+    parts: tuple[OneRegistry, Served, Served],
+) -> None:
+    registry = parts[0]
+    for policy in ("total_requests", "total_tokens"):
+
+        def half() -> None:
+            registry.shut()
+            registry.open()
+
+        traffic = asyncio.run(_run(registry, policy, half))
+        told(f"{policy}, registry restarted", traffic)
+        assert (traffic.done, traffic.errors) == (REQUESTS, {})
+
+
+@pytest.mark.slow
+def test_1000_requests_while_a_prefill_rank_is_killed(parts: tuple[OneRegistry, Served, Served]) -> None:
+    registry, prefill, _ = parts
+
+    def half() -> None:
+        victim = prefill.instances("prefill")[0]
+        os.kill(victim.pid, signal.SIGKILL)
+
+    traffic = asyncio.run(_run(registry, "total_requests", half))
+    told("total_requests, one prefill rank killed", traffic)
+    assert traffic.done + sum(traffic.errors.values()) == REQUESTS, "none is lost"
+    assert traffic.errors == {}, "what ran on it was placed anew"
+    assert prefill.stop() == 1, "an instance that has lost a rank did not end well"
