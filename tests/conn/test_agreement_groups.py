@@ -18,7 +18,7 @@ import pytest
 
 PROCESS = Path(__file__).with_name("agreement_process.py")
 #: For what must not run out, and for what must.
-LONG_S, SHORT_S = 60.0, 2.0
+LONG_S, SHORT_S = 60.0, 4.0
 
 
 class Ranks:
