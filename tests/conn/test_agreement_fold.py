@@ -167,26 +167,35 @@ def test_ranks_that_make_different_calls_are_told_even_if_their_rooms_are_equal(
 
 def test_more_rooms_than_can_be_agreed_on_end_the_call_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MAX_ROOMS", 3)
+    full = dict.fromkeys(range(1, 4), 1)
+    assert lockstep([folded(full), folded(full)])[0] == [full] * 2
     outcomes, _ = lockstep([folded({1: 1}), folded(dict.fromkeys(range(1, 5), 1))])
     assert {type(error) for error in outcomes} == {OutOfCapacity}
     assert {str(error) for error in outcomes} == {"rank 1 polls 4 rooms at once, at most 3 can be agreed on"}
 
 
 class Alone:
-    """A group of one rank."""
+    """A group of one rank, which says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
+        self.asked.append("gather")
         return [list(row)]
 
     def least(self, row: Sequence[int]) -> list[int]:
+        self.asked.append("least")
         return list(row)
 
 
 def test_pages_are_the_engines_again_when_every_rank_has_released_them() -> None:
     freed, held = receiver(1, KVPoll.FAILED), receiver(2, KVPoll.FAILED)
     freed.released = True
-    alone = Agreement(Alone())
+    group = Alone()
+    alone = Agreement(group)
     assert alone.released({1: freed, 2: held}) == {1}
+    assert group.asked == ["gather", "least"]
     assert alone.poll({2: held})[2].phase is KVPoll.FAILED
     outcomes, _ = lockstep([folded({1: True}), folded({1: False})])
     assert outcomes == [{1: False}] * 2
