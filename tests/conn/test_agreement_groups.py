@@ -12,9 +12,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
+
+from segue.conn.torch_group import TorchGroup
+from segue.core.errors import PeerLost
 
 PROCESS = Path(__file__).with_name("agreement_process.py")
 #: For what must not run out, and for what must.
@@ -137,6 +142,29 @@ def test_a_stopped_rank_costs_the_others_an_error_by_the_deadline(ranks: Ranks) 
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
     assert ranks.answer(0)["error"] == "PEER_LOST"
+
+
+def test_a_group_that_was_left_is_of_no_use() -> None:
+    group = TorchGroup(HashStore(), "one", 0, 1, timeout_s=10)
+    assert group.gather([3, 4]) == [[3, 4]]
+    group.close()
+    group.close()
+    with pytest.raises(PeerLost, match="rank 0 of 1 has left its group"):
+        group.gather([3, 4])
+
+
+def test_a_group_whose_exchange_was_interrupted_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a signal's exception: how far the others came is not known."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    group = TorchGroup(HashStore(), "one", 0, 1, timeout_s=10)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(group, "_gloo", SimpleNamespace(allreduce=interrupted))
+        group.least([3])
+    with pytest.raises(PeerLost, match="was interrupted"):
+        group.least([3])
 
 
 @pytest.mark.slow
