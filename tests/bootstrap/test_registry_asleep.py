@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from registry_records import record
+from registry_records import A, record
 
+from segue.bootstrap.records import RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import ASLEEP_S, LOOK_S, AwakeClock, StoreWaiter, SystemClock
 from segue.core.clock import VirtualClock
@@ -58,5 +60,28 @@ def test_the_timer_looks_often_though_nothing_is_due() -> None:
                 await clock.often.wait()
         finally:
             waiter.close()
+
+    asyncio.run(run())
+
+
+def test_one_timer_is_held_however_often_the_next_expiry_comes_nearer() -> None:
+    async def run() -> None:
+        loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+        normal = loop.call_later
+
+        def noted(*args: Any) -> asyncio.TimerHandle:
+            timers.append(normal(*args))
+            return timers[-1]
+
+        loop.call_later = noted  # type: ignore[method-assign, assignment]
+        clock = VirtualClock()
+        store = RegistryStore(clock, ttl_s=1000.0)
+        waiter = StoreWaiter(store, clock)
+        store.register(record(), 0)
+        for room in range(1, 6):
+            store.register_room(room, RoomRecord(incarnation=A, dp_rank=0, ttl_s=100.0 / room))
+        assert len(timers) > 5
+        assert sum(not timer.cancelled() for timer in timers) == 1
+        waiter.close()
 
     asyncio.run(run())

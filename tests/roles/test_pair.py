@@ -301,6 +301,21 @@ def test_the_deadline_ends_a_request_that_decode_never_saw() -> None:
     pair.assert_at_rest()
 
 
+def test_the_deadline_ends_a_generation_that_nobody_cancels() -> None:
+    pair = Pair()
+    pair.submit("r", [1, 2, 3], 100, budget_s=5)
+    for _ in range(8):
+        pair.pump()
+        pair.prefill.turn()
+        pair.decode.turn()
+    pair.pump()
+    assert 0 < len(pair.tokens("r")) < 100
+    pair.clock.advance(5)
+    pair.run()
+    assert pair.errors("r") == ["DEADLINE_EXCEEDED"]
+    pair.assert_at_rest()
+
+
 def test_lesson_06_pages_stay_quarantined_until_the_fence() -> None:
     pair = Pair()
     pair.fences_proven = False

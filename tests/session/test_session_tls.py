@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import ssl
 from pathlib import Path
 
 import pytest
@@ -274,3 +276,24 @@ def test_a_refusal_under_tls_keeps_its_type(authority: Authority, caplog: pytest
             return caught.value
 
     assert asyncio.run(main()).info.code == "UNAUTHORIZED"
+
+
+def _shake(*ends: ssl.SSLObject) -> None:
+    """A handshake in memory, as far as it comes."""
+    for end in 4 * ends:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+
+
+def test_no_older_tls_than_1_3_is_spoken(authority: Authority) -> None:
+    ours, theirs = authority.issue().load(), authority.issue().load()
+    for server, client in ((ours.server, theirs.client), (theirs.server, ours.client)):
+        older = client if client is theirs.client else server
+        older.minimum_version, older.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        dialler = client.wrap_bio(back, there, server_hostname="127.0.0.1")
+        listener = server.wrap_bio(there, back, server_side=True)
+        with pytest.raises(ssl.SSLWantReadError):
+            dialler.do_handshake()
+        with pytest.raises(ssl.SSLError, match=r"(?i)protocol|version"):
+            _shake(listener, dialler)

@@ -188,9 +188,16 @@ def test_plain_bytes_and_a_stranger_s_certificate_end_a_connection_before_any_ch
     assert challenge == b""
     refused = [record.message for record in caplog.records if "connection was refused" in record.message]
     assert len(refused) == 2
-    good = make_tcp(made.events.put, ROGUE, tls=ours.issue().load())
+    good, plain_writer = (
+        make_tcp(made.events.put, ROGUE, tls=ours.issue().load()),
+        make_tcp(made.events.put, ROGUE),
+    )
     memory = allocate(4096)
     good.register(memory)
+    plain_writer.register(memory)
+    with pytest.raises(PeerRefused, match="only one of this side and"):
+        plain_writer.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 30)
+    plain_writer.close()
     good.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 30)
     good.close()
     memory.close()

@@ -13,7 +13,7 @@ from ranks import rank
 from segue.core.errors import SegueError
 from segue.layout.blocks import CopyBlock
 from segue.transport import tcp_wire
-from segue.transport.base import TransportEvent, WriteFailed, Written
+from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import Timer
 from segue.transport.memory import Memory, Region
@@ -135,8 +135,8 @@ class Answering:
 class Writing:
     """A path of so many writes, each of one part."""
 
-    def __init__(self, writes: int) -> None:
-        self.loop, self.channel = VirtualLoop(), Answering()
+    def __init__(self, writes: int, channel: Answering | None = None) -> None:
+        self.loop, self.channel = VirtualLoop(), channel or Answering()
         self.events: list[TransportEvent] = []
         self.ends: list[SegueError] = []
         self.path = PeerWriter(
@@ -206,3 +206,15 @@ def test_a_data_port_can_be_listened_at_again_while_connections_of_before_linger
         first.close()
         assert peer.recv(1) == b""
     Net().listen(host, port).close()
+
+
+def test_a_fence_that_comes_after_the_end_of_a_half_sent_part_is_answered() -> None:
+    class Full(Answering):
+        def send_rows(self, cursor: tcp_wire.Cursor, _limit_bytes: int) -> int:
+            return -1
+
+    writing = Writing(1, Full())
+    writing.loop.wait(3 * STALL_S)
+    assert [type(event) for event in writing.events] == [WriteFailed]
+    writing.path.fence(9)
+    assert writing.events[1:] == [Fenced(rank("bbbb"), 9, True)]
