@@ -51,6 +51,23 @@ def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: P
 
 
 @pytest.mark.slow
+def test_data_parallel_ranks_of_two_ranks_each_answer_as_the_reference_does(tiny: Path) -> None:
+    """Not asked what they hold at rest: `holdings` knows deployments of one leader for each instance."""
+    arguments = ("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE, "--prefill-dp", "2")
+    made = Served(*arguments, wait=False)
+    try:
+        assert made.process.stdout is not None
+        url = made.process.stdout.readline().strip().removeprefix("ready ")
+        answers = [ask(url, prompt).json()["choices"][0]["token_ids"] for prompt in PROMPTS * 2]
+        assert answers == reference(tiny) * 2
+        made.process.terminate()
+        assert made.process.wait(60) == 0
+        assert "killed a rank" not in made.log()
+    finally:
+        made.kill()
+
+
+@pytest.mark.slow
 def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
     """Also one that stands still; the fixtures of each test look for processes that are left behind."""
     with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:

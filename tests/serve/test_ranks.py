@@ -148,10 +148,10 @@ def test_retracted_sequences_come_back_on_every_rank(llama: Path) -> None:
         assert decode.scheduler.batch.retractions > 0, "the pool was too large to need one"  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def generating(llama: Path) -> Iterator[tuple[Deployment, Running]]:
+@pytest.fixture(params=["tp2", later("pp2")])
+def generating(request: pytest.FixtureRequest, llama: Path) -> Iterator[tuple[Deployment, Running]]:
     """A decode instance of two ranks in the middle of a long answer."""
-    with deployment(*SIDES, model=str(llama), ranks={Role.DECODE: ParallelSize(tp=2)}, kv_gib=0.2) as made:
+    with deployment(*SIDES, model=str(llama), ranks=sizes("", request.param), kv_gib=0.2) as made:
         [prefill], [decode] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         made.front.submit(
             "long", [5, 6, 7], prefill, decode, max_tokens=4000, temperature=0.0, ignore_eos=True

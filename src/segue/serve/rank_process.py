@@ -7,6 +7,8 @@ pool (`conn.rank_worker`). It dies with its leader, and signals that mean the wh
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import logging
 import os
 import signal
@@ -26,6 +28,7 @@ from segue.core.errors import DECODE_ERRORS, ErrorInfo, Internal, SegueError
 from segue.core.types import LeaderId
 from segue.engine.pipe import Pipe
 from segue.layout.spec import PoolSpec
+from segue.serve.gc import frozen_imports
 from segue.serve.kv import kv_config
 from segue.session import tls
 from segue.session.tasks import typed
@@ -110,12 +113,12 @@ def die_with_parent() -> None:
 
 def _serve(pipe: Pipe, kv: socket.socket) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # What takes seconds to import, before the ranks wait for one another.
-    import transformers.modeling_utils  # noqa: F401
-
-    from segue.engine.cpu_forward import load_forward
-    from segue.engine.group import join, meeting_point
-    from segue.engine.ranks import serve_rank
+    with frozen_imports():
+        # What takes seconds to import, before the ranks wait for one another.
+        importlib.import_module("transformers.modeling_utils")
+        from segue.engine.cpu_forward import load_forward
+        from segue.engine.group import join, meeting_point
+        from segue.engine.ranks import serve_rank
 
     pipe.send(msgspec.msgpack.encode(HereWord()), SAY_S)
     order = heard(pipe, msgspec.msgpack.Decoder(SetUpOrder))
@@ -159,6 +162,9 @@ def _serve(pipe: Pipe, kv: socket.socket) -> None:
     # The pipe ends at the same time, and wakes the main thread.
     worker = RankWorker(rank, kv, IoThread(), limits, lambda _: None)
     worker.start()
+    # As its leader: what is here now stays, and no collection goes through it, at the end neither.
+    gc.collect()
+    gc.freeze()
     try:
         serve_rank(pipe, forward)
     finally:

@@ -119,7 +119,7 @@ class Workers:
         thread; only the first reason counts."""
         if self._error is None:
             self._error = error
-            self._kill()
+            self.kill()
             self._lost(error)
 
     def close(self) -> None:
@@ -136,7 +136,8 @@ class Workers:
                 worker.process.kill()
                 worker.process.wait()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End all of them by force."""
         for worker in self.all:
             worker.process.kill()
         for worker in self.all:
@@ -187,6 +188,7 @@ def open_replica(config: InstanceConfig) -> Replica:
     try:
         return Replica(*_loaded(config, pool_bytes, folder, threads, workers), workers)
     except BaseException:
+        workers.kill()  # nobody relies on one yet, and one that loads would leave later
         workers.close()
         raise
 
