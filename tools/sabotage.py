@@ -242,7 +242,7 @@ def main() -> int:
         list(pool.map(lambda pair: work(*pair), lot))
     known, reasons = judged(results), harmless()
     verdicts = [(s, known[s.name]["by"]) for _, s in drawn if s.name in known]
-    left = [s for s, by in verdicts if by == "survived" and s.name not in reasons]
+    left = [s for s, by in verdicts if by == "survived" and s.name.strip() not in reasons]
     by = Counter("harmless" if by == "survived" and s not in left else by for s, by in verdicts)
     counted = len(verdicts) - by["harmless"]
     percent = 100.0 * (counted - len(left)) / max(1, counted)
