@@ -12,6 +12,7 @@ from segue.sim.addresses import Addresses
 from segue.sim.deployment import Deployment
 from segue.sim.run import load, run_scenario
 from segue.sim.scenario import Fault, Scenario, make_scenario
+from segue.sim.splits import ALONE, EQUAL
 from segue.sim.vocabulary import ALL_FEATURES, FAULTS
 
 
@@ -173,7 +174,7 @@ def test_a_pair_whose_memory_cannot_be_had_goes_on_over_the_other_transport(rank
     nodes = {role: [n.name for n in make_scenario(CALM).nodes if n.role is role] for role in Role}
     prefill, decode = nodes[Role.PREFILL][0], nodes[Role.DECODE][0]
     scenario = with_faults(Fault("f0", "no memory", 0.05, prefill, decode))
-    scenario.transports, scenario.ranks = ("shm", "tcp"), ranks
+    scenario.transports, scenario.splits = ("shm", "tcp"), (ALONE, EQUAL)[ranks - 1]
     outcome = run_scenario(scenario)
     assert not outcome.failed, outcome.text
     assert outcome.counts["pools that could not be mapped"] == 1

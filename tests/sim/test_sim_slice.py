@@ -48,6 +48,10 @@ COMMON = (
     "continued",
     "hand-offs with a later leader of an incarnation",
     "leaders that ended beside others of their incarnation",
+    "between unequal sides",
+    "passed on",
+    "with replicas at prefill",
+    "with context parallelism",
 )
 RARE = (
     "sent again without a forward",

@@ -105,19 +105,21 @@ class Ranks:
             self._dead.pop(oldest, None)
 
     async def connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
-        """Open the paths from our ranks to those of a peer that was chosen a transport for. It may block, so
-        it does so on a thread of its own: a peer that swallows packets keeps nobody waiting but itself, for
-        what it was asked before is waited for. Raises what `Transport.connect` does."""
-        while (earlier := self._connecting.get(peer)) is not None:
+        """Open the paths that our ranks need for a peer that was chosen a transport for. It may block, so it
+        does so on a thread of its own: a peer that swallows packets keeps nobody waiting but itself, for
+        what it was asked before is waited for. Those between our own ranks are opened one after the other:
+        several peers need the same ones. Raises what `Transport.connect` does."""
+        whose = peer if self._sending else self._me
+        while (earlier := self._connecting.get(whose)) is not None:
             await asyncio.wait({earlier})
-        task = awaited(self._connect(peer, info, timeout_s), name=f"connecting to {peer}")
-        self._connecting[peer] = task
-        task.add_done_callback(lambda _: self._connected(peer, task))
+        task = awaited(self._connect(peer, info, timeout_s), name=f"connecting for {peer}")
+        self._connecting[whose] = task
+        task.add_done_callback(lambda _: self._connected(whose, task))
         # Who is cancelled (the session has ended) leaves a thread behind that cannot be.
         await asyncio.shield(task)
 
-    def _connected(self, peer: LeaderId, task: asyncio.Task[None]) -> None:
-        del self._connecting[peer]
+    def _connected(self, whose: LeaderId, task: asyncio.Task[None]) -> None:
+        del self._connecting[whose]
         if not task.cancelled():
             task.exception()  # seen: who asked may be gone
 

@@ -36,15 +36,17 @@ SPARE = (5, 6, 7)
 
 
 class DataPath:
-    """From one prefill node to one decode node, whatever connections there are at the moment."""
+    """From a rank of a prefill node to one of a decode node, or between two of a decode node, whatever
+    connections there are at the moment."""
 
     #: of which transport
     name: ClassVar[str]
 
-    def __init__(self, writer: KVNode, reader: KVNode, rank: int) -> None:
+    def __init__(self, writer: KVNode, mine: int, reader: KVNode, rank: int) -> None:
         self.writer = writer
         self.reader = reader
-        #: which rank of either; both sides share out the layers alike
+        #: which rank of the writer, and which of the reader
+        self.mine = mine
         self.rank = rank
         self.timing = writer.world_timing
         self.slow = 1.0
@@ -61,7 +63,7 @@ class DataPath:
     @property
     def transport(self) -> SimTransport:
         """The writer's."""
-        return self.writer.transports[self.rank, self.name]
+        return self.writer.transports[self.mine, self.name]
 
     def in_mid_write(self) -> None:
         """A write is half done."""
@@ -112,8 +114,8 @@ class TcpPath(DataPath):
 
     name = TcpTransport.name
 
-    def __init__(self, writer: KVNode, reader: KVNode, rank: int) -> None:
-        super().__init__(writer, reader, rank)
+    def __init__(self, writer: KVNode, mine: int, reader: KVNode, rank: int) -> None:
+        super().__init__(writer, mine, reader, rank)
         #: how long a stream whose other end is silent is kept
         self.keepalive_s = 1.5 * self.timing.silence_s
         #: how many of the next heads and answers that are read come with one bit changed
@@ -217,8 +219,8 @@ class ShmPath(DataPath):
 
     name = ShmTransport.name
 
-    def __init__(self, writer: KVNode, reader: KVNode, rank: int) -> None:
-        super().__init__(writer, reader, rank)
+    def __init__(self, writer: KVNode, mine: int, reader: KVNode, rank: int) -> None:
+        super().__init__(writer, mine, reader, rank)
         self._copying: Counter[int] = Counter()
 
     def busy_with(self, epoch: int) -> bool:
@@ -274,7 +276,9 @@ class ShmPath(DataPath):
         return [
             thing
             for thing in list(things)
-            if isinstance(thing, UnixSocket) and thing.other and thing.other.process is self.reader
+            if isinstance(thing, UnixSocket)
+            and thing.other
+            and thing.other.net is self.reader.transports[self.rank, self.name].net
         ]
 
 
@@ -368,7 +372,7 @@ class SimTransport(Transport):
     def _path(self, peer: RankId) -> DataPath:
         reader = self._node.deployment.by_leader[peer.leader]
         assert isinstance(reader, type(self._node))
-        return self._node.data_path(reader, self.rank, self.name)
+        return self._node.data_path(self.rank, reader, peer.rank, self.name)
 
     def _event(self, event: TransportEvent) -> None:
         if isinstance(event, Written | WriteFailed):

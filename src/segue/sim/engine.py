@@ -9,7 +9,7 @@ The next token is a function of the lineage, so the right answer is known withou
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,7 +17,6 @@ import xxhash
 
 from segue.core.errors import ChecksumMismatch
 from segue.core.request import SamplingParams, TokenLogprob
-from segue.core.types import RankCoord
 from segue.engine.base import (
     HostPages,
     ModelInfo,
@@ -27,7 +26,7 @@ from segue.engine.base import (
     StepHandle,
     StepOnCall,
 )
-from segue.layout.spec import KVShape, PlaneSpec, PoolSpec, planes_of
+from segue.layout.spec import KVShape, PlaneSpec, PoolSpec
 
 MASK = 2**64 - 1
 SEED = 0x9E3779B97F4A7C15
@@ -81,33 +80,34 @@ def answer(
     return output
 
 
-def lineage_spec(pages: int, page_tokens: int = 4, layers: int = 2, *, page_major: bool = False) -> PoolSpec:
-    """A pool whose K and V items are 8-byte lineages; layer-major, or all layers of a page together."""
-    shape = KVShape(layers=layers, kv_heads=1, k_dim=1, v_dim=1, dtype="lineage", item_bytes=8)
-    spec = PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, layer_count=layers, head_count=1)
+def lineage_spec(
+    pages: int,
+    page_tokens: int = 4,
+    layers: int = 2,
+    heads: int = 1,
+    *,
+    latent: bool = False,
+    page_major: bool = False,
+) -> PoolSpec:
+    """A pool whose items are 8-byte lineages, of K and V or of a latent; layer-major, or all layers of a page
+    together."""
+    shape = KVShape(
+        kind="mla" if latent else "mha",
+        layers=layers,
+        kv_heads=heads,
+        k_dim=1,
+        v_dim=0 if latent else 1,
+        dtype="lineage",
+        item_bytes=8,
+    )
+    spec = PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, layer_count=layers, head_count=heads)
     if not page_major:
         return spec
-    planes = (PlaneSpec(0, at * page_tokens * 8, spec.page_bytes, 8, 8) for at in range(2 * layers))
+    token = 8 * heads
+    planes = (
+        PlaneSpec(0, at * page_tokens * token, spec.page_bytes, token, 8) for at in range(spec.kinds * layers)
+    )
     return msgspec.structs.replace(spec, regions=(spec.nbytes,), planes=tuple(planes))
-
-
-def shared_out(spec: PoolSpec, ranks: int) -> list[PoolSpec]:
-    """The parts of ranks that share out the layers evenly, all of them in the one memory of the engine."""
-    if ranks == 1:
-        return [spec]
-    planes = [PlaneSpec(0, *plane[:4]) for plane in planes_of(spec)]
-    layers, each = spec.layer_count // ranks, len(planes) // ranks
-    return [
-        msgspec.structs.replace(
-            spec,
-            coord=RankCoord(pp=rank),
-            layer_start=rank * layers,
-            layer_count=layers,
-            regions=(spec.nbytes,),
-            planes=tuple(planes[rank * each : (rank + 1) * each]),
-        )
-        for rank in range(ranks)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,9 @@ class _Open:
 
 
 class LineageEngine:
-    """Implements `engine.base.Engine`. `memory` is the pool; transports may copy into it. Engines of another
-    `model` give the same tokens, but their KV is not each other's.
+    """Implements `engine.base.Engine`. `memory` is the pool; transports may copy into it. `ranks` say what is
+    where in it, if it is not that of one rank with all of `spec`. Engines of another `model` give the same
+    tokens, but their KV is not each other's.
 
     Raises WrongKV from `collect` when a position does not hold the sequence's own KV.
     """
@@ -151,13 +152,16 @@ class LineageEngine:
         spec: PoolSpec,
         memory: bytearray | memoryview | None = None,
         *,
+        ranks: Sequence[PoolSpec] = (),
         vocab_size: int = 1000,
         context_tokens: int = 4096,
         eos_token_ids: frozenset[int] = frozenset(),
         model: str = "lineage-1",
     ) -> None:
         self.spec = spec
-        self.memory: bytearray | memoryview = bytearray(spec.nbytes) if memory is None else memory
+        self.ranks = list(ranks or [spec])
+        nbytes = self.ranks[0].nbytes
+        self.memory: bytearray | memoryview = bytearray(nbytes) if memory is None else memory
         self.info = ModelInfo(
             name="lineage",
             fingerprint=model,
@@ -168,19 +172,15 @@ class LineageEngine:
         )
         self.computed_tokens = 0
         own = lineage(model.encode())
-        #: of each plane (K or V of a layer): where each slot is, what marks it, and how it is called
-        slots = range(spec.pages * spec.page_tokens)
+        #: of each head of each plane (K or V of a layer) of each rank: where each slot is, what marks it, and
+        #: how it is called
         self._planes = [
-            (
-                [spec.offset(layer, value, slot) for slot in slots],
-                own ^ layer ^ (VALUE_MARK if value else 0),
-                f"layer {layer}, {'KV'[value]}",
-            )
-            for layer in range(spec.layer_count)
-            for value in (False, True)
+            plane
+            for number, rank in enumerate(self.ranks)
+            for plane in _planes(rank, own, f"rank {number}, ")
         ]
         #: the page that each word of the pool belongs to
-        self.page_of_word = [0] * (spec.nbytes // _WORD.size)
+        self.page_of_word = [0] * (nbytes // _WORD.size)
         for places, _, _ in self._planes:
             for slot, at in enumerate(places):
                 self.page_of_word[at // _WORD.size] = slot // spec.page_tokens
@@ -279,18 +279,16 @@ class LineageEngine:
 
     # ---- retraction --------------------------------------------------------------------------
 
-    def _ranges(self, page: int) -> list[tuple[int, int]]:
-        spec, first = self.spec, page * self.spec.page_tokens
-        return [
-            (spec.offset(layer, value, first), spec.page_tokens * width)
-            for layer in range(spec.layer_count)
-            for value, width in ((False, spec.k_token_bytes), (True, spec.v_token_bytes))
-        ]
+    def _words(self, page: int) -> list[int]:
+        """Where each word of a page is."""
+        slots = slice(page * self.spec.page_tokens, (page + 1) * self.spec.page_tokens)
+        return [at for places, _, _ in self._planes for at in places[slots]]
 
     def copy_out(self, pages: Sequence[int]) -> HostPages:
         """Copy pages out of the pool."""
+        size = _WORD.size
         copies = tuple(
-            b"".join(bytes(self.memory[at : at + size]) for at, size in self._ranges(page)) for page in pages
+            b"".join(bytes(self.memory[at : at + size]) for at in self._words(page)) for page in pages
         )
         return Copied(copies, xxhash.xxh3_64_intdigest(b"".join(copies)))
 
@@ -299,8 +297,20 @@ class LineageEngine:
         assert isinstance(host, Copied)
         if xxhash.xxh3_64_intdigest(b"".join(host.pages)) != host.digest:
             raise ChecksumMismatch("KV changed in host memory", phase="copy_in")
+        size = _WORD.size
         for page, data in zip(pages, host.pages, strict=True):
-            offset = 0
-            for at, size in self._ranges(page):
-                self.memory[at : at + size] = data[offset : offset + size]
-                offset += size
+            for index, at in enumerate(self._words(page)):
+                self.memory[at : at + size] = data[index * size : (index + 1) * size]
+
+
+def _planes(rank: PoolSpec, own: int, name: str) -> Iterator[tuple[list[int], int, str]]:
+    """See `LineageEngine._planes`."""
+    slots = range(rank.pages * rank.page_tokens)
+    for layer in range(rank.layer_count):
+        for value in (False, True)[: rank.kinds]:
+            stride = rank.plane(layer, value).head_stride
+            for head in range(rank.head_count):
+                number, of_head = rank.layer_start + layer, rank.head_start + head
+                places = [rank.offset(layer, value, slot) + head * stride for slot in slots]
+                mark = own ^ number ^ (of_head << 16) ^ (VALUE_MARK if value else 0)
+                yield places, mark, f"{name}layer {number}, {'KV'[value]}, head {of_head}"

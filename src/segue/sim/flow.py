@@ -53,13 +53,16 @@ class Part:
 
 
 class Flow:
-    """One direction of a stream."""
+    """One direction of a stream; `forward` is the one from the writer to the reader."""
 
-    def __init__(self, sender: SimSocket, receiver: SimSocket, path: TcpPath, rng: random.Random) -> None:
+    def __init__(
+        self, sender: SimSocket, receiver: SimSocket, path: TcpPath, rng: random.Random, *, forward: bool
+    ) -> None:
         self.sender, self.receiver = sender, receiver
         self.path = path
+        self.forward = forward
         self.rng = rng
-        self.capacity = rng.choice(CAPACITIES) if sender.process is path.writer else CAPACITIES[-1]
+        self.capacity = rng.choice(CAPACITIES) if forward else CAPACITIES[-1]
         #: what has arrived and was not read
         self.buffer = bytearray()
         self.flying = 0
@@ -74,11 +77,6 @@ class Flow:
         self._skip = handshake.RESPONSE_BYTES
         self._head = bytearray()
         self.parts: deque[Part] = deque()
-
-    @property
-    def forward(self) -> bool:
-        """From the writer to the reader."""
-        return self.sender.process is self.path.writer
 
     @property
     def room(self) -> int:

@@ -16,6 +16,7 @@ from segue.handoff.messages import Destination, Drained, Metadata
 from segue.sim.answer_checks import AnswerChecks
 from segue.sim.bit_flips import BitFlips
 from segue.sim.node import Exposed, KVNode, LeaderNode
+from segue.sim.rank_checks import RankChecks
 from segue.sim.request_checks import RequestChecks
 from segue.sim.world import Violation
 
@@ -73,6 +74,7 @@ class Checks:
         self._orphaned: dict[tuple[LeaderId, TransferId], float] = {}
         self.answers = AnswerChecks(deployment, self.spoiled)
         self.requests = RequestChecks(deployment)
+        self.ranks = RankChecks(self)
         timing = deployment.timing
         #: within which one side learns of the other's end (16) or gets its memory back (18)
         self.bound_s = (
@@ -90,15 +92,18 @@ class Checks:
             if isinstance(effect.message, Destination):
                 self._published(node, effect.message)
             elif isinstance(effect.message, Drained):
-                self._drained(node, effect.message.transfer)
+                self.ranks.drained(node, effect.message.transfer)
             elif isinstance(effect.message, Metadata) and not effect.message.computed:
                 self.deployment.counts["sent again without a forward"] += 1
         elif kind is events.PostWrite:
             self._posted(node, effect)
+            self.ranks.posted(node, effect)
+        elif kind is events.Relay:
+            self.deployment.counts["passed on"] += 1
         elif kind is events.Release:
             self._released(node, effect.transfer)
         elif kind is events.Quarantined:
-            half = self._half(node, effect.transfer)
+            half = self.half(node, effect.transfer)
             if half.quarantined or half.phase is not KVPoll.FAILED:
                 raise Violation(
                     "3", f"{node.name} quarantined {effect.transfer} again or alive", (effect.transfer.room,)
@@ -118,7 +123,7 @@ class Checks:
             return
         own = event.message.transfer if isinstance(event, events.Received) else event.transfer
         if isinstance(event, events.FenceDone):
-            self._half(node, own).fenced = True
+            self.half(node, own).fenced = True
         for effect in effects:
             transfer = effect.message.transfer if isinstance(effect, events.Send) else effect.transfer
             if transfer != own:
@@ -145,7 +150,8 @@ class Checks:
         half = self.halves.get((node.me, getattr(event, "transfer", None)))  # type: ignore[arg-type]
         return half is not None and half.released_at is not None
 
-    def _half(self, node: KVNode, transfer: TransferId) -> Half:
+    def half(self, node: KVNode, transfer: TransferId) -> Half:
+        """What `node` has said of a hand-off."""
         half = self.halves.get((node.me, transfer))
         if half is None:
             raise Violation("1", f"{node.name} speaks of {transfer}, which it never opened", (transfer.room,))
@@ -173,6 +179,8 @@ class Checks:
                 "2", f"{node.name}: {effect.transfer} from {half.phase} to {effect.phase.name}", room
             )
         half.phase = effect.phase
+        if effect.phase is KVPoll.SUCCESS and node.spec.role is Role.DECODE:
+            self.ranks.succeeded(node, effect.transfer)
         if not effect.phase.terminal:
             return
         half.ended_at = self.world.now
@@ -197,7 +205,7 @@ class Checks:
         self.deployment.causes.require(error, rooms)
 
     def _published(self, node: KVNode, message: Destination) -> None:
-        half = self._half(node, message.transfer)
+        half = self.half(node, message.transfer)
         half.epoch, half.pages = message.epoch, tuple(message.pages)
         if message.epoch in node.exposed:
             raise Violation("13", f"{node.name} uses epoch {message.epoch:x} again", (message.transfer.room,))
@@ -206,6 +214,7 @@ class Checks:
             raise Violation(
                 "3", f"{node.name} publishes pages of {others[0].transfer}", (message.transfer.room,)
             )
+        self.ranks.published(node, message)
         node.exposed[message.epoch] = Exposed(message.transfer, set(message.pages))
         for page in message.pages:
             if node.pool.references(page) != 1:
@@ -215,7 +224,7 @@ class Checks:
 
     def _posted(self, node: KVNode, effect: events.PostWrite) -> None:
         room = (effect.transfer.room,)
-        half = self._half(node, effect.transfer)
+        half = self.half(node, effect.transfer)
         other = self.halves.get((effect.transfer.decode, effect.transfer))
         if half.phase is not None and half.phase.terminal:
             raise Violation("2", f"{node.name} writes for {effect.transfer}, which has ended", room)
@@ -227,7 +236,7 @@ class Checks:
         self.reads[node.me, effect.transfer.decode, effect.epoch] = effect.transfer
 
     def _released(self, node: KVNode, transfer: TransferId) -> None:
-        half = self._half(node, transfer)
+        half = self.half(node, transfer)
         if half.released_at is not None:
             raise Violation("3", f"{node.name} released {transfer} twice", (transfer.room,))
         if half.phase is None or not half.phase.terminal:
@@ -237,6 +246,7 @@ class Checks:
                 "4",
                 f"{node.name} takes {transfer} out of quarantine while its transport may be inside a write",
             )
+        self.ranks.released(node, transfer, half.epoch)
         half.released_at = self.world.now
         self.open.pop((node.me, transfer), None)
         if node.spec.role is Role.DECODE:
@@ -245,37 +255,6 @@ class Checks:
                 self.deployment.counts["quarantined"] += 1
         elif half.epoch:
             self.reads.pop((node.me, transfer.decode, half.epoch), None)
-
-    def _drained(self, node: KVNode, transfer: TransferId) -> None:
-        """4: the word that no write starts any more must be true."""
-        half = self.halves.get((node.me, transfer))
-        epoch = half.epoch if half is not None else 0
-        if epoch and any(path.busy_with(epoch) for path in node.paths_to(transfer.decode)):
-            raise Violation(
-                "4", f"{node.name} says {transfer} is drained while a write runs", (transfer.room,)
-            )
-
-    def reading(self, node: KVNode, peer: LeaderId, epoch: int, pages: set[int]) -> None:
-        """3: what the transport reads on prefill is still the hand-off's own."""
-        transfer = self.reads.get((node.me, peer, epoch))
-        if transfer is None:
-            raise Violation("3", f"{node.name} sends pages of epoch {epoch:x} that it has given up")
-        scheduler: Any = node.scheduler
-        entry = scheduler.table.get(transfer)
-        if entry is None or not pages <= set(entry.state.pages):
-            raise Violation("3", f"{node.name} reads pages that {transfer} does not own", (transfer.room,))
-
-    def hashing(self, node: KVNode, transfer: TransferId, pages: set[int]) -> None:
-        """3: what is hashed still belongs to its hand-off, on either side."""
-        half = self._half(node, transfer)
-        if node.spec.role is Role.PREFILL:
-            self.reading(node, transfer.decode, half.epoch, pages)
-            return
-        exposed = node.exposed.get(half.epoch)
-        if half.released_at is not None or exposed is None or not pages <= exposed.pages:
-            raise Violation(
-                "3", f"{node.name} verifies pages of {transfer} that it has given up", (transfer.room,)
-            )
 
     # ---- one node ------------------------------------------------------------------------------
 

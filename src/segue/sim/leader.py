@@ -218,13 +218,18 @@ class LeaderNode(Process):
         self.skewed = SkewedClock(deployment.world, spec.clock_offset_s, spec.clock_rate)
         self.clock: Clock = self.skewed
         self.limits: Limits = deployment.limits(spec)
+        splits = deployment.scenario.splits
+        whole = lineage_spec(
+            spec.pages,
+            spec.page_tokens,
+            spec.layers * splits.layers,
+            splits.heads,
+            latent=splits.latent,
+            page_major=deployment.world.rng(f"layout {spec.name}").random() < 0.4,
+        )
         self.engine = CheckedEngine(
-            lineage_spec(
-                spec.pages,
-                spec.page_tokens,
-                spec.layers * deployment.scenario.ranks,
-                page_major=deployment.world.rng(f"layout {spec.name}").random() < 0.4,
-            ),
+            whole,
+            ranks=splits.of(spec.role).ranks(whole),
             vocab_size=VOCAB,
             context_tokens=CONTEXT_TOKENS,
             model=spec.model,

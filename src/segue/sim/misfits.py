@@ -76,13 +76,20 @@ class Misfit(Visitor):
         """What is said of a leader that is like the target, but for what is wrong."""
         if not isinstance(self.target, KVNode):
             return b""
-        info: LeaderInfo | bytes = self.target.manager.info
+        info: LeaderInfo | bytes = self._like(self.target)
         assert isinstance(info, LeaderInfo)
         if self.kind in REFUSED:
             info = REFUSED[self.kind][0](info)
         elif self.role is Role.DECODE:
-            info = structs.replace(info, endpoints={"tcp": [_OPAQUE]})
+            info = structs.replace(info, endpoints={"tcp": [_OPAQUE] * len(info.ranks)})
         return info if isinstance(info, bytes) else msgspec.msgpack.encode(info)
+
+    def _like(self, target: KVNode) -> LeaderInfo:
+        """What a leader of our role would say that the target could work with."""
+        info = target.manager.info
+        ranks = self.deployment.scenario.splits.of(self.role).ranks(target.engine.spec)
+        endpoints = {name: of_ranks[:1] * len(ranks) for name, of_ranks in info.endpoints.items()}
+        return structs.replace(info, ranks=ranks, endpoints=endpoints)
 
     def leader(self) -> SessionNode:
         """Production's node, of a leader."""

@@ -29,7 +29,6 @@ from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.session.api import Session
 from segue.sim.datapath import DataPath, SimKinds, SimShm, SimTcp, SimTransport
-from segue.sim.engine import shared_out
 from segue.sim.faults import Injected
 from segue.sim.faulty import Hearing
 from segue.sim.leader import VOCAB, LeaderNode, NodeSpec
@@ -224,7 +223,7 @@ class SimDigester(Digester):
             for page in range(slot // size, -(-(slot + tokens) // size))
         }
         node.checked(self._is_mine, effect)
-        node.checked(node.deployment.checks.hashing, node, effect.transfer, pages)
+        node.checked(node.deployment.checks.ranks.hashing, node, effect.transfer, pages)
         if self._fails:
             self._memory, self._fails = _Unreadable(), False  # type: ignore[assignment]
         try:
@@ -258,8 +257,8 @@ class KVNode(LeaderNode):
     scheduler: PrefillScheduler | DecodeScheduler
 
     def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
-        #: to a rank of a decode node, over a transport
-        self.paths: dict[tuple[RankId, str], DataPath] = {}
+        #: from a rank to one of a decode node, over a transport
+        self.paths: dict[tuple[int, RankId, str], DataPath] = {}
         self.hearing = Hearing(self)
         #: when the last checksum that a fault made slow has been computed: they wait for one another
         self.reads_until = 0.0
@@ -269,13 +268,10 @@ class KVNode(LeaderNode):
         self.workers: list[SimWorkerRank] = []
         #: ranks whose worker has ended
         self.ended_ranks: set[int] = set()
-        #: the part of the engine's pool that each rank has
-        self.specs: list[PoolSpec] = []
         self._pool_at = 0
         super().__init__(deployment, spec, life)
 
     def _make_scheduler(self) -> Scheduler:
-        self.specs = shared_out(self.engine.spec, self.deployment.scenario.ranks)
         config = KVConfig(
             **vars(self._session_config()),
             model=self.spec.model,
@@ -299,6 +295,11 @@ class KVNode(LeaderNode):
         make = SimShm if name == SimShm.name else SimTcp
         self.transports[options.me.rank, name] = made = make(self, on_event, options)
         return made
+
+    @property
+    def specs(self) -> list[PoolSpec]:
+        """The part of the engine's pool that each rank has."""
+        return self.engine.ranks
 
     @property
     def grants(self) -> int:
@@ -353,29 +354,29 @@ class KVNode(LeaderNode):
 
     # ---- what lands here ---------------------------------------------------------------------------
 
-    def data_path(self, reader: KVNode, rank: int, name: str) -> DataPath:
-        """The path from a rank to that of a decode node over the transport `name`."""
-        to = RankId(reader.me, rank)
-        path = self.paths.get((to, name))
+    def data_path(self, mine: int, reader: KVNode, rank: int, name: str) -> DataPath:
+        """The path from our rank `mine` to one of a decode node over the transport `name`."""
+        key = (mine, RankId(reader.me, rank), name)
+        path = self.paths.get(key)
         if path is None:
-            path = self.paths[to, name] = self.transports[rank, name].make_path(self, reader, rank)
+            path = self.paths[key] = self.transports[mine, name].make_path(self, mine, reader, rank)
         return path
 
     def paths_to(self, reader: LeaderId) -> list[DataPath]:
         """All of them; the one in use, if there is one, first."""
         peer = self.peers.get(reader)
-        found = [path for (to, _), path in self.paths.items() if to.leader == reader]
+        found = [path for (_, to, _), path in self.paths.items() if to.leader == reader]
         return sorted(found, key=lambda path: peer is None or path.name != peer.transport)
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Where in our pool an address is; None if not all of these bytes are in it."""
         offset = address - self._pool_at
-        return offset if 0 <= offset <= self.engine.spec.nbytes - nbytes else None
+        return offset if 0 <= offset <= len(self.engine.memory) - nbytes else None
 
     def check_source(self, peer: LeaderId, epoch: int, ranges: list[tuple[int, int]]) -> None:
-        """Invariant 3, on prefill: what is being read still belongs to its hand-off."""
+        """Invariant 3: what is being read still belongs to its hand-off."""
         pages = {page for at, size in ranges for page in self.pages_at(at, size)}
-        self.deployment.checks.reading(self, peer, epoch, pages)
+        self.deployment.checks.ranks.reading(self, peer, epoch, pages)
 
     def pages_at(self, offset: int, nbytes: int) -> set[int]:
         """The pages that a range of the pool's bytes touches."""

@@ -14,6 +14,7 @@ from segue.core.types import ChecksumMode, Role
 from segue.sim.clients import Wanted
 from segue.sim.engine import reference
 from segue.sim.node import VOCAB, NodeSpec
+from segue.sim.splits import Splits, draw_splits
 from segue.sim.timing import Timing
 from segue.sim.vocabulary import AT_THE_DOORS, BAD, DATA, FAULTS, FEATURES, LATER, NEWEST, ODD, RARE, UNMET
 
@@ -39,8 +40,8 @@ class Scenario:
     seed: int
     features: frozenset[str]
     transports: tuple[str, ...]
-    #: of each instance; they share out its layers
-    ranks: int
+    #: how the ranks of each leader divide the model
+    splits: Splits
     #: and each rank is a worker, asked over a channel
     workers: bool
     signed: bool
@@ -80,8 +81,8 @@ def make_scenario(seed: int) -> Scenario:
     rng, ranking = random.Random(f"segue {seed}"), random.Random(f"segue ranks {seed}")
     share = rng.choice((0.0, 0.1, 0.25, 0.25, 0.5))
     features = frozenset(f for f in FEATURES if rng.random() < share)
-    ranks, workers = ranking.choice((1, 1, 1, 2)), ranking.random() < 0.3
-    if ranks > 1 and ranking.random() < 0.7:  # each rank vouches for its own bytes
+    splits, workers = draw_splits(seed, ranking.choice((1, 1, 1, 2)) > 1), ranking.random() < 0.3
+    if splits.several and ranking.random() < 0.7:  # each rank vouches for its own bytes
         features |= {"bit flip"}
     if workers and ranking.random() < 0.7:
         features |= {"rank lost"}
@@ -100,7 +101,7 @@ def make_scenario(seed: int) -> Scenario:
     scenario = Scenario(
         seed=seed,
         features=features,
-        ranks=ranks,
+        splits=splits,
         workers=workers,
         transports=("shm",) if rng.random() < 0.6 else ("tcp",),
         signed=rng.random() < 0.5,

@@ -145,10 +145,11 @@ class SimNet(Net):
     def _joined(self, listener: SimSocket) -> SimSocket:
         ours, theirs = SimSocket(self), SimSocket(listener.net)
         listener.net.closed(theirs._fd)  # it has a number once it is accepted
-        path: Any = self.node.data_path(listener.net.node, self.rank, "tcp")
+        path: Any = self.node.data_path(self.rank, listener.net.node, listener.net.rank, "tcp")
         self.streams.opened += 1
         rng = self.node.world.rng(f"stream {self.streams.opened}")
-        there, back = Flow(ours, theirs, path, rng), Flow(theirs, ours, path, rng)
+        there = Flow(ours, theirs, path, rng, forward=True)
+        back = Flow(theirs, ours, path, rng, forward=False)
         ours.outward = theirs.inward = there
         ours.inward = theirs.outward = back
         path.flows.append(there)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from segue.core.errors import Internal
-from segue.core.types import RankId, Role
+from segue.core.types import Role
 from segue.sim.causes import CODES, Causes
 from segue.sim.datapath import DataPath, SimShm, TcpPath
 from segue.sim.front import FrontNode
@@ -311,8 +311,9 @@ class Strikes:
             return
         shm.host.unmapped += 1
         self.causes.struck("no memory" if len(self.deployment.transports) == 1 else "no memory for shm", node)
-        if (path := node.paths.get((RankId(other.me, rank), shm.name))) is not None:
-            path.cut()
+        for path in node.paths_to(other.me):
+            if (path.mine, path.name) == (rank, shm.name):
+                path.cut()
         self.deployment.break_session(node, other)
         if len(self.deployment.transports) > 1:
             self.world.after(0.05, None, self._all_meet_anew, node)
@@ -353,15 +354,18 @@ class Strikes:
 
     def _cut_unused(self, node: KVNode) -> None:
         """Paths that its pairs have no use for any more end: no cause of anything."""
-        for (reader, name), path in node.paths.items():
+        for (_, reader, name), path in node.paths.items():
             if (peer := node.peers.get(reader.leader)) is not None and peer.transport != name:
                 self.counts["unused paths cut"] += 1
                 path.cut()
 
 
 def _path(a: Process, b: Process | None, which: int) -> DataPath | None:
-    """One of the data paths between two instances, whichever of them is the prefill one now."""
+    """One of the data paths between two instances, whichever of them is the prefill one now, or between the
+    ranks of the decode one."""
     if not isinstance(a, KVNode) or not isinstance(b, KVNode):
         return None
     found = a.paths_to(b.me) or b.paths_to(a.me)
+    for decode in (a, b):
+        found += decode.paths_to(decode.me)
     return found[which % len(found)] if found else None
