@@ -305,6 +305,7 @@ def test_the_engine_hears_of_the_hand_off_under_its_own_name() -> None:
     async def main(rig: Rig) -> None:
         rig.ranks.instances(instance(FOLLOWS))
         rig.open()
+        await settle()
         rig.ranks.carry_out(events.Phase(on(1), KVPoll.WAITING_FOR_INPUT))
         rig.ranks.take(events.Publish(OPEN, (1, 2), 0))
         rig.ranks.carry_out(events.Phase(on(1), KVPoll.SUCCESS))
@@ -320,6 +321,22 @@ def test_the_engine_hears_of_the_hand_off_under_its_own_name() -> None:
     drive(main)
 
 
+def test_one_hand_off_under_two_names_fails_for_the_second_request_alone() -> None:
+    async def main(rig: Rig) -> None:
+        rig.ranks.instances(instance(FOLLOWS))
+        rig.open()
+        await settle()
+        again = events.OpenReceiver(on(1), 40, rig.deadline)
+        assert rig.ranks.take(again), "the protocol would refuse it, and nobody could tell whom"
+        assert {change.transfer for change in rig.reported} == {on(1)}
+        assert isinstance(rig.reported[0], events.Phase)
+        assert rig.reported[0].error is not None
+        assert rig.reported[0].error.code is ErrorCode.INVALID_REQUEST
+        assert not rig.ranks.take(events.OpenReceiver(on(2), 40, rig.deadline))
+
+    drive(main)
+
+
 def moved(rig: Rig, to: int) -> None:
     """Rank 1 says that the room is on rank `to`; decode's pages wait for a proof."""
     error = TransferFailed("moved").info
@@ -331,6 +348,7 @@ def moved(rig: Rig, to: int) -> None:
 async def published_at_1(rig: Rig) -> None:
     rig.ranks.instances(instance(FOLLOWS))
     rig.open()
+    await settle()
     rig.ranks.carry_out(events.Phase(on(1), KVPoll.WAITING_FOR_INPUT))
     rig.ranks.take(events.Publish(OPEN, (1, 2), 0))
     await settle()
@@ -377,6 +395,7 @@ def test_it_is_followed_once() -> None:
         await published_at_1(rig)
         moved(rig, 3)
         rig.ranks.carry_out(events.Release(on(1)))
+        await settle()
         rig.ranks.carry_out(events.Redirected(on(3), 1))
         rig.ranks.carry_out(events.Phase(on(3), KVPoll.FAILED, error=TransferFailed("again").info))
         rig.ranks.carry_out(events.Release(on(3)))

@@ -204,8 +204,8 @@ def test_1000_requests_are_balanced_over_four_prefill_and_two_decode_ranks(
         told(policy, traffic)
         assert (traffic.done, traffic.errors) == (REQUESTS, {})
         assert traffic.imbalance(getattr(traffic, counted), Role.PREFILL, PREFILL) < 1.25
-    assert prefill.stop() == 0
-    assert decode.stop() == 0
+    assert prefill.stop(at_rest=False) == 0
+    assert decode.stop(at_rest=False) == 0
 
 
 @pytest.mark.slow
@@ -236,4 +236,4 @@ def test_1000_requests_while_a_prefill_rank_is_killed(parts: tuple[OneRegistry, 
     told("total_requests, one prefill rank killed", traffic)
     assert traffic.done + sum(traffic.errors.values()) == REQUESTS, "none is lost"
     assert traffic.errors == {}, "what ran on it was placed anew"
-    assert prefill.stop() == 1, "an instance that has lost a rank did not end well"
+    assert prefill.stop(at_rest=False) == 1, "an instance that has lost a rank did not end well"

@@ -258,6 +258,17 @@ def test_a_rank_that_no_instance_has_is_refused_at_the_door(hints: dict[str, int
     Fleet().router.check_ranks(RankHints(**hints))  # nobody is there who knows
 
 
+def test_where_the_rank_that_is_asked_for_is_gone_a_unified_replica_serves() -> None:
+    fleet = Fleet(("u", Role.UNIFIED))
+    ranks(fleet, "p", Role.PREFILL, 2)
+    ranks(fleet, "d", Role.DECODE, 2)
+    fleet.made["p1"].session = None
+    for _ in range(3):
+        route = placed(fleet, disagg_prefill_dp_rank=1)
+        assert route is not None
+        assert fleet.name(route.decode) == "u"
+
+
 def test_of_one_instance_the_rank_is_chosen_by_its_own_rule() -> None:
     fleet = Fleet(("d", Role.DECODE), policy="total_requests")
     ranks(fleet, "p", Role.PREFILL, 3, load_balance="round_robin")

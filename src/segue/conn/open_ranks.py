@@ -114,6 +114,9 @@ class OpenRanks:
                 self._announce(event.transfer, event.ttl_s)
             case events.OpenReceiver() if event.transfer.prefill.is_open:
                 self._open(event)
+            case events.OpenReceiver() if event.transfer in self._names:
+                # Another request has this hand-off under its open name, which this one must not end.
+                self._refuse(event, InvalidRequest(f"room {event.transfer.room} is in use"))
             case events.Publish() | events.AbortTransfer() if event.transfer.prefill.is_open:
                 receiver = self._receivers.get(event.transfer)
                 if receiver is None:
@@ -134,14 +137,17 @@ class OpenRanks:
             if len(self._receivers) >= self._max_transfers:
                 raise OutOfCapacity(f"{len(self._receivers)} hand-offs are open already")
         except SegueError as error:
-            for change in events.refusal(event, self._located(error, transfer)):
-                if isinstance(change, events.Phase | events.Release):
-                    self._report(change)
+            self._refuse(event, error)
             return
         left_s = max(0.0, event.deadline - self._clock.now())
         receiver = _Receiver(event, self._io.loop.call_later(left_s, self._late, transfer))
         self._receivers[transfer] = receiver
         self._find(receiver)
+
+    def _refuse(self, event: events.OpenReceiver, error: SegueError) -> None:
+        for change in events.refusal(event, self._located(error, event.transfer)):
+            if isinstance(change, events.Phase | events.Release):
+                self._report(change)
 
     def _publish(self, receiver: _Receiver, event: events.Publish) -> None:
         receiver.published = event
@@ -232,8 +238,13 @@ class OpenRanks:
         name = receiver.name = TransferId(
             opened.transfer.room, opened.transfer.attempt, leader, opened.transfer.decode
         )
-        self._names[name] = opened.transfer
-        self._deliver(events.OpenReceiver(name, opened.prompt_tokens, opened.deadline, inferred))
+        event = events.OpenReceiver(name, opened.prompt_tokens, opened.deadline, inferred)
+        self._io.loop.call_soon(self._begin, opened.transfer, event)
+
+    def _begin(self, transfer: TransferId, event: events.OpenReceiver) -> None:
+        """What the protocol says of the hand-off is for `transfer` from now on, also that it is refused."""
+        self._names[event.transfer] = transfer
+        self._deliver_now(event)
 
     def _fail(self, receiver: _Receiver, error: SegueError) -> None:
         """End a receiver without a hand-off, or after it."""

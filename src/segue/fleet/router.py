@@ -145,7 +145,8 @@ class Router:
         peer says is gone is not asked, even if it is the only one."""
         serving = self._serving()
         # A unified replica stands beside the decode replicas: whoever decodes is chosen first.
-        halves = [r for r in serving if r.role is Role.PREFILL]
+        pinned = request.ranks.disagg_prefill_dp_rank
+        halves = _on_rank([r for r in serving if r.role is Role.PREFILL], pinned)
         decode = [r for r in serving if r.role is not Role.PREFILL]
         decode = [r for r in decode if r.role is Role.UNIFIED or self._partners(r, halves)] or decode
         decode = _on_rank(decode, request.ranks.routed_dp_rank)
@@ -156,7 +157,7 @@ class Router:
         p, room = self._prefill(prefill, attempts, request, now, patient), request.room
         if p is None:
             return None
-        if request.ranks.disagg_prefill_dp_rank is None and _follows(p):
+        if pinned is None and _follows(p):
             # The rank that the room names is gone, or not asked again: the room is to name the one that is.
             room = (room - room % p.record.dp_size + p.where.dp_rank) or p.record.dp_size
         return Route(room, p, d)
@@ -169,14 +170,16 @@ class Router:
         now: float,
         patient: bool,
     ) -> Replica | None:
-        """The instance by our policy, and of its DP ranks the one that the client asks for, or the one that
-        the instance's own rule says (`--load-balance`)."""
+        """The instance by our policy, and of its DP ranks the one that the instance's own rule says
+        (`--load-balance`), if the client has not asked for one."""
         pinned = request.ranks.disagg_prefill_dp_rank
-        if pinned is not None:
-            replicas = _on_rank(replicas, pinned)
-        else:
+        if pinned is None:
+            # Another rank than the room names is as good: the room is fitted to it.
             named = [
-                r for r in replicas if not _follows(r) or r.where.dp_rank == request.room % r.record.dp_size
+                r
+                for r in replicas
+                if r.leader not in attempts.avoid
+                and (not _follows(r) or r.where.dp_rank == request.room % r.record.dp_size)
             ]
             replicas = named or replicas
         p = self._pick(self._prefill_policy, replicas, attempts, request, now, patient, half=Role.PREFILL)

@@ -116,5 +116,6 @@ class SpentTickets:
 
 
 def _key(ticket: Ticket) -> bytes:
-    fields = (ticket.room, ticket.attempt, ticket.prefill, ticket.decode)
+    # Without the rank of prefill: an open ticket and one that names a rank are the same placement.
+    fields = (ticket.room, ticket.attempt, ticket.prefill.incarnation, ticket.decode)
     return hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=_KEY_BYTES).digest()

@@ -82,7 +82,7 @@ class AnswerChecks:
         if own and error.code is ErrorCode.DEADLINE_EXCEEDED:
             wrong = "before its deadline" if now < asked.deadline - 1e-6 else ""
         elif own and error.code in (ErrorCode.STARTING, ErrorCode.BOOTSTRAP_UNREACHABLE):
-            wrong = "though somebody could serve" if front.wire.pairs() else ""
+            wrong = "though somebody could serve" if front.wire.pairs(asked.wanted.prefill_dp_rank) else ""
         else:
             wrong = "" if asked.failure and asked.failure.code is error.code else f"not {asked.failure}"
         if wrong:
@@ -99,8 +99,8 @@ class AnswerChecks:
     def waiting(self, front: FrontNode) -> None:
         """17, of requests: none waits while somebody could serve it who is not said to be gone. Something may
         be about to place it, so it must have been so at the last look too."""
-        pairs = front.wire.pairs()
         for asked in front.asked.values():
+            pairs = front.wire.pairs(asked.wanted.prefill_dp_rank)
             idle = not asked.attempts or not asked.attempts[-1].live
             worse = asked.dead | asked.suspect
             if not idle or not any(p.leader not in worse and d.leader not in worse for p, d in pairs):

@@ -144,6 +144,8 @@ class Causes:
         self._world = deployment.world
         self._found: list[Cause] = []
         self._routes: dict[int, Route] = {}
+        #: rooms that decode looks for on another DP rank first
+        self._misplaced: set[int] = set()
         #: until when requests waited on an instance
         self._short: dict[LeaderId, float] = {}
 
@@ -163,6 +165,12 @@ class Causes:
             self._routes[room] = Route(asked, who, self._world.now, asked.deadline)
         else:  # a repeated ticket
             route.who |= who
+
+    def misplaced(self, room: int, rank: LeaderId) -> None:
+        """Decode looks for it on `rank` first, which sends it on."""
+        self._misplaced.add(room)
+        if rank in self._deployment.by_leader and (route := self._routes.get(room)) is not None:
+            route.who.add(rank)
 
     def submitted(self, room: int, budget_s: float) -> None:
         """One of its halves was given this long."""
@@ -187,6 +195,8 @@ class Causes:
 
     def require(self, error: ErrorInfo, rooms: tuple[int, ...]) -> None:
         """12: no attempt fails without a cause that touches it."""
+        if error.code is ErrorCode.DP_RANK_CONFLICT and rooms and rooms[-1] in self._misplaced:
+            return  # it goes on where the room is
         if wrong := self.unexplained(error, rooms):
             raise Violation("12", f"{error.code} without a cause: {wrong}: {error}", rooms)
 
@@ -214,6 +224,8 @@ class Causes:
         if route.chained or any(self._touches(cause, code, route) for cause in self._found):
             return ""
         match code:
+            case ErrorCode.PEER_REFUSED | ErrorCode.UNAUTHORIZED if self._deployment.registry.spoiled:
+                return ""  # somebody else answered in the registry's place
             case ErrorCode.METADATA_MISMATCH if room in checks.spoiled:
                 return ""
             case _ if room in checks.misheard and code in _MISHEARD:

@@ -26,6 +26,8 @@ class Wanted:
     leg_budget_s: tuple[float | None, float | None] = (None, None)
     #: empty, or what is wrong with it
     bad: str = ""
+    #: the DP rank of prefill that the client asks for
+    prefill_dp_rank: int | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from segue.conn.threads import ThreadPerCall
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
+from segue.core.request import Ticket
 from segue.core.types import LeaderId, Role
+from segue.handoff.dp_ranks import DpRanks
 from segue.observe.metrics import Metrics
 from segue.sim.addresses import Addresses
 from segue.sim.causes import Causes
@@ -193,6 +195,21 @@ class Deployment:
         return (node for node in self.nodes.values() if node.alive)
 
     # ---- instances and frontends ---------------------------------------------------------------
+
+    def _dp_of(self, leader: LeaderId) -> DpRanks:
+        node = self.by_leader[leader]
+        assert isinstance(node, LeaderNode)
+        return node.spec.dp
+
+    def is_open(self, ticket: Ticket) -> bool:
+        """Whether the DP rank of prefill is left open: a third of what goes to an instance of several."""
+        return self._dp_of(ticket.prefill).size > 1 and ticket.room % 3 == 0
+
+    def expect_redirect(self, ticket: Ticket) -> None:
+        """Of an open ticket: decode may look for it on the rank that its room names."""
+        rank = self._dp_of(ticket.prefill).follows(ticket.room)
+        if rank is not None and rank != ticket.prefill.dp_rank:
+            self.causes.misplaced(ticket.room, LeaderId(ticket.prefill.incarnation, rank))
 
     def identity(self, spec: NodeSpec, rng: random.Random) -> LeaderId:
         """Who a leader is in this life of its instance: of the same incarnation as its other leaders."""

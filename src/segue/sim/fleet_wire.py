@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from segue.core.control import Cancel, Load, Outputs, Submit
 from segue.core.errors import ErrorCode, ErrorInfo, SegueError
-from segue.core.request import Output, Ticket
-from segue.core.types import LeaderId, Role
+from segue.core.request import Output, RankHints, Ticket
+from segue.core.types import OPEN_RANK, LeaderId, Role
 from segue.handoff.ticket import sign
 from segue.session.api import PeerInfo, Session, SessionHandler
 from segue.sim.clients import Asked, SentAttempt
@@ -223,6 +223,13 @@ class FleetWire:
             ticket = self._signed(replace(ticket, budget_s=min(ticket.budget_s, nearer)))
         self._deployment.causes.submitted(ticket.room, ticket.budget_s)
         front.world.note(front.name, f"submit room={ticket.room:x} {request.request_id} to {to.leader}")
+        if not wanted.bad and ticket.prefill != ticket.decode and self._deployment.is_open(ticket):
+            # The frontend does not say which DP rank of prefill has it, and hides that its client has.
+            prefill = LeaderId(ticket.prefill.incarnation, OPEN_RANK)
+            ticket = self._signed(replace(ticket, prefill=prefill))
+            request = replace(request, ranks=RankHints())
+            self._deployment.expect_redirect(attempt.ticket)
+            self._deployment.counts["open ranks"] += 1
         to.session.send(Submit(request, ticket))
         if wanted.bad == "repeated id":
             to.session.send(Submit(request, ticket))
@@ -276,9 +283,12 @@ class FleetWire:
         found = [replicas[leader] for leader in self.open if leader in replicas]
         return [r for r in found if r.listed and not r.where.draining and r.leader not in self._draining]
 
-    def pairs(self) -> list[tuple[Replica, Replica]]:
-        """The pairs that could serve a request, as far as anybody knows; a unified one is both halves."""
-        usable = self.usable()
+    def pairs(self, dp_rank: int | None = None) -> list[tuple[Replica, Replica]]:
+        """The pairs that could serve a request, as far as anybody knows; a unified one is both halves.
+        `dp_rank` is the rank of prefill that its client asks for."""
+        usable = [
+            r for r in self.usable() if r.role is not Role.PREFILL or dp_rank in (None, r.where.dp_rank)
+        ]
         return [
             (p, d)
             for p in usable
@@ -294,7 +304,7 @@ class FleetWire:
     def _choice(self, asked: Asked, pair: tuple[LeaderId, LeaderId]) -> None:
         """24: a pair that refused one another, and a replica that the request was lost on, are asked again
         only where there is no other."""
-        pairs = self.pairs()
+        pairs = self.pairs(asked.wanted.prefill_dp_rank)
         rooms = tuple(asked.rooms)
         known = {(p.leader, d.leader) for p, d in pairs}
         if pairs and pair not in known:

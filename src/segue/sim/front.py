@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from segue.bootstrap.client import InstanceWatch
 from segue.bootstrap.records import InstanceRecord
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, SegueError
-from segue.core.request import Output, Request
+from segue.core.request import Output, RankHints, Request
 from segue.core.types import LeaderId, Role
 from segue.fleet.fleet import Fleet, Runtime
 from segue.fleet.settings import FleetSettings
@@ -93,7 +93,12 @@ class FrontNode(Process):
 
     async def _ask(self, asked: Asked) -> None:
         wanted, checks = asked.wanted, self.deployment.checks
-        request = Request(request_id=wanted.name, prompt=wanted.prompt, sampling=wanted.sampling)
+        request = Request(
+            request_id=wanted.name,
+            prompt=wanted.prompt,
+            sampling=wanted.sampling,
+            ranks=RankHints(disagg_prefill_dp_rank=wanted.prefill_dp_rank),
+        )
         try:
             try:
                 async for output in self.fleet.submit(request, budget_s=wanted.budget_s):

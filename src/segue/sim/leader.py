@@ -25,6 +25,7 @@ from segue.core.request import Output
 from segue.core.types import ChecksumMode, Incarnation, Role
 from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
+from segue.handoff.dp_ranks import DpRanks
 from segue.roles.admission import SchedulerConfig
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
@@ -62,6 +63,12 @@ class NodeSpec:
     pace: float = 1.0
     dp_rank: int = 0
     dp_size: int = 1
+    load_balance: str = "round_robin"
+
+    @property
+    def dp(self) -> DpRanks:
+        """As the instance declares it."""
+        return DpRanks(size=self.dp_size, load_balance=self.load_balance)
 
     @property
     def instance(self) -> str:
@@ -277,6 +284,7 @@ class LeaderNode(Process):
             limits=self.limits,
             chunk_tokens=self.spec.chunk_tokens,
             secret=self.deployment.secret or b"",
+            dp=self.spec.dp,
         )
 
     def _listen(self) -> None:
@@ -302,6 +310,7 @@ class LeaderNode(Process):
             served_model="m",
             context_tokens=CONTEXT_TOKENS,
             dp_size=self.spec.dp_size,
+            load_balance=self.spec.load_balance,
             replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.host, port=self.port)],
         )
 

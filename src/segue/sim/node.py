@@ -18,7 +18,6 @@ from segue.conn.threads import ThreadPerCall
 from segue.core.errors import SegueError
 from segue.core.types import LeaderId, RankId, Role, TransferId
 from segue.handoff import events
-from segue.handoff.dp_ranks import DpRanks
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata
@@ -277,7 +276,7 @@ class KVNode(LeaderNode):
             model=self.spec.model,
             spec=self.engine.spec,
             transports=self.deployment.transports,
-            dp=DpRanks(size=self.spec.dp_size),
+            dp=self.spec.dp,
             kv_checksum=self.spec.kv_checksum,
         )
         runtime = replace(

@@ -11,6 +11,7 @@ from msgspec import structs
 from segue.balance.policies import POLICY_NAMES
 from segue.core.request import SamplingParams
 from segue.core.types import ChecksumMode, Role
+from segue.handoff.dp_ranks import FOLLOW_BOOTSTRAP_ROOM
 from segue.sim.clients import Wanted
 from segue.sim.engine import reference
 from segue.sim.node import VOCAB, NodeSpec
@@ -230,14 +231,20 @@ def _nodes(rng: random.Random, features: frozenset[str]) -> list[NodeSpec]:
 
 
 def _with_leaders(rng: random.Random, nodes: list[NodeSpec]) -> list[NodeSpec]:
-    """In a quarter of the seeds at least one instance has several leaders of one incarnation."""
+    """In a quarter of the seeds at least one instance has several leaders of one incarnation. Half of these
+    instances go by the room."""
     if rng.random() < 0.75:
         return nodes
     sizes = {node.name: rng.choice((1, 2, 2, 3)) for node in nodes}
     sizes[rng.choice(nodes).name] = 2
+    rules = {node.name: rng.choice((FOLLOW_BOOTSTRAP_ROOM, "round_robin")) for node in nodes}
     return [
         replace(
-            node, name=f"{node.name}.{rank}" if rank else node.name, dp_rank=rank, dp_size=sizes[node.name]
+            node,
+            name=f"{node.name}.{rank}" if rank else node.name,
+            dp_rank=rank,
+            dp_size=sizes[node.name],
+            load_balance=rules[node.name],
         )
         for node in nodes
         for rank in range(sizes[node.name])
@@ -253,6 +260,7 @@ def _kv_checksum(rng: random.Random, features: frozenset[str]) -> ChecksumMode:
 
 def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) -> list[Wanted]:
     features, found = scenario.features, list[Wanted]()
+    ranks = min(node.dp_size for node in scenario.nodes if node.role is Role.PREFILL)
     bases = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(4)]
     longest = rng.choice((6, 12, 24))
     at = 0.02
@@ -302,6 +310,7 @@ def _requests(rng: random.Random, scenario: Scenario, count: int, gap_s: float) 
                 abort_after_s=rng.expovariate(50) if abort else None,
                 leg_delay_s=delays,
                 bad=bad,
+                prefill_dp_rank=index // 4 % ranks if ranks > 1 and index % 4 == 3 and not bad else None,
             )
         )
     return found
