@@ -226,6 +226,35 @@ MUTANTS = (
         "for index in range(first, max(1, part.layers - 1), every)",
         "an off-by-one in the range, on both sides alike",
     ),
+    # ---- ranks that hold the same, and context parallelism ------------------------------------
+    Mutant(
+        "success without what is passed on",
+        "handoff/tally.py",
+        "self.pending = {*self._chunks, *self._relayed}",
+        "self.pending = set(self._chunks)",
+        "the bytes have arrived at decode, after all",
+    ),
+    Mutant(
+        "writes between own ranks are not fenced",
+        "conn/ranks.py",
+        "                partners.setdefault(writer.rank, {})[reader] = None",
+        "                if reader.leader != self._me:\n                    partners.setdefault(writer.rank, {})[reader] = None",
+        "the rank that is written to is fenced, after all",
+    ),
+    Mutant(
+        "every rank that holds the same sends it",
+        "layout/planner.py",
+        "                pairs.append((source, target))",
+        "                pairs += [(rank, target) for rank in holders]",
+        "what lands is right",
+    ),
+    Mutant(
+        "a share ends a page too early",
+        "layout/planner.py",
+        "max(span.start, min(end, span.end))",
+        "max(span.start, min(end - page * (part + 1 < parts), span.end))",
+        "both sides agree on it",
+    ),
     Mutant(
         "decode verifies another range",
         RECEIVER,
