@@ -54,6 +54,7 @@ COMMON = (
     "with context parallelism",
 )
 RARE = (
+    "open ranks",
     "sent again without a forward",
     "silent frontends",
     "retracted beside a hand-off",
