@@ -195,7 +195,7 @@ def hand_over(prefill: RankedSide, decode: RankedSide, tokens: int, chunks: Sequ
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 1), (2, 2), (3, 3)])
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 1), (2, 2), (3, 2), (1, 3)])
 def test_bytes_arrive_between_worker_processes(transport: str, prefill_ranks: int, decode_ranks: int) -> None:
     with ranked(prefill_ranks, decode_ranks, transport) as (prefill, decode):
         rng = np.random.default_rng(prefill_ranks * 10 + decode_ranks)
