@@ -61,7 +61,7 @@ def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path) -> None
         (("serve", "--transport", "pigeon"), "pigeon"),
         (("decode", "--model", "smollm2"), "--registry"),
         (("prefill", "--model", "smollm2", "--host", "0.0.0.0"), "--advertise-host"),
-        (("prefill", "--model", "smollm2", "--tp", "2"), "tp"),
+        (("decode", "--model", "smollm2", "--registry", "http://127.0.0.1:1", "--cp", "2"), "--cp"),
         (("frontend",), "registry"),
     ],
 )

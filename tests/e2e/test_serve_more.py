@@ -303,7 +303,10 @@ def test_an_unsupported_family_is_refused_by_name(tiny: Path, tmp_path: Path, co
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "bloom"}))
     done = run(command, "--model", str(folder), "--kv-gib", "0.05")
     assert done.returncode == 2, done.stderr
-    assert "models of type 'bloom' are not supported; supported are gemma3_text, llama" in done.stderr
+    assert (
+        "models of type 'bloom' are not supported; supported are deepseek_v2, deepseek_v3, gemma3_text"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
 

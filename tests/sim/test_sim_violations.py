@@ -187,7 +187,7 @@ def write_beside_the_pages(stage: Stage) -> None:
 
 def streamed(stage: Stage) -> tuple[TcpPath, Part]:
     """A path of `tcp`, and a part of a write on it that has one row of 8 bytes at byte 16."""
-    return TcpPath(stage.prefill, stage.decode, 0), Part(start=0, head=56, end=64, epoch=5, rows=[(16, 8)])
+    return TcpPath(stage.prefill, 0, stage.decode, 0), Part(start=0, head=56, end=64, epoch=5, rows=[(16, 8)])
 
 
 def landed_elsewhere(stage: Stage) -> None:
@@ -207,7 +207,7 @@ def landed_without_a_write(stage: Stage) -> None:
 
 
 def copied_into_unmapped_memory(stage: Stage) -> None:
-    path, target = ShmPath(stage.prefill, stage.decode, 0), Mapping(Memfd(bytearray(64), stage.decode))
+    path, target = ShmPath(stage.prefill, 0, stage.decode, 0), Mapping(Memfd(bytearray(64), stage.decode))
     target.close()
     job: Any = SimpleNamespace(target=target, epoch=5)
     path._copied(job, [(0, 0, 8)])
@@ -229,25 +229,25 @@ def false_drained(stage: Stage) -> None:
 
 
 def reads_what_it_gave_up(stage: Stage) -> None:
-    stage.checks.reading(stage.prefill, stage.decode.me, 99, set())
+    stage.checks.ranks.reading(stage.prefill, stage.decode.me, 99, set())
 
 
 def reads_pages_of_others(stage: Stage) -> None:
     stage.checks.reads[stage.prefill.me, stage.decode.me, 99] = stage.transfer
-    stage.checks.reading(stage.prefill, stage.decode.me, 99, {0})
+    stage.checks.ranks.reading(stage.prefill, stage.decode.me, 99, {0})
 
 
 def hashes_what_it_gave_up(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T, S)
     stage.checks.effect(stage.decode, events.Release(stage.transfer))
-    stage.checks.hashing(stage.decode, stage.transfer, {0})
+    stage.checks.ranks.hashing(stage.decode, stage.transfer, {0})
 
 
 def hashes_pages_of_others(stage: Stage) -> None:
     stage.phases(stage.decode, B, W)
     [page] = stage.decode.pool.allocate(1)
     stage.checks.effect(stage.decode, stage.destination([page]))
-    stage.checks.hashing(stage.decode, stage.transfer, {page, page + 1})
+    stage.checks.ranks.hashing(stage.decode, stage.transfer, {page, page + 1})
 
 
 def commits_a_flipped_page(stage: Stage) -> None:

@@ -246,7 +246,7 @@ class SimDigester(Digester):
         slow_s = node.faults.digests.pop(0) if node.faults.digests else 0.0
         self._fails = slow_s is None
         if slow_s:
-            node.reads_until = node.world.now + took_s + slow_s
+            node.no_answer_until = max(node.no_answer_until, node.world.now + took_s + slow_s)
         return took_s + (slow_s or 0.0)
 
 
@@ -259,8 +259,8 @@ class KVNode(LeaderNode):
         #: from a rank to one of a decode node, over a transport
         self.paths: dict[tuple[int, RankId, str], DataPath] = {}
         self.hearing = Hearing(self)
-        #: when the last checksum that a fault made slow has been computed: they wait for one another
-        self.reads_until = 0.0
+        #: before which its ranks owe no answer: a fault made a checksum slow, or a worker stand still
+        self.no_answer_until = 0.0
         self.exposed: dict[int, Exposed] = {}
         #: of each rank, by name
         self.transports: dict[tuple[int, str], SimTransport] = {}

@@ -36,7 +36,7 @@ class RankChecks:
 
     def succeeded(self, node: KVNode, transfer: TransferId) -> None:
         """5 and 9: every byte has crossed the wire, and none of them twice."""
-        wanted, written = self._wanted[transfer], self._written.get(transfer, 0)
+        wanted, written = self._wanted.get(transfer, 0), self._written.get(transfer, 0)
         if wanted != written:
             text = f"{transfer}: {written} bytes crossed the wire, {wanted} are what decode did not have"
             raise Violation("9", text, (transfer.room,))

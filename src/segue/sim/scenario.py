@@ -125,7 +125,8 @@ def make_scenario(seed: int) -> Scenario:
     doors = random.Random(f"segue at the doors {seed}")
     scenario.features |= frozenset(f for f in AT_THE_DOORS if doors.random() < share)
     if "session backlog" in scenario.features:
-        scenario.backlog_bytes = doors.choice((2**15, 2**16))
+        # A leader says of each hand-off at once how it has ended (`Limits.max_session_backlog_bytes`).
+        scenario.backlog_bytes = max(doors.choice((2**15, 2**16)), 2**10 * len(scenario.requests))
     found = [f for f in AT_THE_DOORS if f in scenario.features]
     scenario.faults += _faults(doors, scenario, found, len(scenario.faults))
     newest = random.Random(f"segue newest {seed}")

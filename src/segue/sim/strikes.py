@@ -329,6 +329,7 @@ class Strikes:
         elif node.workers:
             after_s += node.limits.peer_silence_s + 3 * node.limits.keepalive_s
             node.workers[which].stand_still(2 * after_s)
+            node.no_answer_until = max(node.no_answer_until, self.world.now + 2 * after_s)
         else:
             node.manager.lost(which, Internal("injected: the rank is lost"))
 
