@@ -322,23 +322,30 @@ class Strikes:
         """A rank of a leader is gone, or its worker has ended or says nothing more: all its hand-offs end at
         once, none begins, and the instance ends."""
         which, after_s = fault.amount % len(node.specs), 2 * self.timing.hop_s
-        if node.workers and fault.amount // 4 % 2:
-            self.counts["workers that ended"] += 1
-            after_s += 0.1
-            node.spawn("a worker ends", node.workers[which].leave)
-        elif node.workers:
-            after_s += node.limits.peer_silence_s + 3 * node.limits.keepalive_s
-            node.workers[which].stand_still(2 * after_s)
-            node.no_answer_until = max(node.no_answer_until, self.world.now + 2 * after_s)
-        else:
-            node.manager.lost(which, Internal("injected: the rank is lost"))
+        # What an earlier fault made stand still is heard when that is over.
+        noticed_s = after_s + 0.1 + max(0.0, node.no_answer_until - self.world.now)
 
         def ended() -> None:
             if left := list(node.exchange.open_transfers()):
                 text = f"{node.name} has lost its rank and still has {left}"
                 self.world.fail(Violation("12", text, tuple(transfer.room for transfer in left)))
 
-        node.after(after_s, ended)
+        def leaves() -> None:
+            node.workers[which].leave()  # waits for what its threads copy
+            node.after(noticed_s, ended)
+
+        if node.workers and fault.amount // 4 % 2:
+            self.counts["workers that ended"] += 1
+            node.spawn("a worker ends", leaves)
+            after_s += noticed_s
+        elif node.workers:
+            after_s += node.limits.peer_silence_s + 3 * node.limits.keepalive_s
+            node.workers[which].stand_still(2 * after_s)
+            node.no_answer_until = max(node.no_answer_until, self.world.now + 2 * after_s)
+            node.after(after_s, ended)
+        else:
+            node.manager.lost(which, Internal("injected: the rank is lost"))
+            node.after(after_s, ended)
         node.after(after_s + fault.seconds, self._crash, node, 0.01)
 
     def _take_address(self, host: str, port: int, seconds: float) -> None:
