@@ -13,11 +13,12 @@ from segue.conn.config import KVConfig, Runtime
 from segue.conn.manager import KVManager
 from segue.conn.peers import PathSpeed, Peer
 from segue.conn.rank import FENCE_AGAIN_S
-from segue.core.errors import ErrorCode, Internal, OutOfCapacity
-from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
+from segue.core.errors import ErrorCode, Internal, OutOfCapacity, PeerLost
+from segue.core.types import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Abort
 from segue.layout.content import Content
+from segue.transport.base import PeerGone
 from segue.transport.memory import allocate
 
 PREFILL = LeaderId(Incarnation("a" * 32))
@@ -231,10 +232,32 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     rig.handle(effect)
     [(delay, call, args)] = [item for item in later if item[2][:1] == (effect,)]
     assert delay == FENCE_AGAIN_S
-    moved: list[events.Effect] = []
-    rig.manager._ranks.carry_out = lambda effect, *_: moved.append(effect)  # type: ignore[method-assign, assignment]
+    rig.manager._ranks.choose(PREFILL, "another", ((0, 0),), ())
+    broken(rig, events.Fence, monkeypatch)
     call(*args)
-    assert moved == [effect]
+    assert [item[2] for item in later if item[2][:1] == (effect,)] == [args, args]
+    asked: list[Any] = []
+    rig.manager._ranks.carry_out = lambda *what: asked.append(what)  # type: ignore[method-assign, assignment]
+    call(*args)
+    [(again, route)] = asked
+    assert (again, route.transport) == (effect, "fake")
+
+
+def test_a_fence_that_raises_when_a_rank_of_the_peer_has_died_costs_no_other_one_its_proof(rig: Rig) -> None:
+    rig.manager._ranks.choose(PREFILL, "fake", ((0, 0), (1, 0)), ())
+    fences = [events.Fence(rig.one, 0, 1), events.Fence(rig.other, 0, 2)]
+    rig.manager.exchange.unproven_fences = lambda *_: fences  # type: ignore[method-assign]
+    asked: list[tuple[events.Fence, str]] = []
+
+    def carry_out(fence: events.Fence, route: Any) -> None:
+        asked.append((fence, route.transport))
+        if fence is fences[0]:
+            raise RuntimeError("a bug")
+
+    rig.manager._ranks.carry_out = carry_out  # type: ignore[method-assign, assignment]
+    gone = PeerGone(RankId(PREFILL, 1), True, PeerLost("gone"))
+    rig.manager._moved(0, "fake", gone)
+    assert asked == [(fence, "fake") for fence in fences]
 
 
 def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined(rig: Rig) -> None:

@@ -147,7 +147,7 @@ def test_what_one_dead_rank_of_a_peer_leaves_unproven_is_asked_again_over_the_tr
     peer = LeaderId(new_incarnation())
     made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
     assert not made.ranks.died(RankId(peer, 1))
-    made.ranks.fence_anew("shm", [events.Fence(made.transfer(peer), 0, 7)])
+    made.ranks.carry_out(events.Fence(made.transfer(peer), 0, 7), made.ranks.route_over("shm", peer))
     assert made.made["shm"].asked == [("fence", RankId(peer, 0), 7), ("fence", RankId(peer, 1), 7)]
     assert made.made["tcp"].asked == []
     assert made.ranks.died(RankId(peer, 0)), "now all are dead"

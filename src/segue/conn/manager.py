@@ -266,12 +266,14 @@ class KVManager:
         self.io.loop.call_soon(self._handle, events.AbortTransfer(transfer, error.info))
 
     def _fence_again(self, effect: events.Fence, route: PeerRoute | None) -> None:
+        """Ask for it over the way that its writes went, until it is taken."""
         if self._closed:
             return
         try:
             self._ranks.carry_out(effect, route)
         except Exception as exc:
-            self._not_done(effect, typed(exc, "carrying out Fence"))
+            log.warning("a fence was not taken again: %s", typed(exc, "carrying out Fence"))
+            self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect, route)
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
@@ -369,7 +371,8 @@ class KVManager:
         if isinstance(event, transport_base.PeerGone):
             peer = self._peers.get(leader)
             if event.proven and not self._ranks.died(event.peer):
-                self._ranks.fence_anew(name, self.exchange.unproven_fences(leader, name))
+                for fence in self.exchange.unproven_fences(leader, name):  # can be proven now, maybe
+                    self._fence_again(fence, self._ranks.route_over(name, leader))
                 return
             if not event.proven and peer is not None and peer.transport != name:
                 return  # a path of an earlier session; what went over it has ended

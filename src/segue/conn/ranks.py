@@ -177,12 +177,10 @@ class Ranks:
                     rank.fence(name, partner, effect.epoch)
         return False
 
-    def fence_anew(self, transport: str, fences: Sequence[Fence]) -> None:
-        """Ask again where a rank of a peer has died: what could not be proven while it lived can be now."""
-        for fence in fences:
-            route = self._routes.get(self.peer_of(fence.transfer))
-            if route is not None:
-                self.carry_out(fence, replace(route, transport=transport))
+    def route_over(self, transport: str, peer: LeaderId) -> PeerRoute | None:
+        """How `peer` was reached while that was by this transport."""
+        route = self._routes.get(peer)
+        return route and replace(route, transport=transport)
 
     def granted(
         self, transfer: TransferId, rank: int, partner: RankId, epoch: int, error: ErrorInfo | None
