@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.conn import agreement
-from segue.conn.agreement import Agreed, Agreement, Call, Gather, Least, gated, least_fold, poll_fold
+from segue.conn.agreement import Agreed, Agreement, CallKind, Gather, Least, gated, least_fold, poll_fold
 from segue.core.errors import Internal, OutOfCapacity, PeerLost, RankDivergence, SegueError
 from segue.core.types import MAX_ROOM, KVPoll
 
@@ -48,7 +48,7 @@ def lockstep(folds: Sequence[Any]) -> tuple[list[Any], list[Gather | Least]]:
 
 
 def folded(values: dict[int, int]) -> agreement.Fold[dict[int, int]]:
-    return least_fold(1, Call.POLL, values)
+    return least_fold(1, CallKind.POLL, values)
 
 
 def shuffled(values: dict[int, Any], seed: int) -> dict[int, Any]:
@@ -151,14 +151,14 @@ def test_without_rooms_a_rank_still_takes_part() -> None:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ((8, Call.POLL), "rank 0 at its call 7 (poll), rank 1 at its call 8 (poll)"),
-        ((7, Call.RELEASED), "rank 0 at its call 7 (poll), rank 1 at its call 7 (released)"),
+        ((8, CallKind.POLL), "rank 0 at its call 7 (poll), rank 1 at its call 8 (poll)"),
+        ((7, CallKind.RELEASED), "rank 0 at its call 7 (poll), rank 1 at its call 7 (released)"),
     ],
 )
 def test_ranks_that_make_different_calls_are_told_even_if_their_rooms_are_equal(
-    other: tuple[int, Call], text: str
+    other: tuple[int, CallKind], text: str
 ) -> None:
-    outcomes, asked = lockstep([least_fold(7, Call.POLL, {1: 1}), least_fold(*other, {1: 1})])
+    outcomes, asked = lockstep([least_fold(7, CallKind.POLL, {1: 1}), least_fold(*other, {1: 1})])
     assert {type(error) for error in outcomes} == {RankDivergence}
     (said,) = {str(error) for error in outcomes}
     assert text in said

@@ -22,7 +22,7 @@ from segue.engine.base import Engine
 from segue.roles.scheduler import Scheduler
 from segue.serve.instance import Instance
 from segue.serve.leader import Inspect
-from segue.serve.workers import Replica, open_replica
+from segue.serve.workers import OpenedReplica, open_replica
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 from segue.sim.engine import LineageEngine, lineage_spec
@@ -171,7 +171,7 @@ class Running:
             engine=ModelConfig(chunk_tokens=chunk_tokens, dtype="float32", kv_gib=kv_gib),
             **settings,
         )
-        replica = open_replica(config) if model else Replica(*make_engine())
+        replica = open_replica(config) if model else OpenedReplica(*make_engine())
         self.engine, self.memory, self.workers = replica
         page_tokens = self.engine.spec.page_tokens
         config = replace(config, engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=page_tokens))

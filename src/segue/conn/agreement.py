@@ -49,7 +49,7 @@ ResultT = TypeVar("ResultT")
 Fold = Generator[Gather | Least, list[list[int]], ResultT]
 
 
-class Call(enum.IntEnum):
+class CallKind(enum.IntEnum):
     """What a rank asks the others."""
 
     POLL = 0
@@ -78,7 +78,7 @@ def gated(handle: KVSender | KVReceiver) -> KVPoll:
 def poll_fold(number: int, handles: Mapping[int, KVSender | KVReceiver]) -> Fold[dict[int, Agreed]]:
     """The phases of `handles`, by room, on the slowest rank. `number` counts the calls of this rank."""
     mine = {room: gated(handle) for room, handle in handles.items()}
-    least = yield from least_fold(number, Call.POLL, mine)
+    least = yield from least_fold(number, CallKind.POLL, mine)
     agreed = {room: _AGREED[value] for room, value in least.items()}
     if any(found.phase is KVPoll.FAILED for found in agreed.values()):  # the same on every rank
         errors = yield from _reasons(
@@ -92,7 +92,7 @@ def poll_fold(number: int, handles: Mapping[int, KVSender | KVReceiver]) -> Fold
     return agreed
 
 
-def least_fold(number: int, call: Call, values: Mapping[int, int]) -> Fold[dict[int, int]]:
+def least_fold(number: int, call: CallKind, values: Mapping[int, int]) -> Fold[dict[int, int]]:
     """The least value of each room over all ranks. Raises RankDivergence or OutOfCapacity, on every rank."""
     rooms = sorted(values)
     signed = array("q", array("Q", rooms).tobytes())
@@ -100,7 +100,7 @@ def least_fold(number: int, call: Call, values: Mapping[int, int]) -> Fold[dict[
     heads = yield Gather([number, call, len(rooms), *digest])
     if len({(number, call) for number, call, *_ in heads}) > 1:
         at = ", ".join(
-            f"rank {rank} at its call {number} ({Call(call).name.lower()})"
+            f"rank {rank} at its call {number} ({CallKind(call).name.lower()})"
             for rank, (number, call, *_) in enumerate(heads)
         )
         raise RankDivergence(f"the ranks are not at the same call: {at}; every rank must make every call")
@@ -189,7 +189,7 @@ class Agreement:
         """The rooms whose pages belong to the engine again on every rank. Until then no rank gives them to
         another request: where each rank allocates for itself, all allocate the same."""
         here = {room: handle.released for room, handle in handles.items()}
-        everywhere = self._run(least_fold(next(self._calls), Call.RELEASED, here))
+        everywhere = self._run(least_fold(next(self._calls), CallKind.RELEASED, here))
         return {room for room, released in everywhere.items() if released}
 
     def _run(self, fold: Fold[ResultT]) -> ResultT:

@@ -202,7 +202,7 @@ class OpenRanks:
         except SegueError as error:
             self._fail(receiver, error)
             return
-        # Nobody places by the rule where nobody is any more: then prefill has registered whom it chose.
+        # A rank that the rule names and that has left gets no requests: prefill has registered which one did.
         if rank is not None and (rank in instance.ranks or opened.hint is not None):
             self._found(receiver, LeaderId(transfer.prefill.incarnation, rank), inferred=dp.size > 1)
             return

@@ -160,7 +160,7 @@ def _started(rank: int) -> Worker:
     return Worker(process, Pipe(ours, f"the process of rank {rank}"), channel)
 
 
-class Replica(NamedTuple):
+class OpenedReplica(NamedTuple):
     """What one leader serves with: its engine, the memory of its own pool, and its other ranks."""
 
     engine: Engine
@@ -168,7 +168,7 @@ class Replica(NamedTuple):
     workers: Workers | None = None
 
 
-def open_replica(config: InstanceConfig) -> Replica:
+def open_replica(config: InstanceConfig) -> OpenedReplica:
     """Load the model on as many ranks as `config` says. Raises ConfigError, and PeerLost for a rank that has
     ended on the way."""
     pool_bytes = int((config.engine.kv_gib or 1.0) * 2**30)
@@ -183,10 +183,10 @@ def open_replica(config: InstanceConfig) -> Replica:
             page_tokens=config.engine.page_tokens,
             threads=threads,
         )
-        return Replica(engine, engine.memory)
+        return OpenedReplica(engine, engine.memory)
     workers = Workers(config.size.ranks - 1)
     try:
-        return Replica(*_loaded(config, pool_bytes, folder, threads, workers), workers)
+        return OpenedReplica(*_loaded(config, pool_bytes, folder, threads, workers), workers)
     except BaseException:
         workers.kill()  # nobody relies on one yet, and one that loads would leave later
         workers.close()
