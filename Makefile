@@ -6,6 +6,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.segue-setup
+TRANSPORTS := $(VENV)/.segue-transports
+ROUTERS := $(VENV)/routers
 
 # Tests use one thread per process and never ask a model hub; this many processes run them at once. Those that
 # need the whole machine are one group (`tests/conftest.py`), and so never beside each other.
@@ -14,7 +16,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-slow soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers serve test test-slow soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -26,22 +28,38 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@# torch first and by its exact version: everything else then agrees with it.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,otel,zmq,dev]'
 	@touch $@
+
+# What the transports of other projects need, for their tests alone.
+$(TRANSPORTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[nixl,mooncake]'
+	@touch $@
+
+transports: $(TRANSPORTS) ## install the libraries of the transports nixl and mooncake
+	@tools/system_libraries.sh
+
+# In an environment of their own: what they depend on is not ours to agree with. Without them their tests skip.
+$(ROUTERS)/bin/vllm-router: $(STAMP)
+	@$(BIN)/python -m venv $(ROUTERS)
+	$(ROUTERS)/bin/python -m pip install --quiet sglang-router==0.3.2 vllm-router==0.1.17
+	@touch $@
+
+routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode
 
 serve: setup ## one frontend, one prefill and one decode instance on port 8000 (ARGS="--port 9000 …")
 	@$(BIN)/segue serve $(ARGS)
 
-test: setup ## format, lint, strict types, tests; stops at the first that fails
+test: transports ## format, lint, strict types, tests; stops at the first that fails
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make fmt'" >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(PYTEST) $(ARGS)
 
-test-slow: setup ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
+test-slow: transports routers ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@$(PYTEST) -m 'slow and not soak' $(ARGS)
 
-soak: setup ## the long tests that the other two leave out
+soak: transports ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
 
 mutants: setup ## sabotage the hand-off, one line at a time; the simulator must catch each

@@ -28,7 +28,7 @@ from segue.bootstrap.server import serve as serve_registry
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import ChecksumMode, Role, Span
-from segue.layout.content import Part, Sample, canonical_content, checksum
+from segue.layout.content import LayerSample, Part, canonical_content, checksum
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.memory import allocate
 
@@ -51,7 +51,9 @@ def hash_alone(tokens: int, repeats: int = 30) -> dict[str, dict[str, float]]:
     found = {}
     with memoryview(memory.buffer) as view:
         for name, pages in placed.items():
-            content = canonical_content(spec, Part(0, 30, 0, 3), Span(0, tokens), pages, 0, Sample(), "bench")
+            content = canonical_content(
+                spec, Part(0, 30, 0, 3), Span(0, tokens), pages, 0, LayerSample(), "bench"
+            )
             times = []
             for _ in range(repeats):
                 start = time.perf_counter()

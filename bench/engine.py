@@ -100,7 +100,8 @@ def parts_of(engine: CpuEngine, batch: int, rows: int, context: int) -> dict[str
 
     def products() -> None:
         for layer in layers:
-            layer.qkv(x), layer.o(attended), layer.gate(x), layer.up(x), layer.down(wide)
+            mlp = layer.feed_forward
+            layer.qkv(x), layer.o(attended), mlp._gate(x), mlp._up(x), mlp._down(wide)
         head(last)
 
     def attention() -> None:

@@ -1,6 +1,10 @@
 """CPU of the frontend per request and per streamed chunk, with a backend that costs nothing.
 
-    .venv/bin/python bench/frontend.py [--streams 32] [--tokens 200] [--requests 2000] [--json FILE]
+    .venv/bin/python bench/frontend.py [--streams 32] [--tokens 200] [--requests 2000] [--rounds 1] \\
+        [--json FILE]
+
+Two servers are measured in turn, one that keeps records of its requests (for `segue explain`, as a frontend
+does) and one that keeps none; the ratio is the median of those of `--rounds` rounds.
 
 The server (door, detokenizer, SSE, uvicorn, uvloop) runs in its own process and reports its own CPU time
 over the run; the client is a plain socket reader. One output is one token, as from decode.
@@ -10,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
@@ -21,7 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from scripted_frontend import serve
+from scripted_frontend import NoRecords, serve
+from segue.core.records import Records
 from segue.core.request import Request
 
 BODY = {"messages": [{"role": "user", "content": "the capital of France is Paris and the answer " * 8}]}
@@ -33,16 +40,17 @@ async def pace(request: Request, index: int) -> None:
         await asyncio.sleep(0)
 
 
-def server(pipe: Connection, folder: str) -> None:
+def server(pipe: Connection, folder: str, kept: bool) -> None:
     """Serve until told to stop; answer `cpu` with this process's CPU seconds."""
-    serve(pipe, folder, pace, lambda _: time.process_time())
+    serve(pipe, folder, pace, lambda _: time.process_time(), Records() if kept else NoRecords())
 
 
-async def one(port: int, body: dict[str, Any], times: int) -> int:
+async def one(port: int, body: dict[str, Any], times: int, path: str = "/v1/chat/completions") -> int:
     """`times` requests on one connection; the number of stream events read."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     raw = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    head += b"content-length: %d\r\n\r\n" % len(raw)
     events = 0
     for _ in range(times):
         writer.write(head + raw)
@@ -86,22 +94,45 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        process = multiprocessing.get_context("spawn").Process(target=server, args=(theirs, folder))
-        process.start()
-        result = asyncio.run(measure(args, ours, ours.recv()))
-        ours.send("stop")
-        process.join(10)
-    print(f"whole request, {args.streams} connections: {result['request_us']:.0f} µs CPU")
-    print(
-        f"streamed chunk, {args.streams} streams: {result['chunk_us']:.1f} µs CPU ({result['chunks']} chunks)"
+    spawn = multiprocessing.get_context("spawn")
+    runs: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        servers = {}
+        for kept in (True, False):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=server, args=(theirs, folder, kept))
+            process.start()
+            stack.callback(process.join, 10)
+            stack.callback(ours.send, "stop")
+            servers[kept] = ours, ours.recv()
+        for number in range(args.rounds):
+            for kept in (True, False) if number % 2 == 0 else (False, True):
+                runs[kept].append(asyncio.run(measure(args, *servers[kept])))
+    result, bare = (
+        {key: statistics.median(r[key] for r in runs[kept]) for key in ("request_us", "chunk_us", "chunks")}
+        for kept in (True, False)
     )
+    ratios = {
+        key: [a[key] / b[key] for a, b in zip(runs[True], runs[False], strict=True)]
+        for key in ("request_us", "chunk_us")
+    }
+    for key, what in (("request_us", "whole request"), ("chunk_us", "streamed chunk")):
+        low, middle, high = (f(ratios[key]) for f in (min, statistics.median, max))
+        print(f"{what}, with records to without: {middle:.3f} ({low:.3f} to {high:.3f})")
+    print(f"whole request, {args.streams} connections: {result['request_us']:.0f} µs CPU")
+    chunk_us, chunks = result["chunk_us"], int(result["chunks"])
+    print(f"streamed chunk, {args.streams} streams: {chunk_us:.1f} µs CPU ({chunks} chunks)")
     if args.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        args.json.write_text(json.dumps({**result, **machine, "args": sys.argv[1:]}, indent=1))
+        args.json.write_text(
+            json.dumps(
+                {**result, "without_records": bare, "ratios": ratios, **machine, "args": sys.argv[1:]},
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

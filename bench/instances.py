@@ -56,7 +56,8 @@ class Front:
     async def ask(
         self, name: str, prompt: Sequence[int], prefill: str, decode: str, tokens: int
     ) -> list[Output]:
-        """Every output of one greedy request for exactly `tokens` tokens; none other may be in flight."""
+        """Every output of one greedy request for exactly `tokens` tokens; none other may be in flight. One
+        instance for both computes the prompt alone, and gives one token."""
         outputs: list[Output] = []
         await self.ask_each(name, prompt, prefill, decode, tokens, outputs.append)
         return outputs
@@ -81,7 +82,7 @@ class Front:
         )
         sampling = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         submit = Submit(Request(request_id=name, prompt=list(prompt), sampling=sampling), ticket)
-        for session in pair:
+        for session in pair[: 1 if prefill == decode else 2]:
             session.send(submit)
         while True:
             output = await asyncio.wait_for(self.handler.outputs.get(), ANSWER_S)

@@ -1,4 +1,4 @@
-"""Instances killed at random under load: `python bench/kills.py [--kills 50] [--pieces 5]`.
+"""Instances killed at random under load: `python bench/kills.py [--kills 50] [--pieces 5] [--transport shm]`.
 
 Two prefill and two decode instances (real processes, a tiny random model), 32 clients that stream
 greedy and seeded completions, and one prober with a short request. Again and again a random
@@ -29,18 +29,20 @@ import soak_kills  # noqa: E402
 import tiny_model  # noqa: E402
 import traffic  # noqa: E402
 from cluster import Cluster  # noqa: E402
+from holdings import LIBRARY_PATH, PATH_DESCRIPTORS  # noqa: E402
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 LIMITS = ("--keepalive-s", "0.5", "--peer-silence-s", "3", "--request-budget-s", "60")
 
 
-def piece(number: int, kills: int, clients: int) -> dict[str, Any]:
+def piece(number: int, kills: int, clients: int, transport: str) -> dict[str, Any]:
     """One deployment with its kills; what became of every request."""
     asks = traffic.asks(100 + number, 96, vocab=tiny_model.VOCAB - 8, longest=200, max_tokens=300)
     asks += traffic.asks(200 + number, 1, vocab=tiny_model.VOCAB - 8, longest=20, max_tokens=4)
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model.save(Path(folder))
-        with Cluster(model, NAMES, limits=LIMITS, kv_gib=0.006) as cluster:
+        flags = ("--transport", transport)
+        with Cluster(model, NAMES, flags=flags, limits=LIMITS, kv_gib=0.006) as cluster:
             report = asyncio.run(soak_kills.run(cluster, asks, kills=kills, clients=clients, seed=number))
     return {
         "kills": [
@@ -60,7 +62,7 @@ def piece(number: int, kills: int, clients: int) -> dict[str, Any]:
         "hangs": report.hangs,
         "wrong": report.wrong,
         "untyped": report.untyped,
-        "leaks": soak_kills.leaks(report),
+        "leaks": soak_kills.leaks(report, 0 if transport in PATH_DESCRIPTORS else 2 * LIBRARY_PATH),
         "seconds": round(report.seconds, 1),
         "rss_mib": {
             name: [round(report.before[name]["rss_bytes"] / 2**20), round(state["rss_bytes"] / 2**20)]
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, default=5)
     parser.add_argument("--part", type=int, help="only this piece, 1 … PIECES")
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--transport", default="shm")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     numbers = range(1, args.pieces + 1) if args.part is None else [args.part]
@@ -109,7 +112,7 @@ def main() -> None:
         done = json.loads(args.json.read_text())["pieces"]
     for number in numbers:
         measured_at = commit()
-        made = piece(number, args.kills // args.pieces, args.clients)
+        made = piece(number, args.kills // args.pieces, args.clients, args.transport)
         done.append({"commit": measured_at, **made})
         print(json.dumps({**summary(done), "last": made["kills"]}))
         if args.json:

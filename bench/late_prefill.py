@@ -7,10 +7,10 @@ only the benchmark's requests arrive, one at a time: the late ones are its first
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from segue.cli.main import main
-from segue.engine.base import OnStored, SequenceStep, StepOnCall
+from segue.engine.base import OnStored, SequenceStep, StepHandle
 from segue.engine.cpu_engine import CpuEngine
 
 launch = CpuEngine.launch
@@ -18,8 +18,12 @@ launch = CpuEngine.launch
 
 def late_or_not(
     self: CpuEngine, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
-) -> StepOnCall:
-    return launch(self, steps, (lambda _seq_ids: None) if steps[0].seq_id % 2 else on_stored, on_ready)
+) -> StepHandle:
+    return launch(self, steps, _nothing if steps[0].seq_id % 2 else on_stored, on_ready)
+
+
+def _nothing(seq_ids: Collection[int], layers: int | None = None) -> None:
+    """Tell nobody."""
 
 
 if __name__ == "__main__":

@@ -13,9 +13,12 @@ import uvloop
 
 from segue.core.errors import ErrorInfo, SegueError, Starting
 from segue.core.limits import Limits
+from segue.core.records import Path as Steps
+from segue.core.records import Records, RequestRecord
 from segue.core.request import Output, Request
 from segue.core.types import FinishReason
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
+from segue.frontend.backend import Wait
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
@@ -26,15 +29,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "front
 Pace = Callable[[Request, int], Awaitable[None]]
 
 
+class Script:
+    """`Generation` of what an iterator gives."""
+
+    def __init__(self, outputs: AsyncIterator[Output]) -> None:
+        self._outputs = outputs
+
+    async def deliver(self, take: Callable[[Output], Wait | None]) -> None:
+        """See `Generation.deliver`."""
+        async for output in self._outputs:
+            wait = take(output)
+            if wait is not None:
+                await wait()
+
+
 class ScriptedBackend:
     """`Backend` without workers: exactly `max_tokens` tokens, one an output."""
 
     context_tokens = 4096
     can_serve = proven = True
 
-    def __init__(self, words: list[int], pace: Pace) -> None:
+    def __init__(self, words: list[int], pace: Pace, records: Records | None = None) -> None:
         self._words = words
         self._pace = pace
+        self._records = records
 
     def start(self) -> None:
         """Nobody is looked for."""
@@ -60,11 +78,21 @@ class ScriptedBackend:
     def cancel(self, request_id: str, reason: ErrorInfo) -> None:
         """Who reads the outputs has stopped reading them."""
 
-    async def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
-        """The outputs of `request`."""
+    def submit(self, request: Request, *, budget_s: float) -> Script:
+        """What there is to say to `request`."""
+        return Script(self._outputs(request, budget_s))
+
+    async def _outputs(self, request: Request, budget_s: float) -> AsyncIterator[Output]:
         last = request.sampling.max_tokens - 1
+        path = self._began(budget_s) if self._records is not None else None
+        answered = False
         for i in range(last + 1):
             await self._pace(request, i)
+            if path is not None and not answered:
+                answered = True
+                path.enter("answer", asyncio.get_running_loop().time())
+            if path is not None and i == last:
+                self._ended(request, path)
             yield Output(
                 request_id=request.request_id,
                 position=i,
@@ -72,9 +100,43 @@ class ScriptedBackend:
                 finish=FinishReason.LENGTH if i == last else None,
             )
 
+    def _began(self, budget_s: float) -> Steps:
+        """What a fleet's call notes of a request; what a fleet does besides is not here."""
+        path = Steps(asyncio.get_running_loop().time())
+        path.enter("place", asyncio.get_running_loop().time())
+        text = f"attempt 0 room 1: prefill > decode (for {budget_s:.0f} s)"
+        path.enter("attempt", asyncio.get_running_loop().time(), text)
+        return path
 
-def serve(pipe: Connection, folder: str, pace: Pace, state: Callable[[HttpServer], Any]) -> None:
-    """Send the port over `pipe`, then answer whatever comes with `state`, until "stop"."""
+    def _ended(self, request: Request, path: Steps) -> None:
+        assert self._records is not None
+        record = RequestRecord(
+            request_id=request.request_id,
+            where="frontend bench",
+            began=0.0,
+            seconds=asyncio.get_running_loop().time(),
+            steps=path.steps(),
+            facts={"prompt_tokens": len(request.prompt), "output_tokens": request.sampling.max_tokens},
+        )
+        self._records.put(record)
+
+
+class NoRecords(Records):
+    """Keeps nothing: what records cost is the difference."""
+
+    def put(self, record: RequestRecord) -> None:
+        """Dropped."""
+
+
+def serve(
+    pipe: Connection,
+    folder: str,
+    pace: Pace,
+    state: Callable[[HttpServer], Any],
+    records: Records | None = None,
+) -> None:
+    """Send the port over `pipe`, then answer whatever comes with `state`, until "stop". With `records` each
+    request leaves there what a fleet's would."""
     from conftest import make_tokenizer
 
     make_tokenizer().save_pretrained(folder)
@@ -83,7 +145,8 @@ def serve(pipe: Connection, folder: str, pace: Pace, state: Callable[[HttpServer
 
     async def main() -> None:
         settings = OpenAIServerSettings(model="tiny", context_tokens=4096, vocab_size=400, limits=Limits())
-        door = OpenAIServer(ScriptedBackend(words, pace), tokenizer, settings, Metrics())
+        backend = ScriptedBackend(words, pace, None if isinstance(records, NoRecords) else records)
+        door = OpenAIServer(backend, tokenizer, settings, Metrics(), records)
         http = HttpServer(build_app(door), bind("127.0.0.1", 0), drain_s=1)
         http.start()
         pipe.send(http.address[1])

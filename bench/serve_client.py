@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import subprocess
 import sys
+from typing import cast
 
 import uvloop
 
@@ -36,8 +37,7 @@ class Bare(asyncio.Protocol):
         self.task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass of it
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data

@@ -4,8 +4,11 @@ that is put back.
 
 from __future__ import annotations
 
+import gc
 import logging
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from xdist.remote import Producer
@@ -32,6 +35,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+#: Runs of many seeds, each as long as the tests of several files together.
+SLICES = "tests/sim/test_sim_slice.py::test_no_invariant_breaks_under_faults_in_more_seeds"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that no worker is left with it when the others have ended."""
+    items.sort(key=lambda item: not item.nodeid.startswith((DEPLOYMENTS, SLICES)))
+
+
 class _Groups(LoadScopeScheduling):
     """Deployments run in one worker, one after the other, beside the other files in the other workers.
 
@@ -39,12 +52,23 @@ class _Groups(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return DEPLOYMENTS if nodeid.startswith(DEPLOYMENTS) else nodeid.split("::", 1)[0]
+        if nodeid.startswith(DEPLOYMENTS):
+            return DEPLOYMENTS
+        return nodeid if nodeid.startswith(SLICES) else nodeid.split("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    config.option.loadscopereorder = False  # the order above, and not by the number of tests
     return _Groups(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imports_stay_frozen() -> Iterator[None]:
+    """Who undoes `frozen_imports` makes every later collection of this process ten times as long."""
+    before = gc.get_freeze_count()
+    yield
+    assert gc.get_freeze_count() >= before // 2, "call gc.freeze() after gc.unfreeze()"
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +81,14 @@ def log_as_before() -> Iterator[None]:
     ours.setLevel(our_level)
     kept = [handler for handler in root.handlers if handler in handlers]
     root.handlers[:] = kept + [handler for handler in handlers if handler not in kept]
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[dict[signal.Signals, Any]]:
+    """The interpreter's own handlers of SIGINT and SIGTERM, which asyncio gives back, are set meanwhile: a
+    shell that has put the tests into the background has SIGINT ignored."""
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield own
+    for number, handler in before.items():
+        signal.signal(number, handler)

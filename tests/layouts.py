@@ -66,6 +66,17 @@ class Sizes(NamedTuple):
         ]
 
 
+#: The prompt that is handed over.
+TOKENS = 70
+
+
+def page_ids(sizes: Sizes, first_token: int) -> list[int]:
+    """Where the prompt lies from `first_token` on: two runs, and a hole before, between and behind them."""
+    count = -(-TOKENS // sizes.page) - first_token // sizes.page
+    half = count // 2
+    return [*range(half + 2, count + 2), *range(1, half + 1)]
+
+
 @functools.cache
 def content(kind: str, value: bool, tokens: int) -> Bytes:
     """K (or V) of a prompt in the whole model: random bytes of [layer, token, head]."""

@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "no grant",
         RECEIVER,
-        "            self.emit(Grant(self.transfer, rank, self.epoch, self.pages))",
+        "            self.emit(Grant(self.transfer, rank, self.epoch, self.pages, self.slot))",
         "            pass",
         "the transport is never told that writes may land",
     ),
@@ -165,16 +165,23 @@ MUTANTS = (
     Mutant(
         "announced before it landed",
         SENDER,
-        "while queue and queue[0].landed and queue[0].summed:",
-        "while queue and queue[0].summed:",
+        "while queue and queue[0].whole and not queue[0].in_flight and queue[0].summed:",
+        "while queue and queue[0].whole and queue[0].summed:",
         "a chunk is announced when another one has landed",
     ),
     Mutant(
         "landed at once",
         SENDER,
-        "final, landed=not pair_blocks)",
-        "final, landed=True)",
+        "write.in_flight += 1",
+        "write.in_flight += 0",
         "posting a write is taken for its completion",
+    ),
+    Mutant(
+        "announced before all its layers",
+        SENDER,
+        "while queue and queue[0].whole and not queue[0].in_flight and queue[0].summed:",
+        "while queue and not queue[0].in_flight and queue[0].summed:",
+        "a chunk is announced when its first layers have landed",
     ),
     Mutant(
         "any first token will do",
@@ -208,8 +215,8 @@ MUTANTS = (
     Mutant(
         "announced without its checksum",
         SENDER,
-        "while queue and queue[0].landed and queue[0].summed:",
-        "while queue and queue[0].landed:",
+        "while queue and queue[0].whole and not queue[0].in_flight and queue[0].summed:",
+        "while queue and queue[0].whole and not queue[0].in_flight:",
         "a fast write overtakes its checksum, and decode has nothing to compare with",
     ),
     Mutant(
@@ -258,8 +265,8 @@ MUTANTS = (
     Mutant(
         "decode verifies another range",
         RECEIVER,
-        "target_content(message.source, rank, share,",
-        "target_content(message.source, rank, type(share)(share.start, max(share.start + 1, share.end - 1)),",
+        "            message.source, rank, share, self.pages,",
+        "            message.source, rank, type(share)(share.start, max(share.start + 1, share.end - 1)), self.pages,",
         "the last token of a chunk is left out on one side",
     ),
     Mutant(
@@ -408,7 +415,7 @@ MUTANTS = (
     Mutant(
         "quarantine forgotten",
         DECODE,
-        "                    self.cache.pool.quarantine(self._published(state))\n                    entry.quarantined = True",
+        "                    self.cache.quarantine(self._published(state), state.slot)\n                    entry.quarantined = True",
         "                    entry.quarantined = False",
         "pages that a peer may write are not marked",
     ),
@@ -450,14 +457,14 @@ MUTANTS = (
     Mutant(
         "cached pages released twice",
         DECODE,
-        "            state.pages = state.pages[: state.cached // pool.page_tokens]\n",
-        "            state.pages = state.pages[: state.cached // pool.page_tokens]\n            pool.release(state.pages)\n",
+        "            state.pages = state.pages[: state.cached // cache.pool.page_tokens]\n",
+        "            state.pages = state.pages[: state.cached // cache.pool.page_tokens]\n            cache.pool.release(state.pages)\n",
         "a shared prefix loses a lease that others count on",
     ),
     Mutant(
         "cached pages not released",
         DECODE,
-        "            state.pages = state.pages[: state.cached // pool.page_tokens]\n",
+        "            state.pages = state.pages[: state.cached // cache.pool.page_tokens]\n",
         "            state.pages = []\n",
         "a failed hand-off keeps its cached prefix",
     ),
@@ -571,9 +578,16 @@ MUTANTS = (
     Mutant(
         "cached before it is computed",
         "roles/prefill_queue.py",
-        '        state.enter("prefill", now)',
-        '        self._cache.remember(state, len(prompt))\n        state.enter("prefill", now)',
+        '            first.enter("prefill", now',
+        '            self._cache.remember(first, len(first.prompt))\n            first.enter("prefill", now',
         "others find pages that are still being written",
+    ),
+    Mutant(
+        "the oldest waits for ever",
+        "roles/fair_queue.py",
+        "        if self._passed >= self._passed_tokens:\n            return",
+        "        if False:\n            return",
+        "who is not urgent starves",
     ),
     Mutant(
         "one token too many remembered",
@@ -592,8 +606,8 @@ MUTANTS = (
     Mutant(
         "prefix off by one",
         "layout/pairs.py",
-        "dst_slot + token - dst_token,",
-        "dst_slot + token - dst_token + (token % 2),",
+        "yield src + token, dst + token, 1,",
+        "yield src + token, dst + token + (token % 2), 1,",
         "bytes land one token too far",
     ),
     Mutant(
@@ -776,7 +790,7 @@ MUTANTS = (
     Mutant(
         "a dead process is not reported",
         MANAGER,
-        "            self._handle(events.PeerDown(leader, event.error.info, dead=event.proven))",
+        "            self._handle(events.PeerDown(leader, event.error.info, dead=event.proven, over=name))",
         "            self._handle(events.PeerDown(leader, event.error.info, dead=False))",
         "the kernel's word that nothing can land any more is thrown away",
     ),
@@ -984,8 +998,8 @@ MUTANTS = (
     Mutant(
         "a replica is keyed without its DP rank",
         REPLICA,
-        "return LeaderId(self.record.incarnation, self.where.dp_rank)",
-        "return LeaderId(self.record.incarnation)",
+        "self.leader = LeaderId(self.record.incarnation, self.where.dp_rank)",
+        "self.leader = LeaderId(self.record.incarnation)",
         "an instance is one replica",
     ),
     Mutant(
@@ -1022,5 +1036,48 @@ MUTANTS = (
         "        if message.checksum is None or len(share) == 0:",
         "        if message.checksum is None or len(share) == 0 or rank != min(t for _, t in self.plan.pairs):",
         "what one rank has verified, all have",
+    ),
+    # ---- a state beside the KV --------------------------------------------------------------
+    Mutant(
+        "the state stays behind",
+        SENDER,
+        "        if slot is not None and to.slot is not None:  # then there is one pair",
+        "        if False:",
+        "the KV is the sequence",
+    ),
+    Mutant(
+        "the checksum leaves the state out",
+        CONTENT,
+        "    if content.state is not None:  # behind a pool of one region",
+        "    if False:",
+        "a checksum is over pages",
+    ),
+    Mutant(
+        "a slot is not part of what is granted",
+        "conn/rank.py",
+        "whole_pages(self.spec, pages, slot)",
+        "whole_pages(self.spec, pages)",
+        "writes go into pages",
+    ),
+    Mutant(
+        "a slot comes back before the proof",
+        "roles/kv_cache.py",
+        "        if self.slots is not None and slot is not None:\n            self.slots.quarantine([slot])",
+        "        if self.slots is not None and slot is not None:\n            self.slots.release([slot])",
+        "the pages are what a peer may write into",
+    ),
+    Mutant(
+        "pages without a state are a prefix",
+        "roles/kv_cache.py",
+        "        if not self.reusable:\n            return\n",
+        "",
+        "KV of a prefix is that of any sequence that begins with it",
+    ),
+    Mutant(
+        "a retracted sequence leaves its state behind",
+        "roles/running_batch.py",
+        "pages[: pool.pages_for(state.computed)], state.slot)",
+        "pages[: pool.pages_for(state.computed)], state.slot and 0)",
+        "slots are all alike",
     ),
 )

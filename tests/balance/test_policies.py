@@ -132,3 +132,100 @@ def test_lesson_23_prefix_hashes_are_equal_in_another_process() -> None:
         for s in ("1", "2")
     ]
     assert run[0].stdout == run[1].stdout == f"{PrefixAware(block_tokens=4)._hashes(list(range(9)))}\n"
+
+
+def in_turn(name: str, candidates: list[Candidate], times: int = 4) -> str:
+    policy = make_policy(name, lambda n: 0)
+    return "".join(policy.choose(candidates, PlacementRequest(1)).leader.incarnation[0] for _ in range(times))
+
+
+def test_equally_loaded_ones_are_told_apart_by_the_other_measure_and_then_take_turns() -> None:
+    few = [
+        candidate("a", load=load(2, 90)),
+        candidate("b", load=load(2, 10)),
+        candidate("c", load=load(3, 1)),
+    ]
+    assert in_turn("total_requests", few) == "bbbb"
+    tokens = [
+        candidate("a", load=load(3, 10)),
+        candidate("b", load=load(1, 10)),
+        candidate("c", load=load(0, 11)),
+    ]
+    assert in_turn("total_tokens", tokens) == "bbbb"
+    equal = [candidate(n, load=load(1, 10)) for n in "abc"]
+    for name in ("total_requests", "total_tokens"):
+        assert in_turn(name, equal) == "abca"
+
+
+def test_who_waits_counts_as_who_runs_and_what_we_sent_counts_before_it_is_reported() -> None:
+    waits = candidate("a", load=load(1, 5, waiting=3))
+    runs = candidate("b", load=load(3, 5))
+    assert in_turn("total_requests", [waits, runs], 1) == "b"
+    assert (waits.requests, runs.requests) == (4, 3)
+    sent = candidate("a", in_flight=2, in_flight_tokens=70)
+    assert (sent.requests, sent.tokens) == (2, 70)
+    assert in_turn("total_tokens", [sent, candidate("b", load=load(9, 69))], 1) == "b"
+    assert in_turn("total_tokens", [sent, candidate("b", load=load(9, 71))], 1) == "a"
+
+
+def test_two_of_many_are_drawn_each_pair_alike_and_never_one_twice() -> None:
+    candidates = [candidate(n, load=load(i)) for i, n in enumerate("abc")]
+    drawn: Counter[str] = Counter()
+    for first in range(3):
+        for second in range(2):
+            draws = iter([first, second])
+            limits: list[int] = []
+
+            def randbelow(n: int, draws: object = draws, limits: list[int] = limits) -> int:
+                limits.append(n)
+                return next(draws)  # type: ignore[call-overload, no-any-return]
+
+            chosen = PowerOfTwo(randbelow).choose(candidates, PlacementRequest(1))
+            assert limits == [3, 2]
+            drawn[chosen.leader.incarnation[0]] += 1
+    assert drawn == {"a": 4, "b": 2}, "of each pair the less busy one; c never is"
+    tie = [candidate("a", load=load(1, 9)), candidate("b", load=load(1, 3))]
+    assert in_turn("power_of_two", tie, 1) == "b"
+    assert in_turn("power_of_two", candidates[:1], 1) == "a"
+
+
+@pytest.mark.parametrize(
+    ("least", "busy", "stays"), [(0, 4, True), (0, 5, False), (3, 10, True), (3, 11, False)]
+)
+def test_a_prefix_keeps_its_replica_up_to_twice_the_least_load_and_a_few(
+    least: int, busy: int, stays: bool
+) -> None:
+    policy = PrefixAware(block_tokens=4)
+    prompt = list(range(8))
+    first = policy.choose([candidate("a")], PlacementRequest(1, prompt)).leader
+    fleet = [candidate("a", in_flight=busy), candidate("b", in_flight=least)]
+    chosen = policy.choose(fleet, PlacementRequest(2, prompt)).leader
+    assert (chosen == first) is stays
+    assert policy.known_tokens == (8 if stays else 0)
+
+
+def test_a_block_is_known_by_all_that_comes_before_it_and_a_part_of_one_is_not() -> None:
+    policy = PrefixAware(block_tokens=4)
+    policy.choose([candidate("b")], PlacementRequest(1, [1, 2, 3, 4, 5, 6, 7, 8]))
+    fleet = [candidate(n) for n in "ab"]
+    for prompt, known in (
+        ([9, 9, 9, 9, 5, 6, 7, 8], 0),
+        ([1, 2, 3], 0),
+        ([1, 2, 3, 4, 5, 6, 7], 4),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
+    ):
+        again = PrefixAware(block_tokens=4)
+        again._seen.update(policy._seen)
+        again._placed = policy._placed
+        chosen = again.choose(fleet, PlacementRequest(2, prompt))
+        assert again.known_tokens == known
+        assert (chosen.leader.incarnation[0] == "b") is (known > 0)
+
+
+def test_a_prefix_that_is_used_is_not_forgotten_for_those_that_are_not() -> None:
+    policy = PrefixAware(block_tokens=1, max_blocks=3)
+    policy.choose([candidate("b")], PlacementRequest(1, [7]))
+    for other in range(20, 30):
+        policy.choose([candidate("a")], PlacementRequest(1, [other]))
+        chosen = policy.choose([candidate(n) for n in "ab"], PlacementRequest(1, [7]))
+        assert (chosen.leader.incarnation[0], policy.known_tokens) == ("b", 1)

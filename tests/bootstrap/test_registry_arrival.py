@@ -193,7 +193,7 @@ def test_pauses_grow_to_a_bound_and_differ_between_those_who_wait(monkeypatch: p
 
             async def close(self) -> None: ...
 
-        monkeypatch.setattr(module, "HttpBackend", Backend)
+        monkeypatch.setattr(module, "open_backend", Backend)
         monkeypatch.setattr(module.time, "monotonic", lambda: now)
         monkeypatch.setattr(module.asyncio, "wait_for", pause)
         monkeypatch.setattr(module.random, "uniform", lambda low, high: low + (high - low) * seed)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 import uvloop
+from etcd_server import EtcdServer, needs_etcd
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
 from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _View
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.records import InstanceList, InstanceRecord, RoomRecord
+from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, Registered, RoomRecord
 from segue.bootstrap.server import RegistryServer, serve
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
@@ -26,15 +29,17 @@ from segue.core.errors import (
     ConfigError,
     DpRankConflict,
     DpRankOutOfRange,
+    Draining,
     InvalidRequest,
     NotFound,
+    OutOfCapacity,
     PeerRefused,
     PeerRestarted,
     SegueError,
     Unauthorized,
 )
 from segue.core.limits import Limits
-from segue.core.types import LeaderId, Role
+from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.guarded_http import ErrorBody
 
 LIMITS = Limits(registry_ttl_s=0.6)
@@ -61,7 +66,24 @@ async def http() -> AsyncIterator[Registry]:
 
 
 OpenRegistry = Callable[[], "asyncio._AsyncGeneratorContextManager[Registry]"]  # type: ignore[name-defined]
-both = pytest.mark.parametrize("opened", [local, http])
+
+
+@asynccontextmanager
+async def etcd() -> AsyncIterator[Registry]:
+    with tempfile.TemporaryDirectory() as folder:
+        server = EtcdServer(Path(folder))
+        server.start()
+        registry = RegistryClient(server.url, secret=SECRET, limits=LIMITS)
+        try:
+            yield registry
+        finally:
+            await registry.aclose()
+            server.kill()
+
+
+both = pytest.mark.parametrize(
+    "opened", [local, http, pytest.param(etcd, marks=[pytest.mark.slow, needs_etcd])]
+)
 
 
 async def soon(waiting: Awaitable[list[InstanceRecord]]) -> list[InstanceRecord]:
@@ -201,15 +223,38 @@ def test_closing_ends_watches_waits_and_keep_alives_at_once(opened: OpenRegistry
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("opened", [http, pytest.param(etcd, marks=[pytest.mark.slow, needs_etcd])])
+def test_a_closed_client_says_so_with_an_error_of_ours(opened: OpenRegistry) -> None:
+    async def main() -> None:
+        async with opened() as registry:
+            await registry.register(record(A))
+            leader = LeaderId(A, 0)
+            backend = registry._backend  # type: ignore[attr-defined]
+            # One that is about to ask again: every operation below the client's own check.
+            await backend.close()
+            for asking in (
+                backend.put_rank(record(A), 0),
+                backend.put_draining(A, DrainFlag(draining=True)),
+                backend.delete(leader),
+                backend.put_room(7, RoomRecord(incarnation=A, dp_rank=0, ttl_s=1.0)),
+                backend.room(7, 0.1),
+            ):
+                with pytest.raises(Draining, match="client was closed"):
+                    await asking
+
+    asyncio.run(main())
+
+
 class Restarts:
     """A registry at one port that can be stopped and started again, empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
         self.server: RegistryServer | None = None
         self.port = 0
 
     async def start(self) -> str:
-        self.server = await serve("127.0.0.1", self.port, secret=SECRET, limits=LIMITS)
+        self.server = await serve("127.0.0.1", self.port, secret=SECRET, limits=self.limits)
         self.port = self.server.port
         return self.server.url
 
@@ -222,7 +267,9 @@ class Restarts:
 @pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
 def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
     async def main() -> None:
-        restarts = Restarts()
+        # Longer than a machine that does much else may keep this loop waiting.
+        limits = Limits(registry_ttl_s=2)
+        restarts = Restarts(limits)
         gone = asyncio.Event()
 
         def hear(error: SegueError) -> None:
@@ -230,8 +277,8 @@ def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
                 gone.set()
 
         url = await restarts.start()
-        instance = RegistryClient(url, secret=SECRET, limits=LIMITS)
-        frontend = RegistryClient(url, secret=SECRET, limits=LIMITS, on_error=hear)
+        instance = RegistryClient(url, secret=SECRET, limits=limits)
+        frontend = RegistryClient(url, secret=SECRET, limits=limits, on_error=hear)
         await instance.register(record(A))
         await instance.register(record(B))
         keeping = [asyncio.create_task(instance.keep_alive(who)) for who in (A, B)]
@@ -245,7 +292,7 @@ def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
         assert restarts.server is not None
         assert not restarts.server.store.instances().instances
         # Everybody comes back by itself, and the watcher never sees them gone.
-        other = RegistryClient(url, secret=SECRET, limits=LIMITS)
+        other = RegistryClient(url, secret=SECRET, limits=limits)
         async for seen in other.watch():
             if names(seen) == [A, B]:
                 break
@@ -466,6 +513,37 @@ def test_a_drain_that_the_registry_did_not_hear_is_told_with_the_next_keep_alive
     asyncio.run(main())
 
 
+def test_a_flag_that_changed_while_the_one_before_was_being_told_is_told_again() -> None:
+    async def main() -> None:
+        async with local() as registry:
+            await registry.register(record(A))
+            backend = registry._backend  # type: ignore[attr-defined]
+            normal, asked, go_on = backend.put_draining, asyncio.Event(), asyncio.Event()
+
+            async def slow_then_away(incarnation: Incarnation, flag: DrainFlag) -> None:
+                if not flag.draining:
+                    raise BootstrapUnreachable("the registry is away for a moment")
+                asked.set()
+                await go_on.wait()
+                await normal(incarnation, flag)
+
+            backend.put_draining = slow_then_away
+            first = asyncio.create_task(registry.set_draining(A, True))
+            await asked.wait()
+            await registry.set_draining(A, False)  # which the registry does not hear
+            go_on.set()
+            await first
+            backend.put_draining = normal
+            watch = registry.watch()
+            assert [i.draining for i in await soon(anext(watch))] == [True]
+            keeping = asyncio.create_task(registry.keep_alive(A))
+            assert [i.draining for i in await soon(anext(watch))] == [False]
+            await registry.leave(LeaderId(A))
+            await keeping
+
+    asyncio.run(main())
+
+
 def test_a_watcher_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_is_noticed() -> None:
     """Nobody tells of a machine that lost its power; a query that waits longer is deaf for longer."""
 
@@ -565,3 +643,192 @@ def test_an_answer_that_was_changed_on_its_way_is_not_believed() -> None:
         await registry.aclose()
 
     asyncio.run(main())
+
+
+class Answers:
+    """A backend that has written down what it was told, and answers with what it is given: an error to raise
+    first, or nothing. `epoch` is the registry's life."""
+
+    def __init__(self, *errors: SegueError) -> None:
+        self.errors = list(errors)
+        self.ranks: list[InstanceRecord] = []
+        self.rooms: list[tuple[int, RoomRecord]] = []
+        self.asked = asyncio.Event()
+        self.epoch = "first"
+        self.lists: list[InstanceList | SegueError] = []
+
+    def _raise(self) -> None:
+        self.asked.set()
+        if self.errors:
+            raise self.errors.pop(0)
+
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+        self._raise()
+        assert [where.dp_rank for where in record.replicas] == [dp_rank]
+        self.ranks.append(record)
+        return Registered(version=1, epoch=self.epoch, complete=False)
+
+    async def put_room(self, room: int, record: RoomRecord) -> None:
+        self._raise()
+        self.rooms.append((room, record))
+
+    async def delete(self, leader: LeaderId) -> None:
+        self._raise()
+
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
+        if not self.lists:
+            await asyncio.Event().wait()
+        answer = self.lists.pop(0)
+        if isinstance(answer, SegueError):
+            raise answer
+        return answer
+
+    async def close(self) -> None: ...
+
+
+def registry_on(backend: Answers, clock: VirtualClock | None = None, **limits: int) -> LocalRegistry:
+    store = RegistryStore(VirtualClock(), ttl_s=1.0)
+    made = LocalRegistry(store, limits=Limits(registry_ttl_s=1e-6, **limits), clock=clock)  # type: ignore[arg-type]
+    made._backend = backend  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize("error", [PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidRequest])
+def test_a_keep_alive_ends_with_what_says_that_the_incarnation_is_over(error: type[SegueError]) -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
+        await registry.register(record(A))
+        backend.errors.append(error("no more"))
+        with pytest.raises(error):
+            await asyncio.wait_for(registry.keep_alive(A), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [BootstrapUnreachable, Unauthorized, OutOfCapacity, PeerRefused, NotFound])
+def test_a_keep_alive_goes_on_after_what_may_pass_and_says_every_rank_again(error: type[SegueError]) -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
+        for rank in range(2):
+            await registry.register(record(A, dp_rank=rank, dp_size=3))
+        backend.errors += [error("for a moment")] * 2
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(backend.ranks) < 6:
+                backend.asked.clear()
+                await backend.asked.wait()
+        assert [one.replicas[0].dp_rank for one in backend.ranks[:6]] == [0, 1] * 3
+        await registry.leave(LeaderId(A, 0))
+        assert not keeping.done()
+        await registry.leave(LeaderId(A, 1))
+        await asyncio.wait_for(keeping, DEADLINE_S)
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segue.bootstrap.client._LONGEST_PAUSE_S", 0.001)
+
+
+@pytest.mark.usefixtures("_short_pauses")
+def test_a_room_is_registered_through_a_moment_without_registry_and_no_longer_than_it_lives() -> None:
+    async def main() -> None:
+        backend, clock = Answers(BootstrapUnreachable("away"), OutOfCapacity("full")), VirtualClock()
+        registry = registry_on(backend, clock)
+        await registry.register_room(5, LeaderId(A), ttl_s=60.0)
+        assert [room for room, _ in backend.rooms] == [5]
+        for refused in (DpRankConflict("another's"), DpRankOutOfRange("none"), InvalidRequest("no room")):
+            backend.errors[:] = [refused] * 2
+            with pytest.raises(type(refused)):
+                await registry.register_room(6, LeaderId(A), ttl_s=60.0)
+            assert len(backend.errors) == 1, "asked once"
+        backend.errors[:] = [BootstrapUnreachable("away")] * 9
+        with pytest.raises(BootstrapUnreachable):
+            await registry.register_room(7, LeaderId(A), ttl_s=1e-6)
+        assert len(backend.errors) == 8, "its time is over before it could be tried again"
+
+    asyncio.run(main())
+
+
+def test_a_registry_that_begins_anew_hears_of_the_rooms_that_live_with_the_time_that_is_left() -> None:
+    async def main() -> None:
+        backend, clock = Answers(), VirtualClock()
+        registry = registry_on(backend, clock)
+        await registry.register(record(A))
+        for room, ttl_s in ((5, 30.0), (6, 10.0), (7, 50.0)):
+            await registry.register_room(room, LeaderId(A), ttl_s=ttl_s)
+        clock.advance(10.0)
+        backend.rooms.clear()
+        await registry.register(record(A))
+        assert backend.rooms == [], "the registry is the same one"
+        backend.epoch = "second"
+        await registry.register(record(A))
+        assert [(room, said.ttl_s) for room, said in backend.rooms] == [(5, 20.0), (7, 40.0)]
+
+    asyncio.run(main())
+
+
+def test_rooms_that_are_remembered_are_bounded_and_those_that_are_over_make_room() -> None:
+    async def main() -> None:
+        backend, clock = Answers(), VirtualClock()
+        registry = registry_on(backend, clock, max_transfers=2)
+        for room, ttl_s in ((5, 10.0), (6, 30.0), (7, 30.0)):
+            await registry.register_room(room, LeaderId(A), ttl_s=ttl_s)
+        assert sorted(registry._rooms) == [5, 6]
+        clock.advance(20.0)
+        await registry.register_room(8, LeaderId(A), ttl_s=30.0)
+        assert sorted(registry._rooms) == [6, 8]
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("_short_pauses")
+def test_a_watch_that_has_shown_a_list_survives_what_would_have_ended_its_beginning() -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
+        backend.lists += [
+            BootstrapUnreachable("away"),
+            InstanceList(version=1, epoch="e", age_s=1.0, instances=[record(A), record(B, dp_size=2)]),
+            Unauthorized("the secret is being changed"),
+            InstanceList(version=2, epoch="e", age_s=1.0, instances=[record(A)]),
+            InstanceList(version=3, epoch="e", age_s=1.0, instances=[]),
+        ]
+        watch = registry.watch()
+        assert names(await soon(anext(watch))) == [A], "and nobody whose ranks are not all there"
+        assert await soon(anext(watch)) == [], "the same list is no news"
+        backend.lists.append(PeerRefused("no registry"))
+        with pytest.raises(PeerRefused):
+            await soon(anext(registry.watch()))
+
+    asyncio.run(main())
+
+
+def answer(epoch: str, age_s: float, *there: InstanceRecord) -> InstanceList:
+    return InstanceList(version=1, epoch=epoch, age_s=age_s, instances=list(there))
+
+
+def test_an_instance_of_which_a_young_registry_knows_fewer_ranks_stands_as_it_was() -> None:
+    clock = VirtualClock()
+    view = _View(10.0, clock)
+    ranks = [record(A, dp_rank=rank, dp_size=2).replicas[0] for rank in range(2)]
+    whole = record(A, dp_size=2, replicas=ranks)
+    half = record(A, dp_size=2, replicas=ranks[:1], complete=True)
+    assert view.merge(answer("first", 99.0, whole)) == [whole]
+    assert view.merge(answer("first", 99.0, half)) == [half], "one and the same registry is believed at once"
+    assert view.merge(answer("first", 99.0, whole)) == [whole]
+    assert view.merge(answer("second", 1.0, half)) == [whole]
+    unready = record(A, dp_size=2, replicas=ranks[:1])
+    assert view.merge(answer("second", 1.0, unready)) == [whole]
+    clock.advance(9.0)
+    assert view.merge(answer("second", 10.0, half)) == [half]
+
+
+def test_a_registry_that_is_old_is_believed_at_once_also_by_who_did_not_know_its_life() -> None:
+    view = _View(10.0, VirtualClock())
+    view.merge(answer("first", 99.0, record(A), record(B)))
+    assert names(view.merge(answer("second", 10.0, record(B)))) == [B]
+    assert view.wait_s(30.0) == 30.0

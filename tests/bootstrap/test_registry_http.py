@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -16,14 +18,24 @@ from hypothesis import strategies as st
 from registry_records import DEADLINE_S, SECRET, A, B, record
 
 from segue.bootstrap.auth import bearer_token
+from segue.bootstrap.backends import HttpBackend
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import InstanceList, RoomRecord
 from segue.bootstrap.server import MAX_BODY_BYTES, registry_app, serve
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
-from segue.core.errors import ConfigError, Draining, ErrorCode, OutOfCapacity
+from segue.core.errors import (
+    BootstrapUnreachable,
+    ConfigError,
+    Draining,
+    ErrorCode,
+    OutOfCapacity,
+    Unauthorized,
+)
 from segue.core.limits import Limits
 from segue.core.types import LeaderId
+from segue.session.guarded_http import ErrorBody
+from tls_files import Authority
 
 
 @asynccontextmanager
@@ -46,6 +58,24 @@ def code(answer: httpx.Response) -> ErrorCode:
 
 def rank(incarnation: str = A, dp_rank: object = 0) -> str:
     return f"/v1/instances/{incarnation}/ranks/{dp_rank}"
+
+
+def test_an_alert_after_the_handshake_is_a_registry_that_may_not_accept_our_certificate(
+    tmp_path: Path,
+) -> None:
+    def alert(request: httpx.Request) -> httpx.Response:
+        error = ssl.SSLError(1, "[SSL: SSLV3_ALERT_BAD_CERTIFICATE] sslv3 alert bad certificate")
+        error.reason = "SSLV3_ALERT_BAD_CERTIFICATE"
+        raise error
+
+    async def main() -> None:
+        tls, transport = Authority(tmp_path).issue().load(), httpx.MockTransport(alert)
+        backend = HttpBackend("https://127.0.0.1:1", None, Limits(), tls, transport)
+        with pytest.raises(BootstrapUnreachable, match=r"bad certificate.*; it may not accept our"):
+            await backend.instances(None, None, 1.0)
+        await backend.close()
+
+    asyncio.run(main())
 
 
 def test_register_list_drain_and_leave() -> None:
@@ -80,10 +110,40 @@ def test_a_query_that_was_changed_on_its_way_does_nothing_and_may_be_repeated() 
                 assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
                 assert answer.json()["error"]["retryable"]
             assert (await http.get("/v1/instances", headers={DIGEST_HEADER: digest})).status_code == 500
+            for method, path, content in (
+                ("PUT", rank().replace("ranks", "ranku"), body),
+                ("GET", "/v1/instancds", b""),
+                ("DELETE", "/w1/instances", b""),
+            ):
+                headers = {DIGEST_HEADER: digest}
+                answer = await http.request(method, path, content=content, headers=headers)
+                assert code(answer) is ErrorCode.CHECKSUM_MISMATCH, path
             assert store.version == version
+            right = {DIGEST_HEADER: digest_of(b"GET /v1/nothing", b"")}
+            assert code(await http.get("/v1/nothing", headers=right)) is ErrorCode.NOT_FOUND
             assert (await http.put(rank(), content=body, headers={DIGEST_HEADER: digest})).status_code == 200
             answer = await http.get("/v1/instances")
             assert answer.headers[DIGEST_HEADER] == digest_of(b"200", answer.content)
+
+    asyncio.run(main())
+
+
+def test_a_secret_of_which_one_bit_was_changed_on_its_way_is_no_wrong_secret() -> None:
+    async def main() -> None:
+        asked = 0
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            nonlocal asked
+            asked += 1
+            if asked > 1:
+                return httpx.Response(200, content=b"{}")
+            error = Unauthorized("the registry needs the deployment's secret")
+            return httpx.Response(401, content=msgspec.json.encode(ErrorBody(error.info)))
+
+        backend = HttpBackend("http://r:1", SECRET, Limits(), None, httpx.MockTransport(answer))
+        await backend.put_room(5, RoomRecord(incarnation=A, dp_rank=0, ttl_s=1.0))
+        assert asked == 2
+        await backend.close()
 
     asyncio.run(main())
 
@@ -273,6 +333,29 @@ def test_waiting_queries_are_bounded_and_released_by_the_stop() -> None:
         results = await asyncio.gather(*waits, return_exceptions=True)
         assert [type(r).__name__ for r in results] == ["Draining", "Draining"]
         assert not store._watchers
+
+    asyncio.run(main())
+
+
+def test_a_query_whose_time_is_over_gives_its_place_back_and_one_that_waits_for_nothing_needs_none() -> None:
+    async def main() -> None:
+        store = RegistryStore(SystemClock(), ttl_s=10.0)
+        waiter = StoreWaiter(store, SystemClock(), max_waiters=1)
+        seen = store.instances().version
+        for _ in range(2):
+            assert await waiter.room(1, 0.01) is None
+            assert (await waiter.instances(None, seen, 0.01)).version == seen
+        held = asyncio.create_task(waiter.room(2, DEADLINE_S))
+        await _until_subscribed(store, 2)
+        assert await waiter.room(1, 0.0) is None
+        assert (await waiter.instances(None, None, DEADLINE_S)).version == seen
+        with pytest.raises(OutOfCapacity):
+            await waiter.instances(None, seen, DEADLINE_S)
+        held.cancel()
+        await asyncio.gather(held, return_exceptions=True)
+        assert not store._watchers.get(2)
+        assert await waiter.room(1, 0.01) is None
+        waiter.close()
 
     asyncio.run(main())
 

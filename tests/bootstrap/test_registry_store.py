@@ -96,8 +96,10 @@ OTHERS: dict[str, Any] = {
     "load_balance": "total_tokens",
     "http_host": "10.0.0.1",
     "http_port": 9,
+    "bootstrap_port": 8998,
+    "shared_experts": True,
 }
-RANK_OTHERS: dict[str, Any] = {"host": "10.0.0.1", "port": 1}
+RANK_OTHERS: dict[str, Any] = {"host": "10.0.0.1", "port": 1, "version": "9", "transports": ["tcp"]}
 
 
 def test_lesson_18_each_field_of_a_registration_is_immutable_for_an_incarnation() -> None:
@@ -186,6 +188,85 @@ def test_impossible_records_are_typed_errors(
     with pytest.raises(error):
         registry.register(msgspec.structs.replace(record(), **changes), dp_rank)
     assert not registry.instances().instances
+
+
+def at(host: str = "h", port: int = 1, **more: Any) -> dict[str, Any]:
+    return {"replicas": [ReplicaRecord(dp_rank=0, host=host, port=port, **more)]}
+
+
+@pytest.mark.parametrize(
+    ("most", "more"),
+    [
+        ({"incarnation": "x" * 64}, {"incarnation": "x" * 65}),
+        ({"model": "x" * 512}, {"model": "x" * 513}),
+        ({"served_model": "x" * 512}, {"served_model": "x" * 513}),
+        ({"http_host": "x" * 512}, {"http_host": "x" * 513}),
+        ({"dp_size": 2**16}, {"dp_size": 2**16 + 1}),
+        ({"cp_size": 1}, {"cp_size": 0}),
+        ({"http_port": 65535}, {"http_port": 65536}),
+        ({"bootstrap_port": 0}, {"bootstrap_port": -1}),
+        (at(port=65535), at(port=65536)),
+        (at("x" * 255), at("x" * 256)),
+        (at("node-1"), at("node\n1")),
+        (at(version="x" * 512), at(version="x" * 513)),
+        (at(transports=["x"]), at(transports=["x" * 600])),
+        (at(), {"replicas": [ReplicaRecord(dp_rank=0, host="h", port=port) for port in (1, 2)]}),
+    ],
+)
+def test_each_bound_of_a_record_is_where_it_is(most: dict[str, Any], more: dict[str, Any]) -> None:
+    registry, _ = store()
+    with pytest.raises(InvalidRequest):
+        registry.register(msgspec.structs.replace(record(), **more), 0)
+    assert not registry.instances().instances
+    registry.register(msgspec.structs.replace(record(), **most), 0)
+    assert len(registry.instances().instances) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dp_size", "complete", "ready"),
+    [
+        ([0], 1, False, True),
+        ([1, 0], 2, False, True),
+        ([0], 2, False, False),
+        ([0, 0], 2, False, False),
+        ([1, 2], 2, False, False),
+        ([1], 2, True, True),
+        ([], 2, True, False),
+    ],
+)
+def test_an_instance_that_is_ready_has_its_ranks_or_had_them_and_still_has_one(
+    ranks: list[int], dp_size: int, complete: bool, ready: bool
+) -> None:
+    replicas = [ReplicaRecord(dp_rank=rank, host="h", port=9 + at) for at, rank in enumerate(ranks)]
+    assert record(dp_size=dp_size, complete=complete, replicas=replicas).ready is ready
+
+
+def test_who_may_not_come_back_is_remembered_within_a_bound_and_the_latest_stay() -> None:
+    registry, _ = store(max_instances=2)
+    for who in (A, B, C):
+        registry.register(record(who), 0)
+        registry.leave(LeaderId(who))
+    for who in (B, C):
+        with pytest.raises(Draining):
+            registry.register(record(who), 0)
+    registry.register(record(A), 0)
+
+
+def test_a_rank_that_is_silent_leaves_its_rooms_to_the_others_only_when_all_are() -> None:
+    registry, clock = store(ttl_s=10)
+    for dp_rank in (0, 1):
+        registry.register(record(dp_rank=dp_rank, dp_size=2), dp_rank)
+        registry.register_room(7 + dp_rank, room(dp_rank=dp_rank, ttl_s=100))
+    clock.advance(6)
+    registry.register(record(dp_rank=1, dp_size=2), 1)
+    clock.advance(6)
+    assert registry.room(7) == LeaderId(A, 0), "it may only be slow, and is told so by its own sessions"
+    clock.advance(6)
+    assert not registry.instances().instances
+    assert registry.rooms_held == 0
+    registry.register(record(B, port=9000), 0)  # nothing is left at its address either
+    assert names(registry.instances().instances) == [B]
+    registry.register(record(dp_rank=0, dp_size=2, port=9000), 0)
 
 
 def test_what_is_not_heard_of_for_a_ttl_is_gone_and_hearing_of_it_prolongs() -> None:

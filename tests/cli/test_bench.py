@@ -5,12 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from fake_openai import FakeOpenAI, running
 
 from segue.cli.bench import Bench
 from segue.cli.bench_flags import BenchConfig
-from segue.cli.loadgen import Connection, EventReader, Failure, Target, stream
+from segue.cli.loadgen import ClientConnection, Event, EventReader, Failure, Target, stream
 from segue.cli.main import main
 from segue.core.errors import ConfigError, SegueError
 
@@ -124,7 +125,7 @@ def test_a_silent_server_is_a_timeout() -> None:
 
         server = await asyncio.start_server(never, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        result = await stream(Connection(Target("127.0.0.1", port, "", None)), "/", b"{}", 0.05)
+        result = await stream(ClientConnection(Target("127.0.0.1", port, "", None)), "/", b"{}", 0.05)
         stop.set()
         server.close()
         await server.wait_closed()
@@ -146,7 +147,7 @@ def test_an_idle_connection_that_the_server_closed_is_opened_again() -> None:
             writer.close()  # although nothing said so: keep-alive was offered
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        connection = Connection(Target("127.0.0.1", server.sockets[0].getsockname()[1], "", None))
+        connection = ClientConnection(Target("127.0.0.1", server.sockets[0].getsockname()[1], "", None))
         results = [await stream(connection, "/", b"{}", 5.0) for _ in range(2)]
         server.close()
         await server.wait_closed()
@@ -259,3 +260,45 @@ def test_base_of_the_url(base: str) -> None:
 def test_config_checks_itself() -> None:
     with pytest.raises(ConfigError, match="--output-tokens"):
         BenchConfig(url="http://h:1", output_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("choices", "carries"),
+    [
+        ([{"text": "x"}], True),
+        ([{"text": ""}], True),
+        ([{"text": "", "finish_reason": "stop"}], False),
+        ([{"text": "x", "finish_reason": "stop"}], True),
+        ([{"text": "", "token_ids": []}], False),
+        ([{"text": "", "token_ids": [7], "finish_reason": "stop"}], True),
+        ([{"delta": {"role": "assistant", "content": ""}}], False),
+        ([{"delta": {"content": "x"}}], True),
+        ([{"text": "", "finish_reason": "stop"}, {"text": "x"}], True),
+        ([], False),
+    ],
+)
+def test_an_event_carries_tokens_if_it_brought_output(choices: list[dict[str, Any]], carries: bool) -> None:
+    assert msgspec.convert({"choices": choices}, Event).carries_tokens() is carries
+
+
+def test_a_stream_that_ends_well_without_a_token_is_an_error() -> None:
+    async def main() -> str:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n{}")
+            body = b"data: [DONE]\n\n"
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            connection = ClientConnection(Target(*server.sockets[0].getsockname(), "", None))
+            return (await stream(connection, "/", b"{}", 5.0)).error
+
+    assert asyncio.run(main()) == "no_tokens"
+
+
+def test_arrivals_that_the_client_itself_cannot_begin_are_counted_as_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("segue.cli.bench.MAX_CONNECTIONS", 0)
+    result = measure(FakeOpenAI(), rate=500.0, requests=5, warmup=1)["result"]
+    assert (result["errors"], result["completed"]) == ({"client_saturated": 5}, 0)

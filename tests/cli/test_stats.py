@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.cli.stats import Sample, distribution, good, percentile, summary
+from segue.cli.stats import RequestTimes, distribution, good, percentile, summary
 
 FLOATS = st.floats(-1e6, 1e6)
 
@@ -24,19 +24,19 @@ def test_no_values_have_no_percentile() -> None:
 
 
 def test_times_of_one_sample() -> None:
-    sample = Sample([0.5, 0.6, 0.9], end_s=1.0, tokens=5)
+    sample = RequestTimes([0.5, 0.6, 0.9], end_s=1.0, tokens=5)
     assert sample.ttft_s == 0.5
     assert sample.gaps_s == pytest.approx([0.1, 0.3])
     assert sample.tpot_s == pytest.approx(0.1)  # five tokens in three events: four gaps in 0.4 s
-    assert Sample([0.5], tokens=1).tpot_s is None
+    assert RequestTimes([0.5], tokens=1).tpot_s is None
 
 
 def test_summary_counts_what_was_asked_and_what_came() -> None:
     samples = [
-        Sample([0.1, 0.2], 0.2, tokens=2, prompt_tokens=10, timeline={"queue": 0.01}),
-        Sample([0.3, 0.4], 0.4, tokens=2, prompt_tokens=10, timeline={"queue": 0.03}),
-        Sample([], 0.1, error="http_429"),
-        Sample([0.1], 0.2, tokens=1, error="cut_off"),
+        RequestTimes([0.1, 0.2], 0.2, tokens=2, prompt_tokens=10, timeline={"queue": 0.01}),
+        RequestTimes([0.3, 0.4], 0.4, tokens=2, prompt_tokens=10, timeline={"queue": 0.03}),
+        RequestTimes([], 0.1, error="http_429"),
+        RequestTimes([0.1], 0.2, tokens=1, error="cut_off"),
     ]
     result = summary(samples, 2.0, slo_ttft_ms=200.0)
     assert (result["requests"], result["completed"]) == (4, 2)
@@ -51,10 +51,10 @@ def test_summary_counts_what_was_asked_and_what_came() -> None:
 
 
 def test_goodput_takes_both_objectives() -> None:
-    sample = Sample([0.1, 0.15, 0.25], 0.3, tokens=3)
+    sample = RequestTimes([0.1, 0.15, 0.25], 0.3, tokens=3)
     assert good(sample, None, None)
     assert good(sample, 100.0, 101.0)
     assert not good(sample, 99.0, None)
     assert not good(sample, None, 90.0)
-    assert not good(Sample(error="timeout"), None, None)
-    assert good(Sample([0.1], 0.1, tokens=1), 100.0, 1.0)  # one token has no gaps to miss
+    assert not good(RequestTimes(error="timeout"), None, None)
+    assert good(RequestTimes([0.1], 0.1, tokens=1), 100.0, 1.0)  # one token has no gaps to miss

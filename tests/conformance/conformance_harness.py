@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-from conformance_tls import make_by_name
+from conformance_tls import make_by_name, memory_by_name
 
 from areas import whole
 from ranks import rank
@@ -24,7 +24,7 @@ from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import PlaneSpec, PoolSpec
 from segue.transport.base import Endpoint, Fenced, Transport, TransportEvent, WriteFailed, Written
-from segue.transport.memory import Memory, allocate
+from segue.transport.memory import Memory, MemoryKind
 
 PATIENCE_S = 30.0
 E = TypeVar("E", bound=TransportEvent)
@@ -38,7 +38,7 @@ class Side:
         self.log: list[TransportEvent] = []
         self._changed = threading.Condition()
         self._seen: set[int] = set()
-        self.memory: Memory = allocate(nbytes)
+        self.memory: Memory = memory_by_name(name, nbytes)
         self.transport: Transport = make_by_name(name, self._event, me)
         self.endpoint = self.transport.register(self.memory)
 
@@ -99,6 +99,9 @@ class Side:
     @property
     def array(self) -> np.ndarray:
         """A view for one expression: a kept one would hold the memory open."""
+        region = self.memory.only
+        if region.kind is MemoryKind.DEVICE:  # a double's
+            return np.asarray(region.owner)
         return np.frombuffer(self.memory.buffer, np.uint8)
 
 

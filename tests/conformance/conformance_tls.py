@@ -10,6 +10,7 @@ from segue.core.types import RankId
 from segue.session.tls import load
 from segue.transport.base import EventSink, Transport
 from segue.transport.kinds import KINDS
+from segue.transport.memory import Memory, allocate
 from segue.transport.options import TransportOptions
 
 TCP_TLS = "tcp+tls"
@@ -17,12 +18,29 @@ _VARIABLE = "CONFORMANCE_TLS_FOLDER"
 
 
 def make_by_name(name: str, sink: EventSink, me: RankId) -> Transport:
-    """`create`, which also knows `tcp+tls`."""
+    """`create`, which also knows `tcp+tls`, and the double of a library."""
+    if name == "library":
+        from library_double import DoubleTransport  # which another process has not in its path
+
+        return DoubleTransport(sink, TransportOptions(me=me))
+    if "+double" in name:
+        import conformance_doubles  # which another process has not in its path
+
+        return conformance_doubles.make(name, sink, me)
     if name != TCP_TLS:
         return KINDS.create(name, sink, TransportOptions(me=me))
     folder = Path(os.environ[_VARIABLE])
     tls = load(*(str(folder / f"{part}.pem") for part in ("cert", "key", "ca")))
     return KINDS.create("tcp", sink, TransportOptions(me=me, tls=tls))
+
+
+def memory_by_name(name: str, nbytes: int) -> Memory:
+    """What the transport `name` registers."""
+    if "+double" not in name:
+        return allocate(nbytes)
+    from conformance_doubles import DOUBLES
+
+    return DOUBLES[name].memory(nbytes)
 
 
 def make_files() -> None:

@@ -3,22 +3,36 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
+import conformance_doubles
 import pytest
 from conformance_harness import Pair, PeerProcess, until
 from conformance_tls import TCP_TLS, make_files, remove_files
 
+import library_double
 from segue.core.types import RankId
 from segue.transport.kinds import KINDS, OK
+from segue.transport.library import LibraryTransport
 
 
-def marks(name: str, reason: str, test: str) -> list[pytest.MarkDecorator]:
+def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> list[pytest.MarkDecorator]:
     """Why `test` does not run now for the transport `name`, if it does not."""
     if reason != OK:
         return [pytest.mark.skip(f"{name}: {reason}")]
+    if name in conformance_doubles.DOUBLES:
+        if why := conformance_doubles.without(name, test, list(fixtures)):
+            return [pytest.mark.skip(f"{name}: {why}")]
+        # One of the three is enough for every day; `test_transport_vendors` has what differs.
+        return [] if name == "mori+double" else [pytest.mark.slow]
+    if name == library_double.NAME:
+        if "peer" in fixtures:
+            return [pytest.mark.skip("the double copies within one process")]
+        return [pytest.mark.soak] if test == "test_one_gibibyte" else []
     if name != TCP_TLS and not KINDS.kind(name).moves_bytes:
         return [pytest.mark.skip(f"{name} moves no bytes")]
+    if name != TCP_TLS and issubclass(KINDS.kind(name), LibraryTransport):
+        return [pytest.mark.slow]
     # A gibibyte under TLS takes ten times as long, and shows nothing that 64 MiB do not.
     return [pytest.mark.soak] if (name, test) == (TCP_TLS, "test_one_gibibyte") else []
 
@@ -28,11 +42,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
         reasons = KINDS.available()
         reasons[TCP_TLS] = reasons["tcp"]
+        doubles = (library_double.NAME, *conformance_doubles.DOUBLES)
+        reasons |= dict.fromkeys(doubles, OK)
+        test, fixtures = metafunc.function.__name__, metafunc.fixturenames
         metafunc.parametrize(
             "name",
             [
-                pytest.param(name, marks=marks(name, reasons[name], metafunc.function.__name__))
-                for name in (*KINDS.known, TCP_TLS)
+                pytest.param(name, marks=marks(name, reasons[name], test, fixtures))
+                for name in (*KINDS.known, TCP_TLS, *doubles)
             ],
         )
 
@@ -61,6 +78,7 @@ def nothing_left_behind() -> Iterator[None]:
     gc.collect()
     threads, descriptors = set(threading.enumerate()), _descriptors()
     yield
+    conformance_doubles.reset()
     gc.collect()
     until(lambda: set(threading.enumerate()) <= threads, f"threads left: {threading.enumerate()}")
     assert _descriptors() == descriptors

@@ -10,21 +10,14 @@ import random
 import numpy as np
 import pytest
 
-from layouts import SHAPES, Bytes, Sizes, image
+from layouts import SHAPES, TOKENS, Bytes, Sizes, image, page_ids
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
 from segue.layout.planner import plan_pair
 
-TOKENS, PREFIX = 70, 17
+PREFIX = 17
 SOURCES = [Sizes(*s) for s in itertools.product((1, 2, 3, 4, 8), (1, 2, 4), (1, 2), (1, 16, 64))]
 TARGETS = [sizes for sizes in SOURCES if sizes.cp == 1]
-
-
-def page_ids(sizes: Sizes, first_token: int) -> list[int]:
-    """Where the prompt lies from `first_token` on: two runs, and a hole before, between and behind them."""
-    count = -(-TOKENS // sizes.page) - first_token // sizes.page
-    half = count // 2
-    return [*range(half + 2, count + 2), *range(1, half + 1)]
 
 
 @functools.cache
@@ -38,9 +31,10 @@ def side(kind: str, sizes: Sizes, first_token: int) -> list[Bytes]:
 def carry_out(blocks: list[CopyBlock], source: Bytes, target: Bytes) -> int:
     """Copy, and say how many bytes."""
     for b in blocks:
-        shape = (b.rows, b.row_bytes)
-        rows = np.ndarray(shape, np.uint8, source.data, b.src_offset, (b.src_stride, 1))
-        np.ndarray(shape, np.uint8, target.data, b.dst_offset, (b.dst_stride, 1))[:] = rows
+        shape = (b.groups, b.rows, b.row_bytes)
+        strides = (b.src_group_stride, b.src_stride, 1), (b.dst_group_stride, b.dst_stride, 1)
+        rows = np.ndarray(shape, np.uint8, source.data, b.src_offset, strides[0])
+        np.ndarray(shape, np.uint8, target.data, b.dst_offset, strides[1])[:] = rows
     return sum(b.nbytes for b in blocks)
 
 

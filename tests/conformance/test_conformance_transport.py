@@ -78,7 +78,7 @@ def test_a_block_of_very_many_rows_of_one_byte(pair: Pairs) -> None:
     p = pair(MiB)
     fill(p.writer)
     p.grant(3)
-    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 100_000, 1, 3, 7)), Written)
+    assert isinstance(p.move(3, 1, CopyBlock(0, 0, 100, 1, 3, 7, 1000, 300, 700)), Written)
     assert np.array_equal(p.reader.array[:700_000:7], p.writer.array[:300_000:3])
     assert np.count_nonzero(p.reader.array) == 100_000
 
@@ -201,6 +201,9 @@ def test_both_ways_at_once(pair: Pairs) -> None:
         CopyBlock(0, 0, 2, 100, 100, 50),
         CopyBlock(0, 0, 2**40, 1, 0, 1),
         CopyBlock(0, 100, -1, 10),
+        CopyBlock(0, 0, 2, 100, 100, 100, 2, 200, MiB - 100),
+        CopyBlock(0, 0, 2, 100, 100, 100, 2, MiB - 100, 200),
+        CopyBlock(0, 0, 2, 100, 100, 100, 2, 200, 199),
     ],
 )
 def test_outside_either_memory_is_refused_before_a_byte_moves(pair: Pairs, bad: CopyBlock) -> None:

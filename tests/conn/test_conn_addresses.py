@@ -7,11 +7,11 @@ from test_manager import Side
 
 from segue.core.types import Role
 from segue.transport.base import Endpoint
-from segue.transport.tcp import TcpAddress
+from segue.transport.tcp_sockets import TcpAddress
 
 
 def told(side: Side) -> tuple[str, int]:
-    [data] = side.manager.info.endpoints["tcp"]
+    [data] = side.manager.introduction.info.endpoints["tcp"]
     endpoint = msgspec.msgpack.decode(data, type=Endpoint)
     address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
     return address.host, address.port

@@ -76,7 +76,7 @@ def test_the_end_of_a_path_of_an_earlier_session_costs_the_session_that_goes_ove
         there = _over_tcp(prefill)
 
         def meet_anew() -> None:
-            error = prefill.manager._withdraw("shm", OutOfCapacity("no room"))
+            error = prefill.manager.opening.withdraw("shm", OutOfCapacity("no room"))
             prefill.manager.plane.sessions[decode.me].close(error)
 
         prefill.manager.io.post(meet_anew)
@@ -121,16 +121,16 @@ def test_what_a_peer_was_told_decides_although_it_is_not_offered_any_more() -> N
     manager = prefill.manager
     told = manager.hello()
     error = OutOfCapacity("no room")
-    assert manager._withdraw("shm", error) is not error
+    assert manager.opening.withdraw("shm", error) is not error
     assert manager.hello() != told
 
     def joined(what: bytes) -> str:
-        return manager._join(
+        return manager.introduction.join(
             PeerInfo(decode.me, Role.DECODE, "there", decode.manager.hello(), what)
         ).transport
 
     assert (joined(told), joined(manager.hello())) == ("shm", "tcp")
-    assert manager._withdraw("shm", error) is not error, "by another peer, meanwhile"
+    assert manager.opening.withdraw("shm", error) is not error, "by another peer, meanwhile"
     for side in (prefill, decode):
         side.close()
 
@@ -139,6 +139,6 @@ def test_where_nothing_else_is_offered_the_reason_itself_ends_the_session() -> N
     prefill = Side(Role.PREFILL, transports=("shm",))
     error = OutOfCapacity("no room")
     told = prefill.manager.hello()
-    assert prefill.manager._withdraw("shm", error) is error
+    assert prefill.manager.opening.withdraw("shm", error) is error
     assert prefill.manager.hello() == told
     prefill.close()

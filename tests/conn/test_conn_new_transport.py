@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from test_manager import Side, assert_handed_over
 
-from segue.conn.config import Runtime
+from segue.conn.config import LeaderRuntime
 from segue.core.errors import TransferFailed
 from segue.core.types import RankId, Role
 from segue.layout.blocks import CopyBlock
@@ -68,7 +68,7 @@ WITH_BOARD = TransportKinds({**KINDS.known, "board": Board})
 
 
 def test_a_transport_of_ones_own_carries_a_hand_off_and_is_preferred_as_it_says() -> None:
-    make = partial(Side, transports=("tcp", "board"), runtime=Runtime(transports=WITH_BOARD))
+    make = partial(Side, transports=("tcp", "board"), runtime=LeaderRuntime(transports=WITH_BOARD))
     prefill, decode = make(Role.PREFILL), make(Role.DECODE)
     try:
         prefill.manager.start()
@@ -83,7 +83,7 @@ def test_a_transport_of_ones_own_carries_a_hand_off_and_is_preferred_as_it_says(
 
 
 def test_who_does_not_know_a_transport_takes_the_next_one() -> None:
-    prefill = Side(Role.PREFILL, transports=("board", "tcp"), runtime=Runtime(transports=WITH_BOARD))
+    prefill = Side(Role.PREFILL, transports=("board", "tcp"), runtime=LeaderRuntime(transports=WITH_BOARD))
     decode = Side(Role.DECODE, transport="tcp")
     written = len(Board.written)
     try:

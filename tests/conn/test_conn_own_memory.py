@@ -15,7 +15,7 @@ from segue.core.errors import ConfigError, LayoutMismatch
 from segue.core.types import KVPoll, Role, Span, TransferId, new_room
 from segue.handoff.messages import Metadata
 from segue.layout.spec import KVShape, PoolSpec
-from segue.transport import copier, tcp_in, tcp_out
+from segue.transport import copier, kinds, tcp_in, tcp_out
 from segue.transport.memory import Memory, MemoryKind, allocate
 from segue.transport.tcp_wire import Cursor, Rows
 from segue.transport.tensors import pool_of
@@ -117,13 +117,28 @@ def handing_over(transport: str, source: Pool, target: Pool) -> Iterator[tuple[S
 
 KINDS = {"own": engine_pool, "shared": shared_pool, "ours": our_pool}
 ORDERS = ["KNBH", "NKBH", "KNHB", "NKHB"]  # vLLM has all of them, by attention backend: NHD and HND
-PAIRS = [
+PAIRS: list[object] = [
     *[("tcp", "own", a, "own", b) for a in ORDERS for b in ORDERS],
     *[("tcp", "ours", "", "own", b) for b in ORDERS],
     *[("tcp", "own", a, "ours", "") for a in ORDERS],
     *[("shm", "shared", a, "shared", b) for a, b in (("KNBH", "NKHB"), ("NKHB", "KNBH"), ("NKBH", "NKBH"))],
     *[("shm", "ours", "", "shared", b) for b in ("NKBH", "KNHB")],
     ("shm", "shared", "NKHB", "ours", ""),
+]
+
+
+def over_library(name: str, *pools: str) -> object:
+    """The same with the real library, where it can be loaded."""
+    reason = kinds.KINDS.available()[name]
+    return pytest.param(
+        name, *pools, marks=[pytest.mark.slow, pytest.mark.skipif(reason != kinds.OK, reason=reason)]
+    )
+
+
+PAIRS += [
+    over_library(name, *pools)
+    for name in ("nixl", "mooncake")
+    for pools in (("own", "NKHB", "own", "KNBH"), ("ours", "", "own", "NKBH"), ("own", "KNHB", "ours", ""))
 ]
 
 
@@ -175,7 +190,7 @@ def test_kv_goes_from_one_engines_tensors_into_anothers_without_a_copy(
         assert sum(n for _, n in seen.read) == sum(n for _, n in seen.written) == nbytes
         assert inside(seen.read, source[2])
         assert inside(seen.written, target[2])
-    else:
+    elif transport == "shm":
         own = np.frombuffer(source[1].buffer, np.uint8)
         assert set(seen.read) == {(own.ctypes.data, own.nbytes)}
 

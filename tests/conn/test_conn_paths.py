@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_manager import LIMITS, Side, ask, assert_handed_over, spec
 
-from segue.conn.config import KVConfig, Runtime
+from segue.conn.config import KVConfig, LeaderRuntime
 from segue.conn.peers import join
 from segue.conn.rank import local_rank
 from segue.conn.ranks import Ranks
@@ -96,7 +96,9 @@ def joined_with(prefill: Side, endpoints: dict[str, list[bytes]]) -> Iterator[Si
     """A decode side that says these endpoints of itself, with a session to `prefill`."""
     decode = Side(Role.DECODE, transport="tcp")
     manager = decode.manager
-    manager._hello = msgspec.msgpack.encode(msgspec.structs.replace(manager.info, endpoints=endpoints))
+    manager.introduction.hello = msgspec.msgpack.encode(
+        msgspec.structs.replace(manager.introduction.info, endpoints=endpoints)
+    )
     try:
         manager.start()
         manager.add_peer(prefill.me, *prefill.manager.plane.address)
@@ -180,13 +182,15 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
             tcp.connect = noted
             prefill.manager.start()
             for side in bad:
-                own = msgspec.msgpack.decode(side.manager.info.endpoints["tcp"][0], type=Endpoint)
+                own = msgspec.msgpack.decode(
+                    side.manager.introduction.info.endpoints["tcp"][0], type=Endpoint
+                )
                 address = msgspec.msgpack.decode(own.data)
                 address["port"] = port
                 lie = msgspec.structs.replace(own, data=msgspec.msgpack.encode(address))
                 endpoints = {"tcp": [msgspec.msgpack.encode(lie)]}
-                side.manager._hello = msgspec.msgpack.encode(
-                    msgspec.structs.replace(side.manager.info, endpoints=endpoints)
+                side.manager.introduction.hello = msgspec.msgpack.encode(
+                    msgspec.structs.replace(side.manager.introduction.info, endpoints=endpoints)
                 )
                 side.manager.start()
                 side.manager.add_peer(prefill.me, *prefill.manager.plane.address)
@@ -240,7 +244,7 @@ def test_one_peer_that_comes_again_and_again_has_one_connect_under_way() -> None
     slow = Slow()
     config = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
     memory = allocate(spec().nbytes)
-    rank = local_rank(config, memory, Runtime(transports=Only(slow)))  # type: ignore[arg-type, return-value]
+    rank = local_rank(config, memory, LeaderRuntime(transports=Only(slow)))  # type: ignore[arg-type, return-value]
     transports = Ranks([rank], config.me, Role.PREFILL, 8)
     peer, other = LeaderId(new_incarnation()), LeaderId(new_incarnation())
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_manager import Side, spec
 
-from segue.conn.config import KVConfig, Runtime
+from segue.conn.config import KVConfig, LeaderRuntime
 from segue.conn.rank import local_rank
 from segue.conn.ranks import Ranks
 from segue.core.errors import TransferFailed
@@ -61,7 +61,7 @@ class Made:
             role=role, model="m", spec=spec(), transports=("shm", "tcp"), limits=Limits(max_sessions=PEERS)
         )
         self.memory = allocate(self.config.spec.nbytes)
-        rank = local_rank(self.config, self.memory, Runtime(transports=self))
+        rank = local_rank(self.config, self.memory, LeaderRuntime(transports=self))
         self.ranks = Ranks([rank], self.config.me, role, PEERS)
 
     def create(self, name: str, on_event: Any, options: TransportOptions) -> Any:
@@ -131,7 +131,7 @@ def test_an_endpoint_that_cannot_be_read_is_a_typed_error() -> None:
     made, side = Made(Role.PREFILL), Side(Role.DECODE)
     peer = LeaderId(new_incarnation())
     made.ranks.choose(peer, "shm", PAIRS, {peer})
-    info = side.manager.info
+    info = side.manager.introduction.info
     asyncio.run(made.ranks.connect(peer, info, 1.0))
     assert made.made["shm"].asked == [("connect", RankId(peer), "shm", 1.0)]
     info.endpoints["shm"][0] = b"\xc1"
@@ -158,11 +158,28 @@ def test_a_fence_towards_two_ranks_is_proven_when_both_have_answered_with_proof(
     for first, second in ((True, True), (True, False), (False, True)):
         made = Made(Role.DECODE)
         peer = LeaderId(new_incarnation())
+        transfer = made.transfer(peer)
         made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
-        made.ranks.carry_out(events.Fence(made.transfer(peer), 0, 7))
-        assert made.ranks.fenced(0, Fenced(RankId(peer, 1), 7, first)) is None
-        assert made.ranks.fenced(0, Fenced(RankId(peer, 1), 7, True)) is None, "one rank twice is not two"
-        assert made.ranks.fenced(0, Fenced(RankId(peer, 2), 7, True)) is None, "a rank that was not asked"
-        assert made.ranks.fenced(0, Fenced(RankId(peer, 0), 7, second)) is (first and second)
+        made.ranks.carry_out(events.Fence(transfer, 0, 7))
+        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, first)) is None
+        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, first)) is None, "twice is not both"
+        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 2), 7, True)) is None, "it was not asked"
+        assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 0), 7, second)) is (first and second)
+        made.ranks.released(transfer)
         assert made.ranks.unanswered == 0
         made.memory.close()
+
+
+def test_a_fence_that_is_asked_again_before_it_was_answered_is_proven_by_the_later_answers() -> None:
+    """Two ranks of the peer die at nearly the same time: when the second death is heard of, what was asked
+    after the first one is not answered in full."""
+    made = Made(Role.DECODE)
+    peer = LeaderId(new_incarnation())
+    transfer = made.transfer(peer)
+    made.ranks.choose(peer, "tcp", ((0, 0), (1, 0)), {peer})
+    made.ranks.carry_out(events.Fence(transfer, 0, 7))
+    assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 0), 7, True)) is None
+    made.ranks.carry_out(events.Fence(transfer, 0, 7))
+    assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, False)) is False
+    assert made.ranks.fenced(transfer, 0, Fenced(RankId(peer, 1), 7, True)) is True, "the other was proven"
+    made.memory.close()

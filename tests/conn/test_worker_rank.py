@@ -58,6 +58,7 @@ from segue.layout.content import Content
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport.base import Fenced
 from segue.transport.memory import Memory, allocate
+from segue.transport.probe import PageShape, Scratch
 
 SHAPE = KVShape(layers=3, kv_heads=6, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
 PAGES, PAGE = 16, 4
@@ -376,13 +377,14 @@ def test_a_worker_that_says_nonsense_or_gives_up_is_lost_and_everything_is_answe
         await owner.until(lambda: any(isinstance(heard, SegueError) for heard in owner.heard))
         worker.sendall(wire.encode(wire.PingCommand()))
         await asyncio.sleep(0.05)
+        rank.fence("shm", PEER, 6)
         kinds = [type(heard).__name__ for heard in owner.heard]
-        assert "Fenced" not in kinds, "it lives, and may still write"
+        assert "Fenced" not in kinds, "it lives, and may still write, whenever that is asked"
         worker.shutdown(socket.SHUT_RDWR)
-        await owner.until(lambda: len(owner.heard) == 4)
+        await owner.until(lambda: len(owner.heard) == 5)
         kinds = [type(heard).__name__ for heard in owner.heard]
         assert kinds[0] == "WriteFailed"
-        assert kinds[2:] == ["Fenced", "ChecksumReady"]
+        assert kinds[2:] == ["Fenced", "Fenced", "ChecksumReady"]
         rank.write("shm", PEER, 6, 9, ())
         assert type(owner.heard[-1]).__name__ == "WriteFailed", "it is answered at once"
         with pytest.raises(SegueError):
@@ -411,6 +413,7 @@ class Refusing:
 
     spec = specs(1)[0]
     endpoints: ClassVar[dict[str, bytes]] = {}
+    scratch = None
 
     def __init__(self) -> None:
         self.fences = 0
@@ -421,6 +424,9 @@ class Refusing:
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
         raise ZeroDivisionError("a bug")
+
+    def measure(self, *_: Any) -> None:
+        raise ZeroDivisionError("a bug, at once")
 
     def grant(self, *_: Any) -> bool:
         raise FULL
@@ -446,6 +452,8 @@ def test_what_a_worker_is_refused_ends_one_hand_off_and_not_the_rank(monkeypatch
         await rank.start(owner, LoopIo(asyncio.get_running_loop()))
         with pytest.raises(SegueError, match="a bug"):
             await rank.connect("shm", PEER, b"", 5.0)
+        with pytest.raises(SegueError, match="a bug, at once"):
+            await rank.measure("shm", PEER, 5, Scratch(0, 1), PageShape(1, 1), 0.1)
         rank.grant("shm", PEER, 5, [1])
         rank.fence("shm", PEER, 5)
         await owner.until(lambda: len(owner.heard) == 2)
@@ -454,6 +462,43 @@ def test_what_a_worker_is_refused_ends_one_hand_off_and_not_the_rank(monkeypatch
     asyncio.run(main())
     assert owner.heard == [("granted", PEER, 5, FULL.info), Fenced(PEER, 5, True)]
     assert isinstance(gone.get(timeout=10), PeerLost)
+    worker.close()
+
+
+class Noting(Refusing):
+    """Notes in which order it is told of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def admit_now(self, *_: object) -> None:
+        self.told.append("admit")
+
+    def fence(self, transport: str, peer: RankId, epoch: int) -> None:
+        self.told.append("fence")
+        self.owner.moved(0, transport, Fenced(peer, epoch, True))
+
+
+def test_scratch_that_is_fenced_at_once_is_granted_before() -> None:
+    """A grant behind its own fence would stay for ever: the session ended as its probe began."""
+    ours, theirs = socket.socketpair()
+    noting = Noting()
+    worker = RankWorker(noting, theirs, IoThread(), Limits(), lambda _: None)  # type: ignore[arg-type]
+    worker.start()
+    rank, owner = WorkerRank(0, ours, Limits()), Owner()
+
+    async def main() -> None:
+        await rank.start(owner, LoopIo(asyncio.get_running_loop()))
+        admitting = asyncio.create_task(rank.admit(["shm"], PEER, 5))
+        await asyncio.sleep(0)
+        rank.fence("shm", PEER, 5)
+        await admitting
+        await owner.until(lambda: len(owner.heard) == 1)
+        await asyncio.to_thread(rank.close)
+
+    asyncio.run(main())
+    assert noting.told == ["admit", "fence"]
     worker.close()
 
 

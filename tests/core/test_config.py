@@ -153,6 +153,17 @@ def test_each_data_parallel_rank_has_ports_of_its_own_and_a_share_of_the_memory(
     assert_refused("dp 2", "--dp alone", make=instance, dp="2", dp_rank="1")
 
 
+def test_kv_events_need_a_port_for_each_leader_of_each_kind() -> None:
+    two = {"kv_events_port": "5557", "kv_events_replay_port": "5559"}
+    assert serve(**two).events == instance(dp="2", **two).events
+    both = ("--kv-events-port 5557", "5559 must be 3 apart")
+    assert_refused(*both, decode="2", **two)
+    assert_refused(*both, decode_dp="2", **two)
+    assert_refused(*both, make=instance, dp="3", **two)
+    assert_refused("65534 leaves no ports for 3 ranks", decode="2", kv_events_port="65534")
+    assert_refused("need --kv-events-port", kv_events_topic="kv")
+
+
 def test_the_ranks_of_a_deployment_share_its_host() -> None:
     config = ServeConfig(prefill=2, ranks=RanksConfig(prefill_dp=3, decode_dp=2), policy="total_tokens")
     host = Host(cores=16, free_bytes=2**34)
@@ -337,7 +348,7 @@ def test_the_ends_of_every_range_are_legal_for_children_too(key: str, end: str) 
     try:
         config = serve(**{key: text})
     except ConfigError:
-        if key in ("chunk_tokens", "page_tokens", "keepalive_s", "peer_silence_s"):
+        if key in ("chunk_tokens", "page_tokens", "keepalive_s", "peer_silence_s") or "kv_events" in key:
             return  # a relation to another setting
         raise
     for role in (Role.PREFILL, Role.DECODE):
@@ -354,6 +365,16 @@ def test_too_small_a_pool_names_the_least_that_works(size: ModelSize) -> None:
     least = str(caught.value).rpartition(" ")[2]
     assert serve(kv_gib=least).kv_bytes(HOST, size) >= 64 * size.token_bytes
     assert_refused("--kv-gib", make=lambda: serve(kv_gib=str(float(least) * 0.98)).kv_bytes(HOST, size))
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_the_least_that_is_named_is_enough_for_all_dp_ranks_together(dp: int) -> None:
+    with pytest.raises(ConfigError, match=r"at least ([0-9.]+)$") as caught:
+        pool_size.kv_pool_bytes(0.001, HOST, dp, SMOLLM2, dp=dp)
+    least = float(str(caught.value).rpartition(" ")[2])
+    assert pool_size.kv_pool_bytes(least, HOST, dp, SMOLLM2, dp=dp) >= 64 * SMOLLM2.token_bytes
+    with pytest.raises(ConfigError):
+        pool_size.kv_pool_bytes(least * 0.98, HOST, dp, SMOLLM2, dp=dp)
 
 
 @pytest.mark.parametrize("host", ["127.evil.example", "127.0.0.1.example", "localhost.example"])

@@ -41,6 +41,17 @@ def test_a_full_table_closes_one_of_the_address_that_has_most_and_not_who_came_f
     assert "first" in table
 
 
+def test_of_addresses_that_have_as_many_each_the_longest_waiting_goes_and_not_the_newest() -> None:
+    """Who has just come proves itself in a moment; who waits for long does not mean to."""
+    table: PendingConnections[str] = PendingConnections(4, per_host=4)
+    for connection, host in (("a1", "a"), ("b1", "b"), ("a2", "a")):
+        table.add(connection, host)
+    table.discard("a1")  # the address that came first has only one that came later
+    assert [table.add(connection, connection) for connection in ("c1", "d1")] == [None, None]
+    assert [table.add(connection, connection) for connection in ("e1", "f1", "g1")] == ["b1", "a2", "c1"]
+    assert set(table) == {"d1", "e1", "f1", "g1"}
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5), st.booleans()), max_size=80))
 def test_it_is_bounded_and_forgets_whoever_left(steps: list[tuple[int, int, bool]]) -> None:
     table: PendingConnections[int] = PendingConnections(7)

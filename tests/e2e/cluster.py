@@ -85,8 +85,8 @@ class Registry:
 class Cluster:
     """`names` like `prefill-0`; each instance keeps its ports for as long as the cluster lives.
 
-    `flags` go to every instance, `more` by name to one part (`frontend` too); `doors` are HTTP ports
-    of instances whose log cannot be read.
+    `flags` go to every instance, `more` by name to one part (a frontend too); `doors` are HTTP ports
+    of instances whose log cannot be read. There are as many `frontends`, of which the first one is `url`.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Cluster:
         stderr: Mapping[str, Path] | None = None,
         doors: Mapping[str, int] | None = None,
         kv_gib: float = 0.05,
+        frontends: Sequence[str] = ("frontend",),
     ) -> None:
         self.model = model
         self.names = list(names)
@@ -118,7 +119,7 @@ class Cluster:
         )
         self.parts: dict[str, Served] = {}
         try:
-            for name in [*self.names, "frontend"]:
+            for name in [*self.names, *frontends]:
                 self.launch(name)
             for part in self.parts.values():
                 part.ready()
@@ -181,7 +182,7 @@ class Cluster:
             if kind is None:
                 self.rest()
             # The door first, then who computes: nobody is drained while it still gets requests.
-            for name in ["frontend", *self.names]:
+            for name in [*(n for n in self.parts if n not in self.names), *self.names]:
                 part = self.parts.get(name)
                 if part is None:
                     continue

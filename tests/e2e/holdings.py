@@ -18,8 +18,14 @@ PATH_DESCRIPTORS = {
     "shm": {"prefill": 4, "decode": 2},
     "tcp": {"prefill": 1, "decode": 1},
 }
+#: A path of a library holds up to so many: its control stream, what the library listens at and polls, and its
+#: connections, which come with the first writes. The fewest that a node ever had may be from before them.
+LIBRARY_PATH = 14
 #: A path of shm maps the pool and the table of grants of the other, at the writer only.
-PATH_SEGMENTS = {"shm": {"prefill": 2, "decode": 0}, "tcp": {"prefill": 0, "decode": 0}}
+PATH_SEGMENTS = {
+    "shm": {"prefill": 2, "decode": 0},
+    "tcp": {"prefill": 0, "decode": 0},
+}
 #: A node has one connection to the registry for each query that waits there, and its client keeps those
 #: open that a renewal and a query with other words took beside it.
 REGISTRY_MORE = 2
@@ -36,10 +42,12 @@ def faults(
     """What keeps the nodes of one deployment from being at rest, in words.
 
     `transport` carries the KV (`shm` or `tcp`). `least` has, by node, the fewest descriptors that it ever
-    had beside those that its peers cost, and learns. The node `registry_at` is the registry too.
+    had in its role beside those that its peers cost, and learns when nothing else is wrong: before a
+    session or a path is there, its peers cost less. The node `registry_at` is the registry too.
     """
     roles = [state["role"] for state in states.values()]
     found = []
+    descriptors: dict[str, tuple[int, int]] = {}
     for name, state in states.items():
         if not state["at_rest"]:
             found.append(f"{name} holds { ({k: v for k, v in state['tables'].items() if v}) }")
@@ -55,14 +63,20 @@ def faults(
             found.append(f"{name} has {len(state['sessions'])} sessions, {sessions} peers are alive")
         if state["segments"] != (right := segments(role, transport, others)):
             found.append(f"{name} maps {state['segments']} shared segments instead of {right}")
-        paths = others * PATH_DESCRIPTORS[transport].get(role, 0)
-        own = state["descriptors"] - sessions - paths
-        least[name] = min(own, least.get(name, own))
+        paths = others * PATH_DESCRIPTORS.get(transport, {}).get(role, 0)
         more = REGISTRY_MORE + REGISTRY_WAITS[role]
+        if transport not in PATH_DESCRIPTORS:
+            more += others * LIBRARY_PATH
         if name == registry_at:
             more += REGISTRY_CLIENT * (len(roles) - 1)
-        if own > least[name] + more:
-            found.append(f"{name} has {own} descriptors beside its peers', it had {least[name]}")
+        descriptors[name] = state["descriptors"] - sessions - paths, more
+    settled = not found
+    for name, (own, more) in descriptors.items():
+        as_role = f"{name} as {states[name]['role']}"
+        if settled:
+            least[as_role] = min(own, least.get(as_role, own))
+        if as_role in least and own > least[as_role] + more:
+            found.append(f"{name} has {own} descriptors beside its peers', it had {least[as_role]}")
     return found
 
 
@@ -72,4 +86,4 @@ def segments(role: str, transport: str, others: int) -> int:
         return 0
     # Its pool; where shm is spoken also the table of what it grants. Alone, nobody writes to it.
     own = 2 if transport == "shm" and role != "unified" else 1
-    return own + others * PATH_SEGMENTS[transport].get(role, 0)
+    return own + others * PATH_SEGMENTS.get(transport, {}).get(role, 0)

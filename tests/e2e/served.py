@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -113,7 +114,8 @@ class Served:
         """The URLs of the HTTP servers of `count` instances by the name that begins their log lines;
         the log may be a moment behind what it tells of."""
         lines = self.logged(_DOOR, count)
-        found = {line.split("|")[0].strip(): _DOOR.search(line) for line in lines}
+        # Of one that was switched, the latest.
+        found = {line.split("|")[0].strip().split("-as-")[0]: _DOOR.search(line) for line in lines}
         return {name: f"http://{door[1]}:{door[2]}" for name, door in found.items() if door}
 
     def logged(self, pattern: re.Pattern[str], count: int = 1, within_s: float = 10) -> list[str]:
@@ -123,6 +125,14 @@ class Served:
             assert time.monotonic() < until, f"{len(lines)} of {count} lines with {pattern.pattern}"
             time.sleep(0.02)
         return lines
+
+    def operate(self, *words: str) -> str:
+        """What a command says of this deployment, whose address and secret are those of its `look:` line."""
+        [look] = re.findall(r"^look: .* ps (.*)$", self.log(), re.M)
+        command = [sys.executable, "-m", "segue.cli.main", *words, *shlex.split(look)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     # ---- what it holds -----------------------------------------------------------------------
 
@@ -264,7 +274,7 @@ def _faults(deployment: list[Served], states: Mapping[str, State]) -> list[str]:
     registry_at = next((part.name for part in deployment if part.is_registry), "")
     problems = holdings.faults(states, *(transports or {"shm"}), least, registry_at)
     for part in deployment:
-        part.least = {name: least[name] for name in states if name.startswith(part.name)}
+        part.least = {name: count for name, count in least.items() if name.startswith(part.name)}
     return problems
 
 

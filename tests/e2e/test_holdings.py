@@ -60,6 +60,17 @@ def test_what_a_dead_peer_leaves_behind_is_seen() -> None:
     assert faults(states, "shm", least) == []
 
 
+def test_nothing_is_learned_of_a_node_whose_path_is_not_there_yet() -> None:
+    """A deployment of a slow machine, asked while it starts: what it holds then is not all that it may."""
+    states, least = deployment(), dict[str, int]()
+    states["prefill-0"] |= {"segments": 2, "descriptors": 29}
+    assert faults(states, "shm", least) == ["prefill-0 maps 2 shared segments instead of 4"]
+    states["prefill-0"] |= {"segments": 4, "descriptors": 34}
+    assert faults(states, "shm", least) == []
+    states["prefill-0"]["descriptors"] += 4
+    assert len(faults(states, "shm", least)) == 1
+
+
 def test_a_process_that_a_test_leaves_behind_is_seen() -> None:
     command = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as left:

@@ -35,6 +35,7 @@ def ask(url: str, model: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_served_under_that_name(hub: hub_server.Hub, tmp_path: Path) -> None:
     with Served(NAME, *SMALL, "--port", "0", environ=environ(hub, tmp_path)) as served:
         answer = ask(served.url, NAME)
@@ -56,6 +57,7 @@ def test_a_name_of_the_hub_is_served_under_that_name(hub: hub_server.Hub, tmp_pa
         assert ask(again.url, "mine").json()["choices"][0]["text"] == text
 
 
+@pytest.mark.slow
 def test_parts_by_hand_take_the_name_too_and_the_frontend_only_the_tokenizer(
     hub: hub_server.Hub, tmp_path: Path
 ) -> None:

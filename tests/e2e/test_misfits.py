@@ -67,7 +67,7 @@ MISFITS = {
 @pytest.mark.parametrize(
     ("role", "what"),
     [
-        ("decode", "dtype"),
+        pytest.param("decode", "dtype", marks=pytest.mark.slow),
         ("prefill", "model"),
         pytest.param("decode", "model", marks=pytest.mark.soak),
         pytest.param("decode", "transport", marks=pytest.mark.soak),

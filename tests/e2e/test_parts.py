@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from cluster import free_ports
 from served import Served
 
+from otlp import collecting
+
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SMALL = ("--dtype", "float32", "--kv-gib", "0.1", "--threads-per-worker", "1")
 
 
@@ -23,7 +29,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What a collector gets that every process is told of."""
+    with collecting() as (url, got):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+        yield got
+
+
+def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path, traced: Any) -> None:
     secret = tmp_path / "secret"
     secret.write_text(os.urandom(32).hex())
     secret.chmod(0o600)
@@ -40,17 +54,48 @@ def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path) -> None
         prefill.ready()
         decode.ready()
         body = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
-        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+        headers = {"x-request-id": "first", "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60, headers=headers)
         assert answer.status_code == 200, answer.text
+        told = run("explain", "first", "--registry", url, *trust)
+        assert told.returncode == 0, told.stderr
+        for word in ("frontend http: first", "prefill ", "decode ", "transfer", "handed_bytes"):
+            assert word in told.stdout
+        seen = run("ps", "--registry", url, *trust)
+        assert seen.returncode == 0, seen.stderr
+        lines = seen.stdout.splitlines()
+        assert [line.split()[2:4] for line in lines[1:3]] == [["decode", "serving"], ["prefill", "serving"]]
+        for command, state in (("drain", "drained"), ("resume", "serving")):
+            steered = run(command, lines[1].split()[0], "--registry", url, *trust, "--timeout", "30")
+            assert steered.returncode == 0, steered.stderr
+            assert f" {state}: running 0" in steered.stdout
+        switched = run("switch", lines[1].split()[0], "unified", "--registry", url, *trust)
+        assert switched.returncode == 0, switched.stderr
+        assert " serving, before it decode" in switched.stdout
+        decode.logged(re.compile(r"INFO +unified segue\.instance serving role=unified"))
+        # The frontend hears of it a moment later, and waits for somebody who decodes.
+        assert httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).status_code == 200
+        seen = run("ps", "--registry", url, *trust)
+        assert {line.split()[2] for line in seen.stdout.splitlines()[1:3]} == {"prefill", "unified"}
+        name = switched.stdout.splitlines()[-1].split()[1]
         stranger = tmp_path / "other"
         stranger.write_text("x" * 64)
         refused = run("decode", "--registry", url, *model, "--secret-file", str(stranger))
         assert refused.returncode in (1, 2)
         assert "secret" in refused.stderr
         assert "Traceback" not in refused.stderr
+        steered = run("drain", name, "--registry", url, "--secret-file", str(stranger))
+        assert steered.returncode == 1
+        assert "secret" in steered.stderr
         assert httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).status_code == 200
         for part in (frontend, decode, prefill):
             assert part.stop() == 0
+    names = set()
+    while not traced.empty():
+        for resource in traced.get().resource_spans:
+            spans = [span for scope in resource.scope_spans for span in scope.spans]
+            names |= {span.name for span in spans if span.trace_id.hex() == TRACE}
+    assert {"segue.http", "segue.frontend", "segue.prefill", "segue.decode", "transfer"} <= names
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shlex
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,6 +109,12 @@ def test_paris(served: Served) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
+def test_the_command_that_serve_prints_shows_the_fleet(served: Served) -> None:
+    (line,) = re.findall(r"^look: (.*)$", served.log(), re.M)
+    shown = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=60, check=True).stdout
+    assert [row.split()[2] for row in shown.splitlines()[1:3]] == ["decode", "prefill"]
+
+
 def test_paris_through_the_openai_client(served: Served) -> None:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
     text, usage = "", None
@@ -154,19 +163,23 @@ def assert_right(made: Served, asked: list[list[int]], expected: list[list[int]]
         assert made.stop() == 0
 
 
-# With SmolLM2 in the slow tests, here and in test_smollm2_tokens.py.
+# With SmolLM2 below and in test_smollm2_tokens.py.
+@pytest.mark.slow
 def test_two_and_two(tiny: Path) -> None:
     asked = [[token % 256 for token in prompt] for prompt in SHORT]
     small = ("--model", str(tiny), "--served-model-name", "smollm2", "--kv-gib", "0.01")
-    made = Served(*FLOAT32, *small, *TWO_AND_TWO, "--transport", "tcp", "--chunk-tokens", "64")
+    how = ("--transport", "tcp", "--chunk-tokens", "64", "--send-layers", "1")
+    made = Served(*FLOAT32, *small, *TWO_AND_TWO, *how)
     assert_right(made, asked, generated(asked, tiny))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "chunk"), [("tcp", "64"), ("shm", "16")])
-def test_two_and_two_of_smollm2(transport: str, chunk: str, short_reference: list[list[int]]) -> None:
-    made = Served(*FLOAT32, *TWO_AND_TWO, "--transport", transport, "--chunk-tokens", chunk)
-    assert_right(made, SHORT, short_reference)
+@pytest.mark.parametrize(("transport", "chunk", "layers"), [("tcp", "64", "7"), ("shm", "16", "0")])
+def test_two_and_two_of_smollm2(
+    transport: str, chunk: str, layers: str, short_reference: list[list[int]]
+) -> None:
+    how = ("--transport", transport, "--chunk-tokens", chunk, "--send-layers", layers)
+    assert_right(Served(*FLOAT32, *TWO_AND_TWO, *how), SHORT, short_reference)
 
 
 def test_seeded_sampling_is_equal_apart_and_unified(served: Served) -> None:

@@ -295,7 +295,7 @@ def test_a_gguf_file_gives_the_tokens_of_the_folder_it_came_from(tiny: Path, tmp
         assert served.stop() == 0
 
 
-@pytest.mark.parametrize("command", ["serve", "prefill"])
+@pytest.mark.parametrize("command", ["serve", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_an_unsupported_family_is_refused_by_name(tiny: Path, tmp_path: Path, command: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny, folder)
@@ -323,6 +323,7 @@ def address_of_this_host() -> str:
     pytest.skip("this host has no IPv4 address beyond loopback")
 
 
+@pytest.mark.slow
 def test_parts_at_the_hosts_own_address(tiny: Path, tmp_path: Path) -> None:
     """Registry, sessions and KV over tcp at an address that other hosts could use."""
     host = address_of_this_host()

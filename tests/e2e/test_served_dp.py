@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,11 +21,8 @@ from served import Served
 from test_served_ranks import PROMPTS, reference
 
 from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.server import RegistryServer
-from segue.bootstrap.server import serve as serve_registry
-from segue.conn.io import IoThread
 from segue.core.limits import Limits
-from segue.core.request import Request, SamplingParams
+from segue.core.request import RankHints, Request, SamplingParams
 from segue.core.types import LeaderId, Role
 from segue.fleet.fleet import Fleet
 from segue.fleet.replica import Replica
@@ -74,13 +72,25 @@ PREFILL, DECODE, REQUESTS, AT_ONCE = 4, 2, 1000, 32
 LIMITS = Limits(max_queue=2048)
 
 
+#: A registry alone in its process, at the port that it is given; it says which one that is.
+REGISTRY = """
+import asyncio, sys
+from segue.bootstrap.server import serve
+from segue.core.limits import Limits
+
+async def main():
+    server = await serve("127.0.0.1", int(sys.argv[1]), secret=None, limits=Limits())
+    print(server.port, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
 class OneRegistry:
     """A registry that can be killed and started anew at its address."""
 
     def __init__(self) -> None:
-        self.io = IoThread()
-        self.io.start()
-        self.server: RegistryServer
         self.port = 0
         self.open()
 
@@ -89,15 +99,15 @@ class OneRegistry:
         return f"http://127.0.0.1:{self.port}"
 
     def open(self) -> None:
-        self.server = self.io.call(serve_registry("127.0.0.1", self.port, secret=None, limits=LIMITS), 10)
-        self.port = self.server.port
+        command = [sys.executable, "-c", REGISTRY, str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
 
-    def shut(self) -> None:
-        self.io.call(self.server.close(), 10)
-
-    def close(self) -> None:
-        self.shut()
-        self.io.stop()
+    def kill(self) -> None:
+        """kill -9: it says goodbye to nobody."""
+        self.process.kill()
+        self.process.communicate(timeout=10)
 
 
 @dataclass
@@ -108,6 +118,8 @@ class Traffic:
     tokens: Counter[LeaderId] = field(default_factory=Counter)
     roles: dict[LeaderId, Role] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
+    #: by how much the chosen rank had more than the idlest one of its role, of what the policy counts
+    excess: list[int] = field(default_factory=list)
     done: int = 0
     seconds: float = 0.0
 
@@ -117,8 +129,15 @@ class Traffic:
         return max(counts) * ranks / sum(counts)
 
 
-async def _run(registry: OneRegistry, policy: str, half: Callable[[], None]) -> Traffic:
-    """1,000 requests of very different lengths, `AT_ONCE` at a time; `half` is called in the middle."""
+def _counted(policy: str, rank: Replica) -> int:
+    return len(rank.running) if policy == "total_requests" else rank.tokens
+
+
+async def _run(
+    registry: OneRegistry, policy: str, half: Callable[[], None], prefill: int = PREFILL
+) -> Traffic:
+    """1,000 requests of very different lengths, `AT_ONCE` at a time, to `prefill` ranks; `half` is called in
+    the middle. Of every fourth request decode asks the registry which of them has it."""
     client = RegistryClient(registry.url, secret=None, limits=LIMITS)
     settings = FleetSettings(served_model="tiny", policy=policy, retry_budget=1e9)
     fleet = Fleet(client, settings, secret=None, limits=LIMITS, metrics=Metrics())
@@ -126,6 +145,8 @@ async def _run(registry: OneRegistry, policy: str, half: Callable[[], None]) -> 
     normal = fleet.membership.enter
 
     def enter(replica: Replica, request_id: str, sink: Any, tokens: int) -> None:
+        ranks = [r for r in fleet.membership.replicas.values() if r.usable and r.role is replica.role]
+        traffic.excess.append(_counted(policy, replica) - min(_counted(policy, rank) for rank in ranks))
         traffic.requests[replica.leader] += 1
         traffic.tokens[replica.leader] += tokens
         traffic.roles[replica.leader] = replica.role
@@ -143,7 +164,8 @@ async def _run(registry: OneRegistry, policy: str, half: Callable[[], None]) -> 
             prompt = [rng.randrange(3, 200) for _ in range(length)]
             count = rng.choice((1, 4, 12))
             sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-            request = Request(request_id=f"r{number}", prompt=prompt, sampling=sampling)
+            ranks = RankHints(force_query_prefill_dp_rank=number % 4 == 0)
+            request = Request(request_id=f"r{number}", prompt=prompt, sampling=sampling, ranks=ranks)
             given = 0
             try:
                 async for output in fleet.submit(request, budget_s=60):
@@ -155,7 +177,7 @@ async def _run(registry: OneRegistry, policy: str, half: Callable[[], None]) -> 
 
     fleet.start()
     async with asyncio.timeout(60):
-        while len([r for r in fleet.membership.replicas.values() if r.usable]) < PREFILL + DECODE:
+        while len([r for r in fleet.membership.replicas.values() if r.usable]) < prefill + DECODE:
             await fleet.changed()
     began = time.monotonic()
     await asyncio.gather(*(client_loop() for _ in range(AT_ONCE)))
@@ -181,14 +203,14 @@ def parts(tiny: Path) -> Iterator[tuple[OneRegistry, Served, Served]]:
                     part.stop(at_rest=False)
                 part._forget()
     finally:
-        registry.close()
+        registry.kill()
 
 
-def told(name: str, traffic: Traffic) -> None:
+def told(name: str, traffic: Traffic, prefill: int = PREFILL) -> None:
     """The row for docs/results.md."""
     shares = [
         f"{traffic.imbalance(counted, role, ranks):.3f}"
-        for role, ranks in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE))
+        for role, ranks in ((Role.PREFILL, prefill), (Role.DECODE, DECODE))
         for counted in (traffic.requests, traffic.tokens)
     ]
     sys.stdout.write(f"| {name} | {traffic.done} | {' | '.join(shares)} | {traffic.seconds:.0f} |\n")
@@ -203,7 +225,10 @@ def test_1000_requests_are_balanced_over_four_prefill_and_two_decode_ranks(
         traffic = asyncio.run(_run(registry, policy, lambda: None))
         told(policy, traffic)
         assert (traffic.done, traffic.errors) == (REQUESTS, {})
-        assert traffic.imbalance(getattr(traffic, counted), Role.PREFILL, PREFILL) < 1.25
+        # A rank that the machine favours is idle more often and gets more: no share is promised, the choice
+        # is. The idlest one may have no credit left; one drawn at random is the idlest in about a third.
+        assert traffic.excess.count(0) > 0.6 * len(traffic.excess)
+        assert traffic.imbalance(getattr(traffic, counted), Role.PREFILL, PREFILL) < 2
     assert prefill.stop(at_rest=False) == 0
     assert decode.stop(at_rest=False) == 0
 
@@ -216,11 +241,11 @@ def test_1000_requests_while_the_registry_is_killed_and_started_anew(
     for policy in ("total_requests", "total_tokens"):
 
         def half() -> None:
-            registry.shut()
+            registry.kill()
             registry.open()
 
         traffic = asyncio.run(_run(registry, policy, half))
-        told(f"{policy}, registry restarted", traffic)
+        told(f"{policy}, registry killed", traffic)
         assert (traffic.done, traffic.errors) == (REQUESTS, {})
 
 
@@ -232,8 +257,9 @@ def test_1000_requests_while_a_prefill_rank_is_killed(parts: tuple[OneRegistry, 
         victim = prefill.instances("prefill")[0]
         os.kill(victim.pid, signal.SIGKILL)
 
-    traffic = asyncio.run(_run(registry, "total_requests", half))
-    told("total_requests, one prefill rank killed", traffic)
-    assert traffic.done + sum(traffic.errors.values()) == REQUESTS, "none is lost"
-    assert traffic.errors == {}, "what ran on it was placed anew"
+    for lost, policy in enumerate(("total_requests", "total_tokens")):
+        traffic = asyncio.run(_run(registry, policy, half, PREFILL - lost))
+        told(f"{policy}, one of {PREFILL - lost} prefill ranks killed", traffic, PREFILL - lost)
+        assert traffic.done + sum(traffic.errors.values()) == REQUESTS, "none is lost"
+        assert traffic.errors == {}, "what ran on it was placed anew"
     assert prefill.stop(at_rest=False) == 1, "an instance that has lost a rank did not end well"

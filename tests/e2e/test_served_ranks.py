@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.timeout(300)]
 
 PROMPTS = [list(range(1, 2 + n)) for n in (0, 20, 90)]
 COUNT = 8
-TWO_ONE = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.05", "--prefill-tp", "2", "--decode-tp", "1")
+SMALL = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.05")
+TWO_ONE = (*SMALL, "--prefill-tp", "2", "--decode-tp", "1")
 
 
 def reference(folder: Path) -> list[list[int]]:
@@ -68,6 +69,17 @@ def test_data_parallel_ranks_of_two_ranks_each_answer_as_the_reference_does(tiny
 
 
 @pytest.mark.slow
+def test_context_parallel_prefill_and_pipeline_stages_of_decode_answer_as_the_reference_does(
+    tiny: Path,
+) -> None:
+    sizes = ("--prefill-cp", "2", "--prefill-pp", "2", "--decode-pp", "2", "--transport", "tcp")
+    with Served("--model", str(tiny), "--served-model-name", "tiny", *SMALL, *sizes) as made:
+        assert [ask(made.url, p).json()["choices"][0]["token_ids"] for p in PROMPTS] == reference(tiny)
+        assert len(made.instances("segue.serve.rank_process")) == 3 + 1
+        assert made.stop() == 0
+
+
+@pytest.mark.slow
 def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
     """Also one that stands still; the fixtures of each test look for processes that are left behind."""
     with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:
@@ -77,3 +89,39 @@ def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
         leader.kill()
         assert made.process.wait(60) == 1
         made._forget()
+
+
+@pytest.mark.slow
+def test_instances_of_several_ranks_take_other_roles_and_answer_as_the_reference_does(tiny: Path) -> None:
+    """No process ends by it, and the death of a rank is seen in the new role, too."""
+    sizes = ("--decode", "2", "--prefill-tp", "2", "--decode-tp", "2")
+    with Served("--model", str(tiny), "--served-model-name", "tiny", *SMALL, *sizes) as made:
+
+        def check() -> None:
+            answers = [ask(made.url, prompt).json()["choices"][0]["token_ids"] for prompt in PROMPTS]
+            assert answers == reference(tiny)
+
+        check()
+        ranks = {rank.pid for rank in made.instances("segue.serve.rank_process")}
+        assert len(ranks) == 3
+        [first] = names(made, "prefill")
+        turned = made.operate("switch", names(made, "decode")[0], "prefill")
+        assert "serving, before it decode" in turned
+        assert "serving, before it prefill" in made.operate("switch", first, "decode")
+        assert (len(names(made, "prefill")), len(names(made, "decode"))) == (1, 2)
+        for _ in range(2):  # each decode instance has its turn
+            check()
+        made.at_rest()
+        assert {rank.pid for rank in made.instances("segue.serve.rank_process")} == ranks
+        [leader] = made.instances("prefill")  # it was started as that
+        [lost] = leader.children()
+        os.kill(lost.pid, signal.SIGKILL)
+        assert made.logged(re.compile(r"as-decode +\| .*a rank of this replica is lost"), within_s=60)
+        assert made.logged(re.compile(r"event=died child=prefill-0-as-decode"), within_s=60)
+        check()  # by the other one
+        assert made.stop() == 0
+
+
+def names(made: Served, role: str) -> list[str]:
+    """Of the instances in `role`, as `segue ps` has them."""
+    return re.findall(rf"^(\w+) .* {role} ", made.operate("ps"), re.M)

@@ -17,6 +17,7 @@ SMALL = ("--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1", 
 WAITING = re.compile("waiting for the registry")
 
 
+@pytest.mark.slow
 def test_decode_waits_for_a_prefill_that_starts_later(tiny: Path) -> None:
     [port] = free_ports(1)
     url = f"http://127.0.0.1:{port}"

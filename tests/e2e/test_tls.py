@@ -83,6 +83,7 @@ def test_wrong_tls_settings_are_one_sentence(flags: list[str], says: str) -> Non
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_part_with_the_secret_and_without_a_certificate_stays_out(tiny: Path, tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     secret = tmp_path / "secret"

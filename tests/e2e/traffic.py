@@ -82,13 +82,19 @@ def asks(seed: int, count: int, *, vocab: int, longest: int, max_tokens: int) ->
 
 
 async def stream(
-    url: str, model: str, ask: Ask, *, within_s: float = 60, first: asyncio.Event | None = None
+    url: str,
+    model: str,
+    ask: Ask,
+    *,
+    within_s: float = 60,
+    first: asyncio.Event | None = None,
+    request_id: str = "",
 ) -> Result:
-    """Run one request to its end, at most `within_s` seconds."""
+    """Run one request to its end, at most `within_s` seconds; `segue explain` knows its `request_id`."""
     result = Result(ask, began=time.monotonic())
     try:
         async with asyncio.timeout(within_s):
-            await _stream(url, ask.body(model), result, first)
+            await _stream(url, ask.body(model), result, first, request_id)
     except TimeoutError:
         result.error = "HANG"
     except (OSError, asyncio.IncompleteReadError) as error:
@@ -97,13 +103,16 @@ async def stream(
     return result
 
 
-async def _stream(url: str, body: bytes, result: Result, first: asyncio.Event | None) -> None:
+async def _stream(
+    url: str, body: bytes, result: Result, first: asyncio.Event | None, request_id: str
+) -> None:
     at = urlsplit(url)
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
     try:
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            b"content-type: application/json\r\nx-request-id: %s\r\ncontent-length: %d\r\n\r\n%s"
+            % (request_id.encode(), len(body), body)
         )
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         result.status = int(head.split(" ", 2)[1])

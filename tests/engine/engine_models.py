@@ -9,12 +9,15 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from segue.core.request import SamplingParams, TokenLogprob
@@ -62,6 +65,34 @@ YARN = {
 }
 GROUPS = {"q_lora_rank": 20, "n_group": 4, "topk_group": 2}
 
+#: Short convolutions around two layers of attention; the last layer of one has KV, that of the other a state.
+CONVOLUTIONS = {**BASE, "head_dim": 8, "num_hidden_layers": 5}
+CONV, DELTA, FULL = "conv", "linear_attention", "full_attention"
+
+#: The delta rule: keys, values and both numbers of heads differ. Of 8 items of a head 2 are turned.
+DELTA_RULES = {
+    **BASE,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+EXPERTS = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+}
+
+#: Of each family that keeps a state: its configuration's class, and sizes.
+HYBRIDS = {
+    "lfm2": (Lfm2Config, {**CONVOLUTIONS, "layer_types": [CONV, CONV, FULL, CONV, FULL]}),
+    "qwen3.5": (Qwen3_5TextConfig, {**DELTA_RULES, "layer_types": [DELTA, FULL, DELTA]}),
+    "qwen3-next": (Qwen3NextConfig, {**DELTA_RULES, **EXPERTS, "layer_types": [DELTA, DELTA, FULL]}),
+}
+
 #: Kernels are compiled for each size of heads, some seconds each, so families share sizes (20 is no whole
 #: number of vectors).
 FAMILY_CONFIGS = {
@@ -76,6 +107,18 @@ FAMILY_CONFIGS = {
     "deepseek-v3": DeepseekV3Config(**{**LATENT, **GROUPS}, routed_scaling_factor=2.5),
     "deepseek-v3-dense-yarn": DeepseekV3Config(
         **{**LATENT, "first_k_dense_replace": 3}, rope_interleave=False, rope_parameters=YARN
+    ),
+    **{name: make(**sizes) for name, (make, sizes) in HYBRIDS.items()},
+    "lfm2-bias": Lfm2Config(
+        **CONVOLUTIONS, layer_types=[CONV, FULL, FULL, CONV, CONV], conv_bias=True, conv_L_cache=5
+    ),
+    "qwen3-next-bias": Qwen3NextConfig(
+        **{**DELTA_RULES, **EXPERTS, "linear_num_value_heads": 2},
+        layer_types=[FULL, DELTA, DELTA],
+        attention_bias=True,
+        linear_conv_kernel_dim=2,
+        norm_topk_prob=False,
+        rope_parameters={**YARN, "partial_rotary_factor": 0.5},
     ),
     "llama": LlamaConfig(
         **{**BASE, "hidden_size": 54, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
@@ -144,6 +187,8 @@ def save_model(folder, family):
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
+            elif name.endswith("A_log"):
+                parameter.uniform_(-6, -1)  # by default the delta rule forgets within a token or two
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)
@@ -240,9 +285,17 @@ def page_lists(engine, lengths, scatter_seed=None, base=0):
     return [[next(taken) for _ in range(count)] for count in counts]
 
 
+def stored_of(pool, step):
+    """What the pool holds of a sequence: its KV, and its state as bytes if it has one."""
+    state = None if step.slot is None else pool.by_slot[step.slot].clone()
+    return pool.by_page[:, :, sorted(step.pages)].clone(), state
+
+
 def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
     """Run `prompts` to `count` tokens each, mixing chunks of prefill with decodes in every step."""
     pages = page_lists(engine, [len(p) + count for p in prompts], scatter_seed)
+    # The last first; a slot still holds what the last run has left there.
+    slots = [engine.spec.slots - 1 - at if engine.spec.slots else None for at in range(len(prompts))]
     done = defaultdict(int)
     outputs = [[] for _ in prompts]
     for seq_id, prompt in enumerate(prompts):
@@ -256,7 +309,7 @@ def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
             tokens = [*prompt, *outputs[seq_id]]
             part = tokens[done[seq_id] : done[seq_id] + chunk]
             last = done[seq_id] + len(part) == len(tokens)
-            steps.append(SequenceStep(seq_id, part, done[seq_id], pages[seq_id], last))
+            steps.append(SequenceStep(seq_id, part, done[seq_id], pages[seq_id], last, slots[seq_id]))
             done[seq_id] += len(part)
         tick += 1
         at_stored = []
@@ -264,13 +317,15 @@ def serve(engine, prompts, count, chunk=10**6, scatter_seed=None, budget=None):
         def stored(seq_ids, steps=steps, at_stored=at_stored):
             """What may leave at this moment must not change any more."""
             assert sorted(seq_ids) == [step.seq_id for step in steps]
-            at_stored.append([engine._pool.by_page[:, :, sorted(s.pages)].clone() for s in steps])
+            at_stored.append([stored_of(engine._pool, s) for s in steps])
 
         results = run_step(engine, steps, stored)
         ((*before,),) = at_stored
-        for step, kv in zip(steps, before, strict=True):
-            assert torch.equal(kv.isnan(), (after := engine._pool.by_page[:, :, sorted(step.pages)]).isnan())
+        for step, (kv, state) in zip(steps, before, strict=True):
+            after, state_after = stored_of(engine._pool, step)
+            assert torch.equal(kv.isnan(), after.isnan())
             assert torch.equal(kv.nan_to_num(), after.nan_to_num())
+            assert state is None or torch.equal(state, state_after)
         for result in results:
             assert result.error is None, result.error
             if result.token is not None:

@@ -28,11 +28,13 @@ def load_ranks(folder, size, timeout_s=30.0):
 
 class RankThreads:
     """See the module's text. `between` sees each of the leader's frames before its rank, and may change it.
-    `lost` is what the leader's forward gave up for, `died` what ended ranks."""
+    `lost` is what the leader's forward gave up for, `died` what ended ranks, `told` what they heard unless
+    they `refuse`."""
 
     def __init__(self, folder, size, sampler, between=lambda body: body, timeout_s=10.0):
         self.forwards = load_ranks(folder, size, timeout_s)
-        self.pipes, self.threads, self.lost, self.died = [], [], [], []
+        self.pipes, self.threads, self.lost, self.died, self.told = [], [], [], [], []
+        self.refuse = None
         for rank, forward in enumerate(self.forwards[1:], 1):
             ours, theirs = socket.socketpair()
             self.pipes.append(Pipe(ours, f"rank {rank}"))
@@ -47,11 +49,16 @@ class RankThreads:
 
     def _serve(self, far, forward):
         try:
-            serve_rank(far, forward)
+            serve_rank(far, forward, self._told)
         except Exception as exc:
             self.died.append(exc)
         finally:
             far.close()
+
+    def _told(self, words):
+        if self.refuse is not None:
+            raise self.refuse
+        self.told.append(words)
 
     def close(self):
         for pipe in self.pipes:

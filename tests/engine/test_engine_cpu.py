@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -94,6 +95,47 @@ def test_kv_is_announced_once_for_what_is_computed_and_before_a_token_is_drawn(e
     assert told == [([1, 3], True, 0)]
     run_step(engine, [bad], stored)
     assert len(told) == 1, "nothing was computed"
+
+
+def test_layers_are_announced_when_their_kv_is_there_and_before_the_next_layer_has_any(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_send_layers", 1)
+    engine._pool.kv.fill_(float("nan"))
+    told = []
+
+    def stored(seq_ids, layers=None):
+        kv = engine._pool.by_page[:, :, [4, 5]].flatten(2, 3)[:, :, : len(PROMPT)].clone()
+        told.append((list(seq_ids), layers, kv))
+
+    run_step(engine, [whole(1, [4, 5])], stored)
+    count = engine.spec.shape.layers
+    assert [(ids, layers) for ids, layers, _ in told] == [([1], n) for n in [*range(1, count), None]]
+    last = told[-1][2]
+    for _, layers, kv in told[:-1]:
+        assert torch.equal(kv[:layers], last[:layers])
+        assert kv[layers:].isnan().all(), "the next layer's KV was waited for"
+
+
+def test_other_sequences_come_and_go_while_a_forward_runs(engine, folder):
+    stored, go_on = threading.Event(), threading.Event()
+
+    def in_the_middle(_seq_ids):
+        stored.set()
+        assert go_on.wait(30)
+
+    ended = threading.Event()
+    handle = engine.launch([whole(1, [4, 5])], in_the_middle, ended.set)
+    assert stored.wait(30)
+    engine.open(9, PROMPT, GREEDY)
+    engine.append(9, 5)
+    engine.close(9)
+    engine.copy_in(engine.copy_out([60]), [61])
+    assert not handle.ready
+    assert not ended.is_set()
+    go_on.set()
+    assert ended.wait(30)
+    assert handle.ready
+    (result,) = engine.collect(handle)
+    assert [[result.token]] == generate(folder, [PROMPT], 1)
 
 
 def test_a_listener_that_fails_fails_the_step_and_leaves_the_engine_in_order(engine, folder):
@@ -197,6 +239,25 @@ def test_copies_of_wrong_pages_are_refused(engine, pages):
         engine.copy_in(host, pages)
     with pytest.raises(Internal):
         engine.copy_in(object(), [1, 2])
+
+
+def test_the_last_layer_computes_after_its_attention_only_rows_that_are_sampled(folder, monkeypatch):
+    engine = engine_for(folder, GreedySampler())
+    last, rows = engine._forward.loaded.model.model.layers[-1], []
+    rest = last._rest
+    monkeypatch.setattr(last, "_rest", lambda *given: rows.append(given[2]) or rest(*given))
+    wanted = generate(folder, [PROMPT], 2)[0]
+    for seq_id in (1, 2):
+        engine.open(seq_id, PROMPT, GREEDY)
+    assert run_step(engine, [SequenceStep(1, PROMPT[:8], 0, [4, 5], False)]) == []
+    assert rows == []
+    (first,) = run_step(engine, [SequenceStep(1, PROMPT[8:], 8, [4, 5], True)])
+    (second,) = run_step(engine, [SequenceStep(1, wanted[:1], 20, [4, 5], True)])
+    assert rows == [1, 1]
+    assert [first.token, second.token] == wanted
+    beside = run_step(engine, [SequenceStep(1, wanted[1:], 21, [4, 5], True), whole(2, [6, 7])])
+    assert rows == [1, 1, 2]
+    assert beside[1].token == wanted[0]
 
 
 @pytest.mark.parametrize("chunk", [1, 6, 100])

@@ -69,8 +69,9 @@ def test_every_family_on_the_list_is_tested():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported are deepseek_v2, deepseek_v3, gemma3_text, llama"),
-        ({"model_type": "gemma3"}, "gemma3_text"),
+        ({"model_type": "gpt2"}, "gpt2.*supported are deepseek_v2, deepseek_v3, gemma3_text, lfm2, llama"),
+        ({"model_type": "gemma3"}, r"its text model alone is gemma3_text\)"),
+        ({"model_type": "qwen3_5"}, r"its text model alone is qwen3_5_text\)"),
         ({"model_type": None}, "None"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ({"quantization_config": {"quant_method": "gguf"}}, "quantization_config"),
@@ -123,7 +124,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 
 
 #: Their arithmetic is llama's, with windows and biases that others have too.
-LIKE_LLAMA = ("qwen2", "qwen2-window", "mistral", "mistral-full")
+LIKE_LLAMA = ("qwen2", "qwen2-window", "mistral", "mistral-full", "lfm2-bias", "qwen3-next-bias")
 
 
 # Every family in the usual type; in float16, whose rounding is nobody's but the kernels', two will do. Almost

@@ -1,5 +1,6 @@
 """Each rank computes its heads, its layers or its rows; together they are the model."""
 
+import contextlib
 import random
 
 import pytest
@@ -10,10 +11,14 @@ from rank_threads import RankThreads, load_ranks
 from segue.core.errors import ConfigError
 from segue.core.parallel import ParallelSize
 from segue.core.request import SamplingParams
+from segue.core.types import RankCoord
 from segue.engine.base import SequenceStep, run_step
 from segue.engine.cpu_forward import load_forward
+from segue.engine.families import load_model
 from segue.engine.group import Place
-from segue.engine.slicing import heads_of
+from segue.engine.slicing import check_size, cut, heads_of, part_of
+from segue.layout.sides import boxes_of
+from segue.layout.spec import KVShape, PoolSpec
 
 DRAW = random.Random(5)
 PROMPTS = [[DRAW.randrange(3, VOCAB) for _ in range(n)] for n in (40, 3, 27)]
@@ -138,6 +143,31 @@ def test_every_query_head_is_computed_once_beside_its_own_kv_head(heads, kv_head
             assert len(part.query) % len(part.kv) == 0
 
 
+def test_no_two_ranks_of_any_legal_sizes_hold_partly_the_same():
+    """What a plan refuses (`layout.sides`) comes from no sizes that an instance accepts."""
+    for kv_heads in (1, 2, 3, 5, 8):
+        shape = KVShape(layers=7, kv_heads=kv_heads, k_dim=2, v_dim=2, dtype="float32", item_bytes=4)
+        for size in (ParallelSize(tp=tp, pp=pp) for tp in range(1, 25) for pp in range(1, 8)):
+            with contextlib.suppress(ConfigError):
+                check_size(shape, 24 * kv_heads, size)
+                places = [RankCoord(tp=tp, pp=pp) for pp in range(size.pp) for tp in range(size.tp)]
+                parts = [part_of(shape, 24 * kv_heads, size, place) for place in places]
+                ranks = [
+                    PoolSpec(
+                        shape=shape,
+                        coord=place,
+                        page_tokens=1,
+                        pages=1,
+                        layer_start=part.layer_start,
+                        layer_count=part.layers,
+                        head_start=part.head_start,
+                        head_count=part.heads,
+                    )
+                    for place, part in zip(places, parts, strict=True)
+                ]
+                assert len(boxes_of("prefill", ranks)) == size.pp * min(size.tp, kv_heads)
+
+
 @pytest.mark.parametrize(
     ("size", "text"), [(ParallelSize(tp=4), "--tp may be 1, 2, 3, 9"), (ParallelSize(tp=10), "--tp 10")]
 )
@@ -146,3 +176,22 @@ def test_a_size_that_cannot_be_is_refused_with_those_that_can(size, text, alone)
     assert FAMILY_CONFIGS["llama"].num_key_value_heads == 3
     with pytest.raises(ConfigError, match=text):
         load_forward(folder, dtype="float32", pool_bytes=2**24, place=Place(size, 0))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", later("qwen3"), later("gemma3")])
+def test_a_rank_that_converts_its_part_alone_has_what_a_conversion_of_the_whole_leaves_of_it(
+    family: str, tmp_path
+) -> None:
+    folder, size = save_model(tmp_path, family), ParallelSize(tp=2, pp=2)
+    held = []
+    with torch.inference_mode():
+        for in_parts in (False, True):
+            whole = load_model(folder, "bfloat16", in_parts=in_parts)
+            as_stored = in_parts and family != "gemma3"
+            assert whole.model.dtype == (torch.float32 if as_stored else torch.bfloat16)
+            model = cut(whole, size, RankCoord(pp=1, tp=1)).model
+            held.append(dict(model.named_parameters()) | dict(model.named_buffers()))
+    assert held[0].keys() == held[1].keys()
+    for name, tensor in held[0].items():
+        assert tensor.dtype == held[1][name].dtype, name
+        assert torch.equal(tensor, held[1][name]), name

@@ -262,3 +262,14 @@ def test_integrity_check_sees_a_page_freed_under_the_tree():
 def test_page_sizes_must_agree():
     with pytest.raises(ValueError):
         PrefixTree(PagePool(4, 16), 8)
+
+
+def test_a_full_pool_gives_back_more_than_is_missing_so_that_new_pages_lie_together():
+    pool = PagePool(64, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    for prompt in range(64):
+        (page,) = pool.allocate(1, room=0)
+        tree.insert([prompt] * SIZE, [page])
+        pool.release([page])
+    taken = allocate_evicting(pool, tree, 1, room=0)
+    assert (len(taken), pool.free, tree.pages) == (1, 3, 60)

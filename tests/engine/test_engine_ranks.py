@@ -9,7 +9,7 @@ import torch
 from engine_models import GreedySampler, generate, save_model
 from rank_threads import RankThreads
 
-from segue.core.errors import ChecksumMismatch, ErrorCode, Internal, PeerLost, RankDivergence
+from segue.core.errors import ChecksumMismatch, ErrorCode, Internal, OutOfCapacity, PeerLost, RankDivergence
 from segue.core.parallel import ParallelSize
 from segue.core.request import SamplingParams
 from segue.engine.base import SequenceStep, run_step
@@ -147,6 +147,21 @@ def test_a_copy_that_changed_on_another_rank_fails_alone(pair):
     made.forwards[1].copy_in = flip
     with pytest.raises(ChecksumMismatch):
         made.engine.copy_in(made.engine.copy_out([0]), [3])
+    (result,) = run_step(made.engine, [STEP])
+    assert result.error is None
+    assert made.lost == []
+
+
+def test_words_reach_whoever_serves_a_rank_between_two_steps_and_its_refusal_ends_nobody(pair):
+    made = pair()
+    made.forward.tell(b"one role")
+    run_step(made.engine, [STEP])
+    made.forward.tell(b"another")
+    assert made.told == [b"one role", b"another"]
+
+    made.refuse = OutOfCapacity("no port is free")
+    with pytest.raises(OutOfCapacity, match="no port is free"):
+        made.forward.tell(b"a third")
     (result,) = run_step(made.engine, [STEP])
     assert result.error is None
     assert made.lost == []

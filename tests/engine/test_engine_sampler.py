@@ -328,6 +328,13 @@ class Stuck:
         self.seen.append(token)
 
 
+def test_a_sequence_that_is_opened_with_output_is_as_far_in_its_grammar():
+    grammar = Stuck([12, EOS])
+    sampler = Sampler(VOCAB, {EOS}, grammar)
+    sampler.open(1, [1], SamplingParams(grammar=Grammar("regex", "x")), output=[3, 4])
+    assert grammar.seen == [3, 4]
+
+
 def test_a_grammar_masks_and_a_stuck_one_is_that_sequences_error():
     grammar = Stuck([12, EOS])
     sampler = Sampler(VOCAB, {EOS}, grammar)

@@ -151,7 +151,12 @@ class Rig:
         leader = Leader(role, behave, **kw)
         self.leaders.append(leader)
         self.registry.put(await leader.start())
-        await self.until(lambda: any(r.leader == leader.node.me for r in self.fleet.router.usable(role)))
+        # Its first load: by then both sides have the session.
+        await self.until(
+            lambda: any(
+                r.leader == leader.node.me and r.load is not None for r in self.fleet.router.usable(role)
+            )
+        )
         return leader
 
     async def until(self, condition: Callable[[], bool]) -> None:

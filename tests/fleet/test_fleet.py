@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 
 import msgspec
 import pytest
@@ -46,6 +48,23 @@ def test_both_halves_get_the_same_signed_ticket_and_decode_is_streamed() -> None
         assert rig.fleet.context_tokens == 100
 
     run(test)
+
+
+def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.PREFILL)
+        await rig.add(Role.DECODE)
+        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        assert [output.position async for output in stream] == [0, 1, 2]
+        seen = weakref.ref(stream)
+        del stream
+        assert seen() is None
+
+    gc.disable()
+    try:
+        run(test)
+    finally:
+        gc.enable()
 
 
 def test_a_unified_replica_serves_alone() -> None:
@@ -246,8 +265,11 @@ def test_a_full_fleet_and_a_full_worker_are_429() -> None:
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL)
         d = await rig.add(Role.DECODE, "fail:OUT_OF_CAPACITY")
-        with pytest.raises(OutOfCapacity):
+        # Requests take 30 s here: that is when a place is free for the first who is refused.
+        rig.fleet._parts.vacancies.served(30.0)
+        with pytest.raises(OutOfCapacity) as refused:
             await rig.run()
+        assert refused.value.retry_after_s == 30
         assert len(d.submits) == 1, "the only worker said it is full; asking again at once helps nobody"
         requests = [rig.request() for _ in range(9)]
         for request in requests[:8]:

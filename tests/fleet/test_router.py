@@ -10,6 +10,7 @@ from msgspec import structs
 from segue.balance.attempts import Attempts, Next
 from segue.balance.base import PlacementRequest
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.core.control import Load
 from segue.core.errors import (
     AbortedByClient,
     DeadlineExceeded,
@@ -43,10 +44,10 @@ class Fleet:
         for name, role in replicas:
             self.add(name, role)
 
-    def add(self, name: str, role: Role, model: str = "one", **kw: Any) -> Replica:
-        where = ReplicaRecord(dp_rank=0, host="127.0.0.1", port=1)
+    def add(self, name: str, role: Role, model: str = "one", rank: int = 0, **kw: Any) -> Replica:
+        where = ReplicaRecord(dp_rank=rank, host="127.0.0.1", port=1)
         kw = {"served_model": "m", "context_tokens": 64, "model": model, **kw}
-        record = InstanceRecord(incarnation=Incarnation(name * 32), role=role, replicas=[where], **kw)
+        record = InstanceRecord(incarnation=Incarnation(name[0] * 32), role=role, replicas=[where], **kw)
         replica = Replica(record, where, session=object())  # type: ignore[arg-type]
         self.replicas[replica.leader] = self.made[name] = replica
         self.router.membership_changed()
@@ -203,6 +204,21 @@ def test_one_that_its_peer_says_is_gone_is_waited_for_and_then_asked() -> None:
     assert fleet.choose(attempts) == ("a", "d")
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_rank_that_is_lost_takes_those_with_it_that_share_its_experts_and_no_others(shared: bool) -> None:
+    fleet = Fleet(("a", Role.PREFILL))
+    for rank in range(3):
+        fleet.add(f"d{rank}", Role.DECODE, rank=rank, dp_size=3, shared_experts=shared)
+    attempts = Attempts(REQUEST)
+    gone = PeerLost("its session ended").at(peer=fleet.made["d1"].name)
+    assert fleet.fail("a", "d1", gone, attempts) is Next.PLACE_AGAIN
+    assert attempts.reported_by_peer is shared
+    assert (fleet.choose(attempts, patient=True) is None) is shared
+    fleet.add("e", Role.DECODE)
+    chosen = {fleet.choose(attempts, patient=True) for _ in range(6)}
+    assert chosen == ({("a", "e")} if shared else {("a", "e"), ("a", "d0"), ("a", "d2")})
+
+
 def test_one_that_the_registry_flags_as_draining_or_does_not_list_gets_nothing_new() -> None:
     fleet = pairs()
     flagged, unlisted = fleet.made["a"], fleet.made["d"]
@@ -213,13 +229,8 @@ def test_one_that_the_registry_flags_as_draining_or_does_not_list_gets_nothing_n
 
 def ranks(fleet: Fleet, instance: str, role: Role, size: int, **kw: Any) -> None:
     """An instance of `size` DP ranks; they are named a0, a1, …"""
-    for rank in reversed(range(size)):  # `add` makes rank 0
-        replica = fleet.add(instance, role, dp_size=size, **kw)
-        del fleet.replicas[replica.leader]
-        replica.where = ReplicaRecord(dp_rank=rank, host="127.0.0.1", port=1)
-        fleet.replicas[replica.leader] = fleet.made[f"{instance}{rank}"] = replica
-    del fleet.made[instance]
-    fleet.router.membership_changed()
+    for rank in reversed(range(size)):
+        fleet.add(f"{instance}{rank}", role, rank=rank, dp_size=size, **kw)
 
 
 def placed(fleet: Fleet, room: int = 1, **hints: Any) -> Route | None:
@@ -290,3 +301,92 @@ def test_where_the_rank_that_the_room_names_is_gone_the_room_is_fitted_to_the_on
     pinned = placed(fleet, room=6, disagg_prefill_dp_rank=1)
     assert pinned is not None
     assert pinned.room == 6, "whoever asks for a rank has a conflict, and prefill's rule for it"
+
+
+def at_decode(limit: int | None, *more: tuple[str, Role], **settings: Any) -> Fleet:
+    """A fleet of which `d` computes prompts of at most `limit` uncached tokens itself."""
+    fleet = Fleet(("d", Role.DECODE), *more, **settings)
+    computes(fleet, "d", limit)
+    return fleet
+
+
+def computes(fleet: Fleet, name: str, limit: int | None) -> None:
+    fleet.made[name].load = Load(
+        dp_rank=0, running=0, waiting=0, tokens=0, pages_free=9, pages_total=9, local_tokens=limit
+    )
+    fleet.router.membership_changed()
+
+
+def route(fleet: Fleet, attempts: Attempts | None = None, **asked: Any) -> tuple[str, str, str] | None:
+    attempts = attempts or Attempts(REQUEST)
+    wanted = PlacementRequest(1, attempts.request.prompt, **asked)
+    made = fleet.router.choose(attempts, wanted, 0.0, patient=False)
+    return None if made is None else (fleet.name(made.prefill), fleet.name(made.decode), made.reason)
+
+
+@pytest.mark.parametrize(
+    ("limit", "chosen"),
+    [
+        (2, ("d", "d", "short")),
+        (1, ("a", "d", "long")),
+        (0, ("a", "d", "long")),
+        (None, ("a", "d", "never")),
+    ],
+)
+def test_decode_computes_what_is_at_most_as_long_as_it_says(
+    limit: int | None, chosen: tuple[str, str, str]
+) -> None:
+    assert route(at_decode(limit, ("a", Role.PREFILL))) == chosen
+
+
+def test_decode_computes_long_prompts_where_no_prefill_is_there_if_it_computes_any() -> None:
+    assert route(at_decode(0)) == ("d", "d", "no_prefill")
+    fleet = at_decode(None)
+    assert route(fleet) is None
+    assert not fleet.router.can_serve
+    computes(fleet, "d", 0)
+    assert fleet.router.can_serve
+
+
+def test_decode_computes_what_failed_on_every_prefill_and_what_none_can_hand_over() -> None:
+    fleet = at_decode(0, ("a", Role.PREFILL))
+    attempts = Attempts(REQUEST)
+    attempts.begin(fleet.made["a"].leader, fleet.made["d"].leader)
+    attempts.failed(
+        Internal("a bug", retryable=True).at(origin=fleet.made["a"].name).info, fleet.made["a"].leader
+    )
+    assert route(fleet, attempts) == ("d", "d", "no_prefill")
+    fleet = at_decode(0, ("a", Role.PREFILL))
+    assert fleet.fail("a", "d", LayoutMismatch("unequal")) is Next.PLACE_AGAIN
+    assert route(fleet) == ("d", "d", "no_prefill")
+    full = OutOfCapacity("full", retryable=True).at(origin=fleet.made["a"].name)
+    assert fleet.fail("a", "d", full) is Next.PLACE_AGAIN, "decode is asked without it"
+
+
+def test_who_names_the_prefill_side_gets_a_hand_off_or_nothing() -> None:
+    fleet = at_decode(100, ("a", Role.PREFILL))
+    asked: list[dict[str, Any]] = [
+        {"ranks": RankHints(disagg_prefill_dp_rank=0)},
+        {"ranks": RankHints(force_query_prefill_dp_rank=True)},
+        {"prefill": fleet.made["a"].leader.incarnation},
+    ]
+    assert [route(fleet, **one) for one in asked] == [("a", "d", "asked")] * 3
+    fleet = at_decode(100)
+    assert [route(fleet, **one) for one in asked] == [None] * 3
+
+
+def test_tokens_that_were_given_count_and_those_that_decode_was_sent_before_do_not() -> None:
+    fleet = at_decode(3, ("a", Role.PREFILL))
+    attempts = Attempts(structs.replace(REQUEST, output=[7]))
+    assert route(fleet, attempts) == ("d", "d", "short")
+    attempts = Attempts(structs.replace(REQUEST, output=[7, 8]))
+    assert route(fleet, attempts) == ("a", "d", "long")
+    fleet = at_decode(3, ("a", Role.PREFILL), policy="prefix_aware")
+    long = Attempts(structs.replace(REQUEST, prompt=list(range(66))))
+    assert route(fleet, long) == ("a", "d", "long")
+    assert route(fleet, long) == ("d", "d", "short"), "64 of 66 tokens were sent there before"
+
+
+def test_a_unified_instance_stands_beside_decode_instances_that_compute_prompts() -> None:
+    fleet = at_decode(2, ("a", Role.PREFILL), ("u", Role.UNIFIED))
+    assert {route(fleet) for _ in range(4)} == {("d", "d", "short"), ("u", "u", "unified")}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,12 +14,15 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from segue.core.errors import Draining, ErrorInfo, SegueError, Starting
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, TokenLogprob, Usage
 from segue.core.types import FinishReason
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
+from segue.frontend.backend import Wait
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.keys import ApiKeys
 from segue.frontend.tokenizer import ModelTokenizer
@@ -65,6 +69,60 @@ def tokenizer(model_folder: Path) -> ModelTokenizer:
     return ModelTokenizer.load(model_folder)
 
 
+class Wire:
+    """A connection's transport: what was written, and whether it was cut."""
+
+    def __init__(self) -> None:
+        self.said = b""
+        self.aborted = False
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.said += data
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+def cycle_over(wire: Wire, *, keep_alive: bool = True) -> RequestResponseCycle:
+    """uvicorn's state of one request whose answer goes to `wire`."""
+    log = logging.getLogger("uvicorn.error")
+    return RequestResponseCycle(
+        scope={"type": "http", "method": "POST"},  # type: ignore[typeddict-item]
+        transport=wire,  # type: ignore[arg-type]
+        flow=FlowControl(wire),  # type: ignore[arg-type]
+        logger=log,
+        access_logger=log,
+        access_log=False,
+        default_headers=[(b"date", b"today")],
+        message_event=asyncio.Event(),
+        expect_100_continue=False,
+        keep_alive=keep_alive,
+        on_response=lambda: None,
+    )
+
+
+class Told:
+    """`segue.frontend.backend.Generation` of what an iterator gives."""
+
+    def __init__(self, outputs: AsyncIterator[Output]) -> None:
+        self._outputs = outputs
+
+    async def deliver(self, take: Callable[[Output], Wait | None]) -> None:
+        async with contextlib.aclosing(self._outputs) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                wait = take(output)
+                if wait is not None:
+                    await wait()
+
+
 @dataclass
 class FakeBackend:
     """Answers each request with `script(request)`, one token per output unless told otherwise."""
@@ -97,13 +155,13 @@ class FakeBackend:
     def sizes(self) -> dict[str, int]:
         return {"streams": len(self.open)}
 
-    def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
+    def submit(self, request: Request, *, budget_s: float) -> Told:
         assert 0 < budget_s <= 600
         if self.refuse is not None:
-            raise self.refuse.info.exception()
+            raise self.refuse
         self.requests.append(request)
         self.open.add(request.request_id)
-        return self._run(request)
+        return Told(self._run(request))
 
     async def _run(self, request: Request) -> AsyncIterator[Output]:
         s = request.sampling
@@ -255,4 +313,15 @@ def door(backend: FakeBackend, tokenizer: ModelTokenizer) -> Iterator[Running]:
         yield running
 
 
-__all__ = ["CHATML", "CONTEXT", "Draining", "FakeBackend", "Running", "make_tokenizer", "serve"]
+__all__ = [
+    "CHATML",
+    "CONTEXT",
+    "Draining",
+    "FakeBackend",
+    "Running",
+    "Told",
+    "Wire",
+    "cycle_over",
+    "make_tokenizer",
+    "serve",
+]

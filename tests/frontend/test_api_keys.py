@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from conftest import FakeBackend, Running, serve
-from segue.core.config import AccessConfig
+from segue.core.access_config import AccessConfig
 from segue.core.errors import ConfigError
 from segue.frontend.keys import MAX_KEY_CHARS, ApiKeys, read_keys
 from segue.frontend.tokenizer import ModelTokenizer
@@ -88,8 +88,9 @@ def test_each_key_opens(locked: Running, key: str, scheme: str) -> None:
     assert locked.http.get("/metrics", headers=headers).status_code == 200
 
 
-def test_two_headers_are_no_key(locked: Running) -> None:
-    both = [("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {KEYS[0]}")]
+@pytest.mark.parametrize("values", [("wrong", KEYS[0]), (KEYS[0], "wrong"), (KEYS[0], KEYS[0])])
+def test_two_headers_are_no_key_whichever_is_right(locked: Running, values: tuple[str, str]) -> None:
+    both = [("Authorization", f"Bearer {value}") for value in values]
     assert locked.http.get("/v1/models", headers=both).status_code == 401
 
 
@@ -191,3 +192,30 @@ def test_a_file_that_is_not_there_or_a_bad_key_is_a_wrong_setting(tmp_path: Path
         file.chmod(0)
         with pytest.raises(ConfigError, match="Permission"):
             read_keys(AccessConfig(api_key_file=str(file)))
+
+
+def test_requests_of_several_keys_are_told_apart_by_a_number_and_not_by_the_key(
+    locked: Running, backend: FakeBackend
+) -> None:
+    for key, user in ((KEYS[1], "anna"), (KEYS[0], "anna"), (KEYS[1], "ben")):
+        body = {**HI, "user": user, "priority": -3}
+        headers = {"Authorization": f"Bearer {key}"}
+        assert locked.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    assert [r.tenant for r in backend.requests] == ["key 2", "key 1", "key 2"]
+    assert {r.priority for r in backend.requests} == {-3}
+
+
+@pytest.mark.parametrize("keys", [(), KEYS[:1]])
+def test_with_one_key_or_none_users_are_told_apart(
+    keys: tuple[str, ...], backend: FakeBackend, tokenizer: ModelTokenizer
+) -> None:
+    with serve(backend, tokenizer, keys=keys) as running:
+        headers = {"Authorization": f"Bearer {KEYS[0]}"}
+        for more in ({"user": "anna"}, {"user": "ben"}, {"user": "anna"}, {}):
+            answer = running.http.post("/v1/chat/completions", json=HI | more, headers=headers)
+            assert answer.status_code == 200
+    first, second, third, fourth = (r.tenant for r in backend.requests)
+    assert first == third != second
+    assert "anna" not in first
+    assert fourth == ""
+    assert {r.priority for r in backend.requests} == {0}

@@ -26,6 +26,8 @@ BAD = [
     (CHAT, {"messages": HI, "max_tokens": 10**9}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": 10**30}, "max_tokens"),
     (CHAT, {"messages": HI, "max_tokens": "5"}, "max_tokens"),
+    (CHAT, {"messages": HI, "priority": 2**31}, "priority"),
+    (CHAT, {"messages": HI, "priority": "high"}, "priority"),
     (CHAT, {"messages": HI, "max_tokens": True}, "max_tokens"),
     (CHAT, {"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"messages": HI, "n": 0}, "n"),

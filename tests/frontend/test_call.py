@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
-from segue.core.errors import AbortedByClient, OutOfCapacity, RequestTooLarge, SegueError
-from segue.frontend.http_call import BodyBudget, EventStream, HttpCall
+from conftest import Wire, cycle_over
+from segue.core.errors import AbortedByClient, Internal, OutOfCapacity, RequestTooLarge, SegueError
+from segue.frontend.http_call import BodyBudget, HttpCall
+from segue.session.http_exchange import EXCHANGE, HttpExchange
 
 PIECES = [b"x" * 6, b"y" * 6, b"z" * 6]
+
+
+def called(exchange: HttpExchange, receive: Any = None) -> HttpCall:
+    return HttpCall({"headers": [(b"x-request-id", b"r")], EXCHANGE: lambda: exchange}, receive)
 
 
 async def read(limit_bytes: int, budget: BodyBudget, *, leaves: bool = False) -> bytes:
@@ -24,9 +31,8 @@ async def read(limit_bytes: int, budget: BodyBudget, *, leaves: bool = False) ->
     async def receive() -> dict[str, Any]:
         return messages.pop(0)
 
-    async def send(_message: Any) -> None: ...
-
-    return await HttpCall({"headers": []}, receive, send).body(limit_bytes, budget, timeout_s=10)
+    call = called(HttpExchange(cycle_over(Wire())), receive)
+    return await call.body(limit_bytes, budget, timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -46,63 +52,115 @@ def test_what_was_held_of_a_body_is_given_back_however_it_ends(
     assert budget.used_bytes == 0
 
 
-class Alarms:
-    """The clock and the one timer of a stream."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.due: tuple[float, Callable[[], None]] | None = None
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, when: float, call: Callable[[], None]) -> None:
-        self.due = (when, call)
-
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
-        self.call_at(self.now + delay_s, call)
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        if self.due is not None and self.due[0] <= self.now:
-            _, call = self.due
-            call()
-
-
-class Wire:
-    aborted = False
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_slow_model_is_no_slow_client(reads: bool) -> None:
-    """Between two tokens nothing is being sent, so nobody is waited for."""
-    wire, alarms = Wire(), Alarms()
-
+@pytest.mark.parametrize(("limit_bytes", "fits"), [(6, True), (5, False)])
+def test_a_body_that_has_come_already_is_taken_as_it_is(limit_bytes: int, fits: bool) -> None:
     async def main() -> None:
-        taken = asyncio.Event()
-
-        async def receive() -> dict[str, Any]:
-            raise AssertionError("nothing is read here")
-
-        async def send(_message: Any) -> None:
-            await taken.wait()
-
-        stream = EventStream(HttpCall({"headers": []}, receive, send), send, wire, stall_s=1.0)
-        stream._loop = alarms  # type: ignore[assignment]
-        taken.set()
-        await stream.events([{"token": 1}])
-        if reads:
-            alarms.wait(5.0)
+        cycle = cycle_over(Wire())
+        cycle.body, cycle.more_body = bytearray(b"x" * 6), False
+        reading = called(HttpExchange(cycle)).body(limit_bytes, BodyBudget(0), timeout_s=10)
+        if fits:
+            assert await reading == b"x" * 6
         else:
-            taken.clear()
-            sending = asyncio.ensure_future(stream.events([{"token": 2}]))
-            await asyncio.sleep(0)
-            alarms.wait(1.0)
-            sending.cancel()
-        assert stream.stalled is not reads
+            with pytest.raises(RequestTooLarge):
+                await reading
 
     asyncio.run(main())
-    assert wire.aborted is not reads
+
+
+def test_a_call_that_is_over_leaves_nothing_to_the_garbage_collector() -> None:
+    async def main() -> None:
+        call = called(HttpExchange(cycle_over(Wire())))
+        async with call:
+            await asyncio.sleep(0)
+        seen = weakref.ref(call)
+        del call
+        await asyncio.sleep(0)
+        assert seen() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("when", ["before", "inside", "after the answer"])
+def test_a_client_that_leaves_ends_what_is_done_for_it_and_nothing_later(when: str) -> None:
+    async def main() -> None:
+        exchange = HttpExchange(cycle_over(Wire()))
+        call = called(exchange)
+        if when == "before":
+            exchange.leave()
+        try:
+            async with call:
+                if when == "after the answer":
+                    await call.answer(200, {})
+                if when != "before":
+                    asyncio.get_running_loop().call_soon(exchange.leave)
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        except AbortedByClient:
+            assert call.gone
+        else:
+            assert not call.gone
+        assert call.gone is (when != "after the answer")
+        await asyncio.sleep(0)  # the task goes on
+
+    asyncio.run(main())
+
+
+def test_a_slow_model_is_no_slow_client() -> None:
+    """Between two tokens nobody is waited for, nor while a client that is behind reads again."""
+    wire = Wire()
+
+    async def main() -> None:
+        exchange = HttpExchange(cycle := cycle_over(wire))
+        stream = called(exchange).stream(stall_s=30)
+        assert stream.events(b"data: 1\n\n") is None
+        cycle.flow.pause_writing()
+        wait = stream.events(b"data: 2\n\n")
+        assert wait is not None
+        asyncio.get_running_loop().call_soon(cycle.flow.resume_writing)
+        await wait()
+        assert stream.events(b"data: 3\n\n") is None
+        await stream.end()
+
+    asyncio.run(main())
+    assert not wire.aborted
+    assert wire.said.count(b"HTTP/1.1 200") == 1
+    assert [wire.said.count(b"data: %d" % n) for n in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_a_client_that_reads_nothing_is_cut() -> None:
+    wire = Wire()
+
+    async def main() -> None:
+        exchange = HttpExchange(cycle := cycle_over(wire))
+        stream = (call := called(exchange)).stream(stall_s=0.01)
+        stream.events(b"data: 1\n\n")
+        cycle.flow.pause_writing()
+        with pytest.raises(AbortedByClient, match="read nothing"):
+            await stream.end()
+        assert call.gone
+
+    asyncio.run(main())
+    assert wire.aborted
+    assert b"DONE" not in wire.said
+
+
+@pytest.mark.parametrize("sent", ["nothing", "an event", "an answer"])
+def test_an_error_is_the_status_then_an_event_and_after_the_answer_nothing(sent: str) -> None:
+    wire = Wire()
+
+    async def main() -> None:
+        call = called(HttpExchange(cycle_over(wire)))
+        if sent == "an event":
+            call.stream(stall_s=1).events(b"data: 1\n\n")
+        elif sent == "an answer":
+            await call.answer(200, {})
+        await call.fail(Internal("a bug"))
+
+    asyncio.run(main())
+    assert wire.said.startswith(b"HTTP/1.1 500" if sent == "nothing" else b"HTTP/1.1 200")
+    assert wire.said.count(b"a bug") == (sent != "an answer")
+    assert wire.said.count(b"HTTP/1.1") == 1

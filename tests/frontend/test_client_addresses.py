@@ -12,12 +12,14 @@ import httpx
 import pytest
 
 import segue
+from conftest import Wire, cycle_over
 from segue.core.limits import Limits
 from segue.core.request import Request, SamplingParams, Ticket
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
+from segue.session.http_exchange import EXCHANGE, HttpExchange
 
 #: Addresses and pins that routers put into bodies and headers (contract.md, sections 2a and 2b).
 FIELDS: dict[str, Any] = {
@@ -85,12 +87,27 @@ def bodies(port: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def without_sockets(app: Any) -> Any:
+    """`app`, called as our HTTP server does, with ASGI's messages for a client of this process."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        wire = Wire()
+        scope[EXCHANGE] = lambda: HttpExchange(cycle_over(wire))
+        await app(scope, receive, send)
+        if wire.said:
+            head, _, body = wire.said.partition(b"\r\n\r\n")
+            await send({"type": "http.response.start", "status": int(head.split()[1]), "headers": []})
+            await send({"type": "http.response.body", "body": body})
+
+    return call
+
+
 def test_lesson_19_no_field_and_no_header_of_a_client_makes_the_frontend_contact_a_host(
     backend: Any, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contacted: list[object] = []
     settings = OpenAIServerSettings(model="tiny", context_tokens=512, vocab_size=330, limits=Limits())
-    app = build_app(OpenAIServer(backend, tokenizer, settings, Metrics()))
+    app = without_sockets(build_app(OpenAIServer(backend, tokenizer, settings, Metrics())))
 
     def watch() -> None:
         for name in ("connect", "connect_ex", "sendto"):
@@ -145,17 +162,22 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
                     found.setdefault(str(file.relative_to(source)), set()).add(name)
     allowed = {
         "bootstrap/backends.py",  # the registry itself, from a setting
+        "bootstrap/address_backend.py",  # instances, from a setting
+        "bootstrap/etcd.py",  # etcd, from a setting
         "session/node.py",  # opens what it is told to, by the next two
         "fleet/membership.py",  # leaders, from the registry
+        "fleet/operator.py",  # the same, for a command line
         "conn/control_plane.py",  # prefill leaders, from the registry
-        "conn/manager.py",  # what the next one is told
+        "conn/manager.py",  # what the next ones are told
+        "conn/opening.py",
         "conn/ranks.py",  # endpoints, from their leaders' sessions
         "conn/rank.py",
         "conn/rank_worker.py",  # what its leader tells it, over a socket that it has inherited
         "conn/worker_rank.py",
-        "transport/tcp_out.py",
+        "transport/tcp_sockets.py",
         "transport/tcp_net.py",  # what it is told to, by the one before
         "transport/shm_out.py",
+        "serve/kv_publisher.py",  # two sockets of its own process with one another
     }
     inner = {name for name in found if not name.startswith(("cli/", "sim/", "engine/store"))}
     assert inner <= allowed, inner - allowed
@@ -163,5 +185,5 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "bootstrap/backends.py",
         "session/node.py",
         "fleet/membership.py",
-        "transport/tcp_out.py",
+        "transport/tcp_sockets.py",
     } <= inner

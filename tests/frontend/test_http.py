@@ -111,10 +111,12 @@ def test_openai_client_sees_typed_errors(client: openai.OpenAI, backend: FakeBac
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=HI)  # type: ignore[arg-type]
     assert missing.value.code == "model_not_found"
-    backend.refuse = OutOfCapacity("full")
-    with pytest.raises(openai.RateLimitError) as full:
-        client.chat.completions.create(model="tiny", messages=HI)  # type: ignore[arg-type]
-    assert full.value.response.headers["retry-after"] == "1"
+    for seconds in (1, 17):
+        backend.refuse = OutOfCapacity("full")
+        backend.refuse.retry_after_s = seconds
+        with pytest.raises(openai.RateLimitError) as full:
+            client.chat.completions.create(model="tiny", messages=HI)  # type: ignore[arg-type]
+        assert full.value.response.headers["retry-after"] == str(seconds)
     backend.refuse = None
     backend.error_at, backend.error = 2, TransferFailed("the wire broke", origin="prefill 1 dp0")
     stream = client.chat.completions.create(model="tiny", messages=HI, stream=True)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from test_tool_calls import ASK, CALL, TOOLS
 
 from conftest import FakeBackend, Running
 from segue.core.request import Request
+from segue.frontend.native import REFUSED_IN_GENERATE, REFUSED_IN_SAMPLING_PARAMS
 from segue.frontend.openai_types import (
     BodyReader,
     ChatBody,
@@ -123,6 +124,8 @@ def test_the_page_names_exactly_what_is_built_and_refused() -> None:
     assert documented("refused in `stream_options`") == set(REFUSED_IN_STREAM_OPTIONS)
     assert documented("refused in `structured_outputs`") == set(REFUSED_IN_STRUCTURED_OUTPUTS)
     assert documented("refused in `/tokenize`") == set(REFUSED_IN_TOKENIZE)
+    assert documented("refused in `/generate` (direct mode)") == set(REFUSED_IN_GENERATE)
+    assert documented("refused in `sampling_params`") == set(REFUSED_IN_SAMPLING_PARAMS)
 
 
 def test_no_field_is_of_two_kinds() -> None:

@@ -18,6 +18,7 @@ from fuzz_loop import Target
 
 from segue.frontend.http_server import HttpServer, public_guard
 from segue.session.guarded_http import MAX_HEAD_BYTES, GuardedHttp
+from segue.session.http_exchange import EXCHANGE
 
 #: Seconds that a client pauses between two pieces; a head has 10, a request 75, an idle connection 75.
 PAUSES_S = (0.0, 0.0, 0.5, 4.0, 11.0, 80.0)
@@ -76,11 +77,15 @@ class _Answers:
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
-    """Reads a body, unless the path says that it is not looked at, and answers after a turn of the loop."""
+    """Reads a body, unless the path says that it is not looked at, and answers after a turn of the loop, in
+    ASGI's messages or as bytes."""
     if "now" not in scope["path"]:
         while (message := await receive())["type"] == "http.request" and message.get("more_body"):
             pass
     await asyncio.sleep(0)
+    if "bytes" in scope["path"]:
+        scope[EXCHANGE]().answer(200, [], b"ok")
+        return
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"ok"})
 
@@ -134,7 +139,7 @@ def _guard(data: bytes) -> str:
     connection = loop.run_until_complete(talk())
     assert not failures, failures
     assert (server.pending, server.members, len(server.server_state.connections)) == (0, 0, 0)
-    assert connection._late is None
+    assert connection._late._timer is None
     answers = _Answers()
     answers.parser.feed_data(wire.said)
     return " ".join(map(str, answers.statuses[:4]))
@@ -143,8 +148,20 @@ def _guard(data: bytes) -> str:
 _WHOLE = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
 _BODY = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
 _NOW = b"POST /now HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\nhello"
+_BYTES = b"POST /bytes/now HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
 _CHUNKED = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2;e=1\r\nok\r\n0\r\nt: v\r\n\r\n"
-SAID = (_WHOLE, _BODY, _NOW, _CHUNKED, _WHOLE[:-2], b"\r\n", b"x: " + b"y" * 70_000, b"", b"\x16\x03\x01")
+SAID = (
+    _WHOLE,
+    _BODY,
+    _NOW,
+    _BYTES,
+    _CHUNKED,
+    _WHOLE[:-2],
+    b"\r\n",
+    b"x: " + b"y" * 70_000,
+    b"",
+    b"\x16\x03\x01",
+)
 
 
 def _seeds() -> list[bytes]:

@@ -34,8 +34,9 @@ from segue.handoff.messages import HandoffMessage, LeaderInfo
 from segue.layout.spec import PoolSpec
 from segue.serve.lifeline import CannotStart, Ready
 from segue.session import frames
-from segue.transport import handshake, tcp, tcp_wire
+from segue.transport import handshake, tcp_wire
 from segue.transport.shm_wire import ShmAddress
+from segue.transport.tcp_sockets import TcpAddress
 
 Bytes = st.SearchStrategy[bytes]
 
@@ -87,7 +88,7 @@ HOSTS = st.sampled_from(("127.0.0.1", "::1", "localhost", "", "a\0b", "é" * 100
 def _handshake(peer: RankId, group: bytes, index: int, streams: int) -> bytes:
     listener = handshake.ListenerProof(fuzz_wire.KEY)
     listener._nonce = b"n" * 16
-    hello = handshake.Hello(peer, group, index, streams)
+    hello = handshake.StreamHello(peer, group, index, streams)
     return handshake.WriterProof(fuzz_wire.KEY, hello).respond(listener.challenge())
 
 
@@ -195,9 +196,7 @@ TYPED: dict[str, Bytes] = {
     "tcp_part": _parts,
     "tcp_raw_part": _parts,
     "tcp_ack": st.builds(tcp_wire.pack_ack, st.integers(0, 255), st.integers(0, 2**32 - 1)),
-    "tcp_endpoint": Types(fields={"host": HOSTS, "version": st.sampled_from((1, 1, 2))}).encoded(
-        tcp.TcpAddress
-    ),
+    "tcp_endpoint": Types(fields={"host": HOSTS, "version": st.sampled_from((1, 1, 2))}).encoded(TcpAddress),
     "shm_endpoint": Types(fields={"version": st.sampled_from((1, 1, 2))}).encoded(ShmAddress),
     "shm_verdict": st.lists(st.sampled_from((0, 1, 2, 3, 4, 128, 255)), max_size=6).map(bytes),
     "report": JSON.encoded(Ready | CannotStart),

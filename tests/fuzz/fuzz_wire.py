@@ -25,12 +25,13 @@ from segue.session import frames
 from segue.session.connection import Connection, State
 from segue.session.handshake import Handshake, session_key
 from segue.session.node import SessionNode
-from segue.transport import handshake, shm_out, tcp, tcp_wire
+from segue.transport import handshake, shm_out, tcp_wire
 from segue.transport.base import Endpoint
 from segue.transport.kinds import KINDS
 from segue.transport.memory import allocate
 from segue.transport.shm_host import HOST
 from segue.transport.shm_wire import ShmAddress
+from segue.transport.tcp_sockets import TcpAddress
 
 SECRET = b"a secret of the tests"
 MINE, THEIRS = Incarnation("a" * 32), Incarnation("b" * 32)
@@ -146,8 +147,8 @@ def _session(data: bytes, *, state: str, framed: bool) -> str:
     return asyncio.run(main())
 
 
-def _hello() -> frames.Hello:
-    return frames.Hello(
+def _hello() -> frames.SessionHello:
+    return frames.SessionHello(
         incarnation=THEIRS,
         role=Role.PREFILL,
         dp_rank=0,
@@ -163,10 +164,10 @@ def _frame_seeds() -> list[bytes]:
         _hello(),
         frames.Proof(b"m" * 32),
         frames.Welcome(payload=b"p", max_frame_bytes=2**20, others=[b"s" * 16]),
-        frames.Accepted([b"s" * 16]),
+        frames.SessionAccepted([b"s" * 16]),
         frames.Opened(),
         frames.Duplicate(),
-        frames.Refused(BROKEN),
+        frames.SessionRefused(BROKEN),
         frames.Ping(),
         frames.Bye(BROKEN),
     ]
@@ -196,7 +197,7 @@ def _listener(data: bytes) -> str:
 
 
 def _writer(data: bytes) -> str:
-    door = handshake.WriterProof(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1))
+    door = handshake.WriterProof(KEY, handshake.StreamHello(rank("a"), bytes(16), 0, 1))
     challenge, verdict = data[: handshake.CHALLENGE_BYTES], data[handshake.CHALLENGE_BYTES :]
     # Both are read with `exactly`: other lengths cannot come here.
     door.respond(challenge.ljust(handshake.CHALLENGE_BYTES, b"\0"))
@@ -207,7 +208,7 @@ def _writer(data: bytes) -> str:
 def _response() -> bytes:
     listener = handshake.ListenerProof(KEY)
     listener._nonce = b"n" * 16
-    return handshake.WriterProof(KEY, handshake.Hello(rank("a"), bytes(16), 0, 1)).respond(
+    return handshake.WriterProof(KEY, handshake.StreamHello(rank("a"), bytes(16), 0, 1)).respond(
         listener.challenge()
     )
 
@@ -218,7 +219,7 @@ def _verdict_seeds() -> list[bytes]:
     return [listener.challenge() + verdict, listener.challenge() + listener.refuse("no")]
 
 
-_GOOD = handshake.Hello(rank("a"), bytes(16), 0, 1)
+_GOOD = handshake.StreamHello(rank("a"), bytes(16), 0, 1)
 
 
 # ---- tcp ----------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def _tcp_endpoint(data: bytes) -> str:
 
 
 def _tcp_endpoint_seeds() -> list[bytes]:
-    address = tcp.TcpAddress(version=1, host="127.0.0.1", port=9, key=KEY)
+    address = TcpAddress(version=1, host="127.0.0.1", port=9, key=KEY)
     return [
         msgspec.msgpack.encode(a)
         for a in (
@@ -316,7 +317,7 @@ def _tcp_endpoint_seeds() -> list[bytes]:
 
 def _shm_endpoint(data: bytes) -> str:
     ours = {"shm": [Endpoint("shm", 4096, _shm_endpoint_seeds()[0])]}
-    KINDS.choose(ours, {"shm": [Endpoint("shm", 4096, data)]})
+    KINDS.choices(ours, {"shm": [Endpoint("shm", 4096, data)]})
     shm_out.map_peer(rank("a"), rank("b"), Endpoint("shm", 4096, data), 0.2)
     return "connected"
 

@@ -90,6 +90,9 @@ class Job:
     pages: list[int] = field(default_factory=list)
     published: bool = False
     sent: int = 0
+    #: of the tokens until `begun` the first `layers` layers were sent
+    begun: int = 0
+    layers: int = 0
     metadata_sent: bool = False
     phases: list[KVPoll] = field(default_factory=list)
     errors: list[ErrorInfo] = field(default_factory=list)
@@ -356,16 +359,27 @@ class World:
         return True
 
     def send_chunk(self, job: Job, tokens: int) -> bool:
-        """Compute up to `tokens` tokens and send them."""
+        """Compute up to `tokens` tokens, or what `send_layers` has left of them, and send them."""
+        return self.send_layers(job, tokens, None)
+
+    def send_layers(self, job: Job, tokens: int, layers: int | None) -> bool:
+        """Compute the first `layers` layers (None: all) of up to `tokens` tokens and send them."""
         node = self.prefill
         if job.phases[-1] not in (KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING) or job.sent == job.prompt:
             return False
-        span = Span(job.sent, min(job.prompt, job.sent + tokens))
+        most = node.specs[0].shape.layers
+        if layers is not None and not job.layers < layers < most:
+            return False
+        span = Span(job.sent, job.begun or min(job.prompt, job.sent + tokens))
         for token in range(span.start, span.end):
             for rank, index, value in node.at(job, token, 0):
-                node.memory[rank][index] = value
-        job.sent = span.end
-        self.tell(node, events.SendChunk(job.transfer, span, tuple(job.pages)))
+                if value % 16 // 2 < (layers or most):
+                    node.memory[rank][index] = value
+        if layers is None:
+            job.sent, job.begun, job.layers = span.end, 0, 0
+        elif span.end > job.prefix:
+            job.begun, job.layers = span.end, layers
+        self.tell(node, events.SendChunk(job.transfer, span, tuple(job.pages), layers=layers))
         return True
 
     def send_metadata(self, job: Job) -> bool:
@@ -454,10 +468,8 @@ class World:
             return True
         write.landed = True
         for b in effect.blocks:
-            for i in range(b.rows):
-                src = (b.src_offset + i * b.src_stride) // 8
-                dst = (b.dst_offset + i * b.dst_stride) // 8
-                size = b.row_bytes // 8
+            for at, to, nbytes in b.ranges():
+                src, dst, size = at // 8, to // 8, nbytes // 8
                 source = writer.memory[effect.rank]
                 node.memory[effect.target][dst : dst + size] = source[src : src + size]
         touched = {
@@ -465,8 +477,8 @@ class World:
             for page in range(node.spec.pages)
             for index_ in node.indices(effect.target, page)
             for b in effect.blocks
-            for i in range(b.rows)
-            if 0 <= index_ - (b.dst_offset + i * b.dst_stride) // 8 < b.row_bytes // 8
+            for _, to, nbytes in b.ranges()
+            if 0 <= index_ - to // 8 < nbytes // 8
         }
         for page in touched:
             assert node.owner.get(page) == effect.transfer, "a write landed in memory whose lease ended"
@@ -577,6 +589,7 @@ class World:
             for job in list(self.decode.jobs.values()):
                 moved = self.publish(job) or moved
             for job in list(self.prefill.jobs.values()):
+                self.send_layers(job, self.rng.randint(1, 20), self.rng.randint(1, 8))
                 moved = self.send_chunk(job, self.rng.randint(1, 20)) or self.send_metadata(job) or moved
 
     def _check_both_know(self) -> None:

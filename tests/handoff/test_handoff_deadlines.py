@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.core.types import LeaderId, TransferId, new_incarnation
-from segue.handoff.timers import Deadlines, Timer
+from segue.handoff.timers import DeadlineEntry, Deadlines
 
 ONE = TransferId(1, 0, LeaderId(new_incarnation()), LeaderId(new_incarnation()))
 STEP = st.one_of(
@@ -19,8 +19,8 @@ STEP = st.one_of(
 )
 
 
-def timer(at: float) -> Timer:
-    return Timer(ONE, at)
+def timer(at: float) -> DeadlineEntry:
+    return DeadlineEntry(ONE, at)
 
 
 @settings(max_examples=150, deadline=None)
@@ -28,8 +28,8 @@ def timer(at: float) -> Timer:
 def test_deadlines_are_those_of_a_list(steps: list[tuple[str, int]], slack: int) -> None:
     deadlines = Deadlines()
     deadlines._SLACK = slack  # type: ignore[misc]  # so that a short sequence compacts often
-    made: list[Timer] = []
-    live: list[Timer] = []  # in the order in which they were added
+    made: list[DeadlineEntry] = []
+    live: list[DeadlineEntry] = []  # in the order in which they were added
     for what, n in steps:
         if what == "add":
             made.append(timer(float(n)))
@@ -57,7 +57,7 @@ def test_deadlines_are_those_of_a_list(steps: list[tuple[str, int]], slack: int)
 def test_compaction_keeps_every_live_timer(cancelled: int) -> None:
     deadlines = Deadlines()
     keep = [timer(float(at)) for at in (5, 1, 3)]
-    others: list[Timer] = []
+    others: list[DeadlineEntry] = []
     deadlines.add(keep[0])
     for at in range(cancelled):
         deadlines.add(gone := timer(float(at % 7)))

@@ -76,6 +76,28 @@ def test_success_waits_for_what_is_passed_on_and_for_its_checksum(mode: Checksum
     w.come_to_rest()
 
 
+def test_success_waits_for_an_earlier_chunk_that_is_passed_on_later_than_the_last_one() -> None:
+    w = Case(ranks=(1, Side(copies=2))).waiting()
+    assert w.s is not None
+    assert w.r is not None
+    for tokens in (4, PROMPT - 4):
+        w.send_chunk(w.s, tokens)
+    w.send_metadata(w.s)
+    for _ in range(2):
+        w.land()
+        w.finish()
+    while w.deliver(Role.DECODE):
+        pass
+    assert len(all_of(w, events.Relay)) == 2
+    w.land(1)
+    w.finish()
+    assert w.receiver_state == "TRANSFERRING", "the first chunk has not come to rank 1"
+    w.land()
+    w.finish()
+    assert w.r.phases[-1] is KVPoll.SUCCESS
+    w.come_to_rest()
+
+
 def test_what_is_missing_names_the_rank_that_was_not_reached() -> None:
     w = passing_on()
     w.advance(100.0)

@@ -93,6 +93,12 @@ class Handoffs(RuleBasedStateMachine):
         if job is not None:
             self.world.send_chunk(job, tokens)
 
+    @rule(index=INDEX, tokens=st.integers(1, 20), layers=st.integers(1, 5))
+    def layers(self, index: int, tokens: int, layers: int) -> None:
+        job = live(self.world.prefill.jobs, index)
+        if job is not None:
+            self.world.send_layers(job, tokens, layers)
+
     @rule(index=INDEX)
     def metadata(self, index: int) -> None:
         job = live(self.world.prefill.jobs, index)

@@ -15,7 +15,7 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.request import Ticket
-from segue.core.types import Incarnation, LeaderId
+from segue.core.types import OPEN_RANK, Incarnation, LeaderId
 from segue.handoff.dp_ranks import FOLLOW_BOOTSTRAP_ROOM, resolve_prefill_dp_rank
 from segue.handoff.ticket import SpentTickets, sign, verify
 
@@ -82,11 +82,28 @@ def test_another_secret_or_none_is_refused_both_ways() -> None:
         ({"room": 0}, InvalidRequest),
         ({"room": -1}, InvalidRequest),
         ({"attempt": 65536}, InvalidRequest),
+        ({"attempt": -1}, InvalidRequest),
+        ({"prefill": LeaderId(P, OPEN_RANK - 1)}, DpRankOutOfRange),
+        ({"prefill": LeaderId(P, 2**32)}, DpRankOutOfRange),
+        ({"decode": LeaderId(D, OPEN_RANK)}, DpRankOutOfRange),
+        ({"decode": LeaderId(D, 2**32)}, DpRankOutOfRange),
     ],
 )
 def test_a_signed_ticket_can_still_be_refused(changes: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
         verify(sign(ticket(**changes), SECRET, FRONT), SECRET, FRONT, now=0.0)
+
+
+def test_the_numbers_of_a_ticket_may_be_as_large_as_the_wire_has_them() -> None:
+    largest = ticket(
+        room=2**64 - 1,
+        attempt=2**16 - 1,
+        prefill=LeaderId(P, OPEN_RANK),
+        decode=LeaderId(D, 2**32 - 1),
+    )
+    assert verify(sign(largest, SECRET, FRONT), SECRET, FRONT, now=1.0) == 31.0
+    with pytest.raises(InvalidRequest):
+        verify(msgspec.structs.replace(largest, room=2**64), b"", FRONT, now=0.0)
 
 
 def test_a_ticket_is_spent_once_and_a_retry_is_another_ticket() -> None:
@@ -96,6 +113,15 @@ def test_a_ticket_is_spent_once_and_a_retry_is_another_ticket() -> None:
         spent.spend(ticket(budget_s=99.0), deadline=99.0, now=29.0)
     spent.spend(ticket(attempt=1), deadline=30.0, now=0.0)
     assert len(spent) == 2
+
+
+def test_an_open_ticket_and_one_that_names_a_rank_are_one_placement() -> None:
+    spent = SpentTickets(10)
+    spent.spend(ticket(prefill=LeaderId(P, OPEN_RANK)), deadline=30.0, now=0.0)
+    for rank in (OPEN_RANK, 0, 1):
+        with pytest.raises(InvalidRequest, match="used already"):
+            spent.spend(ticket(prefill=LeaderId(P, rank)), deadline=30.0, now=1.0)
+    spent.spend(ticket(prefill=LeaderId(FRONT, OPEN_RANK)), deadline=30.0, now=1.0)
 
 
 def test_a_ticket_is_good_only_in_the_session_of_who_made_it() -> None:

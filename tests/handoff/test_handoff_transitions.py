@@ -102,6 +102,13 @@ class Case(World):
         self.deliver(Role.DECODE)
         return self
 
+    def partly_sent(self) -> Case:
+        """One of two layers of the first chunk is on its way."""
+        self.waiting()
+        assert self.s is not None
+        self.send_layers(self.s, 4, 1)
+        return self
+
     def in_flight(self) -> Case:
         self.waiting()
         assert self.s is not None
@@ -326,6 +333,39 @@ def test_a_hand_off_from_open_to_success_effect_by_effect() -> None:
     w.come_to_rest()
 
 
+def test_a_chunk_is_announced_once_when_its_layers_have_landed_in_whatever_order() -> None:
+    w = Case().partly_sent()
+    assert w.s is not None
+    w.queues[Role.DECODE].clear()
+    w.send_chunk(w.s, 4)
+    assert [write.effect.blocks[0].rows for write in w.writes] == [2, 2], "K and V of one layer each"
+    w.land(1)
+    w.finish(1)
+    assert not w.queues[Role.DECODE], "a layer is missing"
+    w.land()
+    w.finish()
+    ((_, chunk),) = w.queues[Role.DECODE]
+    assert isinstance(chunk, ChunkPosted)
+    assert (chunk.span, chunk.sequence, chunk.nbytes) == (Span(0, 4), 0, 4 * 32)
+    w.send_layers(w.s, 6, 1)
+    w.send_chunk(w.s, 6)
+    w.send_metadata(w.s)
+    w.settle()
+    assert w.prefill.exchange.phase(w.transfer) is KVPoll.SUCCESS
+    w.come_to_rest()
+
+
+def test_a_hand_off_that_ends_between_the_layers_of_a_chunk_waits_for_its_fence() -> None:
+    w = Case().partly_sent()
+    assert w.s is not None
+    w.abort(w.prefill, w.s)
+    assert w.sender_state == "DRAINING"
+    assert w.s.releases == 0, "the write may still read the pages"
+    w.settle()
+    assert w.s.releases == 1
+    w.come_to_rest()
+
+
 def test_wire_time_is_from_the_first_post_to_the_last_landing() -> None:
     w = Case().waiting()
     assert w.s is not None
@@ -444,6 +484,30 @@ ILLEGAL: list[tuple[str, Callable[[], Case], Role, Act]] = [
         lambda: Case().waiting(),
         Role.PREFILL,
         lambda w: events.SendChunk(w.transfer, Span(0, 9), (0, 1)),
+    ),
+    (
+        "no layers",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2), layers=0),
+    ),
+    (
+        "all layers by their number",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2), layers=2),
+    ),
+    (
+        "layers again",
+        lambda: Case().partly_sent(),
+        Role.PREFILL,
+        lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2), layers=1),
+    ),
+    (
+        "another chunk than the one of which layers were sent",
+        lambda: Case().partly_sent(),
+        Role.PREFILL,
+        lambda w: events.SendChunk(w.transfer, Span(0, 5), (0, 1, 2)),
     ),
     (
         "another's metadata",
@@ -816,6 +880,23 @@ def test_a_refused_write_whose_reason_never_comes_fails_the_sender_after_a_secon
     assert w.prefill.exchange.next_deadline() == 60.0
 
 
+def test_of_several_refused_writes_the_first_one_says_how_long_and_why() -> None:
+    w = Case().waiting()
+    assert w.s is not None
+    w.send_chunk(w.s, 4)
+    refused(w)
+    at = w.now + REASON_WAIT_S
+    w.now += 0.5
+    w.send_chunk(w.s, 4)
+    again = events.WriteBroken(w.transfer, 0, 1, TransferFailed("nor is this").info, refused=True)
+    assert w.tell(w.prefill, again) == []
+    w.now = at
+    assert kinds(w.tell(w.prefill, events.Tick())) == ["Fence", "FAILED", "Failed"]
+    assert [error.text for error in w.s.errors] == ["this epoch is not granted"]
+    w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))
+    assert w.prefill.exchange.next_deadline() == 60.0
+
+
 def test_a_refused_write_does_not_outlive_the_deadline() -> None:
     w = Case().in_flight()
     w.now = 59.5
@@ -879,6 +960,8 @@ def test_a_receiver_fails_in_the_same_way_everywhere(place: str, cause: str) -> 
         (lambda w: events.Received(w.prefill.me, w.metadata()), False),
         (lambda w: events.PeerDown(w.prefill.me, PeerLost("cut").info), False),
         (lambda w: events.PeerDown(w.prefill.me, PeerLost("dead").info, dead=True), True),
+        (lambda w: events.PeerDown(w.prefill.me, PeerLost("gone").info, dead=True, over="fake"), True),
+        (lambda w: events.PeerDown(w.prefill.me, PeerLost("gone").info, dead=True, over="another"), False),
         (lambda w: events.PeerDown(LeaderId(Incarnation("e" * 32)), PeerLost("dead").info, dead=True), False),
         (lambda w: events.AbortTransfer(w.transfer, CLIENT), False),
         (lambda w: events.Tick(), False),

@@ -15,6 +15,7 @@ FLOORS = {
     "layout": 1,
     "handoff": 1,
     "balance": 1,
+    "advise": 1,
     "transport": 2,
     "session": 2,
     "bootstrap": 2,
@@ -39,7 +40,7 @@ SIDE_MAY_BE_IMPORTED_BY = {
     "integrations": {"cli"},
 }
 
-PURE = {"core", "layout", "handoff", "balance", "roles"}
+PURE = {"core", "layout", "handoff", "balance", "advise", "roles"}
 #: Modules of other rooms that decide only.
 PURE_MODULES = {"segue.fleet.replica", "segue.fleet.router", "segue.fleet.settings"}
 
@@ -260,6 +261,16 @@ def struct_faults(source: Source) -> list[str]:
         if not frozen:
             faults.append(f"{source.name}:{node.lineno} struct {node.name} is not frozen")
     return faults
+
+
+def names_that_mean_two_things(modules: Iterable[Source]) -> list[str]:
+    """Classes at the top of several files that have one name: a reader takes one for the other."""
+    where: dict[str, list[str]] = {}
+    for source in modules:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(source.name)
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(where.items()) if len(found) > 1]
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:

@@ -35,6 +35,12 @@ def test_rule_holds_everywhere(rule: Rule) -> None:
     assert faults == [], "\n".join(faults)
 
 
+def test_no_two_classes_share_a_name() -> None:
+    assert rules.names_that_mean_two_things(MODULES) == []
+    twins = [rules.parse(name, "class Part: ...") for name in ("segue.conn.a", "segue.roles.b")]
+    assert rules.names_that_mean_two_things(twins) == ["Part: segue.conn.a, segue.roles.b"]
+
+
 def test_rooms_form_no_circle() -> None:
     assert rules.cycles(rules.room_edges(MODULES)) == []
 

@@ -16,8 +16,8 @@ from segue.core.types import RankCoord, Span
 from segue.layout.content import (
     PIECE_BYTES,
     Content,
+    LayerSample,
     Part,
-    Sample,
     canonical_content,
     checksum,
     whole_pages,
@@ -94,10 +94,10 @@ class Pool:
             (head - spec.head_start) * dim * spec.shape.item_bytes
         )
 
-    def content(self, part: Part, span: Span, sample: Sample) -> Content:
+    def content(self, part: Part, span: Span, sample: LayerSample) -> Content:
         return canonical_content(self.spec, part, span, self.pages, self.first_token, sample, "test")
 
-    def sum(self, part: Part, span: Span, sample: Sample) -> int:
+    def sum(self, part: Part, span: Span, sample: LayerSample) -> int:
         return checksum([memoryview(self.memory)], self.content(part, span, sample))
 
 
@@ -119,7 +119,7 @@ def part_of(a: PoolSpec, b: PoolSpec) -> Part | None:
     return Part(layer, layers, head, heads) if layers > 0 and heads > 0 else None
 
 
-def covered(key: Key, part: Part, span: Span, sample: Sample) -> bool:
+def covered(key: Key, part: Part, span: Span, sample: LayerSample) -> bool:
     layer, _, token, head = key
     every = min(sample.every, part.layers)
     return (
@@ -160,7 +160,7 @@ def test_equal_content_has_one_checksum_however_it_lies(
     data = everything(shape, tokens, rng)
     start = rng.randrange(tokens)
     span = Span(start, rng.randint(start + 1, tokens))
-    sample = Sample(every, rng.randrange(100))
+    sample = LayerSample(every, rng.randrange(100))
     first = start // pages[1] * pages[1]
     for source in ranks(shape, *splits[0], pages[0]):
         for target in ranks(shape, *splits[1], pages[1]):
@@ -191,11 +191,9 @@ def test_a_plan_gives_both_sides_the_same_content() -> None:
     b = Pool(target, rng.sample(range(12), 5), 3, bytearray(target.nbytes))
     for span in (Span(5, 11), Span(11, 17)):
         for block in plan.blocks(0, 0, span, a.pages, b.pages, 3):
-            for row in range(block.rows):
-                src = block.src_offset + row * block.src_stride
-                dst = block.dst_offset + row * block.dst_stride
-                b.memory[dst : dst + block.row_bytes] = a.memory[src : src + block.row_bytes]
-        for sample in (Sample(), Sample(2, 1)):
+            for src, dst, nbytes in block.ranges():
+                b.memory[dst : dst + nbytes] = a.memory[src : src + nbytes]
+        for sample in (LayerSample(), LayerSample(2, 1)):
             mine = plan.source_content(0, 0, span, a.pages, sample)
             theirs = plan.target_content(0, 0, span, b.pages, 3, sample)
             assert mine.nbytes == theirs.nbytes
@@ -205,15 +203,15 @@ def test_a_plan_gives_both_sides_the_same_content() -> None:
 def test_a_sample_covers_every_layer_in_turn_and_at_least_one() -> None:
     [spec] = ranks(kv(layers=5), 1, 1, 4)
 
-    def layers_of(sample: Sample, part: Part) -> set[int]:
+    def layers_of(sample: LayerSample, part: Part) -> set[int]:
         found = canonical_content(spec, part, Span(0, 3), [0], 0, sample, "test")
         return {plane.offset * spec.layer_count // spec.nbytes for plane in found.planes}
 
     whole = Part(0, 5, 0, 4)
-    assert [layers_of(Sample(3, key), whole) for key in range(4)] == [{0, 3}, {1, 4}, {2}, {0, 3}]
-    assert layers_of(Sample(8, 6), whole) == {1}
-    assert [layers_of(Sample(8, key), Part(3, 2, 0, 4)) for key in (0, 1)] == [{3}, {4}]
-    assert layers_of(Sample(), whole) == set(range(5))
+    assert [layers_of(LayerSample(3, key), whole) for key in range(4)] == [{0, 3}, {1, 4}, {2}, {0, 3}]
+    assert layers_of(LayerSample(8, 6), whole) == {1}
+    assert [layers_of(LayerSample(8, key), Part(3, 2, 0, 4)) for key in (0, 1)] == [{3}, {4}]
+    assert layers_of(LayerSample(), whole) == set(range(5))
 
 
 def test_a_run_longer_than_one_piece_is_hashed_whole() -> None:
@@ -248,7 +246,7 @@ def test_content_outside_the_memory_is_no_checksum(plane: Plane) -> None:
 def test_a_part_that_a_pool_does_not_hold_is_refused(part: Part) -> None:
     [spec] = ranks(kv(), 1, 1, 4)
     with pytest.raises(LayoutMismatch):
-        canonical_content(spec, part, Span(0, 3), [0], 0, Sample(), "test")
+        canonical_content(spec, part, Span(0, 3), [0], 0, LayerSample(), "test")
 
 
 def test_whole_pages_are_all_their_bytes_in_the_order_of_the_memory() -> None:
@@ -266,7 +264,7 @@ def test_pages_that_do_not_hold_the_tokens_are_refused_and_no_tokens_are_no_cont
     whole = Part(0, 3, 0, 4)
     for pages in ([0], [0, 99], [0, -1]):
         with pytest.raises(LayoutMismatch):
-            canonical_content(spec, whole, Span(0, 8), pages, 0, Sample(), "test")
+            canonical_content(spec, whole, Span(0, 8), pages, 0, LayerSample(), "test")
     with pytest.raises(LayoutMismatch):
-        canonical_content(spec, whole, Span(0, 3), [0], 0, Sample(0, 1), "test")
-    assert canonical_content(spec, whole, Span(3, 3), [], 0, Sample(), "test").nbytes == 0
+        canonical_content(spec, whole, Span(0, 3), [0], 0, LayerSample(0, 1), "test")
+    assert canonical_content(spec, whole, Span(3, 3), [], 0, LayerSample(), "test").nbytes == 0

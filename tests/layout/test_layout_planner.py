@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class Case:
     src_pages: list[int]
     dst_pages: list[int]
     cuts: list[int]
+    layer_cuts: tuple[int, ...] = ()
 
 
 @st.composite
@@ -131,17 +133,16 @@ def cases(draw: st.DrawFn) -> Case:
         src_pages,
         dst_pages,
         cuts,
+        (0, *sorted(draw(st.sets(st.integers(0, kv.layers), max_size=2))), kv.layers),
     )
 
 
 def apply(block: CopyBlock, src: np.ndarray, dst: np.ndarray, count: np.ndarray) -> None:
-    for i in range(block.rows):
-        a = block.src_offset + i * block.src_stride
-        b = block.dst_offset + i * block.dst_stride
-        assert 0 <= a <= a + block.row_bytes <= src.nbytes
-        assert 0 <= b <= b + block.row_bytes <= dst.nbytes
-        dst[b : b + block.row_bytes] = src[a : a + block.row_bytes]
-        count[b : b + block.row_bytes] += 1
+    for a, b, nbytes in block.ranges():
+        assert 0 <= a <= a + nbytes <= src.nbytes
+        assert 0 <= b <= b + nbytes <= dst.nbytes
+        dst[b : b + nbytes] = src[a : a + nbytes]
+        count[b : b + nbytes] += 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -174,11 +175,13 @@ def carry_out(case: Case) -> None:
     for source, target in plan.pairs:
         for start, end in zip(case.cuts, case.cuts[1:], strict=False):
             span = plan.share(source, Span(start, end))
-            blocks = plan.blocks(source, target, span, case.src_pages, case.dst_pages, first)
+            pages = case.src_pages, case.dst_pages
+            layers = [Span(*cut) for cut in itertools.pairwise(case.layer_cuts)] or [None]
+            blocks = [b for some in layers for b in plan.blocks(source, target, span, *pages, first, some)]
             for block in blocks:
                 apply(block, sources[source], targets[target], counts[target])
             nbytes = sum(block.nbytes for block in blocks)
-            assert nbytes == len(span) * plan.pair_token_bytes(source, target)
+            assert nbytes == len(span) * plan.chunk_bytes(source, target, 1, False)
             wire += nbytes
             for other in plan.passed_on(source, target) if len(span) else ():
                 for block in plan.relay_blocks(source, target, other, span, case.dst_pages, first):
@@ -258,7 +261,7 @@ def test_sizes_that_do_not_divide_one_another_share_out_all_layers_and_heads() -
     assert [b[:2] for b in boxes(split(kv, 1, 4, 8, 4))] == [(0, 6), (7, 14), (15, 21), (22, 29)]
     plan = plan_pair(split(kv, 2, 1, 8, 4), split(kv, 1, 4, 8, 4))
     assert plan.pairs == tuple((s, t) for s in range(2) for t in range(4))
-    assert plan.pair_token_bytes(1, 0) == 7 * 2 * 4 * ITEM.itemsize
+    assert plan.chunk_bytes(1, 0, 1, False) == 7 * 2 * 4 * ITEM.itemsize
 
 
 def smollm2() -> PairPlan:
@@ -293,6 +296,19 @@ def test_a_whole_pool_is_one_range() -> None:
     plan = plan_pair([whole(shape(), 2)], [whole(shape(), 2)])
     (block,) = plan.blocks(0, 0, Span(0, 8), [0, 1], [0, 1], 0)
     assert block == CopyBlock(0, 0, 1, plan.sources[0].nbytes)
+
+
+def test_layers_of_a_chunk_are_those_rows_of_its_block() -> None:
+    plan, pages = smollm2(), (list(range(40, 72)), list(range(7, 39)))
+    (block,) = plan.blocks(0, 0, Span(0, 512), *pages, 0)
+    (part,) = plan.blocks(0, 0, Span(0, 512), *pages, 0, Span(10, 15))
+    assert part == msgspec.structs.replace(
+        block,
+        src_offset=block.src_offset + 20 * block.src_stride,
+        dst_offset=block.dst_offset + 20 * block.dst_stride,
+        rows=10,
+    )
+    assert plan.blocks(0, 0, Span(16, 16), [0], [], 16, Span(10, 15)) == []
 
 
 def test_an_empty_span_moves_nothing() -> None:

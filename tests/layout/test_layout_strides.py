@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from segue.core.errors import Internal, LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
-from segue.layout.content import Part, Sample, canonical_content, checksum, whole_pages
+from segue.layout.content import LayerSample, Part, canonical_content, checksum, whole_pages
 from segue.layout.overlap import Box, box
 from segue.layout.planner import PairPlan, plan_pair
 from segue.layout.spec import KVShape, PlaneSpec, PoolSpec, region_starts
+from segue.transport.ranges import check
 
 Key = tuple[int, bool, int, int]  # layer, value, token, head: as in the whole model
 
@@ -162,12 +163,11 @@ SIZES = st.sampled_from([1, 2, 3, 4, 16, 64])
 def copy(blocks: list[CopyBlock], src: bytearray, dst: bytearray) -> list[int]:
     """Carry the blocks out; the destination's offsets that were written, each as often as it was."""
     written = []
+    check(blocks, len(src), len(dst))  # as every transport does
     for b in blocks:
-        assert min(msgspec.structs.astuple(b)) >= 0
-        for row in range(b.rows):
-            a, to = b.src_offset + row * b.src_stride, b.dst_offset + row * b.dst_stride
-            dst[to : to + b.row_bytes] = src[a : a + b.row_bytes]
-            written += range(to, to + b.row_bytes)
+        for a, to, nbytes in b.ranges():
+            dst[to : to + nbytes] = src[a : a + nbytes]
+            written += range(to, to + nbytes)
     return written
 
 
@@ -188,7 +188,7 @@ def test_blocks_move_each_element_once_to_its_own_place_and_nothing_else(
     written = []
     for start, end in pairwise(cuts):
         blocks = plan.blocks(0, 0, Span(start, end), src.pages, dst.pages, first)
-        assert sum(b.nbytes for b in blocks) == (end - start) * plan.pair_token_bytes(0, 0)
+        assert sum(b.nbytes for b in blocks) == (end - start) * plan.chunk_bytes(0, 0, 1, False)
         written += copy(blocks, src.memory, dst.memory)
     moved = keys_of(part, src.spec.kinds, Span(prefix, tokens))
     assert all(src.get(key) == dst.get(key) for key in moved)
@@ -226,10 +226,11 @@ def test_ranks_of_unequal_parts_share_exactly_the_part_that_both_hold(
     assert (
         len(written)
         == sum(width for _, width in map(dst.where, keys))
-        == plan.pair_token_bytes(0, 0) * tokens
+        == plan.chunk_bytes(0, 0, 1, False) * tokens
     )
     theirs = [
-        checksum(p.regions, canonical_content(p.spec, part, span, p.pages, 0, Sample(), "")) for p in pools
+        checksum(p.regions, canonical_content(p.spec, part, span, p.pages, 0, LayerSample(), ""))
+        for p in pools
     ]
     assert theirs[0] == theirs[1] == xxhash.xxh3_64_intdigest(b"".join(map(src.get, keys)))
 
@@ -247,7 +248,7 @@ def test_pools_of_unequal_strides_have_one_checksum_and_each_of_its_bits_counts(
     rng = random.Random(seed)
     shape = shapes(rng)
     start = rng.randrange(tokens)
-    span, sample = Span(start, rng.randint(start + 1, tokens)), Sample(every, rng.randrange(9))
+    span, sample = Span(start, rng.randint(start + 1, tokens)), LayerSample(every, rng.randrange(9))
     part, every = Part(0, shape.layers, 0, shape.kv_heads), min(every, shape.layers)
     keys = [k for k in keys_of(part, 2 if shape.v_dim else 1, span) if k[0] % every == sample.key % every]
     first = start // sizes[1] * sizes[1]
@@ -273,7 +274,7 @@ def test_pages_and_tokens_larger_than_a_piece_are_hashed_whole(pages: int, size:
     shape = kv(layers=1, heads=2, k_dim=dim, v_dim=dim)
     pool = Pool.of(vllm(shape, pages, size, "NKHB"), random.Random(1), 0, pages * size)
     part, span = Part(0, 1, 0, 2), Span(1, pages * size)
-    content = canonical_content(pool.spec, part, span, pool.pages, 0, Sample(), "test")
+    content = canonical_content(pool.spec, part, span, pool.pages, 0, LayerSample(), "test")
     wanted = xxhash.xxh3_64_intdigest(b"".join(map(pool.get, keys_of(part, 2, span))))
     assert checksum(pool.regions, content) == wanted
 
@@ -282,7 +283,7 @@ def test_pages_and_tokens_larger_than_a_piece_are_hashed_whole(pages: int, size:
 def test_content_that_is_not_in_order_and_outside_its_region_is_no_checksum(cut: int) -> None:
     spec = vllm(kv(layers=2), 4, 4, "NKHB")
     pool = Pool.of(spec, random.Random(1), 0, 16)
-    content = canonical_content(spec, Part(0, 2, 0, 4), Span(0, 16), pool.pages, 0, Sample(), "test")
+    content = canonical_content(spec, Part(0, 2, 0, 4), Span(0, 16), pool.pages, 0, LayerSample(), "test")
     regions = pool.regions
     regions[1] = regions[1][: len(regions[1]) - cut]
     if cut:
@@ -386,15 +387,20 @@ LLAMA = kv(layers=32, heads=8, k_dim=128, v_dim=128)
 @pytest.mark.parametrize(
     ("source", "target", "run", "scattered"),
     [
-        ("KNBH", "KNBH", 2, 64),  # K of all layers, V of all layers
+        ("KNBH", "KNBH", 1, 32),  # K of all layers, V of all layers
         ("NKBH", "NKBH", 1, 32),  # a run of pages is one range of each layer
         ("NKHB", "NKHB", 1, 32),
-        ("KNHB", "KNHB", 2, 64),
-        ("", "KNBH", 2, 64),
-        ("KNBH", "", 2, 64),
-        ("NKBH", "", 32 * 2, 64),
-        ("NKHB", "KNHB", 32 * 2, 64),
-        ("", "KNHB", 32 * 2 * 8 * 16, 32 * 2 * 8 * 16),  # another order of heads and tokens: a block for each
+        ("KNHB", "KNHB", 1, 32),
+        ("", "KNBH", 1, 32),
+        ("KNBH", "", 1, 32),
+        ("NKBH", "", 2, 32),
+        ("NKHB", "KNHB", 2, 32),
+        (
+            "",
+            "KNHB",
+            2 * 8 * 16,
+            32 * 2 * 8,
+        ),  # another order of heads and tokens: rows of one head of a token
     ],
 )
 def test_runs_are_as_few_blocks_as_the_strides_allow(

@@ -1,5 +1,8 @@
+import msgspec
+
 from segue.core.control import Load
 from segue.core.errors import ErrorCode
+from segue.core.request import Usage
 from segue.observe.metrics import PHASES, Metrics
 
 
@@ -38,7 +41,7 @@ def test_all_phases_are_recorded_and_unknown_ones_are_not() -> None:
     assert not [s for s in seen if "made-up" in s]
 
 
-def test_pages_add_up_and_end_with_the_replica() -> None:
+def test_pages_and_slots_add_up_and_end_with_the_replica() -> None:
     metrics = Metrics()
     load = Load(dp_rank=0, running=2, waiting=3, tokens=9, pages_free=5, pages_total=16, pages_quarantined=4)
     metrics.load("decode", "ab12/0", load)
@@ -47,7 +50,34 @@ def test_pages_add_up_and_end_with_the_replica() -> None:
     assert states == {"free": 5, "used": 7, "quarantined": 4}
     assert seen["segue_replica_running/decode/ab12/0"] == 2
     assert seen["segue_replica_waiting/decode/ab12/0"] == 3
+    assert not [name for name in seen if name.startswith("segue_slots")], "its model keeps KV alone"
+    full = msgspec.structs.replace(load, slots_free=0, slots_total=3, slots_quarantined=1)
+    metrics.load("decode", "ab12/0", full)
+    seen = samples(metrics)
+    assert {s: seen[f"segue_slots/decode/ab12/0/{s}"] for s in states} == {
+        "free": 0,
+        "used": 2,
+        "quarantined": 1,
+    }
     metrics.forget("decode", "ab12/0")
     metrics.forget("decode", "never/0")
     assert not [s for s in samples(metrics) if "ab12" in s]
     assert b"segue_e2e_seconds_count 0.0" in metrics.exposition()
+
+
+def test_what_a_prompt_cost_that_was_placed_again_is_counted_by_whether_it_was_kept() -> None:
+    metrics = Metrics()
+    for _ in range(2):
+        metrics.placed_again(Usage(prompt_tokens=60, decode_cached=10, prefill_cached=20, computed=30))
+    seen = samples(metrics)
+    assert seen["segue_placed_again_prompt_tokens_total/kept"] == 60
+    assert seen["segue_placed_again_prompt_tokens_total/computed"] == 60
+    metrics.placed_again(Usage(prompt_tokens=3, decode_cached=2, computed=1))
+    assert samples(metrics)["segue_placed_again_prompt_tokens_total/kept"] == 62
+
+
+def test_only_a_full_place_counts_as_a_rejection() -> None:
+    metrics = Metrics()
+    for code in ErrorCode:
+        metrics.finished("chat", code)
+    assert samples(metrics)["segue_rejected_total"] == 1

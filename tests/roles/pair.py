@@ -31,7 +31,7 @@ VOCAB = 1000
 
 
 class Node:
-    """One leader: role, engine, exchange; the `Owner` and `Handoffs` of its handles."""
+    """One leader: role, engine, exchange; the `HandleOwner` and `Handoffs` of its handles."""
 
     def __init__(
         self,
@@ -43,11 +43,12 @@ class Node:
         *,
         chunk_tokens: int = 16,
         max_batch: int = 8,
+        slots: int = 0,
     ):
         self.me = LeaderId(Incarnation(incarnation * 32))
         self.kind = kind
         self.clock = clock
-        self.engine = LineageEngine(lineage_spec(pages, page_tokens), vocab_size=VOCAB)
+        self.engine = LineageEngine(lineage_spec(pages, page_tokens, slots=slots), vocab_size=VOCAB)
         self.pool = PagePool(pages, page_tokens)
         self.info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
@@ -111,12 +112,21 @@ class Pair:
         *,
         chunk_tokens: int = 16,
         max_batch: int = 8,
+        slots: tuple[int, int] = (0, 0),
     ) -> None:
         self.clock = VirtualClock()
         self.prefill = Node(
-            Role.PREFILL, "a", self.clock, prefill_pages, page_tokens[0], chunk_tokens=chunk_tokens
+            Role.PREFILL,
+            "a",
+            self.clock,
+            prefill_pages,
+            page_tokens[0],
+            chunk_tokens=chunk_tokens,
+            slots=slots[0],
         )
-        self.decode = Node(Role.DECODE, "d", self.clock, decode_pages, page_tokens[1], max_batch=max_batch)
+        self.decode = Node(
+            Role.DECODE, "d", self.clock, decode_pages, page_tokens[1], max_batch=max_batch, slots=slots[1]
+        )
         self.rooms = 0
         self.outputs: dict[str, list[Output]] = {}
         #: tells what to lose; by default nothing
@@ -175,10 +185,9 @@ class Pair:
                 other.post(events.Received(node.me, effect.message))
             case events.PostWrite():
                 for b in effect.blocks:
-                    for row in range(b.rows):
-                        at, to = b.src_offset + row * b.src_stride, b.dst_offset + row * b.dst_stride
-                        source = node.engine.memory[at : at + b.row_bytes]
-                        other.engine.memory[to : to + b.row_bytes] = source
+                    for at, to, nbytes in b.ranges():
+                        source = node.engine.memory[at : at + nbytes]
+                        other.engine.memory[to : to + nbytes] = source
                 node.post(events.WriteLanded(effect.transfer, effect.rank, effect.tag, 0.0))
             case events.Fence():
                 proven = self.fences_proven or node is self.prefill

@@ -197,6 +197,45 @@ def test_another_seed_or_another_output_is_another_request() -> None:
     pair.assert_at_rest()
 
 
+def alone(pair: Pair, name: str, prompt: list[int], count: int = 1) -> None:
+    """Ask prefill alone, as for a foreign router that asks it first."""
+    pair.rooms += 1
+    me = pair.prefill.me
+    ticket = Ticket(room=pair.rooms, attempt=0, prefill=me, decode=me, budget_s=100.0)
+    request = Request(request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=count, seed=5))
+    pair.prefill.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    pair.run()
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 18, 41])
+def test_what_prefill_computed_alone_is_sent_to_the_decode_that_follows_without_a_forward(
+    tokens: int,
+) -> None:
+    pair, prompt = Pair(), [(7 * i) % VOCAB for i in range(tokens)]
+    alone(pair, "first", prompt)
+    pair.assert_at_rest()
+    before = pair.prefill.engine.computed_tokens
+    wanted = ask(pair, "then", prompt)
+    pair.run()
+    assert pair.tokens("first") == wanted[:1]
+    assert pair.tokens("then") == wanted
+    assert pair.prefill.engine.computed_tokens == before, "a token was computed again"
+    assert len(pair.prefill.scheduler.retained) == 0
+    pair.assert_at_rest()
+
+
+def test_prefill_alone_gives_one_token_and_keeps_it_no_longer_than_its_time() -> None:
+    pair = Pair()
+    alone(pair, "two", [1, 2, 3], count=2)
+    assert pair.errors("two") == ["INVALID_REQUEST"]
+    alone(pair, "one", [1, 2, 3])
+    assert pair.prefill.scheduler.next_deadline() == 100.0
+    pair.clock.advance(101.0)
+    pair.run()
+    assert len(pair.prefill.scheduler.retained) == 0
+    pair.assert_at_rest()
+
+
 @pytest.mark.parametrize("evicted", [1, 2, 4])
 @pytest.mark.parametrize("tokens", [16, 18], ids=["whole pages", "and a tail"])
 def test_evicted_pages_are_computed_again(tokens: int, evicted: int) -> None:
@@ -229,6 +268,26 @@ def test_a_pool_without_a_page_for_the_tail_waits_like_any_other() -> None:
     pair.prefill.pool.release(held)
     pair.run()
     assert pair.tokens("again") == wanted
+    pair.assert_at_rest()
+
+
+def test_a_tail_that_cannot_be_copied_back_is_computed_again_and_costs_no_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, prompt = Pair(prefill_pages=12), list(range(18))
+    pair.lose = hold(Metadata)
+    ask(pair, "first", prompt)
+    until_computed(pair, 18)
+    decode_dies(pair)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug in copy_in")
+
+    monkeypatch.setattr(pair.prefill.engine, "copy_in", broken)
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert pair.tokens("again") == wanted
+    assert [what for what, _ in pair.prefill.scheduler.bugs] == ["copy_in of what was kept for room 2"]
     pair.assert_at_rest()
 
 

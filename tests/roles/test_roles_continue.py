@@ -100,3 +100,10 @@ def test_one_that_is_too_long_for_this_instance_may_go_to_another() -> None:
     outputs = small.run([5] * 18, count=40)
     assert outputs[-1].finish is FinishReason.LENGTH
     assert outputs[-1].position == 18
+
+
+def test_what_was_given_takes_nothing_from_what_the_instance_still_has_room_for() -> None:
+    outputs = Alone(pages=8).run([5] * 10, count=40)
+    # The whole answer ends where the pool does, wherever its first tokens were computed.
+    assert [o.position for o in outputs] == list(range(10, 32 - 13))
+    assert outputs[-1].finish is FinishReason.LENGTH

@@ -172,7 +172,7 @@ class Running:
             **settings,
         )
         replica = open_replica(config) if model else OpenedReplica(*make_engine())
-        self.engine, self.memory, self.workers = replica
+        self.engine, self.memory, self.workers, _ = replica
         page_tokens = self.engine.spec.page_tokens
         config = replace(config, engine=ModelConfig(chunk_tokens=chunk_tokens, page_tokens=page_tokens))
         self.instance = Instance(config, self.engine, self.memory, me=me, workers=self.workers)

@@ -9,6 +9,7 @@ import sys
 import time
 
 from segue.core.errors import ConfigError, PeerRefused
+from segue.core.types import Role
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
 
 
@@ -44,6 +45,11 @@ def main() -> int:
         note("left")
         return 0
     lifeline.report(Ready("http://127.0.0.1:1" if name == "frontend" else ""))
+    if behaviour == "switched":
+        signal.sigwait({signal.SIGUSR1})
+        lifeline.report(Ready(role=Role.PREFILL))
+        signal.sigwait({signal.SIGUSR1})
+        say("what it says later")
     if behaviour == "late-crash":
         signal.sigwait({signal.SIGUSR1})
         say("out of luck")

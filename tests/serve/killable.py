@@ -116,6 +116,7 @@ class Cluster:
             ModelTokenizer.load(tokenizer),
             OpenAIServerSettings(model=NAME, context_tokens=512, vocab_size=97, limits=self.limits),
             self.metrics,
+            self.fleet.records,
         )
         sock = bind("127.0.0.1", 0)
         self.server = HttpServer(build_app(self.door), sock, drain_s=2)

@@ -44,7 +44,7 @@ def make(
         host=Host(cores=4, free_bytes=2**34),
         command=command,
         registry=no_registry,
-        announce=lambda url: announce(supervisor, url),
+        announce=lambda url, _registry, _secret_file: announce(supervisor, url),
         console=Console(io.StringIO() if console is None else console),
         startup_s=startup_s,
         keys=keys,

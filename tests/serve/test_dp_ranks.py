@@ -15,11 +15,13 @@ import pytest
 import supervised
 
 from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.core.errors import ConfigError
+from segue.core.pool_size import Host
 from segue.core.ranks_config import RanksConfig
 from segue.core.settings import argv
 from segue.core.types import Role
-from segue.serve.children import Console
-from segue.serve.dp_ranks import RankProcesses
+from segue.serve.children import Child, Console
+from segue.serve.dp_ranks import RankProcesses, leaders
 from segue.serve.process_tree import ServeResult
 
 FAST = LimitsConfig(drain_s=0.1)
@@ -95,6 +97,57 @@ def test_a_rank_that_cannot_start_ends_all(tmp_path: Path, behaviour: str, statu
     outcome = run(tmp_path / "j", behaviours={"prefill.dp2": behaviour})
     assert outcome.status == status
     assert outcome.reason.startswith("prefill.dp2")
+
+
+def test_ranks_that_share_out_experts_have_sockets_to_one_another_and_nobody_else_has(
+    tmp_path: Path,
+) -> None:
+    supervisor = supervised.make(tmp_path / "j", lambda *_: None)
+    config = InstanceConfig(model="m", registry="http://127.0.0.1:9", dp=3, enable_expert_parallel=True)
+    given: list[str | None] = []
+
+    def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+        assert isinstance(config, InstanceConfig)
+        given.append(config.dp_fds)
+        return [sys.executable, "-c", "import sys; sys.exit(int(sys.argv[1].count(',')))", str(config.dp_fds)]
+
+    specs = leaders(supervisor, config, command, ())
+    assert given == [",".join(str(s.fileno()) for s in spec.sockets) for spec in specs]
+    assert [len(spec.sockets) for spec in specs] == [2, 1, 1]
+
+    async def main() -> None:
+        for spec in specs:
+            child = await Child.start(spec, Console(io.StringIO()), 0)
+            assert await child.exited == len(spec.sockets) - 1
+            child.listens.cancel()
+
+    asyncio.run(main())
+    assert [s.fileno() for spec in specs for s in spec.sockets] == [-1] * 4, "closed here"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"dp": 1}, "there is one; give --dp"),
+        ({"dp": 2, "tp": 2}, "DP ranks of one process each; set --tp"),
+    ],
+)
+def test_what_cannot_share_out_experts_is_refused(settings: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        InstanceConfig(model="m", registry="http://127.0.0.1:9", enable_expert_parallel=True, **settings)  # type: ignore[arg-type]
+    ranks = {f"prefill_{name}": value for name, value in settings.items()}
+    with pytest.raises(ConfigError, match=text):
+        RanksConfig(**ranks, enable_expert_parallel=True)
+
+
+def test_a_side_of_one_rank_holds_all_experts(tmp_path: Path) -> None:
+    ranks = RanksConfig(decode_dp=2, enable_expert_parallel=True)
+    config = supervised.make(tmp_path / "j", lambda *_: None, ranks=ranks).config
+    made = [
+        config.instance(role, "i", Host(4, 2**34), "http://127.0.0.1:9")
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    assert [one.enable_expert_parallel for one in made] == [False, True]
 
 
 def test_the_ranks_of_a_deployment_are_children_of_its_supervisor(tmp_path: Path) -> None:

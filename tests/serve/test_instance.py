@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 from deployment import VOCAB, Deployment, deployment
 
+from segue.bootstrap.client import RegistryClient
+from segue.bootstrap.records import InstanceRecord
 from segue.core.errors import ErrorCode
 from segue.core.types import FinishReason, Role
 from segue.engine.base import Engine
+from segue.serve import instance as instance_module
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 from segue.transport.memory import Memory, allocate
 
@@ -105,6 +109,24 @@ def test_the_http_door_shows_what_happens() -> None:
             numbers = httpx.get(f"{url}/metrics").text
             assert 'segue_instance_table{table="peers"} 1.0' in numbers
             assert 'segue_instance_pages{state="free"}' in numbers
+
+
+def test_who_finds_an_instance_in_the_registry_finds_its_door_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    start, register = instance_module.start_http, RegistryClient.register
+
+    def opened(*args: Any, **options: Any) -> Any:
+        steps.append("door")
+        return start(*args, **options)
+
+    async def registered(self: RegistryClient, record: InstanceRecord) -> None:
+        steps.append("registered")
+        await register(self, record)
+
+    monkeypatch.setattr(instance_module, "start_http", opened)
+    monkeypatch.setattr(RegistryClient, "register", registered)
+    with deployment(Role.UNIFIED, http_port=0):
+        assert steps == ["door", "registered"]
 
 
 @pytest.mark.parametrize(("pages", "context", "said"), [(32, 4096, 128), (256, 512, 512)])

@@ -15,8 +15,9 @@ from deployment import deployment, lineage_engine
 from segue.core.config import InstanceConfig
 from segue.core.errors import BootstrapUnreachable, Draining, ErrorCode, PeerRestarted
 from segue.core.types import Role
-from segue.serve import instance as module
-from segue.serve.instance import Instance, run_instance
+from segue.serve import turns as module
+from segue.serve.instance import Instance
+from segue.serve.turns import run_instance
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), Draining("the registry says so")])
@@ -90,7 +91,7 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
         made.append(Instance(config, *lineage_engine()))
         return made[0]
 
-    def ready(_: str) -> None:
+    def ready(*_: object) -> None:
         [instance] = made
         if fails:
             instance.plane.io.post(lambda: instance._spawn(ends(), "keep-alive"))

@@ -269,6 +269,27 @@ def test_a_chunk_leaves_when_the_device_says_so_and_not_by_what_it_said_of_the_o
     assert stage.spans() == [Span(0, 8), Span(8, 10)]
 
 
+def test_nobody_but_prefill_hears_of_layers() -> None:
+    stage = Stage()
+    stage.submit("r", [1, 2, 3], room=1)
+    stage.leader.turn()
+    stage.engine.forward.on_stored([1], 1)
+    assert stage.leader.inbox.empty()
+    stage.rest()
+
+
+def test_layers_of_a_chunk_leave_while_the_device_computes_the_others() -> None:
+    stage = prefill()
+    stage.engine.forward.on_stored([1], 1)
+    stage.leader.turn()
+    stage.engine.compute()
+    stage.leader.turn()
+    sent = [event for event in stage.posted if isinstance(event, events.SendChunk)]
+    assert [(event.span, event.layers) for event in sent] == [(Span(0, 8), 1), (Span(0, 8), None)]
+    stage.rest()
+    assert stage.spans() == [Span(0, 8), Span(0, 8), Span(8, 10)]
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_chunk_that_could_not_leave_leaves_after_the_forward_or_ends_its_request(times: int) -> None:
     stage, left = prefill(), times

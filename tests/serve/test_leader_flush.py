@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from segue.conn.io import MonotonicClock
 from segue.core.clock import VirtualClock
-from segue.core.control import Load
+from segue.core.control import FlushCache, Load
+from segue.core.errors import ErrorCode, PeerLost
+from segue.core.kv_events import FollowPrefixes
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll, LeaderId, TransferId
 from segue.engine.base import OnStored, SequenceResult, SequenceStep, StepHandle, StepOnCall
 from segue.handoff import events
-from segue.serve.leader import LOAD_INTERVAL_S, QUIET_S, Drain, Leader
+from segue.serve.leader import (
+    ABANDON_S,
+    LOAD_INTERVAL_S,
+    QUIET_S,
+    Abandon,
+    Drain,
+    FromFrontend,
+    Hold,
+    Inspect,
+    Leader,
+)
 
 FRONT = Incarnation("f" * 32)
 
@@ -49,7 +62,7 @@ class OneStep:
 
     def launched(self, steps: Sequence[SequenceStep]) -> None: ...
 
-    def stored(self, seq_ids: Collection[int]) -> None: ...
+    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None: ...
 
     def step_failed(self, steps: Sequence[SequenceStep], error: Any, now: float) -> None:
         raise AssertionError(error)
@@ -93,7 +106,7 @@ def test_the_role_hears_of_kv_that_is_there_before_the_forward_ends() -> None:
     told: list[str] = []
 
     class Listening(OneStep):
-        def stored(self, seq_ids: Collection[int]) -> None:
+        def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
             told.append(f"stored {list(seq_ids)}")
 
         def complete(self, results: Sequence[SequenceResult], now: float) -> None:
@@ -181,6 +194,44 @@ def test_the_load_after_the_last_forward_is_told_once_its_results_have_left() ->
     assert leader.patience_s() is None
 
 
+class Held(OneStep):
+    """A role without work that notes what it is told of new requests, and never comes to rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[bool] = []
+
+    def plan(self, now: float) -> list[SequenceStep]:
+        return []
+
+    def drain(self, draining: bool = True) -> None:
+        self.told.append(draining)
+
+
+def test_an_operator_may_hold_and_resume_a_leader_but_not_one_that_leaves() -> None:
+    role = Held()
+    leader = leader_of(role, VirtualClock(), 0.1, [])
+    for item in (Hold(True), Hold(False), Drain(), Hold(False)):
+        leader.inbox.put(item)
+        leader.turn()
+    assert role.told == [True, False, True, True]
+
+
+def test_a_leader_that_leaves_sleeps_no_longer_than_it_may_drain() -> None:
+    """What it waits for may have no deadline of its own: pages in quarantine, a rank that says nothing."""
+    clock = VirtualClock()
+    leader = leader_of(Held(), clock, 0.1, [])
+    leader.turn()
+    assert leader.patience_s() is None
+    leader.inbox.put(Drain())
+    clock.advance(1.0)
+    leader.turn()
+    assert leader.patience_s() == leader.limits.drain_s
+    assert not leader.drained()
+    clock.advance(leader.limits.drain_s)
+    assert leader.drained()
+
+
 def test_that_bytes_move_does_not_wake_a_leader_but_every_other_change_does() -> None:
     leader = leader_of(Busy(0), VirtualClock(), 0.1, [])
     transfer = TransferId(1, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32)))
@@ -257,3 +308,85 @@ def test_a_drain_that_is_asked_for_again_does_not_take_longer() -> None:
     assert not leader.drained()
     clock.advance(leader.limits.drain_s / 2)
     assert leader.drained()
+
+
+class Abandoned(Held):
+    """Keeps what everything ended with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[ErrorCode] = []
+
+    def fail_all(self, error: Any, now: float) -> None:
+        self.ended.append(error.code)
+
+
+@pytest.mark.parametrize(("drained_for_s", "left_s"), [(None, ABANDON_S), (1.0, ABANDON_S), (28.0, 2.0)])
+def test_a_leader_that_cannot_compute_ends_everything_now_and_leaves_no_later_than_it_would(
+    drained_for_s: float | None, left_s: float
+) -> None:
+    """What it waits for is that both sides of its hand-offs end; time to drain is for those that compute."""
+    role, clock = Abandoned(), VirtualClock()
+    leader = leader_of(role, clock, 0.1, [])
+    leader.turn()
+    if drained_for_s is not None:
+        leader.inbox.put(Drain())
+        leader.turn()
+    clock.advance(drained_for_s or 1.0)
+    leader.inbox.put(Abandon(PeerLost("a rank is gone").info))
+    leader.turn()
+    assert role.ended == [ErrorCode.PEER_LOST]
+    assert role.told[-1] is True
+    assert leader.patience_s() == left_s
+    clock.advance(left_s - 0.01)
+    assert not leader.drained()
+    clock.advance(0.01)
+    assert leader.drained()
+
+
+def journal(leader: Leader, *, pending: bool = True) -> list[tuple[object, list[Any]]]:
+    """What is told of the prefix cache, to whom; `pending` has not been told to those who follow it."""
+    told: list[tuple[object, list[Any]]] = []
+    kept = SimpleNamespace(pending=pending, whole=lambda: ["whole"])
+
+    def take() -> list[str]:
+        kept.pending = False
+        return ["changed"]
+
+    kept.take = take
+    leader._journal = kept  # type: ignore[assignment]
+    leader._prefixes = lambda only, events: told.append((only, events))
+    return told
+
+
+def test_what_changed_in_the_prefix_cache_is_told_before_the_outputs_that_it_came_with() -> None:
+    """A frontend that places the next turn of a chat by them must not be a step behind."""
+    leader = leader_of(OneStep(), VirtualClock(), 0.1, [])
+    told = journal(leader)
+    leader._send = lambda _origin, outputs: told.append(("outputs", [o.request_id for o in outputs]))
+    leader.decide()
+    assert told == [(None, ["changed"]), ("outputs", ["r"])]
+    leader.decide()
+    assert len(told) == 2, "nothing has changed since"
+
+
+def test_whoever_begins_to_follow_the_prefix_cache_is_told_all_of_it_and_nothing_twice() -> None:
+    """What was not told yet is for those who follow already: it is part of the whole."""
+    leader = leader_of(Held(), VirtualClock(), 0.1, [])
+    told = journal(leader)
+    leader.inbox.put(FromFrontend(FRONT, FollowPrefixes()))
+    leader.turn()
+    assert told == [(None, ["changed"]), (FRONT, ["whole"])]
+
+
+def test_a_flush_empties_the_prefix_cache_and_a_look_that_breaks_ends_nothing() -> None:
+    role, flushed = Held(), []
+    role.cache = SimpleNamespace(tree=SimpleNamespace(clear=lambda: flushed.append(1)))  # type: ignore[attr-defined]
+    leader = leader_of(role, VirtualClock(), 0.1, [])
+    seen: list[object] = []
+    leader.inbox.put(Inspect(lambda _scheduler: {}["a bug"]))
+    leader.inbox.put(FromFrontend(FRONT, FlushCache()))
+    leader.inbox.put(Inspect(seen.append))
+    leader.turn()
+    assert flushed == [1]
+    assert seen == [role]

@@ -177,7 +177,7 @@ def test_lesson_24_every_metric_moves_under_a_real_run(folder: Path) -> None:
         assert watch.of("segue_rejected_total") == 1
         assert watch.of("segue_aborts_total") >= 1
         # And whatever else there is: a metric that is added and never moves fails here.
-        assert watch.still() == set()
+        assert watch.still() == {"segue_slots"}, "llama keeps no state (see tests/e2e/test_hybrid.py)"
         made.until(lambda: made.fleet.in_flight == 0)
         watch.highest.clear()
         watch.look()

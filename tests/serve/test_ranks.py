@@ -95,6 +95,36 @@ def test_tokens_equal_generate_whatever_the_parallel_sizes(
 
 
 @pytest.mark.slow
+def test_decode_of_several_ranks_computes_prompts_itself(llama: Path) -> None:
+    with deployment(Role.DECODE, model=str(llama), ranks=sizes("", "tp2"), chunk_tokens=32) as made:
+        [instance] = made.by_role(Role.DECODE)
+        for i, prompt in enumerate(asked()):
+            made.front.submit(
+                f"r{i}", prompt, instance, instance, max_tokens=COUNT, temperature=0.0, ignore_eos=True
+            )
+        assert [made.front.tokens(f"r{i}") for i in range(len(asked()))] == generate(llama, asked(), COUNT)
+        made.assert_comes_to_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode", "transport"),
+    [
+        ("mixtral", "tp2", "", "shm"),
+        ("qwen3-moe", "", "tp2", "tcp"),
+        ("qwen3-moe", "tp2", "tp2", "tcp"),
+    ],
+)
+def test_tensor_parallel_ranks_hold_a_part_of_every_expert(
+    family: str, prefill: str, decode: str, transport: str, tmp_path: Path
+) -> None:
+    folder, ranks = save_model(tmp_path, family), sizes(prefill, decode)
+    with deployment(*SIDES, model=str(folder), ranks=ranks, transport=transport, chunk_tokens=32) as made:
+        assert answers(made, asked()) == generate(folder, asked(), COUNT)
+        made.assert_comes_to_rest()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"),
     [
@@ -115,6 +145,15 @@ def test_kv_that_several_ranks_hold_is_passed_on_among_them(
         if not prefill:  # its transport alone says what crossed the wire
             token_bytes = made.running[0].engine.spec.shape.token_bytes
             assert carried_bytes(made.by_role(Role.PREFILL)[0]) == sum(map(len, asked())) * token_bytes
+        made.assert_comes_to_rest()
+
+
+@pytest.mark.slow
+def test_layers_with_and_without_a_sliding_window_are_shared_out_unlike_on_both_sides(tmp_path: Path) -> None:
+    """The window has 18 tokens, most prompts more."""
+    folder = save_model(tmp_path, "gemma3")
+    with deployment(*SIDES, model=str(folder), ranks=sizes("cp2", "tp2"), chunk_tokens=32) as made:
+        assert answers(made, asked()) == generate(folder, asked(), COUNT)
         made.assert_comes_to_rest()
 
 
@@ -163,7 +202,7 @@ def generating(request: pytest.FixtureRequest, llama: Path) -> Iterator[tuple[De
         yield made, next(r for r in made.running if r.instance is decode)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_or_stands_still_ends_its_replica_at_once_and_typed(
     number: signal.Signals, generating: tuple[Deployment, Running]
 ) -> None:

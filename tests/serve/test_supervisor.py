@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import supervised
 
-from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, LimitsConfig
+from segue.core.access_config import AccessConfig
+from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
 from segue.core.errors import ConfigError
+from segue.core.kv_events_config import KVEventsConfig
+from segue.core.ranks_config import RanksConfig
 from segue.core.settings import argv
 from segue.core.types import Role
 from segue.serve.process_tree import ServeResult, secret_fd
@@ -119,6 +122,30 @@ def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Pat
         assert "hunter2" not in repr(spec.environ)
 
 
+def test_each_leader_of_the_deployment_publishes_kv_events_at_ports_of_its_own(tmp_path: Path) -> None:
+    async def child_specs() -> list[Any]:
+        events = KVEventsConfig(kv_events_port=5557, kv_events_replay_port=5600, kv_events_topic="kv")
+        ranks = RanksConfig(prefill_dp=2)
+        supervisor = supervised.make(tmp_path / "j", stop_at_once, events=events, ranks=ranks, decode=2)
+        supervisor._command = lambda role, config: [argv(config)]  # type: ignore[list-item]
+        return supervisor.child_specs("http://127.0.0.1:9", 77, 78)
+
+    taken: dict[str, list[int]] = {}
+    for spec in asyncio.run(child_specs()):
+        words = dict(word.partition("=")[::2] for word in spec.argv[0])
+        if spec.role is not Role.FRONTEND:
+            assert words["--kv-events-topic"] == "kv"
+            rank = int(words.get("--dp-rank", 0))  # which `KVPublisher` adds
+            flags = ("--kv-events-port", "--kv-events-replay-port")
+            taken[spec.name] = [int(words[flag]) + rank for flag in flags]
+    assert taken == {
+        "prefill-0.dp0": [5557, 5600],
+        "prefill-0.dp1": [5558, 5601],
+        "decode-0": [5559, 5602],
+        "decode-1": [5560, 5603],
+    }
+
+
 def test_an_anonymous_file_is_read_by_its_owner_and_changed_by_nobody() -> None:
     with secret_fd(b"the secret") as fd:
         assert os.fstat(fd).st_mode & 0o777 == 0o600
@@ -160,6 +187,35 @@ def test_a_death_is_loud_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.Log
     assert run(tmp_path / "j", announce, prefill=2, behaviours={"prefill-1": "late-crash"}) == ServeResult(0)
     assert "child=prefill-1 how='exit status 7'" in caplog.text
     assert "line='out of luck'" in caplog.text
+
+
+def test_who_was_switched_is_named_and_counted_by_its_role(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    console = io.StringIO()
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        loop = asyncio.get_running_loop()
+        old, switched = (
+            next(c for c in supervisor.children if c.name == n) for n in ("prefill-0", "decode-1")
+        )
+
+        def look() -> None:
+            if switched.role is Role.DECODE:
+                loop.call_later(0.01, look)  # nobody is told
+                return
+            switched.signal(signal.SIGUSR1)
+            old.exited.add_done_callback(lambda _: loop.call_soon(supervisor.stop))
+            old.signal(signal.SIGKILL)
+
+        switched.signal(signal.SIGUSR1)
+        look()
+
+    how: dict[str, Any] = {"behaviours": {"decode-1": "switched"}, "console": console}
+    assert run(tmp_path / "j", announce, decode=2, **how) == ServeResult(0), "a prefill instance is left"
+    assert "child=prefill-0 how='signal 9 (SIGKILL)'" in caplog.text
+    assert "decode-1-as-prefill | what it says later" in console.getvalue()
+    assert "decode-1   | hello of decode-1" in console.getvalue()
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "frontend"])

@@ -142,6 +142,25 @@ def test_each_family_equals_generate(
         assert answer(made, asked, "r") == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_each_family_equals_generate_where_decode_computes_half_of_the_prompts(
+    family: str,
+    folder: Callable[[str], Path],
+    reference: Callable[[str, tuple[int, ...]], Reference],
+) -> None:
+    asked, wanted = reference(family, LENGTHS)
+    with deployment(*ONE_ONE, make_engine=engines(folder(family)), chunk_tokens=32) as made:
+        [prefill], [decode] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        for i, prompt in enumerate(asked):
+            first = decode if i % 2 else prefill
+            made.front.submit(
+                f"r{i}", prompt, first, decode, max_tokens=COUNT, temperature=0.0, ignore_eos=True
+            )
+        assert [made.front.tokens(f"r{i}") for i in range(len(asked))] == wanted
+        made.assert_comes_to_rest()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("chunk_tokens", [16, 64, WHOLE])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -21,10 +21,10 @@ from segue.session.frames import (
     KIND_MESSAGE,
     PREAMBLE,
     PROTOCOL_VERSION,
-    Accepted,
-    Hello,
     Opened,
+    SessionAccepted,
     SessionFrame,
+    SessionHello,
     Welcome,
     decode_frame,
     encode_frame,
@@ -199,7 +199,7 @@ class RawPeer:
                 raise AssertionError(f"{progress}: {shake.refusal}")
 
 
-def hello(letter: str, **changes: Any) -> Hello:
+def hello(letter: str, **changes: Any) -> SessionHello:
     fields: dict[str, Any] = {
         "incarnation": incarnation(letter),
         "role": Role.DECODE,
@@ -209,7 +209,7 @@ def hello(letter: str, **changes: Any) -> Hello:
         "keyed": True,
         "keepalive_s": 0.01,
     }
-    return Hello(**(fields | changes))
+    return SessionHello(**(fields | changes))
 
 
-__all__ = ["Accepted", "Events", "Message", "Note", "Question", "RawPeer", "closing", "hello", "node"]
+__all__ = ["Events", "Message", "Note", "Question", "RawPeer", "SessionAccepted", "closing", "hello", "node"]

@@ -22,7 +22,7 @@ class Kept:
         self.end: asyncio.Future[None] = loop.create_future()
 
     async def ended(self) -> None:
-        await self.end
+        await asyncio.shield(self.end)
 
 
 class Peer:
@@ -34,14 +34,14 @@ class Peer:
         self.session: Kept | None = None
         self.asked: list[float] = []
         self.told: list[tuple[float, SegueError]] = []
-        dialer = Dialer(
+        self.dialer = Dialer(
             self.connect,
             "the peer",
             refused=lambda error: self.told.append((self.loop.now, error)),
             patience_s=PATIENCE_S,
             uniform=lambda _low, high: high,
         )
-        self.loop.enter(dialer.start, self.loop)
+        self.loop.enter(self.dialer.start, self.loop)
 
     async def connect(self) -> Session:
         self.asked.append(self.loop.now)
@@ -100,3 +100,38 @@ def test_patience_and_pauses_begin_anew_when_a_session_is_lost(before_s: float) 
     peer.wait(10.0)
     assert peer.told
     assert peer.told[0][0] >= lost_at + PATIENCE_S
+
+
+def test_what_keeps_a_session_from_being_opened_is_said_once_until_it_is_something_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    peer = Peer(away())
+
+    def said() -> list[str]:
+        found = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return found
+
+    peer.wait(20.0)
+    assert len(peer.asked) > 3
+    assert said() == ["cannot join the peer: nobody is there"]
+    peer.error = PeerRefused("another model")
+    peer.wait(20.0)
+    assert said() == ["cannot join the peer: another model"]
+    peer.error = None
+    peer.wait(20.0)
+    peer.lose(PeerRefused("another model"))
+    peer.wait(20.0)
+    assert said() == ["cannot join the peer: another model"], "there was a session meanwhile"
+
+
+def test_a_dialer_that_was_stopped_dials_no_more_and_leaves_its_session_alone() -> None:
+    peer = Peer(None)
+    peer.wait(0.1)
+    assert peer.session is not None
+    peer.loop.enter(peer.dialer.stop)
+    peer.wait(1.0)
+    assert not peer.session.end.done()
+    peer.lose(None)
+    peer.wait(20.0)
+    assert len(peer.asked) == 1

@@ -6,7 +6,7 @@ import pytest
 from session_peers import SECRET, hello
 
 from segue.core.errors import ErrorCode, LayoutMismatch, PeerRefused, SegueError, Unauthorized
-from segue.session.frames import Accepted, Opened, Proof, Refused, Welcome
+from segue.session.frames import Opened, Proof, SessionAccepted, SessionRefused, Welcome
 from segue.session.handshake import Handshake, Progress, prove, session_key
 
 KEY = session_key(SECRET)
@@ -36,7 +36,7 @@ def test_both_sides_prove_themselves_and_the_smaller_incarnation_decides(key: by
     assert listener.receive(Welcome(payload=b"2", max_frame_bytes=1), 10.0) is Progress.PAYLOAD
     assert dialler.decides
     assert not listener.decides
-    assert dialler.receive(Accepted([b"x" * 16]), 10.0) is Progress.DECIDE
+    assert dialler.receive(SessionAccepted([b"x" * 16]), 10.0) is Progress.DECIDE
     assert dialler.others == {b"x" * 16}
     assert listener.receive(Opened(), 10.0) is Progress.OPEN
     assert dialler.id == listener.id
@@ -91,7 +91,9 @@ def test_one_side_without_a_secret_is_refused(mine: bytes | None, theirs: bytes 
         listener.receive(dialler.me, 10.0)
 
 
-@pytest.mark.parametrize("early", [Proof(b""), Welcome(payload=b"", max_frame_bytes=9), Opened(), Accepted()])
+@pytest.mark.parametrize(
+    "early", [Proof(b""), Welcome(payload=b"", max_frame_bytes=9), Opened(), SessionAccepted()]
+)
 def test_no_step_can_be_skipped(early: object) -> None:
     _, listener = pair()
     with pytest.raises(PeerRefused, match="HELLO was due"):
@@ -115,12 +117,12 @@ def test_keepalive_slower_than_our_patience_is_refused_at_once() -> None:
 def test_a_stranger_cannot_make_us_raise_any_error_it_likes() -> None:
     claim = LayoutMismatch("words in our mouth", room=7).info
     dialler, listener = pair()
-    assert dialler.receive(Refused(claim), 10.0) is Progress.REFUSED
+    assert dialler.receive(SessionRefused(claim), 10.0) is Progress.REFUSED
     assert dialler.refusal is not None
     assert dialler.refusal.code is ErrorCode.PEER_REFUSED
     dialler, listener = pair()
     exchange_hellos(dialler, listener)
     dialler.receive(listener.proof_frame(), 10.0)
-    assert dialler.receive(Refused(claim), 10.0) is Progress.REFUSED
+    assert dialler.receive(SessionRefused(claim), 10.0) is Progress.REFUSED
     assert dialler.refusal == claim
     assert isinstance(claim.exception(), SegueError)

@@ -39,10 +39,10 @@ from segue.session.frames import (
     HEADER,
     KIND_MESSAGE,
     KIND_SESSION,
-    Hello,
     Ping,
     Proof,
     SessionFrame,
+    SessionHello,
     decode_frame,
     decode_preamble,
     encode_frame,
@@ -109,7 +109,7 @@ def test_a_stranger_that_says_nothing_is_cut_after_the_handshake_deadline() -> N
             mute, halfway = await RawPeer.dial(*address), await RawPeer.dial(*address)
             await halfway.preamble()
             halfway.send(hello("b"))
-            assert isinstance(await halfway.frame(), Hello)
+            assert isinstance(await halfway.frame(), SessionHello)
             await mute.ended()
             await halfway.ended()
             assert listener.stats.handshakes_late == 2

@@ -39,12 +39,14 @@ class Watched:
     def __init__(self) -> None:
         self.loop = Turned()
         self.silences: list[float] = []
+        self.pings: list[float] = []
         self.keepalive = Keepalive(
             cast("asyncio.AbstractEventLoop", self.loop), LIMITS, self.pinged, self.silent
         )
         self.keepalive.start()
 
     def pinged(self) -> None:
+        self.pings.append(self.loop.now)
         self.keepalive.sent_at = self.loop.now
 
     def silent(self, seconds: float) -> None:
@@ -102,3 +104,15 @@ def test_a_peer_is_given_up_in_time_also_when_our_next_word_is_due_later() -> No
     watched.loop.now = watched.keepalive.sent_at = began + LIMITS.peer_silence_s - 0.25
     watched.keepalive.start()
     assert watched.loop.due == began + LIMITS.peer_silence_s
+
+
+def test_something_is_said_when_nothing_was_for_so_long_and_not_before() -> None:
+    watched = Watched()
+    watched.loop.until(101.1)
+    assert watched.pings == [100.5, 101.0]
+    watched.keepalive.sent_at = watched.keepalive.heard_at = 101.4  # a message of ours, and one of theirs
+    watched.loop.until(101.89)
+    assert watched.pings == [100.5, 101.0]
+    watched.loop.until(102.5)
+    assert watched.pings == [100.5, 101.0, pytest.approx(101.9), pytest.approx(102.4)]
+    assert watched.silences == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Coroutine
 from functools import partial
@@ -147,6 +148,25 @@ def test_who_shares_an_attempt_and_gives_up_early_takes_it_from_nobody() -> None
             assert dialler.stats.opened == 1
 
     asyncio.run(main())
+
+
+def test_an_attempt_whose_caller_leaves_as_it_fails_is_not_a_failure_that_nobody_saw() -> None:
+    unseen: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        dialler = node("b", Events())
+        async with closing(dialler):
+            caller = asyncio.create_task(dialler.connect("127.0.0.1", 1, timeout_s=DEADLINE_S))
+            await asyncio.sleep(0)
+            (dial,) = dialler._dials.values()
+            dial.task.add_done_callback(lambda _: caller.cancel())
+            with pytest.raises(asyncio.CancelledError):
+                await caller
+
+    asyncio.run(main())
+    gc.collect()
+    assert unseen == []
 
 
 @pytest.mark.parametrize("runner", LOOPS)

@@ -142,6 +142,18 @@ def test_every_trouble_of_a_seed_is_one_that_something_brings() -> None:
         assert FAULTS[feature], feature
 
 
+@pytest.mark.parametrize("kind", ["crash", "power loss"])
+def test_the_query_of_a_watcher_that_has_just_died_may_still_wait(kind: str) -> None:
+    """Everything is looked at once a second."""
+    node = next(node.name for node in load(3).nodes if node.role is Role.DECODE)
+    scenario = calm(3, Fault("f0", kind, 39.995, node, seconds=3.0))
+    scenario.features = frozenset({kind})
+    scenario.requests[-1].at = 45.0
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text
+    assert outcome.struck[kind] == 1
+
+
 def test_a_registry_that_forgets_too_early_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     normal = RegistryStore.register
 
@@ -237,6 +249,18 @@ def test_who_comes_to_a_registry_that_is_closing_may_find_nobody() -> None:
     ]
     outcome = run_scenario(calm(1, closes, *guests))
     assert not outcome.failed, outcome.text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whom_the_flood_of_another_guest_has_cost_his_place_is_not_told_why(seed: int) -> None:
+    node = load(seed).nodes[0].name
+    faults = [
+        Fault(f"v{place}", "guest", 1.0 + 0.1 * place, node, amount=GUEST_KINDS.index(kind))
+        for place, kind in enumerate(("half a query", "registry flood"))
+    ]
+    outcome = run_scenario(calm(seed, *faults))
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["guests"] == 2
 
 
 def test_whoever_comes_is_told_from_all_others_by_name() -> None:

@@ -28,7 +28,7 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim, "SHRINK_RUNS", 60)
 
 
-@pytest.mark.parametrize("every", ["8", "1"])
+@pytest.mark.parametrize("every", ["8", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_failing_seed_tells_its_story_and_its_replay_fails_alike(
     sabotaged: None, every: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

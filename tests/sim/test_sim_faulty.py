@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from segue.core.types import Role
-from segue.handoff.messages import Destination
+from segue.core.types import Incarnation, LeaderId, Role, Span, TransferId
+from segue.handoff.messages import ChunkPosted, Destination
 from segue.sim.faulty import KINDS
+from segue.sim.leader import NodeSpec
 from segue.sim.run import load, run_scenario
 from segue.sim.scenario import Fault
+from segue.sim.splits import Splits
 
 #: Over tcp and over shm.
 SEEDS = (1, 3)
@@ -34,3 +40,36 @@ def test_a_wrong_message_ends_its_own_hand_off_at_most(role: Role, place: int) -
         assert not outcome.failed, f"seed {seed}: {outcome.text}"
         assert outcome.counts["wrong messages"] >= 1
         assert outcome.counts["done"] >= 1
+
+
+def test_the_checksum_of_a_chunk_of_another_rank_is_expected_to_be_wrong() -> None:
+    """Where several ranks send to one, the other rank is one of the plan, and its bytes are others."""
+    transfer = TransferId(5, 0, LeaderId(Incarnation("p")), LeaderId(Incarnation("d")))
+    said = ChunkPosted(
+        transfer=transfer, source=0, target=0, sequence=0, span=Span(0, 4), nbytes=64, final=True, checksum=1
+    )
+    spoiled: set[TransferId] = set()
+    checks = SimpleNamespace(flips=SimpleNamespace(spoiled=spoiled))
+    node: Any = SimpleNamespace(deployment=SimpleNamespace(checks=checks))
+    [heard] = KINDS[TOLD[Role.DECODE][0]][1](node, said)
+    assert isinstance(heard, ChunkPosted)
+    assert (heard.source, spoiled) == (1, {transfer})
+
+
+def test_a_fence_that_is_refused_again_and_again_holds_its_pages_for_as_long() -> None:
+    found = (s for s in map(load, range(500)) if s.transports == ("shm",) and s.splits == Splits())
+    scenario = next(s for s in found if len({(node.role, node.dp_size) for node in s.nodes}) == 2)
+    scenario.nodes = [replace(node, local_tokens=None) for node in scenario.nodes]
+    scenario.features, scenario.requests = frozenset({"fence exception"}), scenario.requests[:1]
+    scenario.faults = [of(node, "wrong message", 3) for node in scenario.nodes if node.role is Role.DECODE]
+    for node in scenario.nodes:
+        if node.role is Role.PREFILL:
+            scenario.faults += [of(node, "fence exception", place) for place in range(24)]
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["fences not taken"] >= 24
+
+
+def of(node: NodeSpec, kind: str, amount: int = 0) -> Fault:
+    """A fault that waits for its moment from the beginning."""
+    return Fault(f"{kind} {amount} of {node.name}", kind, 0.0, node.name, amount=amount)

@@ -32,6 +32,10 @@ def calm_seed(leaders: int) -> int:
 CALM = calm_seed(1)
 
 
+#: What is said to whom in a probe.
+WORD_OF_PROBE = {Role.PREFILL: "ProbeReady", Role.DECODE: "PathChosen"}
+
+
 def with_faults(*faults: Fault) -> Scenario:
     """A calm deployment, and these faults in it."""
     features = frozenset(fault.kind for fault in faults)
@@ -169,7 +173,7 @@ def test_an_instance_whose_address_is_taken_says_so_and_comes_back_when_it_is_fr
     assert outcome.counts["addresses taken"] > 1
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_pair_whose_memory_cannot_be_had_goes_on_over_the_other_transport(ranks: int) -> None:
     nodes = {role: [n.name for n in make_scenario(CALM).nodes if n.role is role] for role in Role}
     prefill, decode = nodes[Role.PREFILL][0], nodes[Role.DECODE][0]
@@ -179,6 +183,38 @@ def test_a_pair_whose_memory_cannot_be_had_goes_on_over_the_other_transport(rank
     assert not outcome.failed, outcome.text
     assert outcome.counts["pools that could not be mapped"] == 1
     assert outcome.counts["pairs that went on without shm"] > 0
+
+
+STRUCK_IN_A_PROBE = [
+    ("crash", Role.PREFILL),
+    ("crash", Role.DECODE),
+    ("pause", Role.PREFILL),
+    ("break", Role.PREFILL),
+    ("path cut", Role.PREFILL),
+    ("data stall", Role.PREFILL),
+    ("thread death", Role.DECODE),
+    ("fence exception", Role.DECODE),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "role"), STRUCK_IN_A_PROBE)
+def test_what_strikes_while_a_pair_measures_costs_no_request_more_than_at_any_other_time(
+    kind: str, role: Role
+) -> None:
+    nodes = {role: [n.name for n in make_scenario(CALM).nodes if n.role is role] for role in Role}
+    here = nodes[role][0]
+    there = nodes[Role.DECODE if role is Role.PREFILL else Role.PREFILL][0]
+    scenario = with_faults(
+        Fault("f0", kind, 0.0, here, there, seconds=1.0, trigger=f"<{WORD_OF_PROBE[role]}")
+    )
+    scenario.transports, scenario.splits = ("shm", "tcp"), ALONE
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text
+    assert outcome.struck[kind] == 1
+    assert outcome.counts["writes into scratch"] > 0
+    measured = [name for name in outcome.counts if name.startswith("pairs that measured and took")]
+    assert sum(outcome.counts[name] for name in measured) > 0
 
 
 def test_a_leader_that_has_lost_its_rank_ends_its_hand_offs_at_once() -> None:

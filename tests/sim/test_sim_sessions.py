@@ -1,5 +1,7 @@
 """Production's sessions in virtual time: over a network that delays, splits, breaks, blocks and flips."""
 
+import inspect
+
 import pytest
 
 from segue.core.control import ControlMessage, Load
@@ -250,3 +252,28 @@ def test_the_same_seed_gives_the_same_run():
         pair.run(5.0)
         digests.add((pair.world.events, pair.network.opened, str(pair.a.opened_with)))
     assert len(digests) == 1
+
+
+def test_a_process_that_is_killed_in_the_midst_of_a_callback_runs_none_of_the_tasks_that_it_then_starts():
+    """The callback goes on after a fault in it has killed the process."""
+    world = World(0)
+    peer = Peer(world, Network(world, Timing()), "a", "10.0.0.1")
+    begun = []
+
+    async def work():
+        begun.append(1)
+
+    started = []
+
+    def callback():
+        peer.kill()
+        peer.loop.die()
+        coroutine = work()
+        started.append(coroutine)
+        peer.loop.create_task(coroutine)
+
+    peer.loop.call_soon(callback)
+    while world.step():
+        pass
+    assert not begun
+    assert inspect.getcoroutinestate(started[0]) == inspect.CORO_CLOSED

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from segue.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
 
 #: Runs of neighbouring seeds: `make test` takes the first, `make test-slow` the others. The large
 #: ones must show rare events too, so they are large enough that each of these happens in all.
-SMALL_PART = range(40)
-LARGE_PARTS = tuple(range(start, start + 160) for start in range(40, 840, 160))
+SMALL_PART = range(20)
+LARGE_PARTS = tuple(range(start, start + 164) for start in range(20, 840, 164))
 #: Seeds that are run again with each node's tables looked at after every single turn.
 EVERY_TURN_SEEDS = range(40)
 SOAK_HAND_OFFS = 1_000_000
@@ -36,7 +37,7 @@ def outcome_of(seed: int) -> Outcome:
     return run_scenario(load(seed))
 
 
-#: What happens in any forty seeds, and what in most forties but not in all of them.
+#: What happens in any twenty seeds, and what in most twenties but not in all of them.
 COMMON = (
     "retries",
     "quarantined",
@@ -81,6 +82,7 @@ def counts_of(seeds: range) -> Counter[str]:
 def test_no_invariant_breaks_under_faults() -> None:
     counts = counts_of(SMALL_PART)
     assert [name for name in COMMON if not counts[name]] == []
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("sim ")] == []
 
 
 @pytest.mark.slow
@@ -88,6 +90,7 @@ def test_no_invariant_breaks_under_faults() -> None:
 def test_no_invariant_breaks_under_faults_in_more_seeds(seeds: range) -> None:
     counts = counts_of(seeds)
     assert [name for name in COMMON + RARE if not counts[name]] == []
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("sim ")] == []
 
 
 def test_metadata_is_spoiled_and_roles_break_in_every_way() -> None:
@@ -179,7 +182,11 @@ def digest_in_a_process(seed: int, hash_seed: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("seed", [3, 8])
+@pytest.mark.parametrize(
+    "seed",
+    # 5088: a transport loses several peers at once
+    [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (8, 5088))],
+)
 def test_the_same_seed_is_the_same_run_in_every_process(seed: int) -> None:
     first, second = digest_in_a_process(seed, "1"), digest_in_a_process(seed, "2")
     assert first == second != ""

@@ -31,7 +31,7 @@ from segue.sim.clients import Asked
 from segue.sim.datapath import ShmPath, TcpPath
 from segue.sim.deployment import Deployment
 from segue.sim.engine import reference
-from segue.sim.flow import Part
+from segue.sim.flow import SentPart
 from segue.sim.front import FrontNode
 from segue.sim.node import VOCAB, KVNode
 from segue.sim.run import describe, run_scenario, tell
@@ -185,9 +185,11 @@ def write_beside_the_pages(stage: Stage) -> None:
     stage.prefill.paths_to(stage.decode.me)[0].land(5, [(at, b"x" * 8)])
 
 
-def streamed(stage: Stage) -> tuple[TcpPath, Part]:
+def streamed(stage: Stage) -> tuple[TcpPath, SentPart]:
     """A path of `tcp`, and a part of a write on it that has one row of 8 bytes at byte 16."""
-    return TcpPath(stage.prefill, 0, stage.decode, 0), Part(start=0, head=56, end=64, epoch=5, rows=[(16, 8)])
+    return TcpPath(stage.prefill, 0, stage.decode, 0), SentPart(
+        start=0, head=56, end=64, epoch=5, rows=[(16, 8)]
+    )
 
 
 def landed_elsewhere(stage: Stage) -> None:
@@ -260,6 +262,17 @@ def mismatch_without_a_flip(stage: Stage) -> None:
     stage.phases(stage.decode, B, W, T)
     wrong = ChecksumMismatch("?", origin="x", phase="y", room=stage.transfer.room).info
     stage.checks.effect(stage.decode, events.Phase(stage.transfer, F, error=wrong))
+
+
+def mismatch_after_the_registry_was_misheard(stage: Stage) -> None:
+    """In an attempt that began later."""
+    registry, network = stage.deployment.registry.node, stage.deployment.network
+    assert registry is not None
+    network.changed_at[stage.prefill] = {registry: stage.deployment.world.now}
+    stage.deployment.world.now += 1.0
+    placed(stage)
+    stage.deployment.causes.open_rooms.add(stage.transfer.room)
+    mismatch_without_a_flip(stage)
 
 
 def mismatch_that_forbids_a_retry(stage: Stage) -> None:
@@ -572,6 +585,7 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("3", hashes_pages_of_others),
     ("5", commits_a_flipped_page),
     ("12", mismatch_without_a_flip),
+    ("12", mismatch_after_the_registry_was_misheard),
     ("25", mismatch_that_forbids_a_retry),
     ("7", foreign_metadata),
     ("7", commits_metadata_of_another_prompt),
@@ -632,6 +646,17 @@ def test_what_has_a_cause_is_none() -> None:
     fails(stage, ErrorCode.PEER_LOST)
     chained = ErrorInfo(code=ErrorCode.TRANSFER_FAILED, text="?", room=stage.transfer.room)
     assert stage.deployment.causes.unexplained(chained, (stage.transfer.room,)) == ""
+
+
+@pytest.mark.usefixtures("ran")
+def test_somebody_may_be_late_where_one_sequence_at_a_time_has_a_place_for_its_state() -> None:
+    stage = Stage()
+    next(iter(stage.deployment.asked.values())).outcome = "late"
+    with pytest.raises(Violation, match="late though nothing went wrong"):
+        stage.checks.at_rest()
+    engine: Any = stage.decode.engine
+    engine.spec = SimpleNamespace(slots=1, pages=engine.spec.pages, page_tokens=engine.spec.page_tokens)
+    stage.checks.at_rest()
 
 
 def test_a_failure_that_a_retry_heals_needs_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,20 @@ Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count
 TestInterleavings = Interleavings.TestCase
 
 
+def test_a_job_that_is_cancelled_between_two_slices_ends_at_once() -> None:
+    """Nobody is inside a slice of it, so nobody else would ever say so."""
+    queue = CopyQueue(slice_bytes=SLICE, max_jobs=1)
+    made, answers = job("a", 1, 1, 2), list[str]()
+    assert queue.submit(made)
+    assert queue.take()[0] is made
+    assert not queue.finish(made, None)
+    idle, waits = queue.cancel("a", 1, TransferFailed("fenced"), lambda: answers.append("fenced"))
+    assert (idle, waits) == ([made], True)
+    for answer in queue.reported(made):
+        answer()
+    assert answers == ["fenced"]
+
+
 # ---- real threads, held by events ------------------------------------------------------------------
 
 

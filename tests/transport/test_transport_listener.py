@@ -19,7 +19,8 @@ from segue.core.errors import PeerRefused
 from segue.transport import handshake
 from segue.transport.base import Endpoint, PeerGone, TransportEvent
 from segue.transport.memory import allocate
-from segue.transport.tcp import TcpAddress, TcpTransport
+from segue.transport.tcp import TcpTransport
+from segue.transport.tcp_sockets import TcpAddress
 from tls_files import Authority
 
 ROGUE = rank("rogue")
@@ -48,7 +49,7 @@ class Listens:
         return sock
 
     def proof(self, sock: socket.socket) -> tuple[handshake.WriterProof, bytes]:
-        proof = handshake.WriterProof(self.address.key, handshake.Hello(ROGUE, bytes(16), 0, 1))
+        proof = handshake.WriterProof(self.address.key, handshake.StreamHello(ROGUE, bytes(16), 0, 1))
         return proof, proof.respond(exactly(sock, handshake.CHALLENGE_BYTES))
 
     def close(self) -> None:

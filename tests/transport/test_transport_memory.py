@@ -85,6 +85,9 @@ def test_no_row_lies_between_two_regions_or_across_their_ends(offset: int, nbyte
     with pytest.raises(TransferFailed, match="outside the regions"):
         ranges.check_memory([CopyBlock(0, 0, 3, 100, stride - 1, 100)], memory, 1000)
     assert ranges.check_memory([CopyBlock(0, 0, 3, 100, stride, 100)], memory, 1000) == 300
+    with pytest.raises(TransferFailed, match="outside the regions"):
+        ranges.check_memory([CopyBlock(0, 0, 2, 10, 90, 10, 2, stride + 1, 20)], memory, 1000)
+    assert ranges.check_memory([CopyBlock(0, 0, 2, 10, 90, 10, 3, stride, 20)], memory, 1000) == 60
 
 
 def test_each_transport_says_which_memory_it_registers_and_what_to_do_about_other() -> None:

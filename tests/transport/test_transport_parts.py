@@ -11,7 +11,6 @@ import pytest
 
 from areas import whole
 from ranks import options, rank
-from segue.cli import doctor
 from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferFailed
 from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
@@ -23,11 +22,16 @@ from segue.transport.fake import FakeTransport
 from segue.transport.ioloop import IoLoop
 from segue.transport.kinds import KINDS, OK, TransportKinds
 from segue.transport.memory import Memory, Region, allocate, host_region
-from segue.transport.shm import ShmTransport
-from segue.transport.tcp_out import OutStream, Part, Write
+from segue.transport.paths import Write
+from segue.transport.tcp_out import OutStream, WritePart
 from segue.transport.tcp_wire import MAX_PART_ROWS, PartRows, cut
 
 # ---- kinds ---------------------------------------------------------------------------------------
+
+
+def preferred(ours: dict[str, list[Endpoint]], theirs: dict[str, list[Endpoint]]) -> str | None:
+    """The first of those that a pair could use."""
+    return next((name for name, why in KINDS.choices(ours, theirs).items() if why == OK), None)
 
 
 def test_an_unknown_transport_lists_the_known_ones() -> None:
@@ -39,8 +43,8 @@ def test_one_that_cannot_be_used_says_why() -> None:
     assert set(KINDS.available()) == set(KINDS.known)
     here = KINDS.available()
     assert here["shm"] == here["tcp"] == here["fake"] == OK
-    with pytest.raises(ConfigError, match="cannot be used here"):
-        KINDS.create("nixl", lambda _e: None, options(rank("a")))
+    with pytest.raises(ConfigError, match="cannot be used here: not part of this version"):
+        TransportKinds({"pigeon": ""}).create("pigeon", lambda _e: None, options(rank("a")))
 
 
 def _shm(host: str, version: int = 1) -> Endpoint:
@@ -52,13 +56,13 @@ def test_auto_chooses_shm_on_one_host_and_tcp_between_hosts() -> None:
     tcp = [Endpoint("tcp", 1, b"")]
     fake = [Endpoint("fake", 1, b"")]
     here, there = {"shm": [_shm("h1")], "tcp": tcp}, {"shm": [_shm("h2")], "tcp": tcp}
-    assert KINDS.choose(here, here) == "shm"
-    assert KINDS.choose(here, there) == KINDS.choose(there, here) == "tcp"
-    assert KINDS.choose({"shm": [_shm("h1")]}, {"shm": [_shm("h2")]}) is None
-    assert KINDS.choose(here, {"shm": [_shm("h1", version=2)], "tcp": tcp}) == "tcp"
-    assert KINDS.choose(here, {"shm": [Endpoint("shm", 1, b"\xc1")], "tcp": tcp}) == "tcp"
-    assert KINDS.choose({"fake": fake}, {"fake": fake, "tcp": tcp}) == "fake"
-    assert KINDS.choose({"tcp": tcp}, {"shm": [_shm("h1")]}) is None
+    assert preferred(here, here) == "shm"
+    assert preferred(here, there) == preferred(there, here) == "tcp"
+    assert preferred({"shm": [_shm("h1")]}, {"shm": [_shm("h2")]}) is None
+    assert preferred(here, {"shm": [_shm("h1", version=2)], "tcp": tcp}) == "tcp"
+    assert preferred(here, {"shm": [Endpoint("shm", 1, b"\xc1")], "tcp": tcp}) == "tcp"
+    assert preferred({"fake": fake}, {"fake": fake, "tcp": tcp}) == "fake"
+    assert preferred({"tcp": tcp}, {"shm": [_shm("h1")]}) is None
 
 
 def test_every_transport_of_this_version_describes_itself() -> None:
@@ -80,10 +84,10 @@ def test_auto_offers_what_registers_the_memory_and_says_why_it_leaves_out_the_re
 def test_a_pair_takes_a_transport_that_reaches_every_rank_from_every_rank() -> None:
     tcp = [Endpoint("tcp", 1, b"")] * 2
     here = {"shm": [_shm("h1"), _shm("h1")], "tcp": tcp}
-    assert KINDS.choose(here, here) == "shm"
+    assert preferred(here, here) == "shm"
     apart = {"shm": [_shm("h1"), _shm("h2")], "tcp": tcp}
-    assert KINDS.choose(here, apart) == KINDS.choose(apart, here) == "tcp"
-    assert KINDS.choose({"tcp": []}, {"tcp": tcp}) is None
+    assert preferred(here, apart) == preferred(apart, here) == "tcp"
+    assert preferred({"tcp": []}, {"tcp": tcp}) is None
 
 
 def test_a_transport_whose_module_is_missing_is_listed_with_the_reason() -> None:
@@ -93,19 +97,7 @@ def test_a_transport_whose_module_is_missing_is_listed_with_the_reason() -> None
     with pytest.raises(ConfigError, match="'rocket' cannot be used here: cannot be imported"):
         lacks.create("rocket", lambda _e: None, options(rank("a")))
     theirs = {"rocket": [Endpoint("rocket", 1, b"")]}
-    assert KINDS.choose(theirs, theirs) is None, "one that this side does not know"
-
-
-def test_doctor_says_what_auto_takes_where_shared_memory_does_not_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ShmTransport, "unusable", classmethod(lambda _cls: "forbidden here"))
-    found = {finding.what: finding for finding in doctor._transports()}
-    assert found["transport shm"].state == "slow"
-    assert found["transport shm"].text == (
-        "forbidden here; between processes of this host --transport auto takes tcp"
-    )
-    assert (found["transport tcp"].state, found["transport nixl"].state) == ("ok", "absent")
+    assert preferred(theirs, theirs) is None, "one that this side does not know"
 
 
 def test_real_endpoints_of_this_host_choose_shm() -> None:
@@ -114,7 +106,7 @@ def test_real_endpoints_of_this_host_choose_shm() -> None:
     for me in (rank("a"), rank("b")):
         made = {name: KINDS.create(name, lambda _e: None, options(me)) for name in ("shm", "tcp")}
         sides.append((made, {name: [t.register(memory)] for name, t in made.items()}))
-    assert KINDS.choose(sides[0][1], sides[1][1]) == "shm"
+    assert preferred(sides[0][1], sides[1][1]) == "shm"
     for made, _ in sides:
         for transport in made.values():
             transport.close()
@@ -132,8 +124,8 @@ def test_a_rank_that_cannot_travel_is_refused(name: str, incarnation: str) -> No
 # ---- handshake -----------------------------------------------------------------------------------
 
 
-def _hello() -> handshake.Hello:
-    return handshake.Hello(rank("aaaa", dp_rank=3, number=2), b"g" * 16, 1, 4)
+def _hello() -> handshake.StreamHello:
+    return handshake.StreamHello(rank("aaaa", dp_rank=3, number=2), b"g" * 16, 1, 4)
 
 
 def test_both_ends_prove_the_key_and_it_never_travels() -> None:
@@ -245,9 +237,9 @@ def test_no_part_has_more_rows_than_its_receiver_takes(rows: int) -> None:
 
 
 def test_a_stream_is_stuck_since_the_peer_last_gave_what_it_owes() -> None:
-    def part(sent_at: float) -> Part:
+    def part(sent_at: float) -> WritePart:
         none = np.zeros((0, 2), np.uint64)
-        return Part(Write(1, 1, 0, 0.0), 1, PartRows(none, none, 0), sent_at=sent_at)
+        return WritePart(Write(1, 1, 0, 0.0), 1, PartRows(none, none, 0), sent_at=sent_at)
 
     stream = OutStream(cast("Channel", None))
     assert stream.stuck_since() is None
@@ -319,8 +311,8 @@ def test_lesson_22_a_sink_that_raises_fails_the_peers_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread of a transport that dies takes nothing with it silently."""
-    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
-    gone = threading.Event()
+    gone, hooked = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
 
     def sink(event: TransportEvent) -> None:
         if isinstance(event, Fenced):
@@ -333,5 +325,6 @@ def test_lesson_22_a_sink_that_raises_fails_the_peers_at_once(
     transport.connect(rank("a"), transport.register(memory), 30)
     transport.fence(rank("a"), 1)
     assert gone.wait(30)
+    assert hooked.wait(30)
     transport.close()
     memory.close()

@@ -42,7 +42,7 @@ class Reader:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(30)
         sock.connect(self.address.name)
-        door = handshake.WriterProof(self.address.key, handshake.Hello(peer, bytes(16), 0, 1))
+        door = handshake.WriterProof(self.address.key, handshake.StreamHello(peer, bytes(16), 0, 1))
         sock.send(door.respond(sock.recv(1000)))
         verdict, fds, _, _ = socket.recv_fds(sock, 1000, 2)
         door.finish(verdict)

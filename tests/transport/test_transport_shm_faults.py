@@ -79,6 +79,12 @@ class Side:
         self.memory.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    """Libraries of other transports open descriptors when they are first looked at: before any is counted."""
+    KINDS.available()
+
+
 @pytest.fixture
 def sides() -> Iterator[tuple[Side, Side]]:
     """A writer and a reader that are not connected; afterwards no descriptor and no mapping is left."""
@@ -116,7 +122,7 @@ def begin(reader: Side, peer: RankId) -> tuple[socket.socket, handshake.WriterPr
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(30)
     sock.connect(reader.address.name)
-    proof = handshake.WriterProof(reader.address.key, handshake.Hello(peer, bytes(16), 0, 1))
+    proof = handshake.WriterProof(reader.address.key, handshake.StreamHello(peer, bytes(16), 0, 1))
     return sock, proof, proof.respond(sock.recv(1000))
 
 
@@ -633,7 +639,8 @@ def test_more_writes_than_can_wait_fail_one_by_one() -> None:
 def test_after_the_death_of_a_copying_thread_fences_are_answered_and_writes_refused(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    hooked = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
     writer, reader = sides
     works(writer, reader)
 
@@ -650,12 +657,14 @@ def test_after_the_death_of_a_copying_thread_fences_are_answered_and_writes_refu
     assert writer.next() == Fenced(reader.me, 7, proven=True)
     writer.transport.write(reader.me, 7, 3, [CopyBlock(0, 0, 1, 1)])
     assert isinstance(writer.next(), WriteFailed)
+    assert hooked.wait(30)
 
 
 def test_an_answer_that_was_due_when_the_loop_died_is_told(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _args: None)
+    hooked = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
     writer, reader = sides
     works(writer, reader)
     free = writer.busy()
@@ -672,6 +681,7 @@ def test_an_answer_that_was_due_when_the_loop_died_is_told(
     assert isinstance(failed, WriteFailed)
     assert failed.tag == 9
     assert writer.next() == reader_lost(reader.me, proven=False)
+    assert hooked.wait(30), "else the hook is put back before the thread has died"
 
 
 # ---- a host without it ------------------------------------------------------------------------------------

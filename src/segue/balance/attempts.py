@@ -10,7 +10,7 @@ and grammars go on where they were. Or it *ends*, with the one error that was it
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
@@ -58,7 +58,8 @@ class Attempts:
         self.avoid: set[LeaderId] = set()
         #: Those of them that are said to be gone.
         self.lost: set[LeaderId] = set()
-        #: The last of these was said to be gone by its peer: what we see of it ourselves may be old.
+        #: The last of these was said to be gone by its peer, or took others with it: what we see of them
+        #: ourselves may be old.
         self.reported_by_peer = False
         #: The prefill replica that has the prompt's KV, as far as we know.
         self.kv_holder: LeaderId | None = None
@@ -203,6 +204,14 @@ class Attempts:
         if not elsewhere or self.begun >= self.limit:
             return Next.END
         return Next.CONTINUE if self.delivered else Next.PLACE_AGAIN
+
+    def lost_together(self, leaders: Collection[LeaderId]) -> None:
+        """The replica that was lost last takes all of these with it, whose end we may not have seen yet."""
+        self.avoid.update(leaders)
+        self.lost.update(leaders)
+        self.reported_by_peer = True
+        if self.kv_holder in leaders:
+            self.kv_holder = None
 
     def root_cause(self, error: ErrorInfo) -> ErrorInfo:
         """`error`, which ends the request, as the one record of it: earlier failures are in its text."""

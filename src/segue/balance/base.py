@@ -7,19 +7,19 @@ policy object, so the two choices are never paired in lock-step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 from segue.core.control import Load
 from segue.core.request import RankHints
-from segue.core.types import LeaderId
+from segue.core.types import Incarnation, LeaderId
 
 #: Draws an integer uniformly from `0 … n - 1`; injected, so that tests and the simulator decide.
 RandBelow = Callable[[int], int]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """One replica that may take the request.
 
     `load` is the last report of the replica (None before the first one). `in_flight` and
@@ -45,14 +45,14 @@ class Candidate:
         return max(self.load.tokens if self.load else 0, self.in_flight_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """What a policy may look at in a request: its room and its prompt's token ids; and the DP ranks that its
-    client asks for, which come before any policy."""
+class PlacementRequest(msgspec.Struct, frozen=True):
+    """What a policy may look at in a request: its room and its prompt's token ids; and what comes before any
+    policy: the DP ranks that its client asks for, and the prefill instance, if it is settled already."""
 
     room: int
-    prompt: Sequence[int] = field(default=())
-    ranks: RankHints = field(default_factory=RankHints)
+    prompt: Sequence[int] = ()
+    ranks: RankHints = RankHints()
+    prefill: Incarnation | None = None
 
 
 class Policy(Protocol):

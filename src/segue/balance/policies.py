@@ -7,7 +7,7 @@
 | `total_requests` | the fewest requests |
 | `total_tokens` | the fewest tokens |
 | `power_of_two` | the better of two drawn at random (Mitzenmacher 2001): almost as even as asking all |
-| `prefix_aware` | where the longest prefix of this prompt was sent before, unless it is far busier |
+| `prefix_aware` | who holds the longest prefix of this prompt, or was sent it, unless it is far busier |
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from segue.balance.base import Candidate, PlacementRequest, Policy, RandBelow
+from segue.balance.prefix_index import PrefixIndex
 from segue.core.errors import ConfigError
 from segue.core.types import LeaderId
 
@@ -93,35 +94,53 @@ class PowerOfTwo:
 
 
 class PrefixAware:
-    """The replica that was sent the longest prefix of this prompt, while loads stay balanced.
+    """The replica that has the longest prefix of this prompt, while loads stay balanced.
 
-    Prefixes are remembered per block of `block_tokens` tokens as a chained, explicitly seeded hash (never
-    Python's `hash()`, which differs between processes), at most `max_blocks` of them, the least
-    recently used forgotten first. A replica with more than `slack` requests over twice the least busy one is
-    passed over: a hot prefix must not turn one replica into the queue.
+    Of replicas that `index` knows it says what they have. Of the others, and of what was sent so lately that
+    it may still be computed there (it is among the last placements, as many as requests are in flight), the
+    guess is that a replica has what it was sent. For that, prefixes are remembered per block of
+    `block_tokens` tokens as a chained, explicitly seeded hash (never Python's `hash()`, which differs between
+    processes), at most `max_blocks` of them, the least recently used forgotten first. A replica with more
+    than `slack` requests over twice the least busy one is passed over: a hot prefix must not turn one replica
+    into the queue.
     """
 
-    def __init__(self, block_tokens: int = 64, max_blocks: int = 65536, slack: int = 4) -> None:
+    def __init__(
+        self,
+        block_tokens: int = 64,
+        max_blocks: int = 65536,
+        slack: int = 4,
+        index: PrefixIndex | None = None,
+    ) -> None:
         self._block_tokens = block_tokens
         self._max_blocks = max_blocks
         self._slack = slack
-        self._seen: OrderedDict[int, LeaderId] = OrderedDict()
+        self._index = index or PrefixIndex()
+        #: of a block, who was sent it, and as which of all placements
+        self._seen: OrderedDict[int, tuple[LeaderId, int]] = OrderedDict()
+        self._placed = 0
         self._fallback = TotalTokens()
+        #: of the last choice: how many tokens of the prompt its replica holds, or was sent before
+        self.known_tokens = 0
 
     def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
         hashes = self._hashes(request.prompt)
         least = min(c.requests for c in candidates)
         calm = {c.leader: c for c in candidates if c.requests <= 2 * least + self._slack}
-        chosen = None
-        for key in reversed(hashes):
-            leader = self._seen.get(key)
-            if leader is not None and leader in calm:
-                chosen = calm[leader]
+        has = self._index.cached(calm, request.prompt)
+        underway = self._placed - sum(c.in_flight for c in candidates)
+        for count, key in zip(range(len(hashes), 0, -1), reversed(hashes), strict=True):
+            leader, placed = self._seen.get(key, (None, 0))
+            if leader is not None and leader in calm and (leader not in has or placed > underway):
+                has[leader] = max(has.get(leader, 0), count * self._block_tokens)
                 break
-        if chosen is None:
-            chosen = self._fallback.choose(candidates, request)
+        most = max(has.values(), default=0)
+        best = [calm[leader] for leader, tokens in has.items() if tokens == most] if most else candidates
+        chosen = self._fallback.choose(best, request)
+        self.known_tokens = has.get(chosen.leader, 0)
+        self._placed += 1
         for key in hashes:
-            self._seen[key] = chosen.leader
+            self._seen[key] = chosen.leader, self._placed
             self._seen.move_to_end(key)
         while len(self._seen) > self._max_blocks:
             self._seen.popitem(last=False)
@@ -146,22 +165,26 @@ def _dp_size(candidates: Sequence[Candidate]) -> int:
     return max(c.dp_size for c in candidates)
 
 
-_MAKERS: dict[str, Callable[[RandBelow], Policy]] = {
-    "round_robin": lambda _: RoundRobin(),
-    "follow_bootstrap_room": lambda _: FollowBootstrapRoom(),
-    "total_requests": lambda _: TotalRequests(),
-    "total_tokens": lambda _: TotalTokens(),
-    "power_of_two": PowerOfTwo,
-    "prefix_aware": lambda _: PrefixAware(),
+#: The one that looks at the index of prefixes, which is filled only for it.
+PREFIX_AWARE = "prefix_aware"
+
+_MAKERS: dict[str, Callable[[RandBelow, PrefixIndex | None], Policy]] = {
+    "round_robin": lambda *_: RoundRobin(),
+    "follow_bootstrap_room": lambda *_: FollowBootstrapRoom(),
+    "total_requests": lambda *_: TotalRequests(),
+    "total_tokens": lambda *_: TotalTokens(),
+    "power_of_two": lambda randbelow, _: PowerOfTwo(randbelow),
+    PREFIX_AWARE: lambda _, index: PrefixAware(index=index),
 }
 
 #: The names `--policy` and `--load-balance` accept.
 POLICY_NAMES = tuple(_MAKERS)
 
 
-def make_policy(name: str, randbelow: RandBelow) -> Policy:
-    """A fresh policy object. Raises ConfigError for an unknown name."""
+def make_policy(name: str, randbelow: RandBelow, index: PrefixIndex | None = None) -> Policy:
+    """A fresh policy object; `index` is what is known of prefix caches. Raises ConfigError for an unknown
+    name."""
     maker = _MAKERS.get(name)
     if maker is None:
         raise ConfigError(f"there is no placement policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")
-    return maker(randbelow)
+    return maker(randbelow, index)

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable
 
-from segue.bootstrap.backends import HttpBackend
+from segue.bootstrap.kinds import open_backend
 from segue.core.backoff import Backoff
 from segue.core.errors import BootstrapUnreachable, SegueError
 from segue.core.limits import Limits
@@ -36,7 +36,7 @@ async def arrival(
     """
     began = said_at = time.monotonic()
     backoff = Backoff(0.2, uniform=random.uniform)
-    backend = HttpBackend(url, secret, limits, tls)
+    backend = open_backend(url, secret, limits, tls)
     try:
         while not stop.is_set():
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 
 
 def bearer_token(secret: bytes) -> str:
@@ -14,16 +13,3 @@ def bearer_token(secret: bytes) -> str:
 def authorized(secret: bytes, header: str) -> bool:
     """True if the `Authorization` header carries the token; compared in constant time."""
     return hmac.compare_digest(f"Bearer {bearer_token(secret)}".encode(), header.encode("utf-8", "replace"))
-
-
-def is_loopback(host: str) -> bool:
-    """True for a numeric loopback address, also IPv4 written as IPv6, and for `localhost`."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback

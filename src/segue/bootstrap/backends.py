@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from abc import ABC, abstractmethod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -21,6 +21,7 @@ from segue.core.errors import (
     BootstrapUnreachable,
     ChecksumMismatch,
     ConfigError,
+    Draining,
     InvalidRequest,
     PeerRefused,
     SegueError,
@@ -62,6 +63,16 @@ class RegistryBackend(ABC):
     async def close(self) -> None: ...
 
 
+class ClosableClient(httpx.AsyncClient):
+    """Says that it was closed by a SegueError, also to who sends again after it has waited; httpx's own error
+    for that is a bare RuntimeError."""
+
+    async def send(self, request: httpx.Request, **how: Any) -> httpx.Response:
+        if self.is_closed:
+            raise Draining("the registry's client was closed")
+        return await super().send(request, **how)
+
+
 class HttpBackend(RegistryBackend):
     """To the registry at `url`, over HTTP(S); `transport` takes the place of sockets in a simulation."""
 
@@ -86,7 +97,7 @@ class HttpBackend(RegistryBackend):
         headers = {"Authorization": f"Bearer {bearer_token(secret)}"} if secret is not None else {}
         self._connect_s = limits.connect_s
         self._url = url.rstrip("/")
-        self._client = httpx.AsyncClient(
+        self._client = ClosableClient(
             base_url=self._url,
             headers=headers,
             verify=tls.client if tls is not None else False,
@@ -129,7 +140,15 @@ class HttpBackend(RegistryBackend):
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _ask(
+    async def _ask(self, method: str, path: str, **what: Any) -> bytes:
+        """The body of the answer, as `_ask_once`. No digest covers our secret, so one bit of it that was
+        changed on its way reads like a wrong one, which is an answer for good: it must be said twice."""
+        try:
+            return await self._ask_once(method, path, **what)
+        except Unauthorized:
+            return await self._ask_once(method, path, **what)
+
+    async def _ask_once(
         self,
         method: str,
         path: str,
@@ -148,8 +167,9 @@ class HttpBackend(RegistryBackend):
         except httpx.TimeoutException as error:
             text = f"the registry at {self._url} did not answer in time ({type(error).__name__})"
             raise BootstrapTimeout(text) from error
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+        except (httpx.HTTPError, ssl.SSLError) as error:
+            who = f"the registry at {self._url}"
+            raise unreachable(who, error, encrypted=self._url.startswith("https:")) from error
         told = answer.headers.get(DIGEST_HEADER)
         if told is not None and told != digest_of(b"%d" % answer.status_code, answer.content):
             raise ChecksumMismatch(f"an answer of the registry at {self._url} was changed on its way")
@@ -172,18 +192,6 @@ class HttpBackend(RegistryBackend):
             )
         raise info.exception()
 
-    def _unreachable(self, error: httpx.HTTPError) -> SegueError:
-        reason = _ssl_error(error)
-        if isinstance(reason, ssl.SSLCertVerificationError):
-            return Unauthorized(f"the registry at {self._url}: {explain(reason)}")
-        if reason is not None and not_tls(reason):
-            return PeerRefused(f"the registry at {self._url}: {explain(reason)}")
-        text = f"the registry at {self._url} cannot be reached: {error or type(error).__name__}"
-        if self._url.startswith("https:") and not isinstance(error, httpx.ConnectError):
-            # Of TLS 1.3 the client hears nothing when the server rejects its certificate.
-            text += "; it may not accept our --tls-cert (then its log says why)"
-        return BootstrapUnreachable(text)
-
     def _decode(self, data: bytes, type_: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=type_)
@@ -193,6 +201,23 @@ class HttpBackend(RegistryBackend):
 
 class _NotYet(Exception):
     """The registry waited in vain; it is there, and may be asked again."""
+
+
+def unreachable(who: str, error: httpx.HTTPError | ssl.SSLError, *, encrypted: bool) -> SegueError:
+    """Why nothing came back from `who`: to be tried again, unless certificates or missing TLS are the cause.
+    httpx makes errors of its own of those of TLS while it connects, and none of an alert that comes later."""
+    reason = _ssl_error(error)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return Unauthorized(f"{who}: {explain(reason)}")
+    if reason is not None and not_tls(reason):
+        return PeerRefused(f"{who}: {explain(reason)}")
+    text = f"{who} cannot be reached: {str(error) or repr(error)}"
+    if encrypted and not isinstance(error, httpx.ConnectError):
+        # Of TLS 1.3 the client hears nothing when the server rejects its certificate.
+        text += "; it may not accept our --tls-cert (then its log says why)"
+    elif encrypted and not str(error):  # it has closed the connection in the handshake
+        text += "; it may not speak TLS"
+    return BootstrapUnreachable(text)
 
 
 def _ssl_error(error: BaseException) -> ssl.SSLError | None:

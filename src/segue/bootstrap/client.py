@@ -1,4 +1,4 @@
-"""The registry as its users see it: `Registry`, over HTTP or in the same process.
+"""The registry as its users see it: `Registry`, over the network or in the same process.
 
 Both implementations share everything but the way a question reaches the store (`RegistryBackend`), so that a
 test with `LocalRegistry` tests what `RegistryClient` does.
@@ -13,7 +13,8 @@ from typing import Protocol, TypeVar
 import httpx
 import msgspec
 
-from segue.bootstrap.backends import HttpBackend, RegistryBackend, StoreBackend
+from segue.bootstrap.backends import RegistryBackend, StoreBackend
+from segue.bootstrap.kinds import open_backend
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.bootstrap.server import MAX_WAIT_S
 from segue.bootstrap.store import RegistryStore
@@ -138,7 +139,7 @@ class _Registry:
             try:
                 await self._say_again(incarnation)
             except SegueError as error:
-                if left.is_set():
+                if left.is_set() or self._closing.is_set():
                     return
                 if isinstance(error, _OVER):
                     raise
@@ -392,11 +393,13 @@ class _View:
             if (incarnation not in self._known or not _as_many(self._known[incarnation], record))
             and not any((r.host, r.port) in taken for r in record.replicas if incarnation not in self._known)
         }
-        return list((self._known | self._unconfirmed).values())
+        found = self._known | self._unconfirmed
+        # In one order, whoever came back first: the same instances are no news.
+        return [found[incarnation] for incarnation in sorted(found)]
 
 
 class RegistryClient(_Registry):
-    """A registry at `url`, over HTTP; `tls` is for https, which it is mandatory for.
+    """The registry that `url` names: ours over HTTP(S), or etcd; `tls` is for both.
 
     Make it inside the event loop that uses it. `on_error` hears what `watch` and `keep_alive`
     survive. `transport` and `clock` take the place of sockets and of the machine's clock in a
@@ -414,7 +417,7 @@ class RegistryClient(_Registry):
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(HttpBackend(url, secret, limits, tls, transport), limits, on_error, clock)
+        super().__init__(open_backend(url, secret, limits, tls, transport), limits, on_error, clock)
 
 
 class LocalRegistry(_Registry):

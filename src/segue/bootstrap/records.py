@@ -10,12 +10,18 @@ from segue.core.types import Incarnation, LeaderId, Role
 
 
 class ReplicaRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One data-parallel rank of an instance: where its leader's session listens."""
+    """One data-parallel rank of an instance: where its leader's session listens.
+
+    `version` is that of its segue and `transports` what it offers to peers; they decide nothing, `segue
+    doctor` compares them.
+    """
 
     dp_rank: int
     host: str
     port: int
     draining: bool = False
+    version: str = ""
+    transports: list[str] = []
 
 
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +30,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     It is `ready` for others only once all the ranks `0 … dp_size - 1` have been there: then it is
     `complete`, and a rank that is missing has left or died. `draining` says that all of its ranks take no
     new work. `model` is a fingerprint, `source` what the instance was started with (a name or a path on
-    its host).
+    its host). With `shared_experts` its ranks compute each step together: the end of one is that of all.
+    Foreign routers know a prefill instance by its host and `bootstrap_port`.
     """
 
     incarnation: Incarnation
@@ -37,7 +44,9 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1
     pp_size: int = 1
     cp_size: int = 1
+    shared_experts: bool = False
     load_balance: str = "round_robin"
+    bootstrap_port: int = 0
     http_host: str = ""
     http_port: int = 0
     complete: bool = False

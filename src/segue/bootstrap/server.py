@@ -25,11 +25,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from segue.bootstrap.auth import authorized, is_loopback
+from segue.bootstrap.auth import authorized
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import AwakeClock, StoreWaiter, SystemClock
+from segue.core.addresses import is_loopback
 from segue.core.clock import Clock
 from segue.core.errors import (
     DECODE_ERRORS,
@@ -78,14 +79,20 @@ def _verify(request: Request, body: bytes | bytearray = b"") -> None:
         raise ChecksumMismatch("the query was changed on its way to the registry")
 
 
-async def _body(request: Request, type_: type[T]) -> T:
-    """The request's body, bounded and typed."""
+async def _read(request: Request) -> bytearray:
+    """The request's body, bounded, and as its client sent it."""
     data = bytearray()
     async for piece in request.stream():
         data += piece
         if len(data) > MAX_BODY_BYTES:
             raise RequestTooLarge(f"a body of more than {MAX_BODY_BYTES} bytes")
     _verify(request, data)
+    return data
+
+
+async def _body(request: Request, type_: type[T]) -> T:
+    """The request's body, typed."""
+    data = await _read(request)
     try:
         return msgspec.json.decode(data, type=type_)
     except DECODE_ERRORS as error:
@@ -219,9 +226,12 @@ def registry_app(
 
         return handle
 
+    async def nothing(request: Request) -> Response:
+        await _read(request)  # a path that was changed on its way is none that the client asked for
+        raise NotFound(f"the registry has no {request.method} {request.url.path[:200]}")
+
     async def unknown(request: Request, error: Exception) -> Response:
-        info = NotFound(f"the registry has no {request.method} {request.url.path[:200]}").info
-        return _json(ErrorBody(info), status_of(info.code))
+        return await guarded(nothing, open_to_all=True)(request)
 
     routes = [
         Route("/v1/health", guarded(api.health, open_to_all=True), methods=["GET"]),

@@ -351,8 +351,9 @@ def _check(record: InstanceRecord, dp_rank: int) -> ReplicaRecord:
     for name in ("dp_size", "tp_size", "pp_size", "cp_size"):
         if not 1 <= getattr(record, name) <= MAX_DP_SIZE:
             raise InvalidRequest(f"{name} must be in 1 … {MAX_DP_SIZE}, not {getattr(record, name)}")
-    if not 0 <= record.http_port < 2**16:
-        raise InvalidRequest(f"http_port must be in 0 … 65535, not {record.http_port}")
+    for name in ("http_port", "bootstrap_port"):
+        if not 0 <= getattr(record, name) < 2**16:
+            raise InvalidRequest(f"{name} must be in 0 … 65535, not {getattr(record, name)}")
     if not 0 <= dp_rank < record.dp_size:
         raise DpRankOutOfRange(f"{_name(record)} has ranks 0 … {record.dp_size - 1}, not {dp_rank}")
     if len(record.replicas) != 1 or record.replicas[0].dp_rank != dp_rank:
@@ -362,6 +363,10 @@ def _check(record: InstanceRecord, dp_rank: int) -> ReplicaRecord:
     if not 1 <= replica.port < 2**16 or not 1 <= len(replica.host) <= 255 or not replica.host.isprintable():
         raise InvalidRequest(
             f"{replica.host[:255]!r}:{replica.port} is no address that a peer could connect to"
+        )
+    if max(len(text) for text in (replica.version, str(replica.transports))) > _MAX_TEXT:
+        raise InvalidRequest(
+            f"the version and transports of {_name(record)} are longer than {_MAX_TEXT} characters"
         )
     return replica
 
@@ -377,6 +382,11 @@ def _check_same(entry: _Entry, base: InstanceRecord, replica: ReplicaRecord) -> 
                 "all ranks of an incarnation must agree, and it never changes"
             )
     known = entry.ranks.get(replica.dp_rank)
+    if known is not None and known.record != replica and _same_place(known, replica):
+        raise DpRankConflict(
+            f"rank {replica.dp_rank} of {_name(base)} registered with segue {known.record.version} and "
+            f"{known.record.transports}, and now says {replica.version} and {replica.transports}"
+        )
     if known is not None and known.record != replica:
         raise DpRankConflict(
             f"rank {replica.dp_rank} of {_name(base)} is at {known.record.host}:{known.record.port} and "

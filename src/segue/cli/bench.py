@@ -22,9 +22,9 @@ from rich.table import Table
 
 from segue import __version__
 from segue.cli.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
-from segue.cli.loadgen import Connection, Failure, Target, fetch_json, stream
-from segue.cli.stats import Sample, summary
-from segue.core.config import AccessConfig
+from segue.cli.loadgen import ClientConnection, Failure, Target, fetch_json, stream
+from segue.cli.stats import RequestTimes, summary
+from segue.core.access_config import AccessConfig
 from segue.core.errors import ConfigError, SegueError
 from segue.frontend.keys import read_keys
 from segue.session.tasks import awaited
@@ -84,12 +84,12 @@ class Bench:
         self.model = config.model or ""
         self.is_segue = False
         self.prompts = Prompts(config, list(WORDS), 1.0)
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
     async def prepare(self) -> None:
         """Ask the server for its model and, if it can, for token ids. Raises a SegueError if the
         server does not answer."""
-        connection = Connection(self.target, self.headers)
+        connection = ClientConnection(self.target, self.headers)
         try:
             listed = await fetch_json(connection, "GET", "/v1/models", None, 30.0)
             models = _Models.of(listed)
@@ -103,7 +103,7 @@ class Bench:
         self.prompts = await self._make_prompts(connection)
         connection.close()
 
-    async def _make_prompts(self, connection: Connection) -> Prompts:
+    async def _make_prompts(self, connection: ClientConnection) -> Prompts:
         text = " ".join(WORDS)
         ask = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
@@ -135,21 +135,21 @@ class Bench:
             payload["messages"] = [{"role": "user", "content": prompt}]
         return msgspec.json.encode(payload)
 
-    async def one(self, index: int, due: float, connection: Connection) -> Sample:
+    async def one(self, index: int, due: float, connection: ClientConnection) -> RequestTimes:
         """Run request `index`, which was due at `due` (seconds of the monotonic clock)."""
         result = await stream(connection, self.path, self.body(index), self.config.timeout_s)
-        sample = Sample([t - due for t in result.token_times], result.end - due, error=result.error)
+        sample = RequestTimes([t - due for t in result.token_times], result.end - due, error=result.error)
         sample.tokens = result.usage.completion_tokens if result.usage else len(result.token_times)
         sample.prompt_tokens = result.usage.prompt_tokens if result.usage else 0
         sample.timeline = {k: v for k, v in (result.timeline or {}).items() if k in PARTS}
         return sample
 
-    async def closed(self, indices: Iterator[int], tick: Tick) -> list[Sample]:
+    async def closed(self, indices: Iterator[int], tick: Tick) -> list[RequestTimes]:
         """Keep `concurrency` requests in flight until `indices` are used up."""
-        samples: list[Sample] = []
+        samples: list[RequestTimes] = []
 
         async def worker() -> None:
-            connection = Connection(self.target, self.headers)
+            connection = ClientConnection(self.target, self.headers)
             for index in indices:
                 samples.append(await self.one(index, time.perf_counter(), connection))
                 tick()
@@ -158,15 +158,15 @@ class Bench:
         await asyncio.gather(*(worker() for _ in range(self.config.concurrency)))
         return samples
 
-    async def open(self, indices: Iterator[int], rate: float, tick: Tick) -> list[Sample]:
+    async def open(self, indices: Iterator[int], rate: float, tick: Tick) -> list[RequestTimes]:
         """Start requests at Poisson arrivals of `rate` a second, whatever is still in flight."""
         arrivals = random.Random(f"{self.config.seed}/arrivals")
-        samples: list[Sample] = []
+        samples: list[RequestTimes] = []
         tasks: set[asyncio.Task[None]] = set()
         due = time.perf_counter()
 
         async def arrive(index: int, due: float) -> None:
-            connection = self._idle.pop() if self._idle else Connection(self.target, self.headers)
+            connection = self._idle.pop() if self._idle else ClientConnection(self.target, self.headers)
             samples.append(await self.one(index, due, connection))
             self._idle.append(connection)
             tick()
@@ -175,7 +175,7 @@ class Bench:
             due += arrivals.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             if len(tasks) >= MAX_CONNECTIONS:
-                samples.append(Sample(error="client_saturated"))
+                samples.append(RequestTimes(error="client_saturated"))
                 tick()
                 continue
             task = awaited(arrive(index, due))
@@ -197,12 +197,11 @@ class Bench:
         gc.freeze()
         cpu, start = time.process_time(), time.perf_counter()
         indices = iter(range(config.requests))
-        measured: Awaitable[list[Sample]] = (
+        measured: Awaitable[list[RequestTimes]] = (
             self.closed(indices, tick) if config.rate is None else self.open(indices, config.rate, tick)
         )
         samples = await measured
         duration, cpu = time.perf_counter() - start, time.process_time() - cpu
-        gc.unfreeze()
         events = sum(len(s.token_s) for s in samples)
         return {
             "version": __version__,

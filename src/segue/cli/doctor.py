@@ -1,177 +1,113 @@
-"""`segue doctor`: look at this host and say what works, what is missing and what is slow."""
+"""`segue doctor`: look at this host, measure its transports, and say what is wrong and how to mend it."""
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-import socket
-import sys
-from collections.abc import Callable
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from segue.core.errors import SegueError
-from segue.serve.host import this_host
-
-GIB = 2**30
-#: Below these a default deployment of the default model does not fit.
-MEMORY_BYTES = 3 * GIB
-DISK_BYTES = 2 * GIB
-_FILE_LIMIT = 1024
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. `slow` and `absent` are not faults; `broken` is."""
-
-    what: str
-    state: Literal["ok", "slow", "absent", "broken"]
-    text: str
+from segue.cli import host_checks, host_facts, instance_checks, transport_probe
+from segue.cli.host_checks import Check
+from segue.cli.transport_probe import Speed
+from segue.core.errors import ConfigError
+from segue.core.operator_config import DoctorConfig
+from segue.session import tls
+from segue.transport.kinds import KINDS, OK
+from segue.transport.probe import FAR_UNDER
 
 
-def _python() -> Finding:
-    state: Literal["ok", "broken"] = "ok" if sys.version_info >= (3, 11) else "broken"
-    return Finding(
-        "python", state, f"{platform.python_version()} on {platform.machine()}, {platform.system()}"
-    )
+class TransportRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One transport on this host: why it cannot be used, or what was measured."""
+
+    name: str
+    usable: bool
+    why_not: str = ""
+    speed: Speed | None = None
 
 
-def _package(name: str) -> Finding:
-    try:
-        return Finding(name, "ok", metadata.version(name))
-    except metadata.PackageNotFoundError:
-        return Finding(name, "broken", "not installed; pip install 'segue[engine]'")
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `segue doctor` says; `--json` writes it."""
+
+    checks: Sequence[Check]
+    transports: Sequence[TransportRow]
 
 
-def _cpu() -> Finding:
-    return cpu_finding(_read("/proc/cpuinfo"), this_host().cores)
+def transport_rows(available: Mapping[str, str]) -> tuple[list[TransportRow], list[Check]]:
+    """Measure each transport that works here and moves bytes."""
+    rows, found = [], []
+    for name, reason in available.items():
+        if reason != OK:
+            rows.append(TransportRow(name=name, usable=False, why_not=reason))
+            continue
+        if not KINDS.kind(name).moves_bytes:
+            rows.append(TransportRow(name=name, usable=True))
+            continue
+        measured = transport_probe.measure(name)
+        if isinstance(measured, str):
+            rows.append(TransportRow(name=name, usable=False, why_not=measured))
+            mend = "see the other lines of this table; or give another --transport"
+            found.append(Check(f"transport {name}", "wrong", f"moved nothing here: {measured}", mend))
+            continue
+        rows.append(TransportRow(name=name, usable=True, speed=measured))
+        found.append(speed_check(measured))
+    return rows, found
 
 
-def cpu_finding(cpuinfo: str, cores: int) -> Finding:
-    """What the processor of `cpuinfo` (text of /proc/cpuinfo) has for matrix products in bfloat16."""
-    flags: set[str] = set()
-    for line in cpuinfo.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            flags |= set(value.split())
-    found = [
-        name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd") if name in flags
-    ]
-    text = f"{cores} cores, {' '.join(found) or 'no vector extensions known to segue'}"
-    if flags & {"amx_bf16", "avx512_bf16", "bf16"}:
-        return Finding("cpu", "ok", text)
-    return Finding("cpu", "slow", f"{text}; no bfloat16 products: --dtype float32 may be faster")
+def speed_check(speed: Speed) -> Check:
+    """Whether a transport is far under what this host can do."""
+    text = f"{speed.gb_per_s:.2f} GB/s, {speed.page_us:.0f} µs a page"
+    text += f"; memory does {speed.memory_gb_per_s:.1f} GB/s"
+    if speed.gb_per_s * FAR_UNDER >= speed.memory_gb_per_s:
+        return Check(f"transport {speed.transport}", "ok", text)
+    mend = "look at the settings of its library (ucx, mooncake settings), or give another --transport"
+    return Check(f"transport {speed.transport}", "warn", f"{text}: far under what this host can do", mend)
 
 
-def _memory() -> Finding:
-    free = this_host().free_bytes
-    if free >= MEMORY_BYTES:
-        return Finding("memory", "ok", f"{free / GIB:.1f} GiB free")
-    return Finding("memory", "slow", f"{free / GIB:.1f} GiB free; set --kv-gib low, or use --unified")
+def examine(config: DoctorConfig) -> Report:
+    """Everything that can be seen and measured. Raises ConfigError for a setting."""
+    encryption = tls.from_config(config.tls, None)
+    facts = host_facts.gather(config.cache)
+    rows, speeds = transport_rows(facts.transports)
+    found = [*host_checks.checks(facts), *speeds]
+    if config.registry is not None:
+        found += instance_checks.look(config.registry, config.secret or None, encryption)
+    return Report(checks=found, transports=rows)
 
 
-def _memfd() -> Finding:
-    """Pools are anonymous memory; /dev/shm and its size limit are not used."""
-    try:
-        fd = os.memfd_create("segue-doctor", os.MFD_CLOEXEC)
-    except OSError as exc:
-        return Finding("memfd", "broken", f"the kernel refuses memfd_create: {exc.strerror}")
-    os.close(fd)
-    return Finding("memfd", "ok", "anonymous shared memory works; /dev/shm is not used")
-
-
-def _loopback() -> Finding:
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname()[:2], timeout=5.0) as client,
-        ):
-            server.settimeout(5.0)
-            peer, _ = server.accept()
-            with peer:
-                client.sendall(b"segue")
-                peer.settimeout(5.0)
-                echoed = peer.recv(5)
-    except OSError as exc:
-        return Finding("loopback", "broken", f"cannot connect to 127.0.0.1: {exc.strerror or exc}")
-    state: Literal["ok", "broken"] = "ok" if echoed else "broken"
-    return Finding("loopback", state, "listening and connecting on 127.0.0.1 work")
-
-
-def _files() -> Finding:
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= _FILE_LIMIT:
-        return Finding("files", "ok", f"{soft} open files allowed")
-    return Finding("files", "slow", f"only {soft} open files allowed; raise it with ulimit -n {_FILE_LIMIT}")
-
-
-def _transports() -> list[Finding]:
-    from segue.transport.kinds import KINDS, OK
-
-    found, automatic = KINDS.available(), KINDS.automatic()
-
-    def without(name: str, reason: str) -> Finding:
-        # What `auto` means belongs to every version: where it does not work, the host is the reason.
-        rest = [other for other in automatic if found[other] == OK]
-        if name not in automatic or not rest:
-            return Finding(f"transport {name}", "absent", reason)
-        text = f"{reason}; between processes of this host --transport auto takes {rest[0]}"
-        return Finding(f"transport {name}", "slow", text)
-
-    return [
-        Finding(f"transport {name}", "ok", "works here") if reason == OK else without(name, reason)
-        for name, reason in found.items()
-    ]
-
-
-def _cache(cache: str | None) -> Finding:
-    from segue.engine.store import cache_folder
-
-    folder = Path(cache) if cache else cache_folder()
-    there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
-    if not os.access(there, os.W_OK):
-        return Finding("model cache", "broken", f"{folder} cannot be written; choose another with --cache")
-    free = shutil.disk_usage(there).free
-    text = f"{folder}, {free / GIB:.1f} GiB free"
-    return Finding("model cache", "ok" if free >= DISK_BYTES else "slow", text)
-
-
-def findings(cache: str | None = None) -> list[Finding]:
-    """Everything that can be seen without starting anything."""
-    looks: list[Callable[[], Finding]] = [_python, _cpu, _memory, _memfd, _loopback, _files]
-    found = [look() for look in looks]
-    found += [_package(name) for name in ("torch", "transformers", "safetensors", "msgspec", "uvloop")]
-    try:
-        found += _transports()
-        found.append(_cache(cache))
-    except (SegueError, OSError) as exc:
-        found.append(Finding("doctor", "broken", str(exc)))
-    return found
-
-
-def doctor(*, cache: str | None, as_json: bool) -> int:
-    """Print the findings; 1 if something is broken."""
-    found = findings(cache)
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+def doctor(config: DoctorConfig, json: str | None) -> int:
+    """Print the report, or write it as JSON to the file `json` (`-`: standard output). 1 if something is
+    wrong, else 0."""
+    report = examine(config)
+    text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    if json == "-":
+        print(text)
     else:
-        colours = {"ok": "green", "slow": "yellow", "absent": "dim", "broken": "red"}
-        table = Table("what", "state", "finding")
-        for finding in found:
-            table.add_row(finding.what, f"[{colours[finding.state]}]{finding.state}[/]", finding.text)
-        Console().print(table)
-    return 1 if any(f.state == "broken" for f in found) else 0
+        _print(report)
+    if json not in (None, "-"):
+        _write(Path(str(json)), text)
+    return 1 if host_checks.wrong(report.checks) else 0
 
 
-def _read(path: str) -> str:
+def _write(file: Path, text: str) -> None:
     try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--json {file} cannot be written: {exc.strerror}") from exc
+
+
+def _print(report: Report) -> None:
+    colours = {"ok": "green", "warn": "yellow", "wrong": "red"}
+    console = Console()
+    table = Table("what", "state", "found", "what to do")
+    for check in report.checks:
+        table.add_row(check.name, f"[{colours[check.state]}]{check.state}[/]", check.found, check.mend)
+    console.print(table)
+    table = Table("transport", "here", "GB/s", "µs a page", "why not")
+    for row in report.transports:
+        speed = row.speed
+        measured = (f"{speed.gb_per_s:.2f}", f"{speed.page_us:.0f}") if speed is not None else ("", "")
+        table.add_row(row.name, "yes" if row.usable else "no", *measured, row.why_not)
+    console.print(table)

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig
+from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError
+from segue.core.operator_config import DoctorConfig, OperatorConfig
 from segue.core.settings import Layers, Setting, branches, build, hint, leaves, parse_toml, settings
 from segue.core.words import OLD_NAMES
 
@@ -27,6 +28,7 @@ _GROUPS = {
     "ranks": "ranks of each side",
     "answers": "answers",
     "access": "who may ask",
+    "events": "what the prefix caches hold",
     "tls": "encryption between the parts",
     "limit": "limits",
     "log": "log",
@@ -104,7 +106,7 @@ def _warn(text: str) -> None:
     print(f"segue: warning: {text}", file=sys.stderr, flush=True)
 
 
-Joined = TypeVar("Joined", InstanceConfig, FrontendConfig)
+Joined = TypeVar("Joined", ServeConfig, InstanceConfig, FrontendConfig, OperatorConfig, DoctorConfig)
 
 
 def with_secret(config: Joined) -> Joined:

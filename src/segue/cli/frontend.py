@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -15,11 +16,14 @@ from segue.bootstrap.records import InstanceRecord
 from segue.cli.models import resolve
 from segue.core.config import FrontendConfig
 from segue.core.errors import ConfigError
+from segue.core.records import Records
 from segue.fleet.fleet import Fleet
 from segue.fleet.settings import FleetSettings
 from segue.frontend import server
 from segue.frontend.keys import ApiKeys, read_keys
+from segue.frontend.trace_context import TraceContext, passed_on
 from segue.observe.metrics import Metrics
+from segue.observe.traces import traces
 from segue.session.tasks import awaited
 from segue.session.tls import from_config
 
@@ -34,7 +38,11 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
         config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls
     )
     try:
-        async with _signals() as stop:
+        async with _signals() as stop, contextlib.AsyncExitStack() as closing:
+            records, spans = Records(), traces(os.environ, "segue-frontend")
+            if spans is not None:
+                records.heard = spans.heard
+                closing.callback(spans.close)
             model, name = config.model, config.served_model_name
             if model is None or name is None:
                 record = await _first_record(registry, stop)
@@ -62,6 +70,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 limits=limits,
                 metrics=metrics,
                 tls=tls,
+                records=records,
             )
             settings = server.FrontendSettings(
                 model_folder=Path(folder),
@@ -72,7 +81,10 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
                 limits=limits,
                 keys=ApiKeys(read_keys(config.access)),
             )
-            await server.run_frontend(settings, fleet, metrics, stop, on_ready=on_ready)
+            trace = passed_on if spans is None else lambda parent: TraceContext(parent, spans.context(parent))
+            await server.run_frontend(
+                settings, fleet, metrics, stop, records=records, trace=trace, on_ready=on_ready
+            )
     finally:
         await registry.aclose()
 

@@ -90,7 +90,7 @@ class Failure(Exception):
     """A request failed; its text is the kind of error that the report counts."""
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One keep-alive connection, one request at a time; reconnects when the server closed it."""
 
     def __init__(self, target: Target, headers: dict[str, str] | None = None) -> None:
@@ -236,7 +236,7 @@ class StreamResult:
     timeline: dict[str, float] | None = None
 
 
-async def stream(connection: Connection, path: str, body: bytes, timeout_s: float) -> StreamResult:
+async def stream(connection: ClientConnection, path: str, body: bytes, timeout_s: float) -> StreamResult:
     """Run one streamed generation and note when each of its tokens arrived. Never raises for what
     a server does: `error` then names the kind."""
     result = StreamResult([])
@@ -281,7 +281,7 @@ async def stream(connection: Connection, path: str, body: bytes, timeout_s: floa
 
 
 async def fetch_json(
-    connection: Connection, method: str, path: str, payload: object, timeout_s: float
+    connection: ClientConnection, method: str, path: str, payload: object, timeout_s: float
 ) -> object:
     """The JSON answer of a plain request. Raises Failure, also for a status other than 200."""
     pieces: list[bytes] = []

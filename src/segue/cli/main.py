@@ -14,13 +14,11 @@ from segue import __version__
 from segue.cli import flags
 from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError, SegueError
+from segue.core.operator_config import DoctorConfig
 from segue.core.settings import nearest
 from segue.core.types import Role
 
 Handler = Callable[[argparse.Namespace], int]
-
-#: Commands that other versions have or will have; saying so is better than "invalid choice".
-ABSENT = ("advise", "explain")
 
 _EXAMPLES = {
     "serve": "segue serve Qwen/Qwen3-0.6B --prefill 1 --decode 2",
@@ -28,10 +26,25 @@ _EXAMPLES = {
     "decode": "segue decode --model smollm2 --registry http://127.0.0.1:8998",
     "unified": "segue unified --model smollm2 --registry http://127.0.0.1:8998",
     "frontend": "segue frontend --registry http://127.0.0.1:8998 --port 8000",
+    "ps": "segue ps --registry http://127.0.0.1:8998",
+    "drain": "segue drain 3f9a12c4 --registry http://127.0.0.1:8998 --timeout 120",
+    "resume": "segue resume 3f9a12c4 --registry http://127.0.0.1:8998",
+    "switch": "segue switch 3f9a12c4 decode --registry http://127.0.0.1:8998",
+    "explain": "segue explain 6f1d2c0e --registry http://127.0.0.1:8998",
     "sim": "segue sim --seeds 200",
     "bench": "segue bench http://127.0.0.1:8000 --requests 64 --concurrency 8 --json result.json",
-    "doctor": "segue doctor",
+    "advise": "segue advise smollm2 --measure --rate 0.5 --input-tokens 128-1024 --slo-itl-ms 100",
+    "doctor": "segue doctor --registry http://10.0.0.1:8998 --secret-file segue.secret --json report.json",
     "version": "segue version",
+}
+
+#: What an operator does with a running fleet.
+_OPERATOR = {
+    "ps": "show the instances of a fleet, what they do, and what they hand over to whom",
+    "drain": "have an instance take no new request, and wait until it holds nothing: then it may be ended",
+    "resume": "have a drained instance take requests again",
+    "switch": "have an instance drain and come back in another role, with its model loaded",
+    "explain": "tell the life of one request: every phase, wait, attempt, byte count and error",
 }
 
 
@@ -66,11 +79,20 @@ def parser() -> tuple[flags.Parser, dict[str, flags.Parser]]:
     for name in ("prefill", "decode", "unified", "frontend"):
         for pipe in ("--lifeline-fd", "--report-fd"):
             made[name].add_argument(pipe, type=int, help=argparse.SUPPRESS)
+    for name, text in _OPERATOR.items():
+        _operator_arguments(command(name, text, _operate))
     _bench_arguments(command("bench", "measure a server that speaks the OpenAI API", _bench))
     _sim_arguments(command("sim", "run the control plane in virtual time, under faults", _sim))
-    doctor = command("doctor", "look at this host: what works, what is missing, what is slow", _doctor)
-    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    doctor.add_argument("--cache", metavar="DIR", help="folder for fetched and converted models")
+    _advise_arguments(
+        command(
+            "advise", "say how many prefill and decode workers a workload needs, or why none apart", _advise
+        )
+    )
+    doctor = command("doctor", "look at this host: what is wrong, how to mend it, how fast it is", _doctor)
+    flags.add_settings(doctor, DoctorConfig)
+    doctor.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="write the report as JSON (default: print it)"
+    )
     command("version", "print the version", _version)
     return top, made
 
@@ -98,8 +120,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     top, commands = parser()
     first = next((w for w in words if not w.startswith("-")), "")
-    if first in ABSENT:
-        raise ConfigError(f"segue {first} is not part of version {__version__}")
     if first and first not in commands:
         raise ConfigError(f"segue has no command {first}{nearest(first, commands)}; see segue --help")
     args, rest = top.parse_known_args(words)
@@ -113,7 +133,7 @@ def _run(words: list[str]) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    config = flags.load(ServeConfig, "serve", args)
+    config = flags.with_secret(flags.load(ServeConfig, "serve", args))
     from segue.cli.processes import serve
 
     return serve(config)
@@ -143,6 +163,18 @@ def _bench(args: argparse.Namespace) -> int:
     return bench(args)
 
 
+def _operator_arguments(command: flags.Parser) -> None:
+    from segue.cli.operate_flags import add_arguments
+
+    add_arguments(command)
+
+
+def _operate(args: argparse.Namespace) -> int:
+    from segue.cli.operate import operate
+
+    return operate(args)
+
+
 def _sim_arguments(command: argparse.ArgumentParser) -> None:
     from segue.cli.sim_flags import add_arguments
 
@@ -155,10 +187,23 @@ def _sim(args: argparse.Namespace) -> int:
     return sim(args)
 
 
+def _advise_arguments(command: flags.Parser) -> None:
+    from segue.cli.advise_flags import add_arguments
+
+    add_arguments(command)
+
+
+def _advise(args: argparse.Namespace) -> int:
+    from segue.cli.advise import run
+
+    return run(args)
+
+
 def _doctor(args: argparse.Namespace) -> int:
+    config = flags.with_secret(flags.load(DoctorConfig, "doctor", args))
     from segue.cli.doctor import doctor
 
-    return doctor(cache=args.cache, as_json=args.json)
+    return doctor(config, args.json)
 
 
 def _version(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from segue.core.config import DEFAULT_MODEL
 from segue.core.pool_size import ModelSize
 from segue.engine.deepseek import latent_items
+from segue.engine.hybrid import kv_layers, state_tensors
 
 
 def located(model: str) -> str:
@@ -55,8 +56,9 @@ def model_size(path: Path, dtype: str = "bfloat16") -> ModelSize | None:
             head_dim = config.get("head_dim") or config["hidden_size"] // heads
             items = 2 * (config.get("num_key_value_heads") or heads) * head_dim
         item_bytes = 4 if dtype == "float32" else 2
-        token_bytes = item_bytes * config["num_hidden_layers"] * items
+        token_bytes = item_bytes * kv_layers(config) * items
+        state_bytes = sum(tensor.nbytes for tensor in state_tensors(config, dtype, item_bytes))
         weight_bytes = sum(f.stat().st_size for f in path.glob("*.safetensors"))
-        return ModelSize(weight_bytes, token_bytes, config["max_position_embeddings"])
+        return ModelSize(weight_bytes, token_bytes, config["max_position_embeddings"], state_bytes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from segue.cli import extras, flags, logs
 from segue.cli.models import located, model_size, resolve
-from segue.core.config import AccessConfig, FrontendConfig, InstanceConfig, ServeConfig
+from segue.core.access_config import AccessConfig
+from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
 from segue.core.errors import ConfigError, Internal, SegueError
 from segue.core.limits import Limits
 from segue.core.model_names import served_name
@@ -58,8 +59,10 @@ def serve(config: ServeConfig) -> int:
             host=host,
             size=size,
             command=_command,
-            registry=lambda secret: _registry(secret, config.limit.limits(), tls),
-            announce=lambda url: _announce(url, name, config.access if keys else None),
+            registry=lambda secret: _registry(config.bootstrap_port, secret, config.limit.limits(), tls),
+            announce=lambda url, registry, secret_file: _announce(
+                url, name, config.access if keys else None, _looking(registry, secret_file, config.tls)
+            ),
             keys=keys,
         )
         outcome = await supervisor.run()
@@ -70,25 +73,28 @@ def serve(config: ServeConfig) -> int:
     return asyncio.run(run())
 
 
-def check_transport(name: str) -> None:
-    """Raise a ConfigError for a transport that does not exist or cannot work on this host."""
+def check_transport(setting: str) -> None:
+    """Raise a ConfigError for a transport that does not exist, or that was named and cannot work here."""
     from segue.transport.kinds import AUTO, KINDS, OK
 
-    if name == AUTO:
-        return
-    found = KINDS.available()
-    reason = found.get(name)
-    if reason is None:
-        raise ConfigError(f"--transport {name} does not exist{nearest(name, found)}; see segue doctor")
-    if reason != OK:
-        raise ConfigError(f"--transport {name} cannot be used here: {reason}; use auto, or see segue doctor")
+    named = [name for name in setting.split(",") if name != AUTO]
+    found = KINDS.available() if named else {}
+    for name in named:
+        reason = found.get(name)
+        if reason is None:
+            raise ConfigError(f"--transport {name} does not exist{nearest(name, found)}; see segue doctor")
+        if reason != OK:
+            raise ConfigError(
+                f"--transport {name} cannot be used here: {reason}; use auto, or see segue doctor"
+            )
 
 
 @contextlib.asynccontextmanager
-async def _registry(secret: bytes, limits: Limits, tls: Tls | None) -> AsyncIterator[str]:
+async def _registry(port: int, secret: bytes, limits: Limits, tls: Tls | None) -> AsyncIterator[str]:
     from segue.bootstrap.server import serve as start
 
-    server = await start(LOOPBACK, 0, secret=secret, limits=limits, tls=tls)
+    server = await start(LOOPBACK, port, secret=secret, limits=limits, tls=tls)
+    logs.event(log, "registry_runs", url=server.url)
     try:
         yield server.url
     finally:
@@ -99,7 +105,17 @@ def _command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[st
     return [sys.executable, "-m", "segue.cli.main", str(role), *argv(config)]
 
 
-def _announce(url: str, model: str, access: AccessConfig | None) -> None:
+def _looking(registry: str, secret_file: str, tls: TlsConfig) -> str:
+    """The command that shows this fleet. Only we and our user can read what `secret_file` names."""
+    files = {"--tls-cert": tls.tls_cert, "--tls-key": tls.tls_key, "--tls-ca": tls.tls_ca}
+    flags = [f"{flag} {shlex.quote(file)}" for flag, file in files.items() if file is not None]
+    start = shlex.quote(sys.argv[0])
+    if sys.argv[0].endswith(".py"):
+        start = f"{shlex.quote(sys.executable)} -m segue.cli.main"
+    return " ".join([start, "ps --registry", registry, "--secret-file", secret_file, *flags])
+
+
+def _announce(url: str, model: str, access: AccessConfig | None, looking: str) -> None:
     """What to try, without any key in it: a terminal's history and logs are no place for one."""
     shown = ""
     if access is not None:
@@ -113,6 +129,7 @@ def _announce(url: str, model: str, access: AccessConfig | None) -> None:
         f"try: curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}",
         file=sys.stderr,
     )
+    print(f"look: {looking}", file=sys.stderr)
     sys.stderr.flush()
     print(f"ready {url}", flush=True)
 
@@ -140,9 +157,14 @@ def instance(args: argparse.Namespace) -> int:
             found = _located(found, threads)
             if found.leaders > 1:
                 return _serve_ranks(found, lifeline)
-            from segue.serve.instance import run_instance
+            from segue.serve.turns import run_instance
 
-            return run_instance(found, on_ready=lambda url: _ready(lifeline, config.label, url))
+            def serving(now: InstanceConfig, url: str) -> None:
+                if not lifeline.supervised:
+                    logs.configure(now.log.log_level, now.label)  # it may have been switched
+                _ready(lifeline, now.label, url, now.role)
+
+            return run_instance(found, on_ready=serving)
 
     return _child(lifeline, run)
 
@@ -202,10 +224,10 @@ def frontend(args: argparse.Namespace) -> int:
     return _child(lifeline, run)
 
 
-def _ready(lifeline: Lifeline, label: str, url: str) -> None:
+def _ready(lifeline: Lifeline, label: str, url: str, role: Role | None = None) -> None:
     """Tell the supervisor, or the person who started this process by hand."""
     if lifeline.supervised:
-        lifeline.report(Ready(url))
+        lifeline.report(Ready(url, role))
     else:
         print(f"ready {url or label}", flush=True)
 

@@ -11,7 +11,7 @@ PERCENTILES = (50.0, 90.0, 99.0)
 
 
 @dataclass(slots=True)
-class Sample:
+class RequestTimes:
     """One request. Times are seconds since the moment it was due; `token_s` has one entry per
     event that carried tokens, `tokens` counts the tokens of the output."""
 
@@ -60,7 +60,7 @@ def distribution(values: Sequence[float], scale: float = 1.0) -> dict[str, float
     return result
 
 
-def good(sample: Sample, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> bool:
+def good(sample: RequestTimes, slo_ttft_ms: float | None, slo_itl_ms: float | None) -> bool:
     """The request met both objectives: its first token, and the p99 of its own gaps."""
     if sample.error:
         return False
@@ -71,7 +71,7 @@ def good(sample: Sample, slo_ttft_ms: float | None, slo_itl_ms: float | None) ->
 
 
 def summary(
-    samples: Sequence[Sample],
+    samples: Sequence[RequestTimes],
     duration_s: float,
     slo_ttft_ms: float | None = None,
     slo_itl_ms: float | None = None,

@@ -19,6 +19,7 @@ from segue.layout.spec import PoolSpec
 from segue.session.node import SessionNode
 from segue.session.tls import Tls
 from segue.transport.kinds import KINDS, TransportKinds
+from segue.transport.probe import HostSpeed, host_speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,8 @@ class KVConfig(SessionConfig):
     `model` is the fingerprint that both sides must share, `transports` the names to offer, in order of
     preference. Transports listen on `host` at `transport_port` (0: any), `advertise_transport_port` is what
     peers are told if it is another. `dp` are the DP ranks of our instance. `kv_checksum` is what the
-    checksums of chunks that this side sends cover.
+    checksums of chunks that this side sends cover. `scratch_bytes` at the end of each rank's memory, behind
+    its pool, are for the probe that chooses a pair's transport; 0: the preferred one is taken without it.
     """
 
     model: str
@@ -57,10 +59,11 @@ class KVConfig(SessionConfig):
     advertise_transport_port: int | None = None
     dp: DpRanks = field(default_factory=DpRanks)
     kv_checksum: ChecksumMode = ChecksumMode.FULL
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class LeaderRuntime:
     """What makes the parts that a leader runs on: threads, sockets, chance. Another one (the simulator's)
     runs the same leader in a world of its own."""
 
@@ -71,7 +74,8 @@ class Runtime:
     connecting: Callable[[str], Executor] = ThreadPerCall
     exchange: Callable[..., Exchange] = Exchange
     uniform: Callable[[float, float], float] = random.uniform
+    host_speed: Callable[[], HostSpeed] = host_speed
 
 
 #: The host's threads and sockets, and real chance.
-HOST = Runtime()
+HOST = LeaderRuntime()

@@ -6,17 +6,18 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from segue.conn.config import HOST, Runtime, SessionConfig
+from segue.conn.config import HOST, LeaderRuntime, SessionConfig
 from segue.core.control import ControlMessage
 from segue.core.errors import SegueError
+from segue.core.operate import OperatorMessage
 from segue.core.types import LeaderId, Role
-from segue.handoff.messages import HandoffMessage
+from segue.handoff.messages import HandoffMessage, PathMessage
 from segue.session.api import Session, SessionHandler
 from segue.session.dialer import Dialer
 
 log = logging.getLogger("segue.conn")
 
-LeaderMessage = HandoffMessage | ControlMessage
+LeaderMessage = HandoffMessage | PathMessage | ControlMessage | OperatorMessage
 
 
 class ControlPlane:
@@ -27,7 +28,7 @@ class ControlPlane:
     """
 
     def __init__(
-        self, config: SessionConfig, handlers: Mapping[Role, SessionHandler], runtime: Runtime = HOST
+        self, config: SessionConfig, handlers: Mapping[Role, SessionHandler], runtime: LeaderRuntime = HOST
     ) -> None:
         self.config = config
         self.io = runtime.io(_loop_error)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from segue.conn.threads import Worker, WorkerThread
+from segue.conn.threads import Wakeable, WorkerThread
 from segue.core.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
 from segue.handoff import events
 from segue.layout.content import checksum
@@ -37,7 +37,7 @@ class Digester:
         max_waiting: int,
         *,
         inline_bytes: int | None = None,
-        worker: Callable[[Callable[[], object], str], Worker] = WorkerThread,
+        worker: Callable[[Callable[[], object], str], Wakeable] = WorkerThread,
     ) -> None:
         self._memory = memory
         self._answer = answer

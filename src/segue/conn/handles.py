@@ -19,7 +19,7 @@ from segue.handoff.messages import Metadata
 Change = events.Phase | events.Release | events.Quarantined
 
 
-class Owner(Protocol):
+class HandleOwner(Protocol):
     """Where a handle's events go: the `KVManager` in production, the simulator in tests."""
 
     clock: Clock
@@ -36,7 +36,7 @@ class Owner(Protocol):
 class _Handle:
     """What both halves share: phase, error, abort, clear."""
 
-    def __init__(self, owner: Owner, transfer: TransferId) -> None:
+    def __init__(self, owner: HandleOwner, transfer: TransferId) -> None:
         self.transfer = transfer
         self._owner = owner
         self._phase = KVPoll.BOOTSTRAPPING
@@ -44,6 +44,7 @@ class _Handle:
         self.metadata: Metadata | None = None
         self.released = False
         self.wire_s = 0.0
+        self.nbytes = 0
         #: when the phase last changed, on the owner's clock
         self.changed_at = owner.clock.now()
 
@@ -73,6 +74,7 @@ class _Handle:
                 self.error = change.error or self.error
                 self.metadata = change.metadata or self.metadata
                 self.wire_s = change.wire_s or self.wire_s
+                self.nbytes = change.nbytes or self.nbytes
                 self._phase = (
                     change.phase
                 )  # last: who reads the phase on another thread finds what belongs to it
@@ -95,14 +97,26 @@ class KVSender(_Handle):
         cannot infer it. If that is impossible, the hand-off fails."""
         self._owner.post(events.AnnounceRoom(self.transfer, budget_s))
 
-    def send(self, span: Span, pages: Sequence[int], metadata: Metadata | None = None) -> None:
+    def send(
+        self,
+        span: Span,
+        pages: Sequence[int],
+        metadata: Metadata | None = None,
+        *,
+        slot: int | None = None,
+        layers: int | None = None,
+    ) -> None:
         """Send the KV of `span`, which lies complete in `pages` (all of the prompt's from token 0).
 
         Legal from WAITING_FOR_INPUT on. Spans follow each other without gaps from token 0; the
-        last one ends at `prompt_tokens`; `metadata` comes with it, or later by `finish`. The pages must
-        not change until `Release`.
+        last one ends at `prompt_tokens`; `metadata` comes with it, or later by `finish`. With it goes the
+        state in `slot`, if the model keeps one beside its KV. Pages and slot must not change until `Release`;
+        what is in the slot before the last chunk is nobody's concern.
+
+        With `layers` only that of the model's first so many layers is complete, and leaves now. The same span
+        follows with more layers, and at last without a number.
         """
-        chunk = events.SendChunk(self.transfer, span, tuple(pages))
+        chunk = events.SendChunk(self.transfer, span, tuple(pages), slot, layers)
         if metadata is None:
             self._owner.post(chunk)
         else:
@@ -138,13 +152,14 @@ class KVReceiver(_Handle):
             )
         )
 
-    def send_metadata(self, pages: Sequence[int], prefix_tokens: int = 0) -> None:
+    def send_metadata(self, pages: Sequence[int], prefix_tokens: int = 0, *, slot: int | None = None) -> None:
         """Publish where prefill shall write: `pages` hold the prompt from the page of token
-        `prefix_tokens` on; the KV before `prefix_tokens` is already in place here.
+        `prefix_tokens` on; the KV before `prefix_tokens` is already in place here. `slot` is for the state,
+        if the model keeps one.
 
-        Legal in WAITING_FOR_INPUT. From now until SUCCESS or `Release` the pages belong to the peer.
+        Legal in WAITING_FOR_INPUT. From now until SUCCESS or `Release` pages and slot belong to the peer.
         """
-        self._owner.post(events.Publish(self.transfer, tuple(pages), prefix_tokens))
+        self._owner.post(events.Publish(self.transfer, tuple(pages), prefix_tokens, slot))
 
 
 OnChange = Callable[[Change], None]

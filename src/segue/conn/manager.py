@@ -12,15 +12,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
-import msgspec
-
 from segue.conn.alarm import Alarm
-from segue.conn.config import HOST, KVConfig, Runtime
+from segue.conn.config import HOST, KVConfig, LeaderRuntime
 from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change, KVReceiver, KVSender, OnChange
 from segue.conn.io import MonotonicClock
 from segue.conn.open_ranks import OpenRanks
-from segue.conn.peers import Joined, PathSpeed, Peer, join
+from segue.conn.opening import PathOpening
+from segue.conn.peers import Introduction, PathSpeed, Peer
 from segue.conn.rank import FENCE_AGAIN_S, Rank, local_rank
 from segue.conn.ranks import PeerRoute, Ranks
 from segue.core.clock import Clock
@@ -28,14 +27,12 @@ from segue.core.errors import (
     Draining,
     ErrorInfo,
     Internal,
-    OutOfCapacity,
-    PeerLost,
     SegueError,
     TransferFailed,
 )
 from segue.core.types import LeaderId, RankId, Role, TransferId
 from segue.handoff import events
-from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
+from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
 from segue.session.api import PeerInfo, Session, SessionHandler
 from segue.session.tasks import background, typed
 from segue.transport import base as transport_base
@@ -70,11 +67,10 @@ class KVManager:
         on_rank_lost: Callable[[SegueError], None] = lambda _: None,
         others: Mapping[Role, SessionHandler] = MappingProxyType({}),
         clock: Clock | None = None,
-        runtime: Runtime = HOST,
+        runtime: LeaderRuntime = HOST,
     ) -> None:
         self.config = config
         self.clock: Clock = clock or MonotonicClock()
-        self._kinds = runtime.transports
         self.plane = ControlPlane(config, {**others, COUNTERPART[config.role]: self}, runtime)
         self.io = self.plane.io
         self._on_change = on_change
@@ -89,25 +85,33 @@ class KVManager:
         self._lost: SegueError | None = None
         ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
         self._ranks = Ranks(ranks, config.me, config.role, config.limits.max_sessions)
-        self.info = LeaderInfo(
+        info = LeaderInfo(
             protocol=PROTOCOL_VERSION,
             model=config.model,
             dp_size=config.dp.size,
             ranks=[rank.spec for rank in ranks],
             endpoints=self._ranks.endpoints,
             max_transfers=config.limits.max_transfers,
+            scratch=self._ranks.scratch,
         )
-        self._hello = msgspec.msgpack.encode(self.info)
-        #: What was ever said of ourselves, by its bytes: one more with each transport that was withdrawn.
-        self._said = {self._hello: self.info}
+        self.introduction = Introduction(config.role, info, runtime.transports)
         self.exchange = runtime.exchange(
             role=config.role,
             me=config.me,
             origin=f"{config.role.value} {config.me}",
             limits=config.limits,
-            info=self.info,
+            info=info,
             kv_checksum=config.kv_checksum,
             dp=config.dp,
+        )
+        self.opening = PathOpening(
+            config.role,
+            config.limits,
+            self.introduction,
+            self._ranks,
+            self.io,
+            runtime,
+            self.exchange.new_epoch,
         )
         self.open_ranks = OpenRanks(config, self.io, self.clock, self._handle, self._tell_engine)
 
@@ -274,6 +278,8 @@ class KVManager:
         except Exception as exc:
             log.warning("a fence was not taken again: %s", typed(exc, "carrying out Fence"))
             self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect, route)
+        if self.exchange.transfer_of(effect.transfer.decode, effect.epoch) is None:
+            self._ranks.released(effect.transfer)
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
@@ -296,6 +302,9 @@ class KVManager:
             case events.ComputeChecksum():
                 # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
                 self.io.loop.call_soon(self._digest, effect)
+            case events.Release():
+                self._ranks.released(effect.transfer)
+                self.open_ranks.carry_out(effect)
             case _:
                 self.open_ranks.carry_out(effect)
 
@@ -370,17 +379,18 @@ class KVManager:
             return
         if isinstance(event, transport_base.PeerGone):
             peer = self._peers.get(leader)
-            if event.proven and not self._ranks.died(event.peer):
+            # A path of an earlier session, or one that was only measured, says nothing of the one in use.
+            other = self._ranks.transport_to(leader) not in (None, name) or (peer and peer.choosing)
+            if event.proven and (other or not self._ranks.died(event.peer)):
                 for fence in self.exchange.unproven_fences(leader, name):  # can be proven now, maybe
                     self._fence_again(fence, self._ranks.route_over(name, leader))
                 return
-            if not event.proven and peer is not None and peer.transport != name:
-                return  # a path of an earlier session; what went over it has ended
-            self._handle(events.PeerDown(leader, event.error.info, dead=event.proven))
+            if other:
+                return
+            self._handle(events.PeerDown(leader, event.error.info, dead=event.proven, over=name))
             if peer is not None:
                 peer.session.close(event.error)
             return
-        proven = self._ranks.fenced(rank, event) if isinstance(event, transport_base.Fenced) else None
         transfer = self.exchange.transfer_of(leader, event.epoch)
         if transfer is None:
             return  # ended meanwhile; the exchange needs no proof any more
@@ -391,8 +401,9 @@ class KVManager:
                 self._handle(events.WriteLanded(transfer, rank, event.tag, event.seconds))
             case transport_base.WriteFailed():
                 self._handle(events.WriteBroken(transfer, rank, event.tag, event.error.info, event.refused))
-            case transport_base.Fenced() if proven is not None:
-                self._handle(events.FenceDone(transfer, rank, proven))
+            case transport_base.Fenced():
+                if (proven := self._ranks.fenced(transfer, rank, event)) is not None:
+                    self._handle(events.FenceDone(transfer, rank, proven))
 
     def _relays_end(self, name: str, error: SegueError) -> None:
         """A path between two ranks of ours has ended: the peers whose KV goes over such paths meet anew."""
@@ -402,52 +413,30 @@ class KVManager:
                 peer.session.close(error)
 
     def paths(self) -> dict[str, PathSpeed]:
-        """What the path to each live peer has carried, by its name."""
-        return {str(leader): peer.speed for leader, peer in self._peers.items()}
+        """What the path to each live peer has carried, by its name; none to a peer that is still choosing."""
+        return {str(leader): peer.speed for leader, peer in self._peers.items() if not peer.choosing}
 
     # ---- sessions with peer leaders (SessionHandler) -----------------------------------------
 
     def hello(self) -> bytes:
         """Our `LeaderInfo`."""
-        return self._hello
+        return self.introduction.hello
 
     def accept(self, peer: PeerInfo) -> None:
         """Refuse a peer whose KV cannot be joined with ours, before anything is served."""
-        self._join(peer)
-
-    def _join(self, peer: PeerInfo) -> Joined:
-        """By what the peer was told, so that both sides come to the same transport."""
-        return join(self.config.role, self._said.get(peer.told, self.info), peer, self._kinds)
-
-    def _withdraw(self, name: str, error: SegueError) -> SegueError:
-        """This process cannot have what a path of the transport `name` takes: the pair meets anew without
-        it, if there is another. What to end the session with."""
-        if self._ranks.withdraw(name):
-            self.info = msgspec.structs.replace(self.info, endpoints=self._ranks.endpoints)
-            self._hello = msgspec.msgpack.encode(self.info)
-            self._said[self._hello] = self.info
-            rest = ", ".join(self.info.endpoints)
-            log.warning("%s is not offered any more, only %s: %s", name, rest, error)
-        elif name in self.info.endpoints:
-            return error
-        return PeerLost(f"the session begins anew without {name}: {error}")
+        self.introduction.join(peer)
 
     def opened(self, session: Session) -> None:
         """Open the path to its memory, then tell the protocol."""
-        joined = self._join(session.peer)
-        peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport))
-        leader = session.peer.leader
+        joined, leader = self.introduction.join(session.peer), session.peer.leader
+        peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport), probe=joined.probe)
         self._peers[leader] = peer
         plan = joined.plan
-        self._ranks.choose(leader, joined.transport, plan.pairs, self._peers, plan.relays)
-        log.info(
-            "peer joined role=%s leader=%s address=%s transport=%s",
-            session.peer.role.value,
-            leader,
-            session.peer.address,
-            joined.transport,
-        )
-        if self._ranks.writes_for(leader):
+        needed = self._peers.keys() | self.exchange.peers()
+        self._ranks.choose(leader, joined.transport, plan.pairs, needed, plan.relays)
+        if peer.probe is not None:
+            peer.word = self.io.loop.create_future()
+        if peer.probe is not None or self._ranks.writes_for(leader):
             name = f"opening the paths for {leader}"
             peer.opening = background(
                 self._open_paths(peer), name=name, failed=session.close, loop=self.io.loop
@@ -456,28 +445,28 @@ class KVManager:
             self._ready(peer)
 
     async def _open_paths(self, peer: Peer) -> None:
-        """Connect what our ranks write over (it may block) before the first message is handled."""
-        leader = peer.session.peer.leader
-        try:
-            await self._ranks.connect(leader, peer.info, self.config.limits.connect_s)
-        except OutOfCapacity as error:
-            raise self._withdraw(peer.transport, error) from error
-        if self._peers.get(leader) is peer:
+        await self.opening.open(peer)
+        if self._peers.get(peer.session.peer.leader) is peer:
             self._ready(peer)
 
     def _ready(self, peer: Peer) -> None:
-        peer.opening = None
-        self._handle(events.PeerUp(peer.session.peer.leader, peer.info, peer.transport))
+        """Before this no message is handled."""
+        peer.opening, who = None, peer.session.peer
+        about = (who.role.value, who.leader, who.address, peer.transport)
+        log.info("peer joined role=%s leader=%s address=%s transport=%s", *about)
+        self._handle(events.PeerUp(who.leader, peer.info, peer.transport))
         early, peer.early = peer.early, []
         for message in early:
-            self._handle(events.Received(peer.session.peer.leader, message))
+            self._handle(events.Received(who.leader, message))
 
     def received(self, session: Session, message: object) -> None:
         """A message goes to the protocol, or waits until the path is open."""
         peer = self._peers.get(session.peer.leader)
         if peer is None or peer.session is not session:
             return
-        if not isinstance(message, HandoffMessage):
+        if isinstance(message, PathMessage):
+            peer.told(message)
+        elif not isinstance(message, HandoffMessage):
             session.close(TransferFailed(f"{type(message).__name__} is no message between leaders"))
         elif peer.opening is not None:
             if len(peer.early) >= EARLY_PER_TRANSFER * self.config.limits.max_transfers:

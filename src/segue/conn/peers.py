@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.core.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
+from segue.core.paths import PathCandidate, PathChoice
 from segue.core.types import Role
-from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo
+from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
 from segue.layout.planner import PairPlan, plan_pair
 from segue.session.api import PeerInfo, Session
 from segue.transport.base import Endpoint
-from segue.transport.kinds import KINDS, TransportKinds
+from segue.transport.kinds import KINDS, OK, TransportKinds
+from segue.transport.probe import PageShape, Scratch, page_shape
 
 log = logging.getLogger("segue.conn")
 
@@ -25,11 +27,13 @@ MEASURED_BYTES = 2**20
 @dataclass(slots=True)
 class PathSpeed:
     """What a path to a peer has carried: `nbytes` in `seconds`, each write from when it was given to
-    the transport until it had landed."""
+    the transport until it had landed. And why it is over this transport, if there was a choice; decode knows
+    only that there was."""
 
     transport: str
     nbytes: int = 0
     seconds: float = 0.0
+    choice: PathChoice | None = None
 
     @property
     def bytes_per_s(self) -> float:
@@ -44,6 +48,20 @@ class PathSpeed:
         return before < MEASURED_BYTES <= self.nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What two leaders that may choose measure: the transports `names`, the preferred one first, between the
+    rank `source` of prefill and the rank `target` of decode, in pages of `shape`. `left_out` are the
+    transports that only one side offers, or that do not lead from one to the other."""
+
+    names: list[str]
+    left_out: list[PathCandidate]
+    source: int
+    target: int
+    scratch: Scratch
+    shape: PageShape
+
+
 @dataclass(slots=True)
 class Peer:
     """One live session to a peer leader. While `opening`, messages wait in `early`."""
@@ -54,6 +72,25 @@ class Peer:
     speed: PathSpeed
     opening: asyncio.Task[None] | None = None
     early: list[HandoffMessage] = field(default_factory=list)
+    #: If the pair may choose its transport: what it measures, and the peer's word. On prefill that is that it
+    #: may write, on decode the choice.
+    probe: Probe | None = None
+    word: asyncio.Future[PathMessage] | None = None
+
+    @property
+    def choosing(self) -> bool:
+        """Which transport it will be is not known yet; `transport` is the one that is preferred."""
+        return self.probe is not None and self.speed.choice is None
+
+    def take(self, choice: PathChoice) -> None:
+        """From now on it is this one."""
+        self.transport = choice.transport
+        self.speed = PathSpeed(choice.transport, choice=choice)
+
+    def told(self, message: PathMessage) -> None:
+        """The peer's word about the choice. One that comes too late, or again, changes nothing."""
+        if self.word is not None and not self.word.done():
+            self.word.set_result(message)
 
     def measure(self, nbytes: int, seconds: float) -> None:
         """A write has landed. A slow path must not be taken silently: its speed is logged once, and shown
@@ -71,6 +108,28 @@ class Joined:
     info: LeaderInfo
     transport: str
     plan: PairPlan
+    probe: Probe | None = None
+
+
+class Introduction:
+    """What a leader says of itself to its peers, and what follows for a pair from what both say."""
+
+    def __init__(self, role: Role, info: LeaderInfo, kinds: TransportKinds) -> None:
+        self._role = role
+        self._kinds = kinds
+        #: What was ever said of ourselves, by its bytes: one more with each transport that was withdrawn.
+        self._said: dict[bytes, LeaderInfo] = {}
+        self.say(info)
+
+    def say(self, info: LeaderInfo) -> None:
+        """From now on peers are told this."""
+        self.info = info
+        self.hello = msgspec.msgpack.encode(info)
+        self._said[self.hello] = info
+
+    def join(self, peer: PeerInfo) -> Joined:
+        """See `join`; by what the peer was told, so that both sides come to the same."""
+        return join(self._role, self._said.get(peer.told, self.info), peer, self._kinds)
 
 
 def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> Joined:
@@ -99,14 +158,27 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
         {name: [_endpoint(data) for data in of_ranks or [b""]] for name, of_ranks in i.endpoints.items()}
         for i in (prefill, decode)
     ]
-    name = kinds.choose(endpoints[0], endpoints[1])
-    if name is None:
+    choices = kinds.choices(endpoints[0], endpoints[1])
+    names = [name for name, reason in choices.items() if reason == OK]
+    if not names:
         raise PeerRefused(
             f"no common transport: prefill offers {sorted(prefill.endpoints)}, "
             f"decode {sorted(decode.endpoints)}; start both sides with the same --transport, between "
             "hosts with tcp"
         )
-    return Joined(theirs, name, plan)
+    probe = None
+    if len(prefill.scratch) == len(prefill.ranks) and len(decode.scratch) == len(decode.ranks):
+        # All ranks of a replica are on one host: one pair of them says what the others can do.
+        source, target = min(plan.pairs)
+        probe = Probe(
+            names,
+            [PathCandidate(transport=n, why_not=why) for n, why in choices.items() if why != OK],
+            source,
+            target,
+            Scratch(*decode.scratch[target]),
+            page_shape(prefill.ranks[source], decode.ranks[target]),
+        )
+    return Joined(theirs, names[0], plan, probe)
 
 
 def _endpoint(data: bytes) -> Endpoint:

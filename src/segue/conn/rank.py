@@ -10,25 +10,44 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
+from itertools import count
 from typing import Protocol
 
 import msgspec
 
-from segue.conn.config import KVConfig, Runtime
+from segue.conn.config import KVConfig, LeaderRuntime
 from segue.conn.digest import Digester
 from segue.conn.io import Io
-from segue.core.errors import DECODE_ERRORS, ErrorInfo, SegueError, TransferFailed
+from segue.core.errors import (
+    DECODE_ERRORS,
+    BootstrapTimeout,
+    ErrorInfo,
+    Internal,
+    SegueError,
+    TransferFailed,
+)
+from segue.core.paths import PathFigures
 from segue.core.types import RankId
 from segue.handoff.events import ChecksumReady, ComputeChecksum
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import whole_pages
 from segue.layout.spec import PoolSpec
-from segue.transport.base import Endpoint, EventSink, Transport, TransportEvent
+from segue.transport.base import (
+    Endpoint,
+    EventSink,
+    Transport,
+    TransportEvent,
+    WriteFailed,
+    Written,
+)
 from segue.transport.memory import Memory
 from segue.transport.options import TransportOptions
+from segue.transport.probe import Measurement, PageShape, Scratch, page_writes
 
 #: After a fence that a transport did not take, before it is asked again.
 FENCE_AGAIN_S = 1.0
+#: For the libraries of transports that are to be measured, before anybody is met.
+LOAD_S = 10.0
 
 
 class RankOwner(Protocol):
@@ -52,16 +71,20 @@ class RankOwner(Protocol):
 
 
 class Rank(Protocol):
-    """One rank, as its leader drives it, on the leader's loop. No method but `connect` and `close` waits.
+    """One rank, as its leader drives it, on the leader's loop. No method waits but those that are coroutines,
+    and `close`.
 
     Each write is answered by one `Written` or `WriteFailed`, each fence by one `Fenced`, each checksum by one
-    `ChecksumReady`, until `close`. `endpoints` has an encoded `Endpoint` for each transport's name.
+    `ChecksumReady`, until `close`. `endpoints` has an encoded `Endpoint` for each transport's name, `scratch`
+    is memory that nothing is kept in, if there is any.
     """
 
     @property
     def spec(self) -> PoolSpec: ...
     @property
     def endpoints(self) -> Mapping[str, bytes]: ...
+    @property
+    def scratch(self) -> Scratch | None: ...
 
     async def start(self, owner: RankOwner, io: Io) -> None:
         """Begin to answer, to `owner`. Called once, on the loop of `io`."""
@@ -71,11 +94,25 @@ class Rank(Protocol):
         """Open the path to a peer's rank (see `Transport.connect`)."""
         ...
 
+    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
+        """Let a peer's rank write into our scratch, over each of the transports. What was let in is to be
+        fenced, whatever this raises."""
+        ...
+
+    async def measure(
+        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
+    ) -> PathFigures:
+        """Write from our scratch into `theirs` over an open path, in pages of this shape. Raises the error of
+        a write, or BootstrapTimeout. What raises leaves at most one write behind."""
+        ...
+
     def write(
         self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]
     ) -> None: ...
 
-    def grant(self, transport: str, peer: RankId, epoch: int, pages: Sequence[int]) -> bool:
+    def grant(
+        self, transport: str, peer: RankId, epoch: int, pages: Sequence[int], slot: int | None = None
+    ) -> bool:
         """True once writes may land; False if `RankOwner.granted` will say so."""
         ...
 
@@ -92,7 +129,8 @@ class LocalRank:
     """A rank whose pool lies in this process.
 
     `transports` makes each transport that is offered, by its name, from a sink for events; `digester` what
-    hashes, from the memory and a sink for answers. What blocks runs in `threads`.
+    hashes, from the memory and a sink for answers. What blocks runs in `threads`. Behind the pool are
+    `scratch_bytes` of scratch.
     """
 
     def __init__(
@@ -103,22 +141,33 @@ class LocalRank:
         transports: Mapping[str, Callable[[EventSink], Transport]],
         digester: Callable[[Memory, Callable[[ChecksumReady], None]], Digester],
         threads: Executor,
+        scratch_bytes: int = 0,
     ) -> None:
-        memory.check_pool(spec)
+        memory.check_pool(spec, scratch_bytes)
         self.spec: PoolSpec = spec
+        self.scratch = Scratch(memory.nbytes - scratch_bytes, scratch_bytes) if scratch_bytes else None
         self._index = index
         self._owner: RankOwner | None = None
+        self._io: Io | None = None
         self._threads = threads
+        #: the writes that measure a path, and who waits for the end of each; no two have the same tag, for a
+        #: path may be measured again while a write of the first time is still under way
+        self._measuring: dict[tuple[str, RankId, int, int], asyncio.Future[Written | WriteFailed]] = {}
+        self._tags = count(1)
         self._by_name = {name: make(partial(self._moved, name)) for name, make in transports.items()}
         self.endpoints = {
             name: msgspec.msgpack.encode(transport.register(memory))
             for name, transport in self._by_name.items()
         }
+        if scratch_bytes:  # a probe measures paths, and not how long a library takes to load
+            for transport in self._by_name.values():
+                transport.loaded(LOAD_S)
         self._digester = digester(memory, self._hashed)
 
     async def start(self, owner: RankOwner, io: Io) -> None:
         """See `Rank.start`."""
         self._owner = owner
+        self._io = io
         self._digester.start()
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
@@ -130,13 +179,57 @@ class LocalRank:
         connect = self._by_name[transport].connect
         await asyncio.get_running_loop().run_in_executor(self._threads, connect, peer, known, timeout_s)
 
+    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
+        """See `Rank.admit`."""
+        self.admit_now(transports, peer, epoch)
+
+    def admit_now(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
+        """As `admit`, done when it returns: a fence of the epoch may be the next thing that is asked for."""
+        scratch = self._scratch()
+        for name in transports:
+            self._by_name[name].grant(peer, epoch, scratch.area)
+
+    async def measure(
+        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
+    ) -> PathFigures:
+        """See `Rank.measure`."""
+        measured = Measurement(page_writes(self._scratch(), theirs, shape))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while measured.figures is None:
+                    measured.took(await self._seconds(transport, peer, epoch, measured.write))
+            return measured.figures
+        except TimeoutError:
+            raise BootstrapTimeout(f"{transport} to {peer} was not measured in {timeout_s:g} s") from None
+
+    async def _seconds(self, transport: str, peer: RankId, epoch: int, blocks: Sequence[CopyBlock]) -> float:
+        """How long one write took to land. Raises its error."""
+        tag = next(self._tags)
+        ended = asyncio.get_running_loop().create_future()
+        self._measuring[transport, peer, epoch, tag] = ended
+        try:
+            self.write(transport, peer, epoch, tag, blocks)
+            event: Written | WriteFailed = await ended
+        finally:
+            del self._measuring[transport, peer, epoch, tag]
+        if isinstance(event, WriteFailed):
+            raise event.error
+        return event.seconds
+
+    def _scratch(self) -> Scratch:
+        if self.scratch is None:
+            raise Internal("this rank has no scratch")
+        return self.scratch
+
     def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
         self._by_name[transport].write(peer, epoch, tag, blocks)
 
-    def grant(self, transport: str, peer: RankId, epoch: int, pages: Sequence[int]) -> bool:
-        """See `Transport.grant`; the area is all of `pages`."""
-        self._by_name[transport].grant(peer, epoch, whole_pages(self.spec, pages))
+    def grant(
+        self, transport: str, peer: RankId, epoch: int, pages: Sequence[int], slot: int | None = None
+    ) -> bool:
+        """See `Transport.grant`; the area is all of `pages`, and the `slot`."""
+        self._by_name[transport].grant(peer, epoch, whole_pages(self.spec, pages, slot))
         return True
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
@@ -154,6 +247,11 @@ class LocalRank:
             transport.close()
 
     def _moved(self, name: str, event: TransportEvent) -> None:
+        if isinstance(event, Written | WriteFailed):
+            ended = self._measuring.get((name, event.peer, event.epoch, event.tag))
+            if ended is not None and self._io is not None:
+                self._io.post(_tell, ended, event)
+                return
         if self._owner is not None:
             self._owner.moved(self._index, name, event)
 
@@ -162,7 +260,12 @@ class LocalRank:
             self._owner.hashed(answer)
 
 
-def local_rank(config: KVConfig, memory: Memory, runtime: Runtime, index: int = 0) -> LocalRank:
+def _tell(ended: asyncio.Future[Written | WriteFailed], event: Written | WriteFailed) -> None:
+    if not ended.done():  # nobody waits any more
+        ended.set_result(event)
+
+
+def local_rank(config: KVConfig, memory: Memory, runtime: LeaderRuntime, index: int = 0) -> LocalRank:
     """A rank over `memory`, laid out as `config.spec` says. Raises ConfigError for a transport that cannot be
     used here."""
     options = TransportOptions(
@@ -185,4 +288,5 @@ def local_rank(config: KVConfig, memory: Memory, runtime: Runtime, index: int = 
         {name: transport(name) for name in config.transports},
         lambda memory, answer: runtime.digester(memory, answer, config.limits.max_transfers),
         runtime.connecting("segue-connect"),
+        config.scratch_bytes,
     )

@@ -3,7 +3,8 @@
     frame   unsigned 32-bit length of the body, body (msgpack)
 
 The worker speaks first: `ReadyAnswer`. To a `…Command` it says the `…Answer` of the same name; to a
-`WriteCommand` it says `LandedAnswer` or `BrokenAnswer`, and to a `PingCommand` `PongAnswer`.
+`WriteCommand` it says `LandedAnswer` or `BrokenAnswer`, to a `PingCommand` `PongAnswer`, to those of which
+`Rank` has coroutines `DoneAnswer`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import struct
 import msgspec
 
 from segue.core.errors import DECODE_ERRORS, ErrorInfo, RequestTooLarge, TransferFailed
+from segue.core.paths import PathFigures
 from segue.core.types import RankId, TransferId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.layout.spec import PoolSpec
+from segue.transport.probe import PageShape, Scratch
 
 HEAD = struct.Struct("!I")
 #: More than the blocks of any chunk, or the pages of any prompt, take.
@@ -24,10 +27,12 @@ MAX_BYTES = 64 * 2**20
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name."""
+    """The rank's pool and how peers reach it: an encoded `Endpoint` for each transport's name; and where its
+    scratch is, if it has any."""
 
     spec: PoolSpec
     endpoints: dict[str, bytes]
+    scratch: Scratch | None = None
 
 
 class ConnectCommand(msgspec.Struct, frozen=True, tag=True):
@@ -40,10 +45,32 @@ class ConnectCommand(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class ConnectAnswer(msgspec.Struct, frozen=True, tag=True):
-    """The path is open, or why it is not."""
+class AdmitCommand(msgspec.Struct, frozen=True, tag=True):
+    """`Rank.admit`."""
 
     number: int
+    transports: list[str]
+    peer: RankId
+    epoch: int
+
+
+class MeasureCommand(msgspec.Struct, frozen=True, tag=True):
+    """`Rank.measure`."""
+
+    number: int
+    transport: str
+    peer: RankId
+    epoch: int
+    scratch: Scratch
+    shape: PageShape
+    timeout_s: float
+
+
+class DoneAnswer(msgspec.Struct, frozen=True, tag=True):
+    """What was asked by this number was done, or why it was not; `figures` if something was measured."""
+
+    number: int
+    figures: PathFigures | None = None
     error: ErrorInfo | None = None
 
 
@@ -86,6 +113,7 @@ class GrantCommand(msgspec.Struct, frozen=True, tag=True):
     peer: RankId
     epoch: int
     pages: list[int]
+    slot: int | None
 
 
 class GrantAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -155,10 +183,19 @@ class PongAnswer(msgspec.Struct, frozen=True, tag=True):
     """Yes."""
 
 
-Command = ConnectCommand | WriteCommand | GrantCommand | FenceCommand | ChecksumCommand | PingCommand
+Command = (
+    ConnectCommand
+    | AdmitCommand
+    | MeasureCommand
+    | WriteCommand
+    | GrantCommand
+    | FenceCommand
+    | ChecksumCommand
+    | PingCommand
+)
 Answer = (
     ReadyAnswer
-    | ConnectAnswer
+    | DoneAnswer
     | LandedAnswer
     | BrokenAnswer
     | GrantAnswer

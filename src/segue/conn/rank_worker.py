@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from segue.conn import rank_wire as wire
 from segue.conn.channel import RankChannel
@@ -12,6 +13,7 @@ from segue.conn.io import Io
 from segue.conn.rank import FENCE_AGAIN_S, LocalRank
 from segue.core.errors import ErrorInfo, Internal, SegueError
 from segue.core.limits import Limits
+from segue.core.paths import PathFigures
 from segue.core.types import RankId
 from segue.handoff.events import ChecksumReady, ComputeChecksum
 from segue.session.tasks import background, typed
@@ -57,7 +59,7 @@ class RankWorker:
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=self._sock)
         self._channel = channel
         await self._rank.start(self, self._io)
-        channel.send(wire.ReadyAnswer(self._rank.spec, dict(self._rank.endpoints)))
+        channel.send(wire.ReadyAnswer(self._rank.spec, dict(self._rank.endpoints), self._rank.scratch))
 
     def close(self) -> None:
         """End the transports, and only then the channel: its end says that nothing is written any more."""
@@ -83,26 +85,37 @@ class RankWorker:
 
     def _do(self, command: wire.Command) -> None:
         match command:
-            case wire.ConnectCommand():
-                connecting = self._connect(command)
-                background(connecting, name=f"connecting to {command.peer}", failed=self._broken)
+            case wire.ConnectCommand(number, transport, peer, endpoint, timeout_s):
+                connecting = self._rank.connect(transport, peer, endpoint, timeout_s)
+                self._answer(number, connecting, f"connecting to {peer}")
+            case wire.AdmitCommand(number, transports, peer, epoch):
+                self._rank.admit_now(transports, peer, epoch)
+                self._say(wire.DoneAnswer(number))
+            case wire.MeasureCommand(number, transport, peer, epoch, scratch, shape, timeout_s):
+                measuring = self._rank.measure(transport, peer, epoch, scratch, shape, timeout_s)
+                self._answer(number, measuring, f"measuring {peer}")
             case wire.WriteCommand(transport, peer, epoch, number, blocks):
                 self._rank.write(transport, peer, epoch, number, blocks)
-            case wire.GrantCommand(transport, peer, epoch, pages):
-                self._rank.grant(transport, peer, epoch, pages)
+            case wire.GrantCommand(transport, peer, epoch, pages, slot):
+                self._rank.grant(transport, peer, epoch, pages, slot)
                 self._say(wire.GrantAnswer(peer, epoch))
             case wire.FenceCommand(transport, peer, epoch):
                 self._rank.fence(transport, peer, epoch)
             case wire.ChecksumCommand(transfer, rank, number, content):
                 self._rank.checksum(ComputeChecksum(transfer, rank, number, content))
 
-    async def _connect(self, command: wire.ConnectCommand) -> None:
-        error = None
-        try:
-            await self._rank.connect(command.transport, command.peer, command.endpoint, command.timeout_s)
-        except Exception as exc:
-            error = typed(exc, f"connecting to {command.peer}").info
-        self._say(wire.ConnectAnswer(command.number, error))
+    def _answer(self, number: int, work: Coroutine[Any, Any, PathFigures | None], what: str) -> None:
+        """Do what takes its time, and say what came of it."""
+
+        async def answered() -> None:
+            figures = error = None
+            try:
+                figures = await work
+            except Exception as exc:
+                error = typed(exc, what).info
+            self._say(wire.DoneAnswer(number, figures, error))
+
+        background(answered(), name=what, failed=self._broken)
 
     def _refuse(self, command: wire.Command, error: SegueError) -> None:
         """What was asked was not done, and its hand-off ends; but a fence is asked for until it is taken."""
@@ -113,6 +126,8 @@ class RankWorker:
                 self._say(wire.ChecksumAnswer(transfer, rank, number, 0, error.info))
             case wire.GrantCommand(_, peer, epoch):
                 self._say(wire.GrantAnswer(peer, epoch, error.info))
+            case wire.ConnectCommand(number) | wire.AdmitCommand(number) | wire.MeasureCommand(number):
+                self._say(wire.DoneAnswer(number, None, error.info))
             case wire.FenceCommand():
                 self._io.loop.call_later(FENCE_AGAIN_S, self._asked, command)
 

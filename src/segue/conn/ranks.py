@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from segue.conn.io import Io
 from segue.conn.rank import Rank, RankOwner
@@ -29,11 +31,11 @@ class PeerRoute:
 
 @dataclass(slots=True)
 class _OpenFence:
-    """A fence of one of our ranks: which ranks it is still to hold against, and whether it is proven against
-    all those of the peer that it was answered for."""
+    """A fence of one of our ranks: for which ranks it was never answered, and for which ranks of the peer no
+    answer was a proof."""
 
     waiting: set[RankId]
-    proven: bool = True
+    unproven: set[RankId]
 
 
 class Ranks:
@@ -50,12 +52,17 @@ class Ranks:
             for name in ranks[0].endpoints
             if all(name in rank.endpoints for rank in ranks)
         }
-        # Outlives the session: a fence may come after it. One entry per peer ever seen, bounded.
+        #: Where each rank keeps nothing, if all have such a place.
+        self.scratch = [(s.offset, s.nbytes) for rank in ranks if (s := rank.scratch) is not None]
+        if len(self.scratch) < len(ranks):
+            self.scratch = []
+        # Outlives the session: a fence may come after it. Bounded: see `choose`.
         self._routes: dict[LeaderId, PeerRoute] = {}
-        self._connecting: dict[LeaderId, asyncio.Task[None]] = {}
+        self._connecting: dict[tuple[LeaderId, str], asyncio.Task[None]] = {}
         #: of each rank of ours and epoch (a number of this decode leader): the ranks that cannot write yet
         self._grants: dict[tuple[LeaderId, int, int], set[RankId]] = {}
-        self._fences: dict[tuple[LeaderId, int, int], _OpenFence] = {}
+        #: of each hand-off that is not over and each rank of ours
+        self._fences: dict[tuple[TransferId, int], _OpenFence] = {}
         #: of each peer, its ranks that are known to be dead
         self._dead: dict[LeaderId, set[int]] = {}
 
@@ -66,7 +73,7 @@ class Ranks:
 
     @property
     def unanswered(self) -> int:
-        """How many grants and fences wait for answers that are put together here."""
+        """For how many grants and fences answers are put together here."""
         return len(self._grants) + len(self._fences)
 
     def withdraw(self, name: str) -> bool:
@@ -81,11 +88,11 @@ class Ranks:
         peer: LeaderId,
         name: str,
         pairs: Collection[tuple[int, int]],
-        live: Container[LeaderId],
+        needed: Container[LeaderId],
         relays: Collection[tuple[int, int, int]] = (),
     ) -> None:
         """From now on `peer` is reached by the transport `name`; `pairs` and `relays` are those of the plan.
-        No `live` peer is forgotten for it."""
+        No `needed` peer is forgotten for it: one with a session, or with a hand-off that is not over."""
         prefill, decode = (self._me, peer) if self._sending else (peer, self._me)
         writes = [(RankId(prefill, source), RankId(decode, target)) for source, target in pairs]
         writes += [(RankId(decode, target), RankId(decode, other)) for _, target, other in relays]
@@ -99,10 +106,14 @@ class Ranks:
                 partners.setdefault(reader.rank, {})[writer] = None
         self._routes[peer] = PeerRoute(name, partners, targets)
         self._dead.pop(peer, None)
-        while len(self._routes) > self._max_peers:
-            oldest = next(known for known in self._routes if known not in live)
+        spare = [known for known in self._routes if known not in needed]
+        for oldest in spare[: max(0, len(self._routes) - self._max_peers)]:
             del self._routes[oldest]
             self._dead.pop(oldest, None)
+
+    def change(self, peer: LeaderId, name: str) -> None:
+        """A peer that was chosen a transport for is reached by this one instead."""
+        self._routes[peer] = replace(self._routes[peer], transport=name)
 
     async def connect(self, peer: LeaderId, info: LeaderInfo, timeout_s: float) -> None:
         """Open the paths that our ranks need for a peer that was chosen a transport for. It may block, so it
@@ -110,16 +121,27 @@ class Ranks:
         what it was asked before is waited for. Those between our own ranks are opened one after the other:
         several peers need the same ones. Raises what `Transport.connect` does."""
         whose = peer if self._sending else self._me
-        while (earlier := self._connecting.get(whose)) is not None:
+        key = (whose, self._routes[peer].transport)
+        await self._alone(key, partial(self._connect, peer, info, timeout_s))
+
+    async def try_path(
+        self, writer: int, reader: RankId, name: str, endpoint: bytes, timeout_s: float
+    ) -> None:
+        """Open one path to a rank of a peer, over a transport that may be chosen. As `connect`."""
+        connect = self._ranks[writer].connect
+        await self._alone((reader.leader, name), partial(connect, name, reader, endpoint, timeout_s))
+
+    async def _alone(self, key: tuple[LeaderId, str], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while (earlier := self._connecting.get(key)) is not None:
             await asyncio.wait({earlier})
-        task = awaited(self._connect(peer, info, timeout_s), name=f"connecting for {peer}")
-        self._connecting[whose] = task
-        task.add_done_callback(lambda _: self._connected(whose, task))
+        task = awaited(work(), name=f"connecting {key[1]} for {key[0]}")
+        self._connecting[key] = task
+        task.add_done_callback(lambda _: self._connected(key, task))
         # Who is cancelled (the session has ended) leaves a thread behind that cannot be.
         await asyncio.shield(task)
 
-    def _connected(self, whose: LeaderId, task: asyncio.Task[None]) -> None:
-        del self._connecting[whose]
+    def _connected(self, key: tuple[LeaderId, str], task: asyncio.Task[None]) -> None:
+        del self._connecting[key]
         if not task.cancelled():
             task.exception()  # seen: who asked may be gone
 
@@ -132,6 +154,9 @@ class Ranks:
                 else:
                     endpoint = info.endpoints[route.transport][to.rank]
                 await self._ranks[rank].connect(route.transport, to, endpoint, timeout_s)
+
+    def __getitem__(self, index: int) -> Rank:
+        return self._ranks[index]
 
     def peer_of(self, transfer: TransferId) -> LeaderId:
         """The other side of a transfer."""
@@ -158,24 +183,30 @@ class Ranks:
         peer = self.peer_of(effect.transfer)
         route = route or self._routes[peer]
         name, partners = route.transport, route.partners[effect.rank]
-        key = (effect.transfer.decode, effect.epoch, effect.rank)
         match effect:
             case PostWrite():
                 rank.write(name, RankId(peer, effect.target), effect.epoch, effect.tag, effect.blocks)
             case Relay():
                 rank.write(name, RankId(self._me, effect.target), effect.epoch, effect.tag, effect.blocks)
             case Grant():
-                waiting = {p for p in partners if not rank.grant(name, p, effect.epoch, effect.pages)}
+                area = (effect.epoch, effect.pages, effect.slot)
+                waiting = {partner for partner in partners if not rank.grant(name, partner, *area)}
                 if waiting:
-                    self._grants[key] = waiting
+                    self._grants[effect.transfer.decode, effect.epoch, effect.rank] = waiting
                 return not waiting
             case Fence():
-                self._grants.pop(key, None)
-                if len(partners) > 1 or not any(p.leader == peer for p in partners):
-                    self._fences[key] = _OpenFence(set(partners))
+                self._grants.pop((effect.transfer.decode, effect.epoch, effect.rank), None)
+                # Asked again, it keeps what was answered: a proof stays one.
+                fence = _OpenFence(set(partners), {p for p in partners if p.leader == peer})
+                self._fences.setdefault((effect.transfer, effect.rank), fence)
                 for partner in partners:
                     rank.fence(name, partner, effect.epoch)
         return False
+
+    def transport_to(self, peer: LeaderId) -> str | None:
+        """By which transport `peer` is reached now, or was last; None if that was never known."""
+        route = self._routes.get(peer)
+        return None if route is None else route.transport
 
     def route_over(self, transport: str, peer: LeaderId) -> PeerRoute | None:
         """How `peer` was reached while that was by this transport."""
@@ -199,24 +230,24 @@ class Ranks:
         del self._grants[key]
         return Granted(transfer, rank)
 
-    def fenced(self, rank: int, event: Fenced) -> bool | None:
+    def fenced(self, transfer: TransferId, rank: int, event: Fenced) -> bool | None:
         """One of our ranks has answered a fence for another rank. None before it has for all that it
-        exchanges bytes with; then whether it is proven that none of the peer writes to it any more. Ranks of
-        our own that write to one another are both fenced, and that both have answered is the proof."""
-        key = (event.peer.leader if self._sending else self._me, event.epoch, rank)
-        fence = self._fences.get(key)
+        exchanges bytes with; then, at each answer, whether it is proven that none of the peer writes to it.
+        Ranks of our own that write to one another are both fenced, and that both have answered is the proof.
+        Where a fence was asked again, the answers to the first time may come after that: what was known
+        before. A proof counts whenever it comes."""
+        fence = self._fences.get((transfer, rank))
         if fence is None:
-            route = self._routes.get(event.peer.leader)
-            alone = route is not None and set(route.partners.get(rank, ())) == {event.peer}
-            return event.proven if alone else None
-        if event.peer not in fence.waiting:
             return None
         fence.waiting.discard(event.peer)
-        fence.proven = fence.proven and (event.proven or event.peer.leader == self._me)
-        if fence.waiting:
-            return None
-        del self._fences[key]
-        return fence.proven
+        if event.proven:
+            fence.unproven.discard(event.peer)
+        return None if fence.waiting else not fence.unproven
+
+    def released(self, transfer: TransferId) -> None:
+        """A hand-off is over: nobody waits for what its fences are answered."""
+        for rank in range(len(self._ranks)):
+            self._fences.pop((transfer, rank), None)
 
     def died(self, peer: RankId) -> bool:
         """A rank of a peer is dead. True once every one that exchanges bytes with ours is known to be: the

@@ -11,7 +11,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Worker(Protocol):
+class Wakeable(Protocol):
     """Somebody who does the same piece of work as often as it is woken; a `WorkerThread` in a process."""
 
     def start(self) -> None: ...

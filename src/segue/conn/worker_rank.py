@@ -27,10 +27,12 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.limits import Limits
+from segue.core.paths import PathFigures
 from segue.core.types import RankId
 from segue.handoff.events import ChecksumReady, ComputeChecksum
 from segue.layout.blocks import CopyBlock
 from segue.transport.base import Fenced, PeerGone, WriteFailed, Written
+from segue.transport.probe import PageShape, Scratch
 
 
 class WorkerRank:
@@ -45,6 +47,7 @@ class WorkerRank:
         ready = _first_words(index, sock, limits.connect_s)
         self.spec = ready.spec
         self.endpoints = ready.endpoints
+        self.scratch = ready.scratch
         self._index = index
         self._sock = sock
         self._limits = limits
@@ -54,7 +57,7 @@ class WorkerRank:
         self._error: SegueError | None = None
         self._over = False
         self._numbers = itertools.count(1)
-        self._connecting: dict[int, asyncio.Future[None]] = {}
+        self._asked: dict[int, asyncio.Future[PathFigures | None]] = {}
         self._writes: set[tuple[str, RankId, int, int]] = set()
         self._fences: dict[tuple[str, RankId, int], None] = {}
         self._checksums: dict[tuple[object, int], ComputeChecksum] = {}
@@ -78,21 +81,41 @@ class WorkerRank:
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
         """See `Rank.connect`."""
+        number = next(self._numbers)
+        await self._ask(number, wire.ConnectCommand(number, transport, peer, endpoint, timeout_s), timeout_s)
+
+    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
+        """See `Rank.admit`."""
+        number = next(self._numbers)
+        await self._ask(number, wire.AdmitCommand(number, list(transports), peer, epoch), 0.0)
+
+    async def measure(
+        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
+    ) -> PathFigures:
+        """See `Rank.measure`."""
+        number = next(self._numbers)
+        command = wire.MeasureCommand(number, transport, peer, epoch, theirs, shape, timeout_s)
+        figures = await self._ask(number, command, timeout_s)
+        if figures is None:
+            raise Internal(f"the worker of rank {self._index} has measured nothing and says not why")
+        return figures
+
+    async def _ask(self, number: int, command: wire.Command, timeout_s: float) -> PathFigures | None:
+        """Ask what the worker answers within `timeout_s`; one that does not is waited for a little longer."""
         if self._error is not None:
             raise self._error
-        number = next(self._numbers)
-        answer = self._connecting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[PathFigures | None]
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self._say(wire.ConnectCommand(number, transport, peer, endpoint, timeout_s))
-            # The worker keeps the deadline; this one is for a worker that does not.
+            self._say(command)
             async with asyncio.timeout(timeout_s + self._limits.peer_silence_s):
-                await answer
+                return await answer
         except TimeoutError:
             raise BootstrapTimeout(
-                f"the worker of rank {self._index} did not connect to {peer} in time"
+                f"the worker of rank {self._index} has not answered {type(command).__name__} in time"
             ) from None
         finally:
-            del self._connecting[number]
+            del self._asked[number]
 
     def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
         """See `Transport.write`."""
@@ -102,11 +125,13 @@ class WorkerRank:
         self._say(wire.WriteCommand(transport, peer, epoch, tag, list(blocks)))
         self._writes.add((transport, peer, epoch, tag))
 
-    def grant(self, transport: str, peer: RankId, epoch: int, pages: Sequence[int]) -> bool:
+    def grant(
+        self, transport: str, peer: RankId, epoch: int, pages: Sequence[int], slot: int | None = None
+    ) -> bool:
         """See `Rank.grant`."""
         if self._error is not None:
             raise self._error
-        self._say(wire.GrantCommand(transport, peer, epoch, list(pages)))
+        self._say(wire.GrantCommand(transport, peer, epoch, list(pages), slot))
         return False
 
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
@@ -157,12 +182,19 @@ class WorkerRank:
             case wire.ChecksumAnswer(transfer, rank, number, checksum, error):
                 self._checksums.pop((transfer, number), None)
                 self._hashed(ChecksumReady(transfer, rank, number, checksum, error))
-            case wire.ConnectAnswer(number, error):
-                waiting = self._connecting.get(number)
-                if waiting is not None and not waiting.done():
-                    _settle_future(waiting, error)
+            case wire.DoneAnswer(number, figures, error):
+                self._told(number, figures, error)
             case wire.FailedAnswer(error):
                 self._give_up(error.exception())
+
+    def _told(self, number: int, figures: PathFigures | None, error: ErrorInfo | None) -> None:
+        waiting = self._asked.get(number)
+        if waiting is None or waiting.done():
+            return
+        if error is None:
+            waiting.set_result(figures)
+        else:
+            waiting.set_exception(error.exception())
 
     def _settle(self, transport: str, peer: RankId, epoch: int, number: int) -> None:
         self._writes.discard((transport, peer, epoch, number))
@@ -183,9 +215,8 @@ class WorkerRank:
         if self._error is not None:
             return
         self._error = reason
-        for waiting in list(self._connecting.values()):
-            if not waiting.done():
-                _settle_future(waiting, reason.info)
+        for number in list(self._asked):
+            self._told(number, None, reason.info)
         writes, self._writes = self._writes, set()
         for transport, peer, epoch, tag in sorted(writes):
             self._moved(transport, WriteFailed(peer, epoch, tag, reason))
@@ -204,13 +235,6 @@ class WorkerRank:
     def _hashed(self, answer: ChecksumReady) -> None:
         if self._owner is not None:
             self._owner.hashed(answer)
-
-
-def _settle_future(waiting: asyncio.Future[None], error: ErrorInfo | None) -> None:
-    if error is None:
-        waiting.set_result(None)
-    else:
-        waiting.set_exception(error.exception())
 
 
 def _first_words(index: int, sock: socket.socket, timeout_s: float) -> wire.ReadyAnswer:

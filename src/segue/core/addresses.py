@@ -6,6 +6,13 @@ import ipaddress
 
 from segue.core.errors import ConfigError
 
+#: How the address of a registry begins: one of our own, etcd, or no registry but a name or a list.
+REGISTRY_SCHEMES = ("http", "https", "etcd", "dns", "static")
+REGISTRY_HELP = (
+    "registry: http://HOST:PORT, or etcd://HOST:PORT,HOST:PORT; or none, but where the instances are: "
+    "dns://NAME:PORT or static://HOST:PORT,HOST:PORT"
+)
+
 
 def is_loopback(host: str) -> bool:
     """True for `localhost` and for an IP address that no other host can reach. Any other name may lead
@@ -30,17 +37,31 @@ def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:
         )
 
 
-def check_url(url: str, *, encrypted: bool) -> None:
-    """Refuse a registry that is not `http://HOST:PORT`, or `https://HOST:PORT` under TLS."""
-    scheme, separator, rest = url.partition("://")
-    host, colon, port = rest.rstrip("/").rpartition(":")
-    legal = (
-        scheme in ("http", "https") and separator and host and colon and port.isdigit() and int(port) < 65536
-    )
-    if not legal or "/" in host:
+def registry_places(url: str) -> list[tuple[str, int]]:
+    """The addresses in a `--registry`: one of `http` and `dns`, one or more of `etcd` and `static`.
+    ConfigError if it is none."""
+    scheme, _, rest = url.partition("://")
+    places = [_place(part) for part in rest.rstrip("/").split(",")]
+    found = [place for place in places if place is not None]
+    several = scheme in ("etcd", "static")
+    if scheme not in REGISTRY_SCHEMES or len(found) != len(places) or (len(found) > 1 and not several):
         raise ConfigError(
-            f"--registry must look like {'https' if encrypted else 'http'}://HOST:PORT, not {url!r}"
+            "--registry must look like http://HOST:PORT (https with TLS), etcd://HOST:PORT,HOST:PORT, "
+            f"dns://NAME:PORT or static://HOST:PORT,HOST:PORT, not {url!r}"
         )
+    return found
+
+
+def _place(text: str) -> tuple[str, int] | None:
+    host, colon, port = text.rpartition(":")
+    legal = host and colon and port.isdecimal() and int(port) < 65536 and "/" not in host
+    return (host.removeprefix("[").removesuffix("]"), int(port)) if legal else None
+
+
+def check_url(url: str, *, encrypted: bool) -> None:
+    """Refuse a registry that is none (`registry_places`), and `http` under TLS or `https` without."""
+    registry_places(url)
+    scheme, _, rest = url.partition("://")
     if scheme == "http" and encrypted:
         raise ConfigError(
             f"--tls-cert encrypts the registry too: give --registry https://{rest}, not {url!r}"

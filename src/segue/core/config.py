@@ -10,29 +10,36 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from segue.core.addresses import bracket, check_hosts, check_url
+from segue.core.access_config import AccessConfig
+from segue.core.addresses import REGISTRY_HELP, bracket, check_hosts, check_url
 from segue.core.errors import ConfigError
+from segue.core.kv_events_config import KVEventsConfig
 from segue.core.limits import MAX_ATTEMPTS, Limits
+from segue.core.log_config import LogConfig
 from segue.core.model_names import served_name
 from segue.core.parallel import ParallelSize
 from segue.core.pool_size import Host, ModelSize, kv_pool_bytes
-from segue.core.ranks_config import CP_HELP, PP_HELP, TP_HELP, RanksConfig
-from segue.core.settings import integer, number, required, secret, switch, text
+from segue.core.ranks_config import (
+    BALANCE_METHODS,
+    CP_HELP,
+    EXPERTS_HELP,
+    LOCAL_HELP,
+    PP_HELP,
+    TP_HELP,
+    RanksConfig,
+    check_expert_parallel,
+)
+from segue.core.settings import integer, number, required, switch, text
 from segue.core.types import ChecksumMode, Role
 
 DEFAULT_MODEL = "smollm2"
-BALANCE_METHODS = (
-    "round_robin",
-    "follow_bootstrap_room",
-    "total_requests",
-    "total_tokens",
-    "power_of_two",
-    "prefix_aware",
-)
 MODEL_HELP = "folder, GGUF file, smollm2, or a name of the Hugging Face Hub, ORG/NAME"
 REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
-LOG_LEVELS = ("debug", "info", "warning", "error")
 CHECKSUM_MODES = tuple(mode.value for mode in ChecksumMode)
+TRANSPORT_HELP = (
+    "how KV moves: one of those that `segue doctor` lists, or several with commas between them, of which "
+    "each pair takes the fastest; auto is shm,tcp"
+)
 CHECKSUM_HELP = (
     "what of each chunk of KV is checked by a checksum after it has landed; prefill's setting decides"
 )
@@ -53,6 +60,12 @@ class ModelConfig:
     )
     page_tokens: int = integer("tokens in one page of KV", 16, low=1, high=1024)
     chunk_tokens: int = integer("most prompt tokens in one prefill step", 512, low=1, high=2**20)
+    max_local_prefill_length: int = integer(LOCAL_HELP, 0, low=-1)
+    send_layers: int = integer(
+        "prefill: layers of a step that are sent while it computes the next ones; 0 sends all together",
+        0,
+        high=1024,
+    )
     kv_gib: float | None = number(
         "memory for the KV pool of one instance, in GiB (default: a bounded share of what is free)",
         low=2**-20,  # what the model needs at least is known once it is: see `kv_pool_bytes`
@@ -121,27 +134,6 @@ class AnswersConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccessConfig:
-    """Who may ask the frontend. Without a key: everybody who can reach it."""
-
-    api_key: str | None = secret(
-        "key that clients must show; other users of this host see a command line, so rather give the "
-        "variable or --api-key-file",
-        metavar="K",
-    )
-    api_key_file: str | None = text(
-        "file with keys, one a line (# begins a comment), one of which clients must show", metavar="F"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
-    """What is written to standard error."""
-
-    log_level: str = text("least severe events to log", "info", choices=LOG_LEVELS, metavar="L")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
     """Mutual TLS between the parts of a deployment: sessions, the registry and the tcp transport.
     All three files or none; every part of a deployment has them or none has."""
@@ -181,21 +173,25 @@ class ServeConfig:
     prefill: int = integer("prefill instances", 1, low=1, high=64)
     decode: int = integer("decode instances", 1, low=1, high=64)
     unified: bool = switch("one instance that does both, without a hand-off")
-    transport: str = text(
-        "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
-    )
+    transport: str = text(TRANSPORT_HELP, "auto", metavar="NAMES")
     kv_checksum: str = text(CHECKSUM_HELP, "full", choices=CHECKSUM_MODES, metavar="MODE")
     policy: str = text("how requests are placed", "total_requests", choices=BALANCE_METHODS, metavar="METHOD")
     instance_doors: bool = switch(
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
     )
+    bootstrap_port: int = integer("loopback port of its registry; 0 takes a free one", 0, high=65535)
+    secret_file: str | None = text(
+        "file with the secret that `segue ps` and the like must share (default: a random one)", metavar="F"
+    )
     ranks: RanksConfig = field(default_factory=RanksConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
     access: AccessConfig = field(default_factory=AccessConfig)
+    events: KVEventsConfig = field(default_factory=KVEventsConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if self.unified and (self.prefill, self.decode, self.ranks) != (1, 1, RanksConfig()):
@@ -203,6 +199,7 @@ class ServeConfig:
                 "--unified runs one instance of one rank for both; drop --prefill, --decode and what gives "
                 "either of them ranks (--prefill-tp and the like), or --unified"
             )
+        self.events.check(self.leaders)
 
     def _counts(self) -> dict[Role, int]:
         """Leaders of each role."""
@@ -250,9 +247,11 @@ class ServeConfig:
             tp=ranks.tp,
             pp=ranks.pp,
             cp=ranks.cp,
+            enable_expert_parallel=self.ranks.enable_expert_parallel and dp > 1,
             transport=self.transport,
             kv_checksum=self.kv_checksum,
             http_port=0 if self.instance_doors else None,
+            door="probes",
             engine=dataclasses.replace(
                 self.engine,
                 served_model_name=served_name(self.model, self.engine.served_model_name),
@@ -290,12 +289,16 @@ class InstanceConfig:
     model: str = required(MODEL_HELP, metavar="PATH|NAME")
     role: Role = field(default=Role.PREFILL)
     name: str | None = text("name in logs and metrics (default: the role)", metavar="NAME")
-    registry: str | None = text("registry, http://HOST:PORT", metavar="URL")
+    registry: str | None = text(REGISTRY_HELP, metavar="URL")
     registry_wait_s: float = number(
         "time to wait for the registry at the start, before the model is loaded", 300.0, metavar="S"
     )
     bootstrap_port: int = integer(
-        "port of the registry that prefill runs if --registry is absent", 8998, low=1, high=65535
+        "prefill: port of the registry that it runs if --registry is absent; foreign routers know the "
+        "instance by it in both cases",
+        8998,
+        low=1,
+        high=65535,
     )
     host: str = text("address that peers connect to", "127.0.0.1", metavar="H")
     advertise_host: str | None = text("address that peers are told (default: --host)", metavar="H")
@@ -308,9 +311,10 @@ class InstanceConfig:
         "data port that peers are told, behind a proxy or NAT (default: --data-port)", low=1, high=65535
     )
     http_port: int | None = integer(
-        "open an HTTP door for probes and scrapers (health, metrics, integrity); 0 takes a free one",
+        "open an HTTP door for probes, scrapers and other people's routers; 0 takes a free one",
         high=65535,
     )
+    door: str = text("what that door offers", "all", choices=("all", "probes"), metavar="WHAT", hidden=True)
     tp: int = integer(
         f"{TP_HELP}; --kv-gib is for all ranks together, --threads-per-worker for each", 1, low=1, high=64
     )
@@ -324,6 +328,8 @@ class InstanceConfig:
     )
     dp_rank: int | None = integer("which of them this process is", low=0, high=63, hidden=True)
     incarnation: str | None = text("what all of them are, with --dp-rank", hidden=True)
+    enable_expert_parallel: bool = switch(EXPERTS_HELP)
+    dp_fds: str | None = text("sockets to the others, with --dp-rank: descriptors with commas", hidden=True)
     load_balance: str = text(
         "prefill: which DP rank of this instance gets a request that names none",
         "total_requests",
@@ -341,10 +347,10 @@ class InstanceConfig:
         "decode asks the registry for the DP rank of prefill where it could infer it; give it to both sides"
     )
     secret_file: str | None = text("file with the deployment's shared secret", metavar="F")
-    transport: str = text(
-        "how KV moves: auto, shm, tcp, fake or another one that `segue doctor` lists", "auto", metavar="NAME"
-    )
+    transport: str = text(TRANSPORT_HELP, "auto", metavar="NAMES")
     kv_checksum: str = text(CHECKSUM_HELP, "full", choices=CHECKSUM_MODES, metavar="MODE")
+    access: AccessConfig = field(default_factory=AccessConfig)
+    events: KVEventsConfig = field(default_factory=KVEventsConfig)
     tls: TlsConfig = field(default_factory=TlsConfig)
     engine: ModelConfig = field(default_factory=ModelConfig)
     limit: LimitsConfig = field(default_factory=LimitsConfig)
@@ -371,6 +377,15 @@ class InstanceConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {getattr(self, name)} leaves no ports for {self.dp} ranks"
                 )
+        self.events.check(self.dp)
+        if self.enable_expert_parallel:
+            measures = self.role is Role.DECODE and self.engine.max_local_prefill_length < 0
+            check_expert_parallel(self.dp, self.size, measures=measures)
+        if self.engine.send_layers and self.role is Role.PREFILL and self.size.ranks > 1:
+            raise ConfigError(
+                f"--send-layers {self.engine.send_layers} needs prefill to have one rank: set --tp, --pp and "
+                "--cp to 1, or --send-layers to 0"
+            )
         if (self.dp_rank is None) != (self.incarnation is None) or (self.dp_rank or 0) >= self.dp:
             raise ConfigError(f"no rank {self.dp_rank} of dp {self.dp}; start an instance with --dp alone")
 
@@ -433,7 +448,7 @@ class InstanceConfig:
 class FrontendConfig:
     """`segue frontend`: the HTTP door of a deployment. `secret` as in `InstanceConfig`."""
 
-    registry: str = required("registry, http://HOST:PORT", metavar="URL")
+    registry: str = required(REGISTRY_HELP, metavar="URL")
     host: str = text("address that clients connect to", "127.0.0.1", metavar="H")
     port: int = integer("port that clients connect to; 0 takes a free one", 8000, high=65535)
     model: str | None = text(

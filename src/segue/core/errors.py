@@ -101,6 +101,8 @@ class SegueError(Exception):
     code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
+    #: Whole seconds after which a client that got it with 429 or 503 may try again.
+    retry_after_s: int = 1
 
     def __init__(
         self,

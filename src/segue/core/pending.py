@@ -1,8 +1,8 @@
 """Unauthenticated connections, bounded in all and per address. Pure.
 
 One more than fit closes an older one: the oldest of its own address if that has too many, else the oldest of
-the address that has most. So a flood has to outrun a handshake (milliseconds) of its own address, instead
-of filling a table once.
+the addresses that have most. So a flood has to outrun a handshake (milliseconds) of its own address, instead
+of filling a table once; one from as many addresses as there are places has to outrun everybody's.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class PendingConnections(Generic[ConnectionT]):
     def __contains__(self, connection: ConnectionT) -> bool:
         return connection in self._host_of
 
+    @property
+    def most(self) -> int:
+        """How many the address with most has."""
+        return max(map(len, self._of.values()), default=0)
+
     def add(self, connection: ConnectionT, host: str) -> ConnectionT | None:
         """Note `connection`. Returns the one to close for it, already forgotten here."""
         victim = None
@@ -50,10 +55,9 @@ class PendingConnections(Generic[ConnectionT]):
         return victim
 
     def oldest(self) -> ConnectionT | None:
-        """The oldest of the address that has most, or None without any."""
-        if not self._of:
-            return None
-        return self._oldest_of(max(self._of, key=lambda host: len(self._of[host])))
+        """The oldest of the addresses that have most, or None without any."""
+        most = self.most
+        return next((one for one, host in self._host_of.items() if len(self._of[host]) == most), None)
 
     def discard(self, connection: ConnectionT) -> bool:
         """It is authenticated, or closed. False if it was not here."""

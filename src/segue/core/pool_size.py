@@ -15,6 +15,11 @@ AUTO_KV_SHARE = 0.4
 LEAST_TOKENS = 64
 #: Default batch that the automatic pool has room for, in sequences of the model's full context.
 AUTO_KV_SEQUENCES = 8
+#: Slots of state that a pool has at most, and the part of its bytes that they take at most (but for one).
+MAX_STATE_SLOTS = 256
+STATE_PART = 4
+#: Bytes that rounding takes of a pool with slots, at most.
+_ROUNDING_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +32,28 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a model needs: its weights and the KV of one token over all layers, in bytes, and the
-    longest sequence in tokens."""
+    """What a model needs: its weights, the KV of one token over all layers and the state of one sequence, in
+    bytes, and the longest sequence in tokens."""
 
     weight_bytes: int
     token_bytes: int
     context_tokens: int
+    state_bytes: int = 0
+
+
+def state_slots(pool_bytes: int, state_bytes: int) -> int:
+    """Of a pool the slots for the state of as many sequences; none where a sequence has no state."""
+    if not state_bytes:
+        return 0
+    return max(1, min(MAX_STATE_SLOTS, pool_bytes // STATE_PART // state_bytes))
+
+
+def _least_bytes(size: ModelSize, least_tokens: int) -> int:
+    """The smallest pool with so many tokens beside its slots."""
+    tokens_bytes = least_tokens * size.token_bytes
+    if not size.state_bytes:
+        return tokens_bytes
+    return tokens_bytes + max(tokens_bytes // (STATE_PART - 1), size.state_bytes) + _ROUNDING_BYTES
 
 
 def kv_pool_bytes(
@@ -54,11 +75,12 @@ def kv_pool_bytes(
     least_tokens = -(-LEAST_TOKENS // page_tokens) * page_tokens
     if kv_gib is not None:
         given = int(kv_gib * 2**30) // dp
-        if size and given < least_tokens * size.token_bytes:
-            enough = math.ceil(least_tokens * size.token_bytes * dp / 2**30 * 10**5) / 10**5
+        if size and given < (least := _least_bytes(size, least_tokens)):
+            enough = math.ceil(least * dp / 2**30 * 10**5) / 10**5
+            slots_bytes = state_slots(given, size.state_bytes) * size.state_bytes
             raise ConfigError(
-                f"--kv-gib {kv_gib:g} holds {given // size.token_bytes} tokens of this model and must hold "
-                f"{least_tokens}: give at least {enough:g}"
+                f"--kv-gib {kv_gib:g} holds {max(0, given - slots_bytes) // size.token_bytes} tokens of this "
+                f"model and must hold {least_tokens}: give at least {enough:g}"
             )
         return given
     weights = size.weight_bytes * pools if size else 0
@@ -68,7 +90,7 @@ def kv_pool_bytes(
     if size:
         sequence = size.token_bytes * size.context_tokens
         share = min(share, max(sequence * AUTO_KV_SEQUENCES, 64 * 2**20))
-        least = least_tokens * size.token_bytes
+        least = _least_bytes(size, least_tokens)
     if share < least:
         raise ConfigError(
             f"{host.free_bytes / 2**30:.2f} GiB of free memory are too little for {pools} KV pools beside "

@@ -72,7 +72,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `output` are tokens that this generation has given already, on instances that are gone: it goes on
     after them as if it had never stopped. They are apart from the prompt because penalties,
-    `min_tokens`, `max_tokens` and grammars count them. Fewer than `max_tokens`.
+    `min_tokens`, `max_tokens` and grammars count them. Fewer than `max_tokens`. `traceparent` (W3C) names the
+    span that this generation belongs to. Where it has to wait, lower `priority` is earlier; requests of equal
+    priority are served by turns among `tenant`s (an API key or a user, by a name that tells nothing of it).
     """
 
     request_id: str
@@ -80,6 +82,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     output: list[int] = []
     ranks: RankHints = RankHints()
+    traceparent: str = ""
+    priority: int = 0
+    tenant: str = ""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

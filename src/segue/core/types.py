@@ -6,6 +6,7 @@ Pure: no socket, thread, clock, torch or HTTP module.
 from __future__ import annotations
 
 import enum
+import hashlib
 import secrets
 from typing import NewType
 
@@ -24,6 +25,12 @@ Incarnation = NewType("Incarnation", str)
 def new_incarnation() -> Incarnation:
     """A fresh incarnation from the operating system's random source."""
     return Incarnation(secrets.token_hex(16))
+
+
+def successor(incarnation: Incarnation, role: Role) -> Incarnation:
+    """What an instance is once it was switched to `role`. All of its leaders find the same one by themselves,
+    and so does an operator who gives the order twice."""
+    return Incarnation(hashlib.blake2b(f"{incarnation} {role}".encode(), digest_size=16).hexdigest())
 
 
 def new_room() -> int:
@@ -53,6 +60,8 @@ class Role(enum.StrEnum):
     DECODE = "decode"
     UNIFIED = "unified"
     FRONTEND = "frontend"
+    #: a command line that looks at instances and steers them; it is never registered
+    OPERATOR = "operator"
 
 
 class ChecksumMode(enum.StrEnum):

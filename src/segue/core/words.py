@@ -35,7 +35,7 @@ OLD_NAMES = {"integrity": "kv_checksum"}
 
 _LENGTH = "a sequence may be as long as the model's context and the pool allow; --kv-gib sizes the pool"
 _ONE_HOST = "not here, because the ranks of an instance are on one host; start more instances"
-_EXPERTS = "not here, because each rank has a part of every expert (--tp); start more instances"
+_EXPERTS = "--enable-expert-parallel, which shares experts out over the --dp ranks of an instance"
 _TP = "--tp of segue prefill and decode, --prefill-tp and --decode-tp of segue serve"
 _PP = "--pp of segue prefill and decode, --prefill-pp and --decode-pp of segue serve"
 _DP = "--dp of segue prefill and segue decode, or --prefill-dp and --decode-dp of segue serve"
@@ -106,13 +106,15 @@ FOREIGN = {
     "node_rank": _ONE_HOST,
     "dist_init_addr": "instances find each other by --registry",
     "master_addr": "instances find each other by --registry",
-    "enable_expert_parallel": _EXPERTS,
+    "enable_dp_attention": _EXPERTS,
     "ep_size": _EXPERTS,
+    "expert_parallel_size": _EXPERTS,
     "disaggregation_mode": _SPLIT,
     "disaggregation_bootstrap_port": "--bootstrap-port",
     "disaggregation_transfer_backend": "--transport",
     "disaggregation_ib_device": "not here, because this version has no RDMA transport",
     "kv_transfer_config": f"--transport; {_SPLIT}",
+    "kv_events_config": "--kv-events-port, --kv-events-replay-port and --kv-events-topic",
     "load_balance_method": "--load-balance of segue prefill, or --policy of segue frontend and segue serve",
     # the door
     "ssl_keyfile": f"{_PLAIN}; --tls-key is between the parts",

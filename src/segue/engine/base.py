@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from segue.core.errors import SegueError
 from segue.core.request import SamplingParams, TokenLogprob
 from segue.core.types import Span
 from segue.layout.spec import PoolSpec
@@ -33,7 +34,9 @@ class SequenceStep:
     """One sequence's part of a forward: `tokens` at positions `start …` of the sequence.
 
     `pages` are all pages of the sequence from token 0 on, with room for `start + len(tokens)`.
-    With `sample`, the next token is drawn from the last position's logits.
+    With `sample`, the next token is drawn from the last position's logits. `slot` holds the state after
+    `start` tokens, if the model keeps one (nothing, with `start` 0), and after the step that after all of
+    them.
     """
 
     seq_id: int
@@ -41,6 +44,7 @@ class SequenceStep:
     start: int
     pages: Sequence[int]
     sample: bool
+    slot: int | None = None
 
     @property
     def span(self) -> Span:
@@ -48,8 +52,11 @@ class SequenceStep:
         return Span(self.start, self.start + len(self.tokens))
 
 
-#: Told by a forward whose KV is complete in the pool: the ids of sequences.
-OnStored = Callable[[Collection[int]], None]
+class OnStored(Protocol):
+    """Told by a forward the ids of its sequences when their KV is complete in the pool, or with `layers` that
+    of the first so many layers."""
+
+    def __call__(self, seq_ids: Collection[int], layers: int | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class StepOnCall:
 
 
 class HostPages(Protocol):
-    """KV of a retracted sequence, kept outside the pool."""
+    """KV and state of a retracted sequence, kept outside the pool."""
 
     @property
     def nbytes(self) -> int: ...
@@ -96,10 +103,9 @@ class HostPages(Protocol):
 class Engine(Protocol):
     """One rank's model and pool. Called by the leader's thread only.
 
-    One forward at a time: `launch`, then `collect`. An engine with a device returns from `launch` at once and
-    computes meanwhile; one without computes within `collect`, so that what its caller has to do first is
-    done before. In between, the other methods may be called, for sequences and pages that the forward does
-    not have.
+    One forward at a time: `launch`, then `collect`. `launch` returns at once, and a device or another thread
+    computes meanwhile; or nobody does, and `collect` computes. In between, the other methods may be called,
+    for sequences and pages that the forward does not have.
     """
 
     info: ModelInfo
@@ -123,10 +129,12 @@ class Engine(Protocol):
     def launch(
         self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
     ) -> StepHandle:
-        """Begin one forward over all `steps`: write their KV into the pool and sample.
+        """Begin one forward over all `steps`: write their KV into the pool and sample. There are none only
+        where other DP ranks wait for this one (`Companions.behind`).
 
-        `on_stored` may be called once, when the KV of all layers is in the pool and final, with every
-        sequence that the forward computes: it leaves while the forward goes on. If the handle is ready at
+        `on_stored` may be called once, when KV and state of all layers are in the pool and final, with every
+        sequence that the forward computes: it leaves while the forward goes on. Before that it may be called
+        with numbers of layers, each larger than the last. If the handle is ready at
         once, that is within `collect`; else it is before the handle is ready, from any thread. `on_ready` is
         called once, from any thread, when a handle that was not ready is."""
         ...
@@ -136,17 +144,45 @@ class Engine(Protocol):
         their sequence. Whether it returns or raises, the forward no longer reads or writes the pool."""
         ...
 
-    def copy_out(self, pages: Sequence[int]) -> HostPages:
-        """Copy pages to memory outside the pool (retraction)."""
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
+        """Copy pages, and a slot, to memory outside the pool (retraction)."""
         ...
 
-    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
-        """Copy what `copy_out` returned into `pages` (as many). ChecksumMismatch if it is not what it was."""
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
+        """Copy what `copy_out` returned into `pages` (as many) and `slot`. ChecksumMismatch if it is not what
+        it was."""
+        ...
+
+
+class Companions(Protocol):
+    """The other DP ranks of an instance whose ranks compute every step together (`engine.dp_group`).
+
+    Called by the leader's thread, but for `listen` and `close`."""
+
+    @property
+    def behind(self) -> bool:
+        """The others are at a step that this rank has not begun; `Engine.launch` without `steps` does our
+        part of it."""
+        ...
+
+    def done(self) -> bool:
+        """Say that this rank drains and has nothing to compute any more; whether nobody has."""
+        ...
+
+    def listen(
+        self, wake: Callable[[], None], leave: Callable[[], None], lost: Callable[[SegueError], None]
+    ) -> None:
+        """Hear the others from now on. From another thread are told: `wake` that `behind` or `done` may have
+        changed, `leave` that another rank is done, and once `lost` why nothing can be computed any more."""
+        ...
+
+    def close(self) -> None:
+        """Leave; the others hear so. Idempotent."""
         ...
 
 
 def run_step(
-    engine: Engine, steps: Sequence[SequenceStep], on_stored: OnStored = lambda _seq_ids: None
+    engine: Engine, steps: Sequence[SequenceStep], on_stored: OnStored = lambda _seq_ids, layers=None: None
 ) -> list[SequenceResult]:
     """One forward from its launch to its results, for a caller that has nothing else to do."""
     return engine.collect(engine.launch(steps, on_stored, lambda: None))

@@ -8,16 +8,24 @@ pages. Several parts are merged by their log-sum-exp (Dao et al., FlashAttention
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from segue.engine.cpu_context import OtherRows
 from segue.engine.cpu_kernels import Kernels
+from segue.engine.cpu_state import StepState
 from segue.engine.kvpool import KVPool
 from segue.engine.packing import Packed, Segment, View
 
 _flash = torch._scaled_dot_product_flash_attention_for_cpu
+
+
+class Stored(Protocol):
+    """Told once when KV and state of all layers of a step are in the pool; and before that, with their
+    number, when the KV of the first so many layers is."""
+
+    def __call__(self, layers: int | None = None) -> None: ...
 
 
 class StepContext:
@@ -25,6 +33,7 @@ class StepContext:
 
     __slots__ = (
         "_attended",
+        "_left",
         "_on_stored",
         "_only_singles",
         "_others",
@@ -35,6 +44,7 @@ class StepContext:
         "pool",
         "rows",
         "slots_at",
+        "state",
     )
 
     def __init__(
@@ -44,7 +54,7 @@ class StepContext:
         kernels: Kernels,
         hidden_size: int,
         heads: int,
-        on_stored: Callable[[], None],
+        on_stored: Stored,
         others: OtherRows | None = None,
     ) -> None:
         self.packed = packed
@@ -55,8 +65,12 @@ class StepContext:
         #: Room for the norm of all rows, `[rows, hidden_size]`, which the next product consumes.
         self.normed = pool.kv.new_empty(self.rows, hidden_size)
         self._attended = pool.kv.new_empty(self.rows, heads * pool.spec.shape.k_dim)
-        #: called once the KV of all layers is in the pool
+        #: called once KV and state of all layers are in the pool, of which so many are missing, and before
+        #: that with each layer's KV
         self._on_stored = on_stored
+        self._left = pool.spec.layer_count + pool.spec.shape.state_layers
+        #: of a model that keeps one
+        self.state = StepState(packed, pool)
         self._others = others
         self._singles: tuple[int, ...] | None = None
         singles = packed.singles
@@ -65,14 +79,21 @@ class StepContext:
             arrays = (singles.at, singles.ends, singles.pages, singles.first_page)
             self._singles = (*(array.ctypes.data for array in arrays), len(singles.at), pool.spec.page_tokens)
 
+    def layer_stored(self, layers: int | None = None) -> None:
+        """Another layer has what it keeps of the step in the pool; of KV so many `layers` have it now."""
+        self._left -= 1
+        if self._left == 0:
+            self._on_stored()
+        elif layers is not None and layers < self.pool.spec.layer_count:  # a state may be the last to come
+            self._on_stored(layers)
+
     def attend(self, layer: int, qkv: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         """Attention of all rows of `qkv` (`[rows, (heads + 2 kv_heads) * head_dim]`, contiguous, rotated),
         of which K and V are in `layer` of the pool already. Returns `[rows, heads * head_dim]`, which
         the next layer's attention overwrites."""
         if self._others is not None:
             self._others.fetch(layer, qkv)
-        if layer == self.pool.spec.layer_count - 1:
-            self._on_stored()
+        self.layer_stored(layer + 1)
         out = self._attended
         if self._singles is not None:
             k_at, v_at = self.pool.layer_at[layer]

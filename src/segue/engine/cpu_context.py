@@ -14,7 +14,7 @@ import torch
 
 from segue.core.parallel import share
 from segue.engine.base import SequenceStep
-from segue.engine.group import Group
+from segue.engine.group import TensorGroup
 from segue.engine.kvpool import KVPool
 from segue.engine.packing import Packed, pack
 
@@ -22,7 +22,9 @@ from segue.engine.packing import Packed, pack
 class OtherRows:
     """The rows of `whole` and who computes them; `own` is this rank's part, packed as a step of its own."""
 
-    def __init__(self, whole: Packed, group: Group, pool: KVPool, windows: Sequence[int | None]) -> None:
+    def __init__(
+        self, whole: Packed, group: TensorGroup, pool: KVPool, windows: Sequence[int | None]
+    ) -> None:
         self._group = group
         self._pool = pool
         self._shares = [share(whole.rows, rank, group.size) for rank in range(group.size)]

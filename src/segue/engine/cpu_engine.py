@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from segue.engine.base import (
     SequenceResult,
     SequenceStep,
     StepHandle,
-    StepOnCall,
 )
 from segue.engine.cpu_forward import CpuForward, Forward, load_forward
 from segue.engine.cpu_fused import Head
@@ -66,8 +66,22 @@ class _OpenSequence:
     last_hidden: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The `StepHandle` of a forward on the engine's thread."""
+
+    results: Future[list[SequenceResult]]
+
+    @property
+    def ready(self) -> bool:
+        """See `StepHandle.ready`."""
+        return self.results.done()
+
+
 class CpuEngine:
-    """`Engine` over torch on the CPU. Called by one thread; `collect` computes one forward."""
+    """`Engine` over torch on the CPU. Forwards run on a thread of its own, one after the other: what concerns
+    other sequences need not wait for them. With `send_layers` the KV of so many layers at a time is told of
+    while a forward computes the next ones."""
 
     def __init__(
         self,
@@ -76,8 +90,10 @@ class CpuEngine:
         windows: Sequence[int | None],
         head: Head,
         sampler: TokenSampler,
+        send_layers: int = 0,
     ) -> None:
         self.info = info
+        self._send_layers = send_layers
         self._pool = pool = forward.pool
         self.spec: PoolSpec = pool.spec
         self.memory: Memory = pool.memory
@@ -90,8 +106,10 @@ class CpuEngine:
             context_tokens=info.context_tokens,
             pages=pool.spec.pages,
             page_tokens=pool.spec.page_tokens,
+            slots=pool.spec.slots,
         )
         self._sequences: dict[int, _OpenSequence] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="segue-forward")
 
     def open(
         self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()
@@ -111,37 +129,59 @@ class CpuEngine:
         if self._sequences.pop(seq_id, None) is not None:
             self._sampler.close(seq_id)
 
-    def copy_out(self, pages: Sequence[int]) -> HostPages:
-        """Copy pages to memory outside the pool (retraction)."""
-        return self._forward.copy_out(pages)
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
+        """Copy pages, and a slot, to memory outside the pool (retraction)."""
+        return self._forward.copy_out(pages, slot)
 
-    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
-        """Copy what `copy_out` of this engine returned into `pages` (as many)."""
-        self._forward.copy_in(host, pages)
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
+        """Copy what `copy_out` of this engine returned into `pages` (as many) and `slot`."""
+        self._forward.copy_in(host, pages, slot)
 
     def launch(
         self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
-    ) -> StepOnCall:
-        """Nothing is computed yet: there is no other processor that could."""
-        return StepOnCall(steps, on_stored)
+    ) -> StepHandle:
+        """See `Engine.launch`. A sequence that fails a check leaves the others alone."""
+        results = self._thread.submit(self._compute, steps, on_stored)
+        results.add_done_callback(lambda _: on_ready())
+        return _Running(results)
 
     def collect(self, handle: StepHandle) -> list[SequenceResult]:
-        """Run one forward; results for sequences that sample, want prompt log-probabilities or failed. A
-        sequence that fails a check leaves the others alone."""
-        if not isinstance(handle, StepOnCall):
+        """Results for sequences that sample, want prompt log-probabilities or failed."""
+        if not isinstance(handle, _Running):
             raise Internal(f"not a step of this engine: {type(handle).__name__}")
-        steps = handle.steps
+        return handle.results.result()
+
+    def _compute(self, steps: Sequence[SequenceStep], on_stored: OnStored) -> list[SequenceResult]:
+        """On the engine's thread."""
+        if not steps:
+            with torch.inference_mode():
+                self._forward.along()
+            return []
         errors = check(steps, self._sequences, self._limits)
         results = [SequenceResult(steps[index].seq_id, error=text) for index, text in errors.items()]
         if len(errors) == len(steps):
             return results
         with torch.inference_mode():
             packed = pack(steps, errors, self._pool, self._windows)
-            stored = partial(handle.on_stored, [segment.step.seq_id for segment in packed.segments])
+            packed = replace(packed, wanted=self._wanted(packed))
+            stored = partial(self._stored, on_stored, [segment.step.seq_id for segment in packed.segments])
             hidden = self._forward.run(packed, stored)
             prompt = self._prompt_results(packed, hidden)
             results.extend(self._sample(packed, hidden, prompt))
         return results
+
+    def _stored(self, on_stored: OnStored, seq_ids: list[int], layers: int | None = None) -> None:
+        if layers is None:
+            on_stored(seq_ids)
+        elif self._send_layers and layers % self._send_layers == 0:
+            on_stored(seq_ids, layers)
+
+    def _wanted(self, packed: Packed) -> torch.Tensor | None:
+        """The rows of a step of which the final hidden state is looked at; None for all."""
+        if any(self._sequences[segment.step.seq_id].wants_prompt for segment in packed.segments):
+            return None
+        rows = [segment.row + segment.rows - 1 for segment in packed.segments if segment.step.sample]
+        return torch.tensor(rows, dtype=torch.int64) if len(rows) < packed.rows else None
 
     def _sample(
         self, packed: Packed, hidden: torch.Tensor, prompt: dict[int, SequenceResult]
@@ -208,12 +248,13 @@ def load_engine(
     threads: int = 1,
     memory: Memory | None = None,
     sampler: TokenSampler | None = None,
+    send_layers: int = 0,
 ) -> CpuEngine:
     """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
 
     The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
     the number of cores torch uses in this process. `sampler` replaces segue's own (tests and
-    benchmarks of the forward alone). Raises ConfigError with what to change.
+    benchmarks of the forward alone); `send_layers` as `CpuEngine`'s. Raises ConfigError with what to change.
     """
     own = load_forward(
         folder,
@@ -223,13 +264,14 @@ def load_engine(
         threads=threads,
         memory=memory,
     )
-    return make_engine(folder, own, own, sampler)
+    return make_engine(folder, own, own, sampler, send_layers)
 
 
 def make_engine(
-    folder: Path, own: CpuForward, forward: Forward, sampler: TokenSampler | None = None
+    folder: Path, own: CpuForward, forward: Forward, sampler: TokenSampler | None = None, send_layers: int = 0
 ) -> CpuEngine:
-    """The engine over `forward`, of which `own` is the part of this process; arguments as `load_engine`'s."""
+    """The engine over `forward`, of which `own` is the part of this process; arguments as `load_engine`'s and
+    `CpuEngine`'s."""
     loaded = own.loaded
     if own.head is None:
         raise Internal(f"rank {own.place.rank} does not sample")
@@ -245,7 +287,7 @@ def make_engine(
         from segue.engine.sampler import Sampler
 
         sampler = Sampler(info.vocab_size, info.eos_token_ids, _grammars(folder, info))
-    return CpuEngine(info, forward, own.windows, own.head, sampler)
+    return CpuEngine(info, forward, own.windows, own.head, sampler, send_layers)
 
 
 def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,11 +12,12 @@ from torch import nn
 
 from segue.core.errors import ConfigError, Internal
 from segue.engine.base import HostPages
-from segue.engine.cpu_attention import StepContext
+from segue.engine.cpu_attention import StepContext, Stored
 from segue.engine.cpu_context import OtherRows
 from segue.engine.cpu_fused import Head, fuse
 from segue.engine.cpu_kernels import Kernels, make_kernels
 from segue.engine.cpu_memory import keep_freed_memory
+from segue.engine.experts import SharedExperts, share_experts
 from segue.engine.families import LoadedModel, load_model
 from segue.engine.group import ALONE, Place
 from segue.engine.kvpool import HostKV, KVPool, make_pool
@@ -33,23 +35,27 @@ class Forward(Protocol):
         """The pool of the rank of this process."""
         ...
 
-    def run(self, packed: Packed, stored: Callable[[], None]) -> torch.Tensor:
+    def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
         """The final hidden state of each row of a step, `[rows, hidden]`, after the model's last norm.
-        `stored` is called once, when the KV of all layers is in the pools of all ranks."""
+        `stored` is told of the pools of all ranks; of several ranks only when all layers are there."""
         ...
 
-    def copy_out(self, pages: Sequence[int]) -> HostPages:
+    def along(self) -> None:
+        """Our part of a step in which other DP ranks alone have rows."""
+        ...
+
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
         """See `Engine.copy_out`."""
         ...
 
-    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
         """See `Engine.copy_in`."""
         ...
 
 
 class CpuForward:
     """`Forward` of the rank at `place` of the model with this `fingerprint`; `head` makes logits of what it
-    returns, on the rank that samples."""
+    returns, on the rank that samples. Of `experts` some are on other DP ranks (`engine.dp_forward`)."""
 
     def __init__(
         self,
@@ -59,19 +65,21 @@ class CpuForward:
         kernels: Kernels,
         pool: KVPool,
         place: Place,
+        experts: Sequence[SharedExperts] = (),
     ) -> None:
         self.fingerprint = fingerprint
         self.loaded = loaded
         self.head = head
         self.pool = pool
         self.place = place
+        self.experts = experts
         self.windows = tuple(dict.fromkeys(loaded.windows))
         self._kernels = kernels
         self._norm = loaded.model.model.norm
         if place.pp is not None:
             loaded.model.model.norm = nn.Identity()  # of the last stage's rows, where they come back to
 
-    def run(self, packed: Packed, stored: Callable[[], None]) -> torch.Tensor:
+    def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
         """See `Forward.run`; of a replica of several ranks `stored` is about this one's pool alone, and what
         is returned is worth something on rank 0 only."""
         group = self.place.cp
@@ -80,9 +88,7 @@ class CpuForward:
         others = OtherRows(packed, group, self.pool, self.windows)
         return others.joined(self._through_stages(others.own, stored, others))
 
-    def _through_stages(
-        self, packed: Packed, stored: Callable[[], None], others: OtherRows | None
-    ) -> torch.Tensor:
+    def _through_stages(self, packed: Packed, stored: Stored, others: OtherRows | None) -> torch.Tensor:
         """Our layers, and before and after them those of the other stages: rows go around in a ring."""
         ring, stage = self.place.pp, self.place.coord.pp
         if ring is None:
@@ -99,7 +105,7 @@ class CpuForward:
         return returned
 
     def _layers(
-        self, packed: Packed, stored: Callable[[], None], others: OtherRows | None, **rows: torch.Tensor
+        self, packed: Packed, stored: Stored, others: OtherRows | None, **rows: torch.Tensor
     ) -> torch.Tensor:
         loaded = self.loaded
         output = loaded.model.model(
@@ -113,19 +119,41 @@ class CpuForward:
         hidden: torch.Tensor = output.last_hidden_state
         return hidden.view(-1, hidden.shape[-1])
 
-    def copy_out(self, pages: Sequence[int]) -> HostKV:
-        """Copy pages to memory outside the pool (retraction)."""
-        return self.pool.copy_out(pages)
+    def along(self) -> None:
+        """See `Forward.along`."""
+        for experts in self.experts:
+            experts.along()
 
-    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
-        """Copy what `copy_out` of this rank returned into `pages` (as many)."""
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostKV:
+        """Copy pages, and a slot, to memory outside the pool (retraction)."""
+        return self.pool.copy_out(pages, slot)
+
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
+        """Copy what `copy_out` of this rank returned into `pages` (as many) and `slot`."""
         if not isinstance(host, HostKV):
             raise Internal(f"not pages of this engine: {type(host).__name__}")
-        self.pool.copy_in(host, pages)
+        self.pool.copy_in(host, pages, slot)
 
 
-def _nothing() -> None:
+def _nothing(layers: int | None = None) -> None:
     pass
+
+
+@contextlib.contextmanager
+def raised_at_end(stored: Stored) -> Iterator[Stored]:
+    """`stored` for a forward that other ranks compute with: they must not wait for who has stopped at an
+    error of a listener, so that is raised when the forward has ended."""
+    raised: list[Exception] = []
+
+    def safely(layers: int | None = None) -> None:
+        try:
+            stored(layers)
+        except Exception as exc:  # raised below
+            raised.append(exc)
+
+    yield safely
+    if raised:
+        raise raised[0]
 
 
 def load_forward(
@@ -137,11 +165,14 @@ def load_forward(
     threads: int = 1,
     memory: Memory | None = None,
     place: Place = ALONE,
+    dp_rank: int = 0,
+    dp_size: int = 1,
 ) -> CpuForward:
     """Load the part of the model in `folder` that the rank at `place` computes, with its KV pool.
 
     The pools of all ranks of the replica take at most `pool_bytes` together. `threads` is the number of cores
-    torch uses in this process. Raises ConfigError with what to change.
+    torch uses in this process. With a `dp_size` of more than 1 so many DP ranks share out the experts, and
+    this is `dp_rank`. Raises ConfigError with what to change.
     """
     if threads < 1:
         raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
@@ -149,10 +180,11 @@ def load_forward(
     keep_freed_memory()
     identity, size = fingerprint(folder), place.size
     with torch.inference_mode():
-        whole = load_model(folder, dtype)
+        whole = load_model(folder, dtype, in_parts=size.ranks > 1)
         loaded = cut(whole, size, place.coord)
+        experts = share_experts(loaded, dp_rank, dp_size) if dp_size > 1 else []
         kernels = make_kernels(dtype, loaded.shape.k_dim, loaded.heads, loaded.part.heads, threads)
         head = fuse(loaded, kernels, place)
     parts = [part_of(whole.shape, whole.heads, size, size.coord(rank)) for rank in range(size.ranks)]
     pool = make_pool(loaded.shape, parts, place.coord, place.rank, pool_bytes, page_tokens, memory)
-    return CpuForward(identity, loaded, head, kernels, pool, place)
+    return CpuForward(identity, loaded, head, kernels, pool, place, experts)

@@ -8,6 +8,7 @@ layers are compared with transformers' own by the tests; a layer of an unknown m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from segue.core.errors import ConfigError, Internal
 from segue.engine.cpu_attention import StepContext
 from segue.engine.cpu_kernels import Kernels
-from segue.engine.families import LoadedModel
-from segue.engine.group import Group, Place
+from segue.engine.families import LoadedModel, has_attention
+from segue.engine.group import Place, TensorGroup
+from segue.engine.hybrid import QWEN_FAMILIES
 from segue.engine.slicing import AbsentLayer
 
 #: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
@@ -104,7 +106,7 @@ class PlainProduct:
 class SummedProduct:
     """A product whose inner items are shared out over ranks: each has some columns of the weight."""
 
-    def __init__(self, product: Product, group: Group) -> None:
+    def __init__(self, product: Product, group: TensorGroup) -> None:
         self._product = product
         self._group = group
 
@@ -142,13 +144,42 @@ class NormModule(nn.Module):
         return self._norm(x, x.numel() // self._norm.size, torch.empty_like(x))
 
 
+class FeedForward:
+    """What follows the attention of a layer: dense, or transformers' own mixture of experts."""
+
+    def __init__(self, mlp: Any, make: ProductMaker) -> None:
+        self.mixture: Any = None
+        if {name for name, _ in mlp.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+            self._gate, self._up = make.joined(mlp.gate_proj), make.joined(mlp.up_proj)
+            self._down = make.summed(mlp.down_proj)
+        else:
+            self.mixture = mlp
+        self._ranks = make.tp
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """What it makes of the rows `normed`."""
+        if self.mixture is None:
+            return self._down(self._inner(normed))
+        mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]
+        return mixed if self._ranks is None else self._ranks.sum(mixed)
+
+    def plus(self, normed: Tensor, x: Tensor) -> Tensor:
+        """The same plus `x`."""
+        return self._down.plus(self._inner(normed), x) if self.mixture is None else self(normed).add_(x)
+
+    def _inner(self, normed: Tensor) -> Tensor:
+        return self._up.times(normed, self._gate.activated(normed))
+
+
 class FusedLayer(nn.Module):
     """One decoder layer over rows `[n, hidden]`, called by transformers' own model in place of its own.
-    `index` counts the layers that are here."""
+    `index` counts the layers that are here. The `last` one computes after its attention only the rows that
+    are wanted of it."""
 
     def __init__(self, layer: Any, index: int, loaded: LoadedModel, make: ProductMaker) -> None:
         super().__init__()
         attn = layer.self_attn
+        self.last = False
         self.index = index
         self.window = loaded.windows[index]
         self.scale = float(attn.scaling)
@@ -158,6 +189,7 @@ class FusedLayer(nn.Module):
         self.qkv = make.joined(attn.q_proj, attn.k_proj, attn.v_proj)
         self.o = make.summed(attn.o_proj)
         names = {name for name, _ in attn.named_children()}
+        self.out_gate = make.joined(attn.gate_proj) if "gate_proj" in names else None
         self._head_norm_weight, self._head_norm_eps, self._head_norm_at = None, 0.0, 0
         if {"q_norm", "k_norm"} <= names:
             self._head_norm_weight, self._head_norm_eps = self._head_norm(attn, make)
@@ -169,15 +201,7 @@ class FusedLayer(nn.Module):
             layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
         )
         self.after_norm = make.norm(layer.post_feedforward_layernorm) if sandwich else None
-        mlp = layer.mlp
-        parts = {name for name, _ in mlp.named_children()}
-        self.mixture: Any = None
-        if parts == {"gate_proj", "up_proj", "down_proj", "act_fn"}:
-            self.gate, self.up = make.joined(mlp.gate_proj), make.joined(mlp.up_proj)
-            self.down = make.summed(mlp.down_proj)
-        else:
-            self.mixture = mlp
-        self._mixers = make.tp
+        self.feed_forward = FeedForward(layer.mlp, make)
 
     def _head_norm(self, attn: Any, make: ProductMaker) -> tuple[Tensor, float]:
         q, k = make.norm(attn.q_norm), make.norm(attn.k_norm)
@@ -194,20 +218,24 @@ class FusedLayer(nn.Module):
         x = hidden_states[0] if hidden_states.dim() == 3 else hidden_states
         rows, normed = segue_step.rows, segue_step.normed
         attended = self._attend(self.input_norm(x, rows, normed), position_embeddings, segue_step)
+        wanted = segue_step.packed.wanted if self.last else None
+        if wanted is None:
+            return self._rest(attended, x, rows, normed)
+        if not len(wanted):
+            return x
+        few = self._rest(attended[wanted], x[wanted], len(wanted), normed[: len(wanted)])
+        return x.index_copy(0, wanted, few)
+
+    def _rest(self, attended: Tensor, x: Tensor, rows: int, normed: Tensor) -> Tensor:
+        """The layer after its attention."""
         if self.attention_norm is None:
             x = self.o.plus(attended, x)
         else:
             x = x + self.attention_norm(self.o(attended), rows, normed)
         self.mlp_norm(x, rows, normed)
-        if self.mixture is not None:
-            mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]
-            if self._mixers is not None:
-                self._mixers.sum(mixed)
-            return mixed.add_(x)
-        inner = self.up.times(normed, self.gate.activated(normed))
         if self.after_norm is None:
-            return self.down.plus(inner, x)
-        return x + self.after_norm(self.down(inner), rows, normed)
+            return self.feed_forward.plus(normed, x)
+        return x + self.after_norm(self.feed_forward(normed), rows, normed)
 
     __call__ = forward  # no hooks are ever registered: spare the dispatch
 
@@ -232,20 +260,22 @@ class FusedLayer(nn.Module):
             v_at,
             step.slots_at,
         )
-        return step.attend(self.index, qkv, self.scale, self.window)
+        attended = step.attend(self.index, qkv, self.scale, self.window)
+        return attended if self.out_gate is None else attended.mul_(self.out_gate(x).sigmoid_())
 
 
 class ProductMaker:
     """Makes the products and norms of one model in its family's manner."""
 
-    def __init__(self, config: Any, dtype: str, kernels: Kernels, tp: Group | None) -> None:
+    def __init__(self, config: Any, dtype: str, kernels: Kernels, tp: TensorGroup | None) -> None:
         gemma = config.model_type == "gemma3_text"
         #: the ranks that each hold a part of every product
         self.tp = tp
         self._kernels = kernels
         self.sandwich = gemma
-        self._one_plus = gemma
-        self._act = config.hidden_activation if gemma else config.hidden_act
+        self._one_plus = gemma or config.model_type in QWEN_FAMILIES
+        # lfm2 has no choice, and does not name it
+        self._act = config.hidden_activation if gemma else config.to_dict().get("hidden_act", "silu")
         self._packed = dtype == "bfloat16" and self._act in _ACTIVATIONS and torch._C._has_mkldnn
 
     def summed(self, linear: nn.Linear) -> Product:
@@ -263,9 +293,15 @@ class ProductMaker:
             bias = torch.cat([_bias(linear) for linear in linears]).detach()
         if self._packed:
             return PackedProduct(weight, bias, self._act)
+        return PlainProduct(weight, bias, self.activation)
+
+    @property
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        """The activation function of the model."""
         from transformers.activations import ACT2FN
 
-        return PlainProduct(weight, bias, ACT2FN[self._act])
+        made: Callable[[Tensor], Tensor] = ACT2FN[self._act]
+        return made
 
     def norm(self, module: Any) -> FusedNorm:
         """The norm `module` with its family's reading of the weight."""
@@ -321,16 +357,28 @@ def fuse(loaded: LoadedModel, kernels: Kernels, place: Place) -> Head | None:
     makes its logits, on the rank that samples."""
     make = ProductMaker(loaded.config, loaded.shape.dtype, kernels, place.tp)
     body = loaded.model.model
-    from segue.engine.cpu_mla import LatentLayer  # made of what this file has
+    from segue.engine.cpu_hybrid import StateLayer  # made of what this file has
+    from segue.engine.cpu_mla import LatentLayer
 
     made = LatentLayer if loaded.shape.kind == "mla" else FusedLayer
+    with_kv = with_state = 0
     for index, layer in enumerate(body.layers):
         if isinstance(layer, AbsentLayer):
             continue
+        if not has_attention(layer):
+            body.layers[index] = StateLayer(layer, with_state, make)
+            with_state += 1
+            continue
         if layer.self_attn.layer_idx != index:
             raise Internal(f"layer {index} of the model calls itself {layer.self_attn.layer_idx}")
-        body.layers[index] = made(layer, index - loaded.part.layer_start, loaded, make)
+        body.layers[index] = made(layer, with_kv, loaded, make)
+        with_kv += 1
+    last = body.layers[-1]
+    if isinstance(last, FusedLayer) and last.feed_forward.mixture is None and place.size.ranks == 1:
+        last.last = True  # other ranks, of a replica or of shared experts, do not know what is wanted
     body.norm = NormModule(make.norm(body.norm))
+    if loaded.config.model_type == "lfm2":
+        body.embedding_norm = body.norm
     if place.rank > 0:
         return None  # the leader samples
     head = loaded.model.lm_head

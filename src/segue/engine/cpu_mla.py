@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from segue.engine.cpu_attention import StepContext
-from segue.engine.cpu_fused import FusedNorm, GatedProduct, Product, ProductMaker
+from segue.engine.cpu_fused import FeedForward, FusedNorm, Product, ProductMaker
 from segue.engine.families import LoadedModel
 
 
@@ -43,12 +43,7 @@ class LatentLayer(nn.Module):
         self.o = make.summed(attn.o_proj)
         self.input_norm = make.norm(layer.input_layernorm)
         self.mlp_norm = make.norm(layer.post_attention_layernorm)
-        self.dense: tuple[GatedProduct, GatedProduct, Product] | None = None
-        self.mixture = layer.mlp
-        if "experts" not in {name for name, _ in layer.mlp.named_children()}:
-            mlp, self.mixture = layer.mlp, None
-            self.dense = (make.joined(mlp.gate_proj), make.joined(mlp.up_proj), make.summed(mlp.down_proj))
-        self._mixers = make.tp
+        self.feed_forward = FeedForward(layer.mlp, make)
 
     def forward(
         self,
@@ -61,14 +56,7 @@ class LatentLayer(nn.Module):
         x = hidden_states[0] if hidden_states.dim() == 3 else hidden_states
         normed = self.input_norm(x, segue_step.rows, segue_step.normed)
         x = self.o.plus(self._attend(normed, _turns(position_embeddings), segue_step), x)
-        normed = self.mlp_norm(x, segue_step.rows, segue_step.normed)
-        if self.dense is None:
-            mixed: Tensor = self.mixture(normed.unsqueeze(0))[0]
-            if self._mixers is not None:
-                self._mixers.sum(mixed)
-            return mixed.add_(x)
-        gate, up, down = self.dense
-        return down.plus(up.times(normed, gate.activated(normed)), x)
+        return self.feed_forward.plus(self.mlp_norm(x, segue_step.rows, segue_step.normed), x)
 
     __call__ = forward  # no hooks are ever registered: spare the dispatch
 

@@ -8,8 +8,8 @@ from segue.core.errors import ConfigError
 
 DEEPSEEK_FAMILIES = ("deepseek_v2", "deepseek_v3")
 
-#: Options and the only value of each that transformers computes; it ignores any other without a word.
-_ONLY: dict[str, dict[str, Any]] = {
+#: See `engine.supported`.
+DEEPSEEK_ONLY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax"},
     "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
@@ -19,11 +19,6 @@ _TOPK_METHODS = ("greedy", "group_limited_greedy")
 def refuse_deepseek_options(values: dict[str, Any]) -> None:
     """Raise a ConfigError for what the configuration of a DeepSeek model asks for and is not computed."""
     family = values["model_type"]
-    for name, only in _ONLY[family].items():
-        if values.get(name) not in (None, only):
-            raise ConfigError(
-                f"the model sets {name} = {values[name]!r}, which is not supported: of {family}, {only!r} is"
-            )
     method = values.get("topk_method")
     if family == "deepseek_v2" and method not in (None, *_TOPK_METHODS):
         raise ConfigError(

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from segue.core.errors import ConfigError, Internal
 from segue.engine.deepseek import DEEPSEEK_FAMILIES, latent_items
+from segue.engine.hybrid import HYBRID_FAMILIES, QWEN_FAMILIES, state_tensors
 from segue.engine.kvpool import DTYPES
+from segue.engine.qwen_hybrid import reshape_qwen
 from segue.engine.supported import refuse_options, refuse_unsupported
 from segue.layout.content import Part
 from segue.layout.spec import KVShape
@@ -24,6 +27,11 @@ from segue.layout.spec import KVShape
 ATTENTION_NAME = "segue_paged"
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+#: Families whose files have each weight as transformers' layers do: nothing is merged when they are loaded,
+#: and nothing but the weights depends on their dtype.
+_MAPPED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+#: Dtypes as safetensors names them.
+_STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -31,7 +39,8 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 class LoadedModel:
     """A model ready to run, or the part of it that one rank computes. `shape` is of the whole model; `part`
     says which layers and KV heads of it are here, `heads` counts the query heads of each layer here (the same
-    in all), and `windows` has the sliding window of each layer here in tokens, or None."""
+    in all), and `windows` has the sliding window of each layer here in tokens, or None. Layers with a state
+    instead of KV do not count as layers in any of these."""
 
     model: Any
     config: Any
@@ -67,7 +76,7 @@ def _refuse_options(config: Any) -> None:
                 f"the length of its batch; supported are {', '.join(sorted(_ROPE_TYPES))}"
             )
     other = set(values.get("layer_types") or ()) - _LAYER_TYPES
-    if other:
+    if other and config.model_type not in HYBRID_FAMILIES:
         raise ConfigError(f"the model has layers of type {sorted(other)}, which are not supported")
 
 
@@ -75,8 +84,11 @@ def _not_fused(module: Any, *_args: Any, **_options: Any) -> Any:
     raise Internal(f"{type(module).__name__} was left as transformers made it: segue replaces every layer")
 
 
-def load_model(folder: Path, dtype: str) -> LoadedModel:
+def load_model(folder: Path, dtype: str, *, in_parts: bool = False) -> LoadedModel:
     """Load the model in `folder` in `dtype`, its attention bound to the paged pool.
+
+    Weights of that dtype are mapped from their files and read when they are used. With `in_parts` the others
+    are, too, if the family allows it; `slicing.cut` converts what a rank keeps.
 
     Raises ConfigError with what to change when the folder, family or dtype is not supported.
     """
@@ -92,13 +104,17 @@ def load_model(folder: Path, dtype: str) -> LoadedModel:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=DTYPES[dtype],
+            dtype=(in_parts and _stored_dtype(folder, config.model_type)) or DTYPES[dtype],
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
         )
     except (OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"the model in {folder} cannot be loaded: {exc}") from exc
     model.eval().requires_grad_(False)
+    if config.model_type == "lfm2":
+        _rename_lfm2(model.model)
+    if config.model_type in QWEN_FAMILIES:
+        reshape_qwen(model.model)
     shape = _kv_shape(model, config, dtype)
     return LoadedModel(
         model=model,
@@ -112,8 +128,45 @@ def load_model(folder: Path, dtype: str) -> LoadedModel:
     )
 
 
+def _stored_dtype(folder: Path, model_type: str) -> torch.dtype | None:
+    """The one dtype of all weights in `folder`; None if they have several, or are not mapped as they are."""
+    files = sorted(folder.glob("*.safetensors"))
+    if model_type not in _MAPPED or not files:
+        return None
+    found: set[str] = set()
+    for path in files:
+        with safe_open(path, "pt") as file:
+            found.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118
+    return _STORED.get(found.pop()) if len(found) == 1 else None
+
+
+def convert(model: Any, dtype: str) -> None:
+    """Give every weight of `model` this dtype, one after the other."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(DTYPES[dtype])
+
+
+def has_attention(layer: Any) -> bool:
+    """Whether a layer has KV; else it has a state."""
+    return "self_attn" in dict(layer.named_children())
+
+
 def _attentions(model: Any) -> list[Any]:
-    return [layer.self_attn for layer in model.model.layers]
+    return [layer.self_attn for layer in model.model.layers if has_attention(layer)]
+
+
+def _rename_lfm2(body: Any) -> None:
+    """Give the modules of lfm2 the names that they have in other families."""
+    for layer in body.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = layer.operator_norm, layer.ffn_norm
+        mlp = layer.mlp = layer.feed_forward
+        mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn = mlp.w1, mlp.w3, mlp.w2, torch.nn.SiLU()
+        del layer.operator_norm, layer.ffn_norm, layer.feed_forward, mlp.w1, mlp.w2, mlp.w3
+        if has_attention(layer):
+            attn = layer.self_attn
+            attn.q_norm, attn.k_norm, attn.o_proj = attn.q_layernorm, attn.k_layernorm, attn.out_proj
+            del attn.q_layernorm, attn.k_layernorm, attn.out_proj
+    body.norm = body.embedding_norm
 
 
 def _kv_shape(model: Any, config: Any, dtype: str) -> KVShape:
@@ -145,6 +198,7 @@ def _kv_shape(model: Any, config: Any, dtype: str) -> KVShape:
         v_dim=head_dim,
         dtype=dtype,
         item_bytes=item_bytes,
+        state=state_tensors(config.to_dict(), dtype, item_bytes),
     )
 
 
@@ -153,8 +207,8 @@ def _windows(model: Any, config: Any) -> tuple[int | None, ...]:
     windows: list[int | None]
     if config.model_type in ("mistral", "mixtral"):
         windows = [config.sliding_window] * config.num_hidden_layers
-    elif config.model_type in ("llama", *DEEPSEEK_FAMILIES):
-        windows = [None] * config.num_hidden_layers
+    elif config.model_type in ("llama", *DEEPSEEK_FAMILIES, *HYBRID_FAMILIES):
+        windows = [None] * len(_attentions(model))
     else:
         windows = [attn.sliding_window for attn in _attentions(model)]
     return tuple(windows)

@@ -33,6 +33,7 @@ class StepLimits:
     context_tokens: int
     pages: int
     page_tokens: int
+    slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Singles:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A step ready to run. `slots` says where in the pool each row's K and V go."""
+    """A step ready to run. `slots` says where in the pool each row's K and V go. Of what the last layer gives
+    only the rows `wanted` are looked at; None: all."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -104,6 +106,7 @@ class Packed:
     segments: list[Segment]
     singles: Singles | None
     errors: dict[int, str] = field(default_factory=dict)
+    wanted: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -124,6 +127,7 @@ def check(steps: Sequence[SequenceStep], known: Mapping[int, object], limits: St
         if text is not None:
             errors[index] = text
     _check_shared_pages(steps, errors, limits.page_tokens)
+    _check_shared_slots(steps, errors)
     return errors
 
 
@@ -142,6 +146,8 @@ def _fault(step: SequenceStep, limits: StepLimits) -> str | None:
         return f"a page id lies outside the pool of {limits.pages}"
     if len(set(step.pages)) != len(step.pages):
         return "a page was given twice to one sequence"
+    if (step.slot is None) != (limits.slots == 0) or (step.slot or 0) not in range(max(1, limits.slots)):
+        return f"slot {step.slot} in a pool of {limits.slots} slots"
     return None
 
 
@@ -167,6 +173,17 @@ def _check_shared_pages(steps: Sequence[SequenceStep], errors: dict[int, str], p
     for page, one, other in clashes:
         text = f"page {page} is written by one sequence of the step and used by another"
         errors[one] = errors[other] = text
+
+
+def _check_shared_slots(steps: Sequence[SequenceStep], errors: dict[int, str]) -> None:
+    """Every sequence writes its slot, so nobody else may use it."""
+    owner: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        if index in errors or step.slot is None:
+            continue
+        other = owner.setdefault(step.slot, index)
+        if other != index:
+            errors[index] = errors[other] = f"slot {step.slot} is used by two sequences of the step"
 
 
 def pack(

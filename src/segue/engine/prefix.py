@@ -16,11 +16,16 @@ How many pages could be evicted is asked at every admission, so it is kept, not 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from segue.core.errors import Internal, OutOfCapacity
 from segue.engine.pages import PagePool
+
+#: When pages are missing, at least one in so many of the pool is evicted: evicted one by one they come back
+#: from anywhere, and no sequence has two neighbours.
+EVICTED_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,22 @@ class _Node:
         return self.loose == len(self.pages)
 
 
+class Journal(Protocol):
+    """Who hears what the tree takes and gives back."""
+
+    def stored(self, pages: Sequence[int], after: int | None, tokens: Sequence[int]) -> None:
+        """It has taken `pages`, which hold `tokens` and follow the page `after`."""
+        ...
+
+    def removed(self, pages: Sequence[int]) -> None:
+        """It has given `pages` back."""
+        ...
+
+    def cleared(self) -> None:
+        """It has given everything back."""
+        ...
+
+
 class PrefixTree:
     """Caches pages of `pool` by the tokens whose KV they hold; holds one lease of its own on each.
 
@@ -80,6 +101,7 @@ class PrefixTree:
             raise ValueError("the pool has a prefix tree already")
         pool.watch = self._leases_changed
         self.stats = PrefixStats()
+        self.journal: Journal | None = None
 
     @property
     def pages(self) -> int:
@@ -173,6 +195,8 @@ class PrefixTree:
             self._pages += len(new)
             self.stats.inserted_pages += len(new)
             node = leaf
+            if self.journal is not None:
+                self.journal.stored(new, known[-1] if known else None, leaf.tokens)
         self._touch(node)
         return len(new)
 
@@ -246,6 +270,8 @@ class PrefixTree:
             del self._recent[node]
         self._pages -= count
         self.stats.evicted_pages += count
+        if self.journal is not None:
+            self.journal.removed(gone)
         self._pool.release(gone)
 
     @property
@@ -283,7 +309,19 @@ class PrefixTree:
         self._root.children.clear()
         self._recent.clear()
         self._pages = 0
+        if self.journal is not None:
+            self.journal.cleared()
         return count
+
+    def runs(self) -> Iterator[tuple[Sequence[int], int | None, Sequence[int]]]:
+        """Pages that lie behind one another in a node, the page before them if there is one, and their
+        tokens; parents before children."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            assert node.parent is not None
+            yield node.pages, node.parent.pages[-1] if node.parent.pages else None, node.tokens
+            stack += node.children.values()
 
     # --- integrity ----------------------------------------------------------------------------
 
@@ -336,7 +374,8 @@ class PrefixTree:
 def allocate_evicting(
     pool: PagePool, tree: PrefixTree, n: int, after: int | None = None, room: int | None = None
 ) -> list[int]:
-    """`pool.allocate`, after giving back as many cached pages as are missing.
+    """`pool.allocate`, after giving back cached pages if some are missing: more than those, so that what
+    comes back lies together.
 
     OutOfCapacity if even that is not enough; the cache is then left as it was.
     """
@@ -347,5 +386,5 @@ def allocate_evicting(
                 f"{n} pages wanted, {pool.free} of {pool.total} free, {tree.evictable} more can be evicted",
                 phase="allocate",
             )
-        tree.evict(missing)
+        tree.evict(max(missing, pool.total // EVICTED_SHARE))
     return pool.allocate(n, after, room)

@@ -10,6 +10,7 @@ An error on the way ends the replica: a group that has failed once is never used
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.engine.base import HostPages, SequenceStep
-from segue.engine.cpu_forward import CpuForward
+from segue.engine.cpu_attention import Stored
+from segue.engine.cpu_forward import CpuForward, raised_at_end
 from segue.engine.group import STAGE_S, TIMEOUT_S
 from segue.engine.kvpool import HostKV, KVPool
 from segue.engine.packing import Packed, pack
@@ -61,11 +63,17 @@ class CopyInOrder(msgspec.Struct, frozen=True, tag=True):
     pages: list[int]
 
 
+class TellOrder(msgspec.Struct, frozen=True, tag=True):
+    """Words for whoever serves the rank; the engine does not read them."""
+
+    words: bytes
+
+
 class OrderFrame(msgspec.Struct, frozen=True):
     """The order with this number, counted from 1; copies that nobody needs any more go before it."""
 
     number: int
-    order: ForwardOrder | CopyOutOrder | CopyInOrder
+    order: ForwardOrder | CopyOutOrder | CopyInOrder | TellOrder
     dropped: list[int]
 
 
@@ -76,7 +84,8 @@ class StoredWord(msgspec.Struct, frozen=True, tag=True):
 
 
 class DoneWord(msgspec.Struct, frozen=True, tag=True):
-    """The order has been carried out, or a copy could not be made; `digest` is over all frames so far."""
+    """The order has been carried out, or could not be with nothing lost (a copy, what was told); `digest` is
+    over all frames so far."""
 
     number: int
     digest: bytes
@@ -115,8 +124,9 @@ class RanksForward:
     """`Forward` of a whole replica: `own` is the leader's rank, `workers` lead to the others, rank 1 first;
     `page_bytes` is what one page takes in all pools together.
 
-    `lost` is told once, on the leader's thread, why nothing can be computed any more; whatever is asked after
-    it raises the same error. No worker may take `patience_s` longer than the leader itself.
+    One order at a time: pages are copied when the running forward has ended, whichever thread asks. `lost` is
+    told once, on any thread, why nothing can be computed any more; whatever is asked after it raises the same
+    error. No worker may take `patience_s` longer than the leader itself.
     """
 
     def __init__(
@@ -137,40 +147,41 @@ class RanksForward:
         self._copies = 0
         self._dropped: deque[int] = deque()
         self._error: SegueError | None = None
+        self._ordering = threading.Lock()
 
     @property
     def pool(self) -> KVPool:
         """See `Forward.pool`."""
         return self.own.pool
 
-    def run(self, packed: Packed, stored: Callable[[], None]) -> torch.Tensor:
+    def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
         """See `Forward.run`. What `stored` raises is raised when all ranks have done their part."""
-        unheard: list[Exception] = []
+        with raised_at_end(stored) as safely:
 
-        def own_stored() -> None:
-            self._hear(StoredWord)
-            try:
-                stored()
-            except Exception as exc:  # the others compute, and must not wait for us
-                unheard.append(exc)
+            def all_stored(layers: int | None = None) -> None:
+                if layers is None:
+                    self._hear(StoredWord)
+                    safely()
 
-        def together() -> torch.Tensor:
-            self._order(ForwardOrder([segment.step for segment in packed.segments]))
-            hidden = self.own.run(packed, own_stored)
-            self._done()
-            return hidden
+            def together() -> torch.Tensor:
+                self._order(ForwardOrder([segment.step for segment in packed.segments]))
+                hidden = self.own.run(packed, all_stored)
+                self._done()
+                return hidden
 
-        hidden = self._safely(together)
-        if unheard:
-            raise unheard[0]
-        return hidden
+            with self._ordering:
+                return self._safely(together)
 
-    def copy_out(self, pages: Sequence[int]) -> RankPages:
-        """See `Engine.copy_out`: every rank keeps its part in its own memory."""
+    def along(self) -> None:
+        """See `Forward.along`; no other DP rank computes with a replica of several ranks."""
+
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> RankPages:
+        """See `Engine.copy_out`: every rank keeps its part in its own memory. No replica of several ranks has
+        a model with slots."""
         self._copies += 1
         copy = self._copies
         try:
-            own = self._on_all(CopyOutOrder(copy, list(pages)), lambda: self.own.copy_out(pages))
+            own = self._on_all(CopyOutOrder(copy, list(pages)), lambda: self.own.copy_out(pages, slot))
         except Exception:
             self._dropped.append(copy)
             raise
@@ -178,20 +189,26 @@ class RanksForward:
         weakref.finalize(made, self._dropped.append, copy).atexit = False
         return made
 
-    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
         """See `Engine.copy_in`."""
         if not isinstance(host, RankPages):
             raise Internal(f"not pages of this engine: {type(host).__name__}")
-        self._on_all(CopyInOrder(host.copy, list(pages)), lambda: self.own.copy_in(host.own, pages))
+        self._on_all(CopyInOrder(host.copy, list(pages)), lambda: self.own.copy_in(host.own, pages, slot))
 
-    def _on_all(self, order: CopyOutOrder | CopyInOrder, act: Callable[[], T]) -> T:
+    def tell(self, words: bytes) -> None:
+        """Have every other rank's `told` do what `words` say; what kept the first from it is raised when all
+        have ended."""
+        self._on_all(TellOrder(words), lambda: None)
+
+    def _on_all(self, order: CopyOutOrder | CopyInOrder | TellOrder, act: Callable[[], T]) -> T:
         """Have the others do `order` while we `act`. An error of either is raised when all have ended."""
-        self._safely(lambda: self._order(order))
-        try:
-            return act()
-        finally:
-            if (error := self._safely(self._done)) is not None:
-                raise error.exception()
+        with self._ordering:
+            self._safely(lambda: self._order(order))
+            try:
+                return act()
+            finally:
+                if (error := self._safely(self._done)) is not None:
+                    raise error.exception()
 
     def _safely(self, step: Callable[[], T]) -> T:
         try:
@@ -201,7 +218,7 @@ class RanksForward:
 
     # ---- orders and words ------------------------------------------------------------------------
 
-    def _order(self, order: ForwardOrder | CopyOutOrder | CopyInOrder) -> None:
+    def _order(self, order: ForwardOrder | CopyOutOrder | CopyInOrder | TellOrder) -> None:
         if self._error is not None:
             raise self._error
         self._number += 1
@@ -224,7 +241,7 @@ class RanksForward:
         return words
 
     def _done(self) -> ErrorInfo | None:
-        """Wait until every worker has carried out the order; why the first could not make its copy."""
+        """Wait until every worker has carried out the order; why the first could not, and goes on."""
         words = self._hear(DoneWord)
         for rank, word in enumerate(words, 1):
             if word.digest != self._digest:
@@ -273,9 +290,9 @@ def _failure(rank: int, word: FailedWord) -> SegueError:
 # ---- the worker's side -------------------------------------------------------------------------------
 
 
-def serve_rank(pipe: Pipe, forward: CpuForward) -> None:
-    """Carry out the leader's orders, on this thread, until it ends the pipe. Raises what ends the rank, which
-    the leader has been told."""
+def serve_rank(pipe: Pipe, forward: CpuForward, told: Callable[[bytes], None]) -> None:
+    """Carry out the leader's orders, on this thread, until it ends the pipe; `told` gets the words of
+    `RanksForward.tell`. Raises what ends the rank, which the leader has been told."""
     copies: dict[int, HostKV] = {}
     digest, number = b"", 0
     while True:
@@ -285,7 +302,7 @@ def serve_rank(pipe: Pipe, forward: CpuForward) -> None:
             return  # the leader has left, or died
         number, digest = number + 1, _chained(digest, body)
         try:
-            error = _carry_out(body, number, forward, pipe, copies)
+            error = _carry_out(body, number, forward, pipe, copies, told)
         except Exception as exc:
             failed = typed(exc, f"step {number}")
             _say(pipe, FailedWord(number, failed.info))
@@ -294,9 +311,15 @@ def serve_rank(pipe: Pipe, forward: CpuForward) -> None:
 
 
 def _carry_out(
-    body: bytes, number: int, forward: CpuForward, pipe: Pipe, copies: dict[int, HostKV]
+    body: bytes,
+    number: int,
+    forward: CpuForward,
+    pipe: Pipe,
+    copies: dict[int, HostKV],
+    told: Callable[[bytes], None],
 ) -> ErrorInfo | None:
-    """Do one order; why a copy could not be made. Raises what leaves the others alone with a step."""
+    """Do one order; why a copy could not be made, or what was told not be done. Raises what leaves the others
+    alone with a step."""
     try:
         frame = _frames.decode(body)
     except DECODE_ERRORS as exc:
@@ -307,23 +330,26 @@ def _carry_out(
         copies.pop(copy, None)
     match frame.order:
         case ForwardOrder(steps):
+
+            def stored(layers: int | None = None) -> None:
+                if layers is None:
+                    _say(pipe, StoredWord(number))
+
             with torch.inference_mode():
                 packed = pack(steps, {}, forward.pool, forward.windows)
-                forward.run(packed, lambda: _say(pipe, StoredWord(number)))
-        case CopyOutOrder() | CopyInOrder():
+                forward.run(packed, stored)
+        case other:
             try:
-                _copy(frame.order, forward, copies)
+                match other:
+                    case CopyOutOrder(copy, pages):
+                        copies[copy] = forward.copy_out(pages)
+                    case CopyInOrder(copy, pages):
+                        forward.copy_in(copies[copy], pages)
+                    case TellOrder(words):
+                        told(words)
             except Exception as exc:
                 return typed(exc, f"step {number}").info
     return None
-
-
-def _copy(order: CopyOutOrder | CopyInOrder, forward: CpuForward, copies: dict[int, HostKV]) -> None:
-    match order:
-        case CopyOutOrder(copy, pages):
-            copies[copy] = forward.copy_out(pages)
-        case CopyInOrder(copy, pages):
-            forward.copy_in(copies[copy], pages)
 
 
 def _say(pipe: Pipe, word: Word) -> None:

@@ -166,7 +166,8 @@ class _Sequence:
 
 
 class Sampler:
-    """Sampler states of all open sequences of one rank. Used by the leader's thread only."""
+    """Sampler states of all open sequences of one rank. While `sample` runs, other sequences may be opened,
+    told a token and closed."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: Iterable[int], grammars: GrammarSource | None = None

@@ -17,7 +17,8 @@ from torch import nn
 from segue.core.errors import ConfigError
 from segue.core.parallel import ParallelSize, share
 from segue.core.types import RankCoord
-from segue.engine.families import LoadedModel
+from segue.engine.families import LoadedModel, convert
+from segue.engine.kvpool import DTYPES
 from segue.layout.content import Part
 from segue.layout.spec import KVShape
 
@@ -53,6 +54,11 @@ def part_of(shape: KVShape, heads: int, size: ParallelSize, coord: RankCoord) ->
 
 def check_size(shape: KVShape, heads: int, size: ParallelSize) -> None:
     """Raises ConfigError, with the sizes that would do, for one that cannot share the model out."""
+    if shape.state and size.ranks > 1:
+        raise ConfigError(
+            "this model keeps a state beside its KV, which is not shared out over ranks: "
+            "start it with --tp 1 --pp 1 --cp 1"
+        )
     legal = [n for n in range(1, heads + 1) if _divides(heads, shape.kv_heads, n)]
     if size.tp not in legal:
         raise ConfigError(
@@ -68,12 +74,16 @@ def _divides(heads: int, kv_heads: int, tp: int) -> bool:
 
 
 def cut(loaded: LoadedModel, size: ParallelSize, coord: RankCoord) -> LoadedModel:
-    """`loaded` with the part of a rank left of it, cut in place. Raises ConfigError (see `check_size`)."""
+    """`loaded` with the part of a rank left of it, cut in place, and with its weights in the dtype of its KV.
+    Raises ConfigError (see `check_size`)."""
     check_size(loaded.shape, loaded.heads, size)
+    if loaded.shape.state:
+        return loaded
     part = part_of(loaded.shape, loaded.heads, size, coord)
     heads = heads_of(loaded.heads, loaded.shape.kv_heads, coord.tp, size.tp)
     layers = loaded.model.model.layers
     held = range(part.layer_start, part.layer_start + part.layers)
+    as_stored = loaded.model.dtype != DTYPES[loaded.shape.dtype]
     for index, layer in enumerate(layers):
         if index not in held:
             layers[index] = AbsentLayer()
@@ -83,10 +93,14 @@ def cut(loaded: LoadedModel, size: ParallelSize, coord: RankCoord) -> LoadedMode
             else:
                 _cut_attention(layer.self_attn, heads, loaded.shape.k_dim, coord.tp)
             _cut_mlp(layer.mlp, coord.tp, size.tp)
+        if as_stored:
+            convert(layers[index], loaded.shape.dtype)  # before the next one is read
     if coord != RankCoord():
         loaded.model.lm_head = nn.Identity()  # the leader samples
     if coord.pp > 0:
         loaded.model.model.embed_tokens = nn.Identity()  # rows come from the stage before
+    if as_stored:
+        convert(loaded.model, loaded.shape.dtype)
     windows = loaded.windows[held.start : held.stop]
     return replace(loaded, part=part, heads=len(heads.query), windows=windows)
 
@@ -138,25 +152,25 @@ def _cut_experts(experts: Any, tp: int, size: int) -> None:
     units = share(gate.shape[1] // _ALIGNED, tp, size)
     last = gate.shape[1] if tp == size - 1 else units.stop * _ALIGNED
     rows = slice(units.start * _ALIGNED, last)
-    experts.gate_up_proj = _parameter(torch.cat([gate[:, rows], up[:, rows]], 1))
-    experts.down_proj = _parameter(experts.down_proj[:, :, rows])
+    experts.gate_up_proj = parameter(torch.cat([gate[:, rows], up[:, rows]], 1))
+    experts.down_proj = parameter(experts.down_proj[:, :, rows])
 
 
 def _keep_rows(linear: nn.Linear, rows: slice) -> None:
-    linear.weight = _parameter(linear.weight[rows])
+    linear.weight = parameter(linear.weight[rows])
     linear.out_features = linear.weight.shape[0]
     if linear.bias is not None:
-        linear.bias = _parameter(linear.bias[rows])
+        linear.bias = parameter(linear.bias[rows])
 
 
 def _keep_columns(linear: nn.Linear, columns: slice, tp: int) -> None:
     """Only the first rank adds the bias: the products of all are summed."""
-    linear.weight = _parameter(linear.weight[:, columns])
+    linear.weight = parameter(linear.weight[:, columns])
     linear.in_features = linear.weight.shape[1]
     if tp > 0:
         linear.register_parameter("bias", None)
 
 
-def _parameter(part: torch.Tensor) -> nn.Parameter:
-    """A copy, so that the rest of the whole can go."""
+def parameter(part: torch.Tensor) -> nn.Parameter:
+    """A copy of `part`, so that the rest of the whole can go."""
     return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from segue.balance.attempts import Attempts, Next
@@ -24,13 +24,18 @@ from segue.core.errors import (
     Internal,
     SegueError,
 )
+from segue.core.records import Path, Records, RequestRecord
 from segue.core.request import Output, Request, Ticket
-from segue.core.types import OPEN_RANK, LeaderId
+from segue.core.types import OPEN_RANK, Incarnation, LeaderId
 from segue.fleet.membership import Membership
-from segue.fleet.replica import Replica, Route
+from segue.fleet.replica import REASONS, Replica, Route
 from segue.fleet.router import Router
 from segue.fleet.settings import FleetSettings
+from segue.fleet.vacancies import Vacancies
 from segue.observe.metrics import Metrics
+
+#: What is to be awaited before there may be more.
+Wait = Callable[[], Awaitable[None]]
 
 
 class Signal:
@@ -68,6 +73,8 @@ class Parts:
     metrics: Metrics
     news: Signal
     new_room: Callable[[], int]
+    records: Records
+    vacancies: Vacancies
 
 
 class Attempt:
@@ -103,6 +110,8 @@ class Attempt:
         self._live = list(route.replicas)
         for replica in route.replicas:
             membership.enter(replica, self._request.request_id, self, self._tokens)
+        # With what other requests send in this turn of the loop.
+        membership.gather()
         for replica in route.replicas:
             if replica.session is not None:
                 replica.session.send(message)
@@ -155,41 +164,79 @@ class Attempt:
 
 class Call:
     """The outputs of one request, over its attempts. Ends exactly once, at `deadline` (seconds of the
-    loop's clock) at the latest; `ended` is called then."""
+    loop's clock) at the latest; `ended` is called then. `prefill` is the only instance that may compute the
+    prompt, if there is one."""
 
-    def __init__(self, request: Request, deadline: float, parts: Parts, ended: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        deadline: float,
+        parts: Parts,
+        ended: Callable[[], object],
+        prefill: Incarnation | None = None,
+    ) -> None:
         self.attempts = Attempts(request, parts.settings.max_attempts)
         self._parts = parts
+        self._prefill = prefill
         self._loop = asyncio.get_running_loop()
         self._deadline = deadline
         self._on_end = ended
         self._queue: deque[Output] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        #: who has outputs at once, and where it waits meanwhile
+        self._take: Callable[[Output], Wait | None] | None = None
+        self._waiter: asyncio.Future[Wait | None] | None = None
         self._attempt: Attempt | None = None
+        self._answered = False
         self._error: SegueError | None = None
         self._ended = False
         self._patience: asyncio.TimerHandle | None = None
         self._alarm = self._loop.call_at(deadline, self._expire)
+        self._began = self._loop.time()
+        self._path = Path(self._began)
+        self._path.enter("place", self._began)
 
     def __aiter__(self) -> Call:
         return self
 
     async def __anext__(self) -> Output:
-        while True:
-            if self._queue:
-                return self._queue.popleft()
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise StopAsyncIteration
-            if self._attempt is None:
-                await self._start()
-                continue
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        while not self._queue:
+            await self._more()
+        return self._queue.popleft()
+
+    async def deliver(self, take: Callable[[Output], Wait | None]) -> None:
+        """Call `take` with each output, in order, until one has `finish`: at the moment it arrives, unless
+        what `take` has returned last is still awaited. Raises what `take` raises, and what ends the request.
+        """
+        try:
+            while True:
+                wait = take(self._queue.popleft()) if self._queue else await self._taken(take)
+                if wait is not None:
+                    await wait()
+        except StopAsyncIteration:
+            return
+
+    async def _taken(self, take: Callable[[Output], Wait | None]) -> Wait | None:
+        self._take = take
+        try:
+            return await self._more()
+        finally:
+            self._take = None
+
+    async def _more(self) -> Wait | None:
+        """Until something has happened, or `take` is to wait for what is returned. Raises what ended the
+        request, StopAsyncIteration if it ended well."""
+        if self._error is not None:
+            raise self._error
+        if self._ended:
+            raise StopAsyncIteration
+        if self._attempt is None:
+            await self._start()
+            return None
+        self._waiter = self._loop.create_future()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
 
     # ---- where ----------------------------------------------------------------------------------
 
@@ -203,6 +250,11 @@ class Call:
             # Cancelled while it waited for somebody to come.
             return
         request = self.attempts.begin(*route.pair)
+        names = " > ".join(dict.fromkeys((route.prefill.name, route.decode.name)))
+        how = REASONS[route.reason]
+        text = f"attempt {self.attempts.number} room {route.room}: {names} ({route.why}); {how}"
+        self._parts.metrics.placements.labels(route.reason).inc()
+        self._path.enter("attempt", self._loop.time(), text)
         self._attempt = Attempt(self, self._parts, route, request, self.attempts.number)
         self._attempt.start(self._deadline - self._loop.time())
 
@@ -215,7 +267,7 @@ class Call:
         passed_over_s = s.reported_loss_wait_s if attempts.reported_by_peer else 0.0
         patient_until = min(until, loop.time() + passed_over_s)
         asked = attempts.request
-        request = PlacementRequest(self._parts.new_room(), asked.prompt, asked.ranks)
+        request = PlacementRequest(self._parts.new_room(), asked.prompt, asked.ranks, self._prefill)
         while True:
             now = loop.time()
             patient = now < patient_until
@@ -241,15 +293,37 @@ class Call:
         except Internal as error:
             self.fail(error)
             return
-        self._queue.append(shown)
+        self._give(shown)
+        if not self._answered:
+            self._answered = True
+            self._path.enter("answer", self._loop.time())
         if output.finish is not None:
             assert self._attempt is not None
             self._parts.router.record_success(self._attempt.route)
+            self._parts.vacancies.served(self._loop.time() - self._began)
             self._parts.news.notify()
             self._end()
-        elif self._behind() and self._patience is None:
-            self._patience = self._loop.call_later(self._parts.settings.backlog_wait_s, self._give_up)
-        self._wake()
+            self._wake()
+
+    def _give(self, output: Output) -> None:
+        take = self._take
+        if take is None:
+            self._queue.append(output)
+            if self._behind() and self._patience is None and output.finish is None:
+                self._patience = self._loop.call_later(self._parts.settings.backlog_wait_s, self._give_up)
+            self._wake()
+            return
+        try:
+            wait = take(output)
+        except Exception as error:
+            # It is raised where `deliver` waits.
+            self._take = None
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+            return
+        if wait is not None:
+            self._take = None
+            self._wake(wait)
 
     def _behind(self) -> bool:
         return len(self._queue) > self._parts.settings.backlog_outputs
@@ -271,6 +345,9 @@ class Call:
         if follows is Next.END:
             self._fail(error)
             return
+        self._answered = False
+        said = f"{info.code} at {info.origin or reporter.name}: {info.text}"
+        self._path.enter("place", self._loop.time(), f"{follows.name.lower()} after {said}")
         counter = parts.metrics.continuations if follows is Next.CONTINUE else parts.metrics.retries
         counter.labels(info.code).inc()
         self._attempt = None
@@ -287,7 +364,8 @@ class Call:
         self._fail(error)
 
     def _fail(self, error: SegueError) -> None:
-        self._error = self.attempts.root_cause(error.info).exception()
+        last = self.attempts.root_cause(error.info).exception()
+        self._error = self._parts.vacancies.refused(last, self._loop.time())
         self._queue.clear()
         self._end()
         self._wake()
@@ -310,8 +388,33 @@ class Call:
         self._alarm.cancel()
         if self._patience is not None:
             self._patience.cancel()
+        self._parts.records.put(self.record(ended=True))
+        # An attempt names its call: of such circles only the garbage collector gets rid.
+        self._attempt = None
         self._on_end()
 
-    def _wake(self) -> None:
+    def record(self, *, ended: bool) -> RequestRecord:
+        """What `segue explain` is told of it."""
+        now, request, attempt = self._loop.time(), self.attempts.request, self._attempt
+        return RequestRecord(
+            request_id=request.request_id,
+            where=self._parts.membership.name,
+            began=self._began,
+            seconds=now - self._began,
+            steps=self._path.steps(),
+            omitted=self._path.omitted,
+            room=attempt.route.room if attempt is not None else 0,
+            attempt=max(0, self.attempts.number),
+            facts={
+                "prompt_tokens": len(request.prompt),
+                "output_tokens": len(self.attempts.output),
+                "attempts": self.attempts.begun,
+            },
+            error=None if self._error is None else self._error.info,
+            ended=ended,
+            traceparent=request.traceparent,
+        )
+
+    def _wake(self, wait: Wait | None = None) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_result(wait)

@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from segue.balance.base import RandBelow
+from segue.balance.policies import PREFIX_AWARE
+from segue.balance.prefix_index import PrefixIndex
 from segue.bootstrap.client import InstanceWatch
 from segue.core.backoff import Uniform
 from segue.core.errors import Draining, ErrorInfo, Internal, OutOfCapacity, SegueError
 from segue.core.limits import Limits
-from segue.core.request import Output, Request
-from segue.core.types import LeaderId, new_room
+from segue.core.records import MAX_FOUND, Records, RequestRecord, matcher
+from segue.core.request import Request
+from segue.core.types import Incarnation, LeaderId, new_room
 from segue.fleet.call import Call, Parts, Signal
-from segue.fleet.membership import Membership
+from segue.fleet.membership import Door, Membership
 from segue.fleet.router import Router
 from segue.fleet.settings import FleetSettings
+from segue.fleet.vacancies import Vacancies
 from segue.observe.metrics import Metrics
 from segue.session.node import SessionNode
 from segue.session.tls import Tls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runtime:
+class FleetRuntime:
     """What a simulation puts in the place of the network and of chance. `me` None: a fresh one."""
 
     node: Callable[..., SessionNode] = SessionNode
@@ -51,12 +55,16 @@ class Fleet:
         limits: Limits,
         metrics: Metrics,
         tls: Tls | None = None,
-        runtime: Runtime | None = None,
+        records: Records | None = None,
+        runtime: FleetRuntime | None = None,
+        door: Door | None = None,
     ) -> None:
-        runtime = runtime or Runtime()
+        runtime = runtime or FleetRuntime()
         self.limits = limits
+        self.records = Records() if records is None else records
         self._news = Signal()
         self._calls: dict[str, Call] = {}
+        index = PrefixIndex() if settings.policy == PREFIX_AWARE else None
         self.membership = Membership(
             registry,
             secret=secret,
@@ -64,12 +72,15 @@ class Fleet:
             metrics=metrics,
             served_model=settings.served_model,
             changed=self._membership_changed,
+            explain=self.explain,
             tls=tls,
             me=runtime.me,
             make_node=runtime.node,
             uniform=runtime.uniform,
+            door=door,
+            index=index,
         )
-        self.router = Router(self.membership.replicas, settings, runtime.randbelow)
+        self.router = Router(self.membership.replicas, settings, runtime.randbelow, index)
         self._parts = Parts(
             membership=self.membership,
             router=self.router,
@@ -77,7 +88,15 @@ class Fleet:
             metrics=metrics,
             news=self._news,
             new_room=runtime.new_room,
+            records=self.records,
+            vacancies=Vacancies(lambda: self.in_flight),
         )
+
+    def explain(self, request_id: str) -> list[RequestRecord]:
+        """What is known of a request, also of its samples; what goes on comes last."""
+        fits = matcher(request_id)
+        live = [call.record(ended=False) for name, call in self._calls.items() if fits(name)]
+        return self.records.find(request_id) + live[:MAX_FOUND]
 
     def _membership_changed(self) -> None:
         self.router.membership_changed()
@@ -129,17 +148,20 @@ class Fleet:
     async def changed(self) -> None:
         await self._news.wait()
 
-    def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
+    def submit(self, request: Request, *, budget_s: float, prefill: Incarnation | None = None) -> Call:
+        """See `Backend.submit`; with `prefill`, that instance and no other computes the prompt."""
         if self.router.draining:
             raise Draining("this frontend is draining; ask another")
         if len(self._calls) >= self.limits.max_queue:
-            raise OutOfCapacity(f"{self.limits.max_queue} requests are in flight already")
+            full = OutOfCapacity(f"{self.limits.max_queue} requests are in flight already")
+            raise self._parts.vacancies.refused(full, asyncio.get_running_loop().time())
         self.router.check_ranks(request.ranks)
         request_id = request.request_id
         if request_id in self._calls:
             raise Internal(f"the request id {request_id} is in use")
         deadline = asyncio.get_running_loop().time() + budget_s
-        call = Call(request, deadline, self._parts, partial(self._calls.pop, request_id, None))
+        ended = partial(self._calls.pop, request_id, None)
+        call = Call(request, deadline, self._parts, ended, prefill)
         self._calls[request_id] = call
         return call
 

@@ -9,13 +9,17 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from typing import Protocol
 
+from segue.balance.prefix_index import PrefixIndex
 from segue.bootstrap.client import InstanceWatch
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.backoff import Uniform
-from segue.core.control import ControlMessage, Load, Outputs
+from segue.core.control import ControlMessage, Explain, Explained, Load, Met, Outputs
 from segue.core.errors import PeerRefused, SegueError
+from segue.core.kv_events import FollowPrefixes, Prefixes
 from segue.core.limits import Limits
+from segue.core.records import RequestRecord
 from segue.core.request import Ticket
 from segue.core.types import LeaderId, Role, new_incarnation
 from segue.fleet.replica import OutputSink, Replica
@@ -32,11 +36,25 @@ log = logging.getLogger("segue.fleet")
 SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
 
 
+class Door(Protocol):
+    """The HTTP door of a decode instance, for which prefill instances look whether a prefill leg is there."""
+
+    def met(self, replica: Replica, message: Met) -> None:
+        """What the door of `replica` says."""
+        ...
+
+    def lost(self, replica: Replica, error: SegueError) -> None:
+        """The session with `replica` has ended."""
+        ...
+
+
 class Membership:
     """The replicas of the fleet, and the handler of the sessions to their leaders.
 
     `replicas` is its table, for others to read. `changed` is called whenever it changed in what placement
-    looks at. `make_node` and `uniform` take the place of the network and of chance in a simulation.
+    looks at, `explain` says what is known of a request, `door` hears what doors of prefill instances say,
+    `index` what prefix caches hold. `make_node` and `uniform` take the place of the network and of chance in
+    a simulation.
     """
 
     def __init__(
@@ -48,11 +66,15 @@ class Membership:
         metrics: Metrics,
         served_model: str,
         changed: Callable[[], None],
+        explain: Callable[[str], list[RequestRecord]],
         tls: Tls | None = None,
         me: LeaderId | None = None,
         make_node: Callable[..., SessionNode] = SessionNode,
         uniform: Uniform = random.uniform,
+        door: Door | None = None,
+        index: PrefixIndex | None = None,
     ) -> None:
+        self._index = index
         self.replicas: dict[LeaderId, Replica] = {}
         self._registry = registry
         self._secret = secret
@@ -60,7 +82,9 @@ class Membership:
         self._metrics = metrics
         self._served_model = served_model
         self._changed = changed
+        self._explain = explain
         self._uniform = uniform
+        self._door = door
         self._dialers: dict[LeaderId, Dialer] = {}
         self._watch: asyncio.Task[None] | None = None
         self._node = make_node(
@@ -94,9 +118,18 @@ class Membership:
             await asyncio.gather(self._watch, return_exceptions=True)
         await self._node.close()
 
+    @property
+    def name(self) -> str:
+        """As records name this frontend."""
+        return f"frontend {self._node.me.incarnation[:8]}"
+
     def signed(self, ticket: Ticket) -> Ticket:
         """`ticket` with this frontend's signature."""
         return sign(ticket, self._secret or b"", self._node.me.incarnation)
+
+    def gather(self) -> None:
+        """See `SessionNode.gather`."""
+        self._node.gather()
 
     # ---- the registry ---------------------------------------------------------------------------
 
@@ -173,6 +206,8 @@ class Membership:
             session.close(PeerRefused("it has left the registry's list"))
             return
         replica.session = session
+        if self._index is not None:
+            session.send(FollowPrefixes())
         log.info("session with %s at %s", replica.name, peer.address)
         self._count()
         self._changed()
@@ -182,7 +217,10 @@ class Membership:
         replica = self.replicas.get(peer.leader)
         if replica is None:
             return
-        if isinstance(message, Outputs):
+        if isinstance(message, Explain):
+            answer = Explained(self._explain(message.request_id), message.asker)
+            session.send(answer)
+        elif isinstance(message, Outputs):
             for output in message.outputs:
                 sink = replica.running.get(output.request_id)
                 if sink is not None:
@@ -194,6 +232,11 @@ class Membership:
             self._metrics.load(replica.role, replica.name, message)
             if first or message.draining != draining:
                 self._changed()
+        elif isinstance(message, Prefixes) and self._index is not None:
+            if not self._index.heard(peer.leader, message):
+                session.send(FollowPrefixes())
+        elif isinstance(message, Met) and self._door is not None:
+            self._door.met(replica, message)
 
     def closed(self, session: Session, error: SegueError) -> None:
         replica = self.replicas.get(session.peer.leader)
@@ -201,11 +244,15 @@ class Membership:
             return
         replica.session = None
         replica.load = None
+        if self._index is not None:
+            self._index.forget(replica.leader)
         self._metrics.forget(replica.role, replica.name)
         log.warning("the session with %s ended: %s", replica.name, error)
         # Exactly its requests fail, with this error.
         for sink in list(replica.running.values()):
             sink.lost(replica, error.info.exception().at(peer=replica.name))
+        if self._door is not None:
+            self._door.lost(replica, error.info.exception().at(peer=replica.name))
         self._retire(replica)
         self._count()
         self._changed()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from segue.balance.base import Candidate
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.control import Load
@@ -40,19 +42,16 @@ class Replica:
     listed: bool = True
     running: dict[str, OutputSink] = field(default_factory=dict)
     tokens: int = 0
+    # Who it is stays, whatever the registry says of it next.
+    role: Role = field(init=False)
+    leader: LeaderId = field(init=False)
+    #: as `ErrorInfo.origin` names it
+    name: str = field(init=False)
 
-    @property
-    def role(self) -> Role:
-        return self.record.role
-
-    @property
-    def leader(self) -> LeaderId:
-        return LeaderId(self.record.incarnation, self.where.dp_rank)
-
-    @property
-    def name(self) -> str:
-        """As `ErrorInfo.origin` names it."""
-        return f"{self.role} {self.leader}"
+    def __post_init__(self) -> None:
+        self.role = self.record.role
+        self.leader = LeaderId(self.record.incarnation, self.where.dp_rank)
+        self.name = f"{self.role} {self.leader}"
 
     @property
     def usable(self) -> bool:
@@ -60,18 +59,37 @@ class Replica:
         draining = self.where.draining or (self.load is not None and self.load.draining)
         return self.session is not None and self.listed and not draining
 
+    @property
+    def alone(self) -> bool:
+        """Can run a request without a prefill replica."""
+        limit = None if self.load is None else self.load.local_tokens
+        return self.role is Role.UNIFIED or (self.role is Role.DECODE and limit is not None)
+
     def candidate(self) -> Candidate:
         """As placement policies see it."""
         return Candidate(self.leader, self.record.dp_size, self.load, len(self.running), self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where one attempt runs; for a unified replica both halves are the same."""
+#: Why the KV of a prompt is handed over or not.
+REASONS = {
+    "unified": "computed by a unified instance",
+    "short": "computed by decode: its uncached part is short",
+    "no_prefill": "computed by decode: no prefill instance can take it",
+    "long": "handed over: its uncached part is too long for decode",
+    "never": "handed over: this decode instance computes no prompts",
+    "asked": "handed over: the client or router named its prefill side",
+}
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where one attempt runs, and why there; where one replica computes the prompt and decodes, both halves
+    are the same. `reason` is one of `REASONS`."""
 
     room: int
     prefill: Replica
     decode: Replica
+    why: str = ""
+    reason: str = "long"
 
     @property
     def replicas(self) -> tuple[Replica, ...]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from segue.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
 from segue.balance.base import PlacementRequest, Policy, RandBelow
-from segue.balance.policies import POLICY_NAMES, make_policy
+from segue.balance.policies import POLICY_NAMES, PrefixAware, make_policy
+from segue.balance.prefix_index import PrefixIndex
 from segue.core.errors import (
     BootstrapUnreachable,
     DpRankOutOfRange,
@@ -50,11 +51,17 @@ class Cooling:
 
 
 class Router:
-    """The decisions of one fleet. `now` is always the caller's clock, in seconds."""
+    """The decisions of one fleet. `now` is always the caller's clock, in seconds. `index` is what is known of
+    the replicas' prefix caches."""
 
     def __init__(
-        self, replicas: Mapping[LeaderId, Replica], settings: FleetSettings, randbelow: RandBelow
+        self,
+        replicas: Mapping[LeaderId, Replica],
+        settings: FleetSettings,
+        randbelow: RandBelow,
+        index: PrefixIndex | None = None,
     ) -> None:
+        self._index = index
         self._replicas = replicas
         self._settings = settings
         #: Nothing new is placed; what was begun may still be continued.
@@ -69,8 +76,8 @@ class Router:
         self._cooling: dict[LeaderId, Cooling] = {}
         self._retries_left = settings.retry_budget
         # One policy object for each half: they are chosen independently, never in lock-step.
-        self._prefill_policy: Policy = make_policy(settings.policy, randbelow)
-        self._decode_policy: Policy = make_policy(settings.policy, randbelow)
+        self._prefill_policy: Policy = make_policy(settings.policy, randbelow, index)
+        self._decode_policy: Policy = make_policy(settings.policy, randbelow, index)
         #: that of each prefill instance that spreads requests over its DP ranks by another one
         self._rank_policies: dict[Incarnation, Policy] = {}
         self._randbelow = randbelow
@@ -125,16 +132,22 @@ class Router:
         ).at(**where)
 
     def _serving(self) -> list[Replica]:
-        """Usable replicas that a request may be given to: a prefill or decode replica only if the other
-        half of its pair is there with the same model and dtype, for no other one could read its KV."""
+        """Usable replicas that a request may be given to: a prefill replica, or a decode replica that does
+        not compute prompts, only if the other half of its pair is there with the same model and dtype, for
+        no other one could read its KV."""
         prefill, decode = self.usable(Role.PREFILL), self.usable(Role.DECODE)
         models = {p.record.model for p in prefill} & {d.record.model for d in decode}
-        return self.usable(Role.UNIFIED) + [r for r in prefill + decode if r.record.model in models]
+        pairs = [r for r in prefill + decode if r.alone or r.record.model in models]
+        return self.usable(Role.UNIFIED) + pairs
 
     def _partners(self, decode: Replica, prefill: list[Replica]) -> list[Replica]:
         """Those of `prefill` that can hand KV to `decode`, as far as we know."""
-        d, model = decode.leader, decode.record.model
-        return [p for p in prefill if p.record.model == model and (p.leader, d) not in self._refused]
+        alike = self._alike(decode, prefill)
+        return [p for p in alike if (p.leader, decode.leader) not in self._refused]
+
+    def _alike(self, decode: Replica, prefill: list[Replica]) -> list[Replica]:
+        """Those of `prefill` with the model of `decode`."""
+        return [p for p in prefill if p.record.model == decode.record.model]
 
     # ---- who gets it ----------------------------------------------------------------------------
 
@@ -147,20 +160,65 @@ class Router:
         # A unified replica stands beside the decode replicas: whoever decodes is chosen first.
         pinned = request.ranks.disagg_prefill_dp_rank
         halves = _on_rank([r for r in serving if r.role is Role.PREFILL], pinned)
+        if request.prefill is not None:
+            halves = [r for r in halves if r.record.incarnation == request.prefill]
         decode = [r for r in serving if r.role is not Role.PREFILL]
-        decode = [r for r in decode if r.role is Role.UNIFIED or self._partners(r, halves)] or decode
+        asked = pinned is not None or request.prefill is not None or request.ranks.force_query_prefill_dp_rank
+        able = [
+            r
+            for r in decode
+            if r.role is Role.UNIFIED or (r.alone and not asked) or self._partners(r, halves)
+        ]
+        decode = able or decode
         decode = _on_rank(decode, request.ranks.routed_dp_rank)
         d = self._pick(self._decode_policy, decode, attempts, request, now, patient)
-        if d is None or d.role is Role.UNIFIED:
-            return None if d is None else Route(request.room, d, d)
-        prefill = self._partners(d, halves) or [r for r in halves if r.record.model == d.record.model]
-        p, room = self._prefill(prefill, attempts, request, now, patient), request.room
-        if p is None:
+        if d is None:
             return None
+        here = f"{self._settings.policy} of {len(decode)} that decode"
+        if d.role is Role.UNIFIED:
+            return Route(request.room, d, d, here, "unified")
+        alone = d.alone and not asked
+        if alone and (text := self._short(d, attempts, request)):
+            return Route(request.room, d, d, f"{here}; {text}", "short")
+        prefill = self._partners(d, halves)
+        if alone:
+            prefill = [r for r in prefill if r.leader not in attempts.avoid]
+        p = self._prefill(
+            prefill or ([] if alone else self._alike(d, halves)), attempts, request, now, patient
+        )
+        room = request.room
+        if p is None:
+            text = f"{here}; no prefill can take it"
+            return Route(room, d, d, text, "no_prefill") if alone else None
         if pinned is None and _follows(p):
             # The rank that the room names is gone, or not asked again: the room is to name the one that is.
             room = (room - room % p.record.dp_size + p.where.dp_rank) or p.record.dp_size
-        return Route(room, p, d)
+        reason = "asked" if asked else "long" if alone else "never"
+        return Route(room, p, d, self._why(p, prefill, decode, attempts, request), reason)
+
+    def _short(self, d: Replica, attempts: Attempts, request: PlacementRequest) -> str:
+        """That `d` is to compute the prompt itself, as far as its length decides it; empty if it is not. What
+        `d` has cached only `prefix_aware` knows."""
+        limit = d.load.local_tokens if d.load is not None else None
+        known = self._decode_policy.known_tokens if isinstance(self._decode_policy, PrefixAware) else 0
+        tokens = len(request.prompt) + len(attempts.output) - known
+        return f"short: {tokens} tokens uncached, at most {limit}" if tokens <= (limit or 0) else ""
+
+    def _why(
+        self,
+        chosen: Replica,
+        prefill: list[Replica],
+        decode: list[Replica],
+        attempts: Attempts,
+        request: PlacementRequest,
+    ) -> str:
+        """What decided, for who asks afterwards."""
+        ranks, avoided = request.ranks, len(attempts.avoid)
+        rule = "it has the KV" if attempts.kv_holder == chosen.leader else self._settings.policy
+        if ranks.disagg_prefill_dp_rank is not None:
+            rule = f"the client named dp{ranks.disagg_prefill_dp_rank}"
+        text = f"prefill: {rule}, of {len(prefill)}; decode: {self._settings.policy} of {len(decode)}"
+        return f"{text}; {avoided} avoided that failed before" if avoided else text
 
     def _prefill(
         self,
@@ -189,7 +247,8 @@ class Router:
         ranks = [r for r in replicas if r.leader.incarnation == p.leader.incarnation]
         if len(ranks) == 1 or rule not in POLICY_NAMES:
             return p
-        policy = self._rank_policies.setdefault(p.leader.incarnation, make_policy(rule, self._randbelow))
+        made = make_policy(rule, self._randbelow, self._index)
+        policy = self._rank_policies.setdefault(p.leader.incarnation, made)
         return self._pick(policy, ranks, attempts, request, now, patient, half=Role.PREFILL)
 
     def check_ranks(self, asked: RankHints) -> None:
@@ -257,6 +316,8 @@ class Router:
         failed = next((r for r in route.replicas if r.leader == at), reporter)
         self.record_failure(failed, info, now)
         follows = attempts.failed(info, reporter.leader)
+        if info.code in LOSSES and failed.record.shared_experts:
+            attempts.lost_together([r for r in self._replicas if r.incarnation == at.incarnation])
         # A full worker is not asked again at once; a lost one may have a successor soon.
         hopeless = info.code is ErrorCode.OUT_OF_CAPACITY and self._alone(failed)
         if info.code in MISFITS:
@@ -284,15 +345,14 @@ class Router:
         self._refused.add(route.pair)
         serving = self._serving()
         prefill = [r for r in serving if r.role is Role.PREFILL]
-        return any(r.role is Role.UNIFIED or self._partners(r, prefill) for r in serving if r not in prefill)
+        return any(r.alone or self._partners(r, prefill) for r in serving if r not in prefill)
 
     def _alone(self, replica: Replica) -> bool:
         """Nobody else could take what `replica` failed at."""
         serving = self._serving()
         alike = [r for r in serving if r.role is replica.role and r.record.model == replica.record.model]
-        return len(alike) <= 1 and not (
-            replica.role is Role.DECODE and any(r.role is Role.UNIFIED for r in serving)
-        )
+        others = {Role.DECODE: Role.UNIFIED, Role.PREFILL: Role.DECODE}.get(replica.role)
+        return len(alike) <= 1 and not any(r.alone for r in serving if r.role is others)
 
 
 def _on_rank(replicas: list[Replica], dp_rank: int | None) -> list[Replica]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from segue.core.request import TokenLogprob
 from segue.core.types import FinishReason
@@ -17,6 +19,12 @@ from segue.frontend.tools import Part, ToolCall, ToolParser
 _LOWEST = -9999.0
 
 Json = dict[str, Any]
+
+_encode = msgspec.json.Encoder().encode
+
+#: Stand in a template for what differs from event to event; no text of a model's name or an id is the same.
+_ANY_TEXT: Final = "\0"
+_ANY_TOKENS: Final = [-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,14 @@ class Answer(ABC):
     @abstractmethod
     def usage_chunk(self) -> Json:
         """The event with the usage, the last before the end."""
+
+    def events(self, index: int, piece: Piece) -> bytes:
+        """`chunks`, as the stream carries them; empty if there are none."""
+        return b"".join([b"data: %b\n\n" % _encode(chunk) for chunk in self.chunks(index, piece)])
+
+    def usage_event(self) -> bytes:
+        """`usage_chunk`, as the stream carries it."""
+        return b"data: %b\n\n" % _encode(self.usage_chunk())
 
     def add(self, index: int, piece: Piece) -> None:
         """Remember a piece for `whole`."""
@@ -131,7 +147,44 @@ class Answer(ABC):
         return out
 
 
-class ChatAnswer(Answer):
+class TemplatedAnswer(Answer):
+    """Whose events in the middle of a sample differ in their text and tokens alone: these are set into the
+    bytes of the first such event."""
+
+    def __init__(self, shape: Shape, choices: Sequence[Choice], tokenizer: ModelTokenizer) -> None:
+        super().__init__(shape, choices, tokenizer)
+        #: by sample: what stands before the text, between it and the tokens, and after them
+        self._templates: dict[int, tuple[bytes, bytes, bytes]] = {}
+
+    def events(self, index: int, piece: Piece) -> bytes:
+        choice = self.choices[index]
+        if (
+            not piece.text
+            or piece.finish is not None
+            or piece.stop_reason is not None
+            or not choice.begun
+            or choice.parser is not None
+            or self.shape.logprobs
+        ):
+            return super().events(index, piece)
+        template = self._templates.get(index)
+        if template is None:
+            template = self._templates[index] = self._template(index)
+        before, between, after = template
+        if not self.shape.token_ids:
+            return b"%b%b%b" % (before, _encode(piece.text), after)
+        return b"%b%b%b%b%b" % (before, _encode(piece.text), between, _encode(piece.token_ids), after)
+
+    def _template(self, index: int) -> tuple[bytes, bytes, bytes]:
+        event = super().events(index, Piece(text=_ANY_TEXT, token_ids=_ANY_TOKENS))
+        before, text, rest = event.partition(_encode(_ANY_TEXT))
+        between, tokens, after = rest.rpartition(_encode(_ANY_TOKENS))
+        assert text, "an event without its text"
+        assert bool(tokens) is self.shape.token_ids
+        return before, between, after
+
+
+class ChatAnswer(TemplatedAnswer):
     """`chat.completion` and its chunks."""
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
@@ -238,7 +291,7 @@ class ChatAnswer(Answer):
         return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(raw)}
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(TemplatedAnswer):
     """`text_completion`. `echo` holds each prompt's text where the prompt is to be repeated;
     with `echo_only` nothing but the prompt was asked for (`max_tokens: 0`)."""
 

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,9 +29,10 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.limits import Limits
-from segue.frontend.backend import Backend
+from segue.core.records import Records, RequestRecord, Step
+from segue.frontend.backend import Backend, Generator, Wait
 from segue.frontend.chat import chat_prompt
-from segue.frontend.generate import Meter, merged
+from segue.frontend.generate import Meter, Piece, generate
 from segue.frontend.http_call import BodyBudget, HttpCall, Receive, Scope, Send, request_id_of
 from segue.frontend.keys import ApiKeys, KeyCheck
 from segue.frontend.openai_types import (
@@ -44,17 +44,22 @@ from segue.frontend.openai_types import (
     GenerateFields,
     TokenizeBody,
 )
-from segue.frontend.params import ModelCard, header_rank
+from segue.frontend.params import ModelCard, header_rank, waiting_order
 from segue.frontend.plan import Plan, Planner
 from segue.frontend.problems import BadParam, UnknownModel, error_body
 from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults
 from segue.frontend.tokenizer import ModelTokenizer
+from segue.frontend.trace_context import TraceContext, passed_on, traceparent_of
 from segue.observe.integrity import NodeState, busy, process_facts
 from segue.observe.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger("segue.frontend")
 
+#: An ASGI application.
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
 T = TypeVar("T")
+Generating = TypeVar("Generating", bound=GenerateFields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +88,17 @@ class OpenAIServer:
     """All requests of one frontend."""
 
     def __init__(
-        self, backend: Backend, tokenizer: ModelTokenizer, settings: OpenAIServerSettings, metrics: Metrics
+        self,
+        backend: Backend,
+        tokenizer: ModelTokenizer,
+        settings: OpenAIServerSettings,
+        metrics: Metrics,
+        records: Records | None = None,
+        trace: Callable[[str], TraceContext] = passed_on,
     ) -> None:
         self.backend = backend
+        self.trace = trace
+        self.records = Records() if records is None else records
         self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = metrics
@@ -135,7 +148,8 @@ class OpenAIServer:
         work: Callable[[HttpCall, float], Awaitable[None]],
     ) -> None:
         """Run `work` for one request; its failure becomes this request's answer and nothing else."""
-        call = HttpCall(scope, receive, send)
+        call = HttpCall(scope, receive)
+        call.trace = self.trace(traceparent_of(scope))
         started = time.monotonic()
         self._calls.add(call)
         self._idle.clear()
@@ -156,9 +170,12 @@ class OpenAIServer:
                 self._idle.set()
         if error is not None:
             await call.fail(error)
-        self._record(call, endpoint, error, time.monotonic() - started)
+        self._record(call, endpoint, error, started)
 
-    def _record(self, call: HttpCall, endpoint: str, error: SegueError | None, seconds: float) -> None:
+    def _record(self, call: HttpCall, endpoint: str, error: SegueError | None, started: float) -> None:
+        seconds = time.monotonic() - started
+        if call.planned_at:
+            self.records.put(_record_of(call, endpoint, error, started, seconds))
         code = error.info.code if error else None
         if call.gone:
             code = ErrorCode.ABORTED_BY_CLIENT
@@ -169,16 +186,24 @@ class OpenAIServer:
         else:
             log.info("%s %s %d %.3fs", call.id, endpoint, call.status, seconds)
 
-    async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, int]:
-        """The decoded body and its size in bytes."""
-        s = self.settings
-        raw = await call.body(s.limits.max_body_bytes, self._bodies, timeout_s=s.body_timeout_s)
+    async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
+        """The decoded body, and as it came."""
+        raw = await self.receive(call)
         body = self._reader.read(raw, kind)
-        if body.model is not None and body.model != s.model:
-            raise UnknownModel(f"the model {body.model[:200]!r} does not exist; this is {s.model!r}")
-        if isinstance(body, GenerateFields) and (rank := call.header(b"x-data-parallel-rank")) is not None:
-            body = msgspec.structs.replace(body, routed_dp_rank=header_rank(rank))
-        return body, len(raw)
+        self.check_model(body.model)
+        if isinstance(body, GenerateFields):
+            body = with_header_rank(call, body)
+        return body, raw
+
+    async def receive(self, call: HttpCall) -> bytes:
+        """The body as it came, within the limits of bodies."""
+        s = self.settings
+        return await call.body(s.limits.max_body_bytes, self._bodies, timeout_s=s.body_timeout_s)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModel if a client asks for another model than this server's."""
+        if name is not None and name != self.settings.model:
+            raise UnknownModel(f"the model {name[:200]!r} does not exist; this is {self.settings.model!r}")
 
     async def off_loop(self, nbytes: int, work: Callable[[], T]) -> T:
         """`work` here if it is small, else in a thread, of which a bounded number may wait."""
@@ -196,62 +221,91 @@ class OpenAIServer:
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
-            body, nbytes = await self.read(call, ChatBody)
-            card = self.card()
-            async with call:
-                plan = await self.off_loop(nbytes, lambda: self.planner.chat(body, card, call.id))
-                await self._run(call, plan, started)
+            body, raw = await self.read(call, ChatBody)
+            await self.generation(call, started, body, raw, self.planner.chat)
 
         await self.serve(scope, receive, send, "chat", work)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
-            body, nbytes = await self.read(call, CompletionBody)
-            card = self.card()
-            async with call:
-                plan = await self.off_loop(nbytes, lambda: self.planner.completion(body, card, call.id))
-                await self._run(call, plan, started)
+            body, raw = await self.read(call, CompletionBody)
+            await self.generation(call, started, body, raw, self.planner.completion)
 
         await self.serve(scope, receive, send, "completions", work)
 
-    async def _run(self, call: HttpCall, plan: Plan, started: float) -> None:
-        budget_s = self.settings.limits.request_budget_s - (time.monotonic() - started)
-        if budget_s <= 0:
+    async def generation(
+        self,
+        call: HttpCall,
+        started: float,
+        body: Generating,
+        raw: bytes,
+        make: Callable[[Generating, ModelCard, str], Plan],
+    ) -> None:
+        """Answer a body that asks for tokens, and that came as `raw`."""
+        async with call:
+            await self.run(call, await self.plan(call, body, raw, make), started, self.backend)
+
+    async def plan(
+        self,
+        call: HttpCall,
+        body: Generating,
+        raw: bytes,
+        make: Callable[[Generating, ModelCard, str], Plan],
+    ) -> Plan:
+        """What to run for `body`. Raises BadParam."""
+        card, (priority, tenant) = self.card(), waiting_order(body, call.tenant)
+        made = await self.off_loop(len(raw), lambda: make(body, card, call.id))
+        for sample in made.samples:
+            sample.request = msgspec.structs.replace(sample.request, priority=priority, tenant=tenant)
+        return made
+
+    def budget_s(self, started: float) -> float:
+        """What is left of a request's time. Raises DeadlineExceeded if nothing is."""
+        left_s = self.settings.limits.request_budget_s - (time.monotonic() - started)
+        if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before it was placed", phase="frontend")
+        return left_s
+
+    async def run(
+        self,
+        call: HttpCall,
+        plan: Plan,
+        started: float,
+        backend: Generator,
+        more: dict[str, object] | None = None,
+    ) -> None:
+        """Generate on `backend` and answer; `more` are fields that a whole answer has besides."""
+        budget_s = self.budget_s(started)
+        call.planned_at = time.monotonic()
+        if call.trace.child:
+            for sample in plan.samples:
+                sample.request = msgspec.structs.replace(sample.request, traceparent=call.trace.child)
         meter = Meter(self.metrics, time.monotonic, started)
         async with asyncio.timeout(budget_s + self.settings.grace_s):
             if plan.stream:
-                await self._stream(call, plan, meter, budget_s)
+                await self._stream(call, plan, meter, budget_s, backend)
                 return
             answer = plan.answer
-            async with aclosing(merged(self.backend, plan.samples, meter, budget_s=budget_s)) as pieces:
-                async for index, piece in pieces:
-                    answer.add(index, piece)
-            await call.answer(200, answer.whole())
+            await generate(backend, plan.samples, meter, answer.add, budget_s=budget_s)
+            await call.answer(200, answer.whole() | more if more else answer.whole())
 
-    async def _stream(self, call: HttpCall, plan: Plan, meter: Meter, budget_s: float) -> None:
-        answer = plan.answer
-        stream = call.stream(stall_s=self.settings.stall_s)
-        try:
-            async with aclosing(merged(self.backend, plan.samples, meter, budget_s=budget_s)) as pieces:
-                async for index, piece in pieces:
-                    await stream.events(answer.chunks(index, piece))
-            if plan.include_usage:
-                await stream.events([answer.usage_chunk()])
-            await stream.end()
-        except asyncio.CancelledError:
-            if stream.stalled:
-                raise AbortedByClient(f"the client read nothing for {self.settings.stall_s:g} s") from None
-            raise
-        finally:
-            stream.close()
+    async def _stream(
+        self, call: HttpCall, plan: Plan, meter: Meter, budget_s: float, backend: Generator
+    ) -> None:
+        answer, stream = plan.answer, call.stream(stall_s=self.settings.stall_s)
+
+        def take(index: int, piece: Piece) -> Wait | None:
+            return stream.events(answer.events(index, piece))
+
+        await generate(backend, plan.samples, meter, take, budget_s=budget_s)
+        await stream.end(answer.usage_event() if plan.include_usage else b"")
 
     # ---- small endpoints ------------------------------------------------------------------------
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
-            body, nbytes = await self.read(call, TokenizeBody)
-            ids = await self.off_loop(nbytes, lambda: self._tokens_of(body))
+            body, raw = await self.read(call, TokenizeBody)
+            ids = await self.off_loop(len(raw), lambda: self._tokens_of(body))
             context = self.card().context_tokens
             await call.answer(200, {"count": len(ids), "max_model_len": context, "tokens": ids})
 
@@ -278,12 +332,14 @@ class OpenAIServer:
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
-            body, nbytes = await self.read(call, DetokenizeBody)
+            body, raw = await self.read(call, DetokenizeBody)
             size = self.settings.vocab_size
             for token in body.tokens:
                 if not 0 <= token < size:
                     raise BadParam(f"tokens: token {token} is not in the vocabulary of {size}", "tokens")
-            text = await self.off_loop(nbytes, lambda: self.tokenizer.decode(body.tokens, skip_special=False))
+            text = await self.off_loop(
+                len(raw), lambda: self.tokenizer.decode(body.tokens, skip_special=False)
+            )
             await call.answer(200, {"prompt": text})
 
         await self.serve(scope, receive, send, "detokenize", work)
@@ -367,38 +423,68 @@ class OpenAIServer:
         return response
 
 
-class _Asgi:
+def _record_of(
+    call: HttpCall, endpoint: str, error: SegueError | None, started: float, seconds: float
+) -> RequestRecord:
+    """One HTTP request that was placed, whole; its samples have records of their own."""
+    return RequestRecord(
+        request_id=call.id,
+        where="frontend http",
+        began=started,
+        seconds=seconds,
+        steps=[Step(f"read {endpoint}", 0.0), Step("generate", call.planned_at - started)],
+        facts={"status": call.status},
+        error=error.info if error is not None else _GONE if call.gone else None,
+        traceparent=call.trace.parent,
+        span=call.trace.span,
+    )
+
+
+_GONE = AbortedByClient("the client left").info
+
+
+def with_header_rank(call: HttpCall, body: Generating) -> Generating:
+    """`body` with the DP rank that the request's header names, which comes before the body's."""
+    rank = call.header(b"x-data-parallel-rank")
+    return body if rank is None else msgspec.structs.replace(body, routed_dp_rank=header_rank(rank))
+
+
+class Asgi:
     """A method of `OpenAIServer` as an ASGI application, which Starlette routes to without a wrapper."""
 
-    def __init__(self, handler: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, handler: AsgiApp) -> None:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._handler(scope, receive, send)
 
 
-def build_app(
-    api: OpenAIServer, keys: ApiKeys | None = None
-) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
     """The application; its routes are those of contract.md. With `keys` clients must show one of them."""
+    generating: dict[str, AsgiApp] = {"/v1/chat/completions": api.chat, "/v1/completions": api.completions}
     routes: list[BaseRoute] = [
-        Route("/v1/chat/completions", _Asgi(api.chat), methods=["POST"]),
-        Route("/v1/completions", _Asgi(api.completions), methods=["POST"]),
+        *(Route(path, Asgi(handler), methods=["POST"]) for path, handler in generating.items()),
         Route("/v1/models", api.models, methods=["GET"]),
         Route("/v1/models/{name:path}", api.model, methods=["GET"]),
-        Route("/tokenize", _Asgi(api.tokenize), methods=["POST"]),
-        Route("/detokenize", _Asgi(api.detokenize), methods=["POST"]),
+        Route("/tokenize", Asgi(api.tokenize), methods=["POST"]),
+        Route("/detokenize", Asgi(api.detokenize), methods=["POST"]),
         Route("/health", api.health, methods=["GET"]),
         Route("/ready", api.ready, methods=["GET"]),
         Route("/version", api.version, methods=["GET"]),
         Route("/integrity", api.integrity, methods=["GET"]),
         Route("/metrics", api.scrape, methods=["GET"]),
     ]
-    app = Starlette(
+    rest = Starlette(
         routes=routes,
         exception_handlers={404: api.http_error, 405: api.http_error, HTTPException: api.http_error},
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # What is asked most passes none of Starlette's layers.
+        found = generating.get(scope["path"], rest) if scope["method"] == "POST" else rest
+        await found(scope, receive, send)
+
     return KeyCheck(app, keys, api.metrics) if keys else app
 
 
-__all__ = ["OpenAIServer", "OpenAIServerSettings", "build_app"]
+__all__ = ["Asgi", "OpenAIServer", "OpenAIServerSettings", "build_app"]

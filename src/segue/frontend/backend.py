@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from segue.core.errors import ErrorInfo, SegueError
 from segue.core.request import Output, Request
 
+#: What is to be awaited before there may be more: the client is behind.
+Wait = Callable[[], Awaitable[None]]
 
-class Backend(Protocol):
+
+class Generation(Protocol):
+    """What comes of one request."""
+
+    async def deliver(self, take: Callable[[Output], Wait | None]) -> None:
+        """Call `take` with each output, in order, until one has `finish`: at the moment it arrives, unless
+        what `take` has returned last is still awaited. What `take` raises ends it.
+
+        A failure is raised as the SegueError it is, exactly once, at the latest after the budget of `submit`.
+        """
+        ...
+
+
+class Generator(Protocol):
     """Runs generations. Used on one event loop."""
+
+    def submit(self, request: Request, *, budget_s: float) -> Generation:
+        """Run `request`. Raises OutOfCapacity, Draining and DpRankOutOfRange before anything was started.
+
+        It has `budget_s` seconds. Whoever does not hear it to its end calls `cancel`.
+        """
+        ...
+
+    def cancel(self, request_id: str, reason: ErrorInfo) -> None:
+        """End the request on all workers now. Unknown and ended ids are ignored."""
+        ...
+
+
+class Backend(Generator, Protocol):
+    """A `Generator` that knows who is there."""
 
     def start(self) -> None:
         """Begin to look for workers."""
@@ -49,17 +79,4 @@ class Backend(Protocol):
 
     async def changed(self) -> None:
         """Returns when `can_serve` or `proven` may have changed."""
-        ...
-
-    def submit(self, request: Request, *, budget_s: float) -> AsyncIterator[Output]:
-        """The outputs of `request`, in order, until one has `finish`.
-
-        A failure is raised as the SegueError it is, exactly once, at the latest after
-        `budget_s` seconds; OutOfCapacity, Draining and DpRankOutOfRange before anything was started.
-        Whoever stops reading before the end calls `cancel`.
-        """
-        ...
-
-    def cancel(self, request_id: str, reason: ErrorInfo) -> None:
-        """End the request on all workers now. Unknown and ended ids are ignored."""
         ...

@@ -1,24 +1,20 @@
-"""One sample: outputs of the backend to pieces of text, and several samples merged into one stream."""
+"""One sample: outputs of the backend to pieces of text; and all samples of one request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from segue.core.errors import ErrorCode, ErrorInfo, Internal
+from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, Internal
 from segue.core.request import Output, Request, TokenLogprob, Usage
 from segue.core.types import FinishReason
-from segue.frontend.backend import Backend
+from segue.frontend.backend import Generator, Wait
 from segue.frontend.detokenize import Detokenizer, StopStrings
 from segue.frontend.params import Text
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
 from segue.session.tasks import awaited
-
-#: Pieces of several samples that wait for the client; the samples wait beyond that.
-_MERGE_LIMIT = 64
 
 
 @dataclass(slots=True)
@@ -151,25 +147,63 @@ class Meter:
         self._metrics.aborts.labels(reason).inc()
 
 
+#: What becomes of a piece of the sample with this index; the answer as in `Generation.deliver`.
+Take = Callable[[int, Piece], Wait | None]
+
+
+class _Enough(Exception):
+    """A stop string was found: what the workers still generate is not wanted."""
+
+
 async def generate(
-    backend: Backend, sample: Sample, meter: Meter, *, budget_s: float
-) -> AsyncGenerator[Piece, None]:
-    """The pieces of one sample. However it is left, the backend holds nothing of it afterwards."""
+    backend: Generator, samples: Sequence[Sample], meter: Meter, take: Take, *, budget_s: float
+) -> None:
+    """Give the pieces of all samples to `take` as they come, each with its sample's index, until all have
+    ended.
+
+    One failure ends all of them: a client gets all samples or an error. However it is left, the backend holds
+    nothing of them afterwards.
+    """
+    if len(samples) == 1:
+        await _one(backend, samples[0], 0, meter, take, budget_s)
+        return
+    ones = [awaited(_one(backend, sample, i, meter, take, budget_s)) for i, sample in enumerate(samples)]
+    try:
+        await asyncio.gather(*ones)
+    finally:
+        for one in ones:
+            one.cancel()
+        await asyncio.gather(*ones, return_exceptions=True)
+
+
+async def _one(
+    backend: Generator, sample: Sample, index: int, meter: Meter, take: Take, budget_s: float
+) -> None:
     request_id = sample.request.request_id
     reason: str | None = "client"
     last: float | None = None
+
+    def arrived(output: Output) -> Wait | None:
+        nonlocal reason, last
+        piece = sample.feed(output)
+        last = meter.first(sample) if last is None else meter.next(last)
+        if piece.finish is not None:
+            # The workers know of their own end; not of a stop string that we saw.
+            reason = None if output.finish is not None else "stop_string"
+        wait = take(index, piece)
+        if reason == "stop_string":
+            raise _Enough
+        return wait
+
     meter.enter()
     try:
-        async for output in backend.submit(sample.request, budget_s=budget_s):
-            piece = sample.feed(output)
-            last = meter.first(sample) if last is None else meter.next(last)
-            if piece.finish is not None:
-                # The workers know of their own end; not of a stop string that we saw.
-                reason = None if output.finish is not None else "stop_string"
-            yield piece
-            if piece.finish is not None:
-                return
-        raise Internal("the outputs ended without an end", phase="stream")
+        await backend.submit(sample.request, budget_s=budget_s).deliver(arrived)
+        if reason is not None:
+            raise Internal("the outputs ended without an end", phase="stream")
+    except _Enough:
+        pass
+    except AbortedByClient:
+        raise
     except Exception:
         reason = "error"
         raise
@@ -181,40 +215,3 @@ async def generate(
             backend.cancel(request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text=text))
             meter.abort(reason)
         meter.end(sample, begun=last is not None, complete=reason in (None, "stop_string"))
-
-
-async def merged(
-    backend: Backend, samples: Sequence[Sample], meter: Meter, *, budget_s: float
-) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all samples as they come, each with its sample's index.
-
-    One failure ends all of them: a client gets all samples or an error.
-    """
-    if len(samples) == 1:
-        async with aclosing(generate(backend, samples[0], meter, budget_s=budget_s)) as pieces:
-            async for piece in pieces:
-                yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue(_MERGE_LIMIT)
-
-    async def pump(index: int) -> None:
-        try:
-            async with aclosing(generate(backend, samples[index], meter, budget_s=budget_s)) as pieces:
-                async for piece in pieces:
-                    await queue.put((index, piece))
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [awaited(pump(i)) for i in range(len(samples))]
-    try:
-        open_samples = len(samples)
-        while open_samples:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
-            open_samples -= item[1].finish is not None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

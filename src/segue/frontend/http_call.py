@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from segue.core.errors import AbortedByClient, OutOfCapacity, RequestTimeout, RequestTooLarge, SegueError
-from segue.frontend.problems import RETRY_AFTER_S, body_of
-from segue.session.guarded_http import TRANSPORT
-from segue.session.tasks import background
+from segue.frontend.backend import Wait
+from segue.frontend.problems import body_of
+from segue.frontend.trace_context import NO_TRACE
+from segue.session.http_exchange import EXCHANGE, Header, HttpExchange
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -58,17 +59,26 @@ def request_id_of(scope: Scope) -> str:
     return secrets.token_hex(16)
 
 
+#: Where in an ASGI scope the check of API keys says whose key it was.
+TENANT = "segue.tenant"
+
+
 class HttpCall:
     """The exchange with one client. `gone` once it has left; `begun` once a status was sent."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive) -> None:
         self._scope = scope
         self._receive = receive
-        self._send = send
+        self._exchange: HttpExchange = scope[EXCHANGE]()
         self.id = request_id_of(scope)
         self.status = 0
         self.begun = False
         self.gone = False
+        #: When it was known what to generate, on the clock of `time.monotonic`; 0 before.
+        self.planned_at = 0.0
+        self.trace = NO_TRACE
+        #: which of the server's API keys the client has shown; empty if there are not several
+        self.tenant = str(scope.get(TENANT, ""))
         self._finished = False
         self._id_header = (b"x-request-id", self.id.encode())
 
@@ -77,6 +87,14 @@ class HttpCall:
     async def body(self, limit_bytes: int, budget: BodyBudget, *, timeout_s: float) -> bytes:
         """The whole body. RequestTooLarge beyond `limit_bytes`; what is too much is read and dropped, within
         reason, because a client that is still writing would not see the answer."""
+        raw = self._exchange.take_body()
+        if raw is None:
+            raw = await self._received(limit_bytes, budget, timeout_s)
+        elif len(raw) > limit_bytes:
+            raise _too_large(limit_bytes)
+        return raw
+
+    async def _received(self, limit_bytes: int, budget: BodyBudget, timeout_s: float) -> bytes:
         pieces: list[bytes] = []
         held = seen = 0
         try:
@@ -101,7 +119,7 @@ class HttpCall:
         finally:
             budget.give_back(held)
         if seen > limit_bytes:
-            raise RequestTooLarge(f"the body has more than {limit_bytes} bytes")
+            raise _too_large(limit_bytes)
         return b"".join(pieces)
 
     # ---- the client's leaving -------------------------------------------------------------------
@@ -110,27 +128,18 @@ class HttpCall:
         """While inside, the client's leaving cancels the current task (`gone` is then set)."""
         task = asyncio.current_task()
         assert task is not None
-        self._watcher = background(
-            self._watch(task), name="watching for the client's leaving", failed=lambda _: self._left(task)
-        )
+        self._exchange.watch(lambda: self._left(task))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watcher.cancel()
+        self._exchange.watch(None)
         if self.gone and kind is asyncio.CancelledError:
             task = asyncio.current_task()
             assert task is not None
             if task.uncancel() == 0:
                 raise AbortedByClient("the client closed the connection") from None
-
-    async def _watch(self, main: asyncio.Task[Any]) -> None:
-        while not self._finished:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self._left(main)
-                return
 
     def _left(self, main: asyncio.Task[Any]) -> None:
         if not self._finished:
@@ -145,108 +154,89 @@ class HttpCall:
 
     # ---- out ------------------------------------------------------------------------------------
 
-    async def answer(
-        self, status: int, body: object, *, headers: tuple[tuple[bytes, bytes], ...] = ()
-    ) -> None:
+    async def answer(self, status: int, body: object, *, headers: tuple[Header, ...] = ()) -> None:
         """Send a whole JSON answer."""
-        await self.answer_raw(status, _encode(body), (_JSON, *headers))
-
-    async def answer_raw(
-        self, status: int, raw: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()
-    ) -> None:
-        self.begun = True
+        raw = _encode(body)
+        if self._exchange.behind:
+            await self._exchange.drained()
+        self.begun = self._finished = True
         self.status = status
-        length = (b"content-length", str(len(raw)).encode())
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers, length, self._id_header],
-            }
-        )
-        self._finished = True
-        await self._send({"type": "http.response.body", "body": raw})
+        self._exchange.answer(status, (_JSON, *headers, self._id_header), raw)
 
     async def fail(self, error: SegueError) -> None:
         """Send an error: as the status if there is none yet, else as the stream's last event."""
         if self.gone:
             self.status = AbortedByClient.status
             return
+        if self._finished:
+            return  # there is nothing left to say it in
         if self.begun:
             raw = b"data: " + _encode(body_of(error)) + b"\n\ndata: [DONE]\n\n"
             self._finished = True
-            await self._send({"type": "http.response.body", "body": raw})
+            self._exchange.send(raw, last=True)
             return
         status = type(error).status
-        headers: tuple[tuple[bytes, bytes], ...] = ()
+        headers: tuple[Header, ...] = ()
         if status in (429, 503):
-            headers = ((b"retry-after", str(RETRY_AFTER_S).encode()),)
+            headers = ((b"retry-after", b"%d" % error.retry_after_s),)
         elif status in (408, 413):
             headers = ((b"connection", b"close"),)
         await self.answer(status, body_of(error), headers=headers)
 
     def stream(self, *, stall_s: float) -> EventStream:
         """An answer of events. The status goes out with the first of them."""
-        return EventStream(self, self._send, self._scope.get(TRANSPORT), stall_s)
+        return EventStream(self, self._exchange, stall_s)
 
-    async def start_stream(self) -> None:
+    def start_stream(self) -> None:
+        """From now on the answer is one of events."""
         self.begun = True
         self.status = 200
-        await self._send({"type": "http.response.start", "status": 200, "headers": [*_SSE, self._id_header]})
+        self._exchange.begin(200, (*_SSE, self._id_header))
 
     def finish_stream(self) -> None:
+        """Its last event is about to be sent."""
         self._finished = True
 
 
 class EventStream:
-    """Server-sent events with back-pressure: `send` waits while the client does not read.
+    """Server-sent events with back-pressure.
 
-    One that does not read for `stall_s` seconds is cut: its buffers are bounded, but its
-    connection and its generation would otherwise be held for as long as it likes.
+    A client that does not read for `stall_s` seconds is cut: its buffers are bounded, but its connection and
+    its generation would otherwise be held for as long as it likes.
     """
 
-    def __init__(self, call: HttpCall, send: Send, transport: Any, stall_s: float) -> None:
+    def __init__(self, call: HttpCall, exchange: HttpExchange, stall_s: float) -> None:
         self._call = call
-        self._send = send
-        self._transport = transport
+        self._exchange = exchange
         self._stall_s = stall_s
-        self._loop = asyncio.get_running_loop()
-        self._sending_since: float | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self.stalled = False
 
-    async def events(self, events: list[dict[str, Any]]) -> None:
-        """Send events in one write."""
-        if not events:
-            return
+    def events(self, raw: bytes) -> Wait | None:
+        """Send events in one write. If the client is behind: what to await before the next ones."""
+        if not raw:
+            return None
         if not self._call.begun:
-            await self._call.start_stream()
-            if self._transport is not None:
-                self._alarm = self._loop.call_later(self._stall_s, self._check)
-        self._sending_since = self._loop.time()
-        raw = b"".join([b"data: " + _encode(event) + b"\n\n" for event in events])
-        await self._send({"type": "http.response.body", "body": raw, "more_body": True})
-        self._sending_since = None
+            self._call.start_stream()
+        self._exchange.send(raw)
+        return self._drained if self._exchange.behind else None
 
-    async def end(self) -> None:
-        """The proper end of a stream."""
+    async def end(self, raw: bytes = b"") -> None:
+        """The proper end of a stream, after the events `raw`."""
+        if self._exchange.behind:
+            await self._drained()
         if not self._call.begun:
-            await self._call.start_stream()
+            self._call.start_stream()
         self._call.finish_stream()
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        self._exchange.send(raw + b"data: [DONE]\n\n", last=True)
 
-    def close(self) -> None:
-        """Stop watching; call it however the stream ended."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+    async def _drained(self) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._exchange.drained()
+        except TimeoutError:
+            self._call.gone = True
+            self._exchange.abort()
+            raise AbortedByClient(f"the client read nothing for {self._stall_s:g} s") from None
 
-    def _check(self) -> None:
-        # One timer per stall time and stream, not one per event.
-        now = self._loop.time()
-        since = self._sending_since if self._sending_since is not None else now
-        if now - since >= self._stall_s:
-            self.stalled = True
-            # Ends the wait in `send`; the client's leaving is then seen as any other.
-            self._transport.abort()
-            return
-        self._alarm = self._loop.call_at(since + self._stall_s, self._check)
+
+def _too_large(limit_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body has more than {limit_bytes} bytes")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from segue.core.config import AccessConfig
+from segue.core.access_config import AccessConfig
 from segue.core.errors import ConfigError, ErrorCode, Unauthorized
-from segue.frontend.http_call import Receive, Scope, Send, request_id_of
+from segue.frontend.http_call import TENANT, Receive, Scope, Send, request_id_of
 from segue.frontend.problems import error_body
 from segue.observe.metrics import Metrics
 
@@ -82,6 +82,12 @@ class ApiKeys:
             right |= hmac.compare_digest(shown, digest)
         return right and scheme.lower() == b"bearer"
 
+    def tenant(self, authorization: bytes) -> str:
+        """Which of the keys was shown, by its number; empty if there is but one. To be asked once `allow` has
+        said yes."""
+        shown = _digest(authorization.partition(b" ")[2].strip())
+        return f"key {self._digests.index(shown) + 1}" if len(self._digests) > 1 else ""
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
@@ -98,7 +104,11 @@ class KeyCheck:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in OPEN_PATHS or self._keys.allow(_authorization(scope)):
+        authorization = _authorization(scope)
+        allowed = self._keys.allow(authorization)
+        if allowed:
+            scope[TENANT] = self._keys.tenant(authorization)
+        if allowed or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         self._metrics.finished("any", ErrorCode.UNAUTHORIZED)

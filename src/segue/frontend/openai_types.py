@@ -108,6 +108,8 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     regex: str | None = None
     json_schema: str | dict[str, Any] | None = None
     max_completion_tokens: int | None = None
+    priority: int | None = None
+    user: str | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
     routed_dp_rank: int | None = None

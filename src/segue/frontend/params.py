@@ -5,6 +5,7 @@ Everything is checked before anything runs (lesson 20: one bad parameter ended a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -80,6 +81,17 @@ def rank_hints(body: GenerateFields) -> RankHints:
         disagg_prefill_dp_rank=body.disagg_prefill_dp_rank,
         force_query_prefill_dp_rank=bool(body.force_query_prefill_dp_rank),
     )
+
+
+def waiting_order(body: GenerateFields, tenant: str) -> tuple[int, str]:
+    """Priority and tenant of a request: `tenant` by its API key; without one a digest of the client's
+    `user`."""
+    priority = body.priority or 0
+    if not -(2**31) <= priority < 2**31:
+        raise BadParam(f"priority: a number of 32 bits, lower is earlier, not {priority}", "priority")
+    if not tenant and body.user:
+        tenant = hashlib.sha256(body.user.encode()).hexdigest()[:12]
+    return priority, tenant
 
 
 def text_options(body: GenerateFields) -> Text:

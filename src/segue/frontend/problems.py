@@ -28,9 +28,6 @@ _TYPES = {
     504: "timeout_error",
 }
 
-#: Seconds a client is asked to wait before it tries again.
-RETRY_AFTER_S = 1
-
 _PATH = re.compile(r"`\$\.?([^`]*)`\s*$")
 
 

@@ -35,9 +35,7 @@ async def _canary(backend: Backend, request_id: str, prompt: list[int], budget_s
     params = SamplingParams(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True)
     request = Request(request_id=request_id, prompt=prompt, sampling=params)
     try:
-        async for output in backend.submit(request, budget_s=budget_s):
-            if output.finish is not None:
-                return
+        await backend.submit(request, budget_s=budget_s).deliver(lambda _: None)
     finally:
         # Ignored after a proper end.
         backend.cancel(request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="the canary ended"))

@@ -14,6 +14,7 @@ from typing import Any
 from segue.core.addresses import is_loopback
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
+from segue.core.records import Records
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.backend import Backend
 from segue.frontend.http_server import HttpServer, bind
@@ -21,6 +22,7 @@ from segue.frontend.keys import ApiKeys
 from segue.frontend.ready import keep_proving
 from segue.frontend.sampling_defaults import OPENAI, of_model
 from segue.frontend.tokenizer import ModelTokenizer
+from segue.frontend.trace_context import TraceContext, passed_on
 from segue.observe.metrics import Metrics
 from segue.session.listen import url_of
 from segue.session.tasks import awaited, background
@@ -53,11 +55,14 @@ async def run_frontend(
     metrics: Metrics,
     stop: asyncio.Event,
     *,
+    records: Records | None = None,
+    trace: Callable[[str], TraceContext] = passed_on,
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones
-    have `limits.drain_s`. Starts `backend` and closes it; `metrics` are the process's.
+    have `limits.drain_s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace`
+    makes a request's trace context of the client's.
 
     `on_listening` and `on_ready` are called once with the URL: when the port answers, and when the first
     canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
@@ -65,7 +70,7 @@ async def run_frontend(
     sock = bind(config.host, config.port)
     try:
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model_folder)
-        context_tokens, vocab_size = _model_bounds(config, tokenizer)
+        context_tokens, vocab_size = model_bounds(config.model_folder, tokenizer, config.context_tokens)
         defaults = of_model(config.model_folder, vocab_size) if config.model_defaults else OPENAI
         log.info("what clients do not name: %s", defaults)
         settings = OpenAIServerSettings(
@@ -75,7 +80,7 @@ async def run_frontend(
             limits=config.limits,
             defaults=defaults,
         )
-        api = OpenAIServer(backend, tokenizer, settings, metrics)
+        api = OpenAIServer(backend, tokenizer, settings, metrics, records, trace)
     except BaseException:
         sock.close()
         raise
@@ -133,9 +138,10 @@ async def _drain(backend: Backend, api: OpenAIServer, drain_s: float) -> None:
         log.warning("%d requests did not end within %.0f s and are ended now", api.calls, drain_s)
 
 
-def _model_bounds(config: FrontendSettings, tokenizer: ModelTokenizer) -> tuple[int, int]:
-    """Context and vocabulary as `config.json` says; the workers' own word comes later."""
-    path = config.model_folder / "config.json"
+def model_bounds(folder: Path, tokenizer: ModelTokenizer, context_tokens: int = 0) -> tuple[int, int]:
+    """Context and vocabulary as `config.json` says (the context only where none is given); the workers' own
+    word comes later. Raises ConfigError."""
+    path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -144,7 +150,7 @@ def _model_bounds(config: FrontendSettings, tokenizer: ModelTokenizer) -> tuple[
         raise ConfigError(f"{path} is not a model's configuration")
     text = raw.get("text_config")
     raw = {**raw, **text} if isinstance(text, dict) else raw
-    context = config.context_tokens or raw.get("max_position_embeddings") or raw.get("n_positions") or 0
+    context = context_tokens or raw.get("max_position_embeddings") or raw.get("n_positions") or 0
     if not isinstance(context, int) or context < 1:
         raise ConfigError(f"{path} does not say how long a context may be (max_position_embeddings)")
     vocab = raw.get("vocab_size")

@@ -58,13 +58,14 @@ class AnnounceRoom:
 class Publish:
     """Engine: the receiver's pages. From here on a peer may write into them.
 
-    `pages` as in `Destination.pages`; pages after those of the prompt are not published. Legal in
+    `pages` and `slot` as in `Destination`; pages after those of the prompt are not published. Legal in
     WAITING_FOR_INPUT only.
     """
 
     transfer: TransferId
     pages: tuple[int, ...]
     prefix_tokens: int
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,18 @@ class SendChunk:
 
     `pages` are the source pages of the prompt from token 0 on, at least up to `span.end`. Spans
     come in order without gaps from token 0; what lies before the destination's
-    prefix is skipped by the protocol. The chunk with `span.end == prompt_tokens` is the final one.
+    prefix is skipped by the protocol. The chunk with `span.end == prompt_tokens` is the final one: the state
+    in `slot`, if the model keeps one, is complete, too.
+
+    With `layers` only the KV of the model's first so many layers is complete. What follows is the same chunk
+    with more layers, and at last without a number.
     """
 
     transfer: TransferId
     span: Span
     pages: tuple[int, ...]
+    slot: int | None = None
+    layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +121,14 @@ class PeerUp:
 class PeerDown:
     """Session: the session to this leader has ended; fails exactly its transfers.
 
-    `dead` is True when the kernel or the transport proved that its process is gone.
+    `dead` is True when the kernel or a transport proved that nothing of it lands any more. Of a transport
+    that is `over` its own path: another one may still carry bytes.
     """
 
     peer: LeaderId
     error: ErrorInfo
     dead: bool = False
+    over: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +276,13 @@ class ComputeChecksum:
 @dataclass(frozen=True, slots=True)
 class Grant:
     """Decode: writes of `epoch` by `transfer.prefill`, and by those of our own ranks that pass on to it, may
-    land in `pages` of our rank `rank`; answered by its `Granted`."""
+    land in `pages` and in `slot` of our rank `rank`; answered by its `Granted`."""
 
     transfer: TransferId
     rank: int
     epoch: int
     pages: tuple[int, ...]
+    slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +300,8 @@ class Phase:
 
     `error` comes with FAILED, `metadata` with the receiver's SUCCESS; `wire_s` comes
     with SUCCESS: on the sender the time from the first write given to the transport to the last
-    landed one, on the receiver the time that the transport took for the slowest last chunk.
+    landed one, on the receiver the time that the transport took for the slowest last chunk. `nbytes` are the
+    bytes of KV that landed, with SUCCESS too.
     """
 
     transfer: TransferId
@@ -298,6 +309,7 @@ class Phase:
     error: ErrorInfo | None = None
     metadata: Metadata | None = None
     wire_s: float = 0.0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

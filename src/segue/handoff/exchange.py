@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -58,7 +59,7 @@ from segue.handoff.messages import (
 from segue.handoff.receiver import ReceiverMachine
 from segue.handoff.sender import SenderMachine
 from segue.handoff.table_checks import Tables
-from segue.handoff.timers import Deadlines, Timer
+from segue.handoff.timers import DeadlineEntry, Deadlines
 from segue.handoff.tombstones import Tombstones
 
 _TO_PREFILL = frozenset({Destination, Committed, Failed, Abort, Gone})
@@ -157,14 +158,19 @@ class Exchange:
         """The hand-offs that have not ended."""
         return [transfer for transfer, machine in self._machines.items() if not machine.phase.terminal]
 
+    def peers(self) -> set[LeaderId]:
+        """The peers of all hand-offs that are not over."""
+        return {machine.peer for machine in self._machines.values()}
+
     def unproven_fences(self, peer: LeaderId, transport: str) -> list[Fence]:
-        """The fences of hand-offs with `peer` over `transport` that our ranks have answered without a proof.
-        Another transport knows nothing of their writes, and its word would be none."""
+        """The fences of hand-offs with `peer` over `transport` that our ranks have not answered with a proof.
+        An answer that is still under way may say what was known before. Another transport knows nothing of
+        their writes, and its word would be none."""
         return [
             Fence(machine.transfer, rank, machine.epoch)
             for machine in self._bound_to(peer)
             if machine.transport == transport
-            for rank in sorted(machine.fences.unproven - machine.fences.waiting)
+            for rank in sorted(machine.fences.unproven)
         ]
 
     def sizes(self) -> dict[str, int]:
@@ -218,7 +224,7 @@ class Exchange:
             MachineArgs(
                 self._local,
                 self._turn,
-                self._new_epoch,
+                self.new_epoch,
                 transfer,
                 peer,
                 link,
@@ -253,7 +259,8 @@ class Exchange:
                 room=transfer.room,
             )
 
-    def _new_epoch(self) -> int:
+    def new_epoch(self) -> int:
+        """A number that this leader has never used for writes to it."""
         self._last_epoch += 1
         return self._last_epoch
 
@@ -295,7 +302,8 @@ class Exchange:
         self._links.pop(event.peer, None)
         self._tombstones.peer_down(event.peer, event.error)
         for machine in self._bound_to(event.peer):
-            self._tell(machine, event)
+            elsewhere = event.over is not None and machine.transport != event.over
+            self._tell(machine, replace(event, dead=False) if elsewhere else event)
 
     def _bound_to(self, peer: LeaderId) -> list[Machine]:
         return [m for m in self._machines.values() if m.peer == peer]
@@ -361,7 +369,7 @@ class Exchange:
             self._forget(machine)
         elif machine.deadline < machine.timer.at and not machine.phase.terminal:
             self._deadlines.cancel(machine.timer)
-            machine.timer = Timer(machine.transfer, machine.deadline)
+            machine.timer = DeadlineEntry(machine.transfer, machine.deadline)
             self._deadlines.add(machine.timer)
 
     def _forget(self, machine: Machine) -> None:

@@ -72,7 +72,7 @@ from segue.handoff.lease import Lease
 from segue.handoff.link import LocalLeader, PeerLink
 from segue.handoff.messages import Failed, HandoffMessage
 from segue.handoff.tally import Fences
-from segue.handoff.timers import Timer
+from segue.handoff.timers import DeadlineEntry
 from segue.layout.planner import PairPlan
 
 Asked = TypeVar("Asked")
@@ -158,7 +158,7 @@ class Machine:
         self.prompt_tokens = args.prompt_tokens
         self.deadline = args.deadline
         self.opened_at = args.turn.now
-        self.timer = Timer(args.transfer, args.deadline)
+        self.timer = DeadlineEntry(args.transfer, args.deadline)
         self.state: enum.StrEnum = next(iter(self.TABLE))
         self.error: ErrorInfo | None = None
         self._plan: PairPlan | None = None

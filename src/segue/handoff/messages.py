@@ -7,6 +7,8 @@ own frames (handshake, keepalive) are not here. Every message is frozen, tagged 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from segue.core.errors import ErrorInfo
@@ -14,15 +16,16 @@ from segue.core.request import TokenLogprob
 from segue.core.types import Span, TransferId
 from segue.layout.spec import PoolSpec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a leader says of its replica when a session opens; the payload of `Hello` / `Welcome`.
+    """What a leader says of its replica when a session opens; the payload of `SessionHello` / `Welcome`.
 
     `model` is a fingerprint of configuration and weights: KV of another model is never accepted.
     `ranks` are the pools in rank order, `endpoints` maps a transport's name to one opaque
-    endpoint per rank.
+    endpoint per rank. `scratch` has of each rank the offset and the size of memory that nothing is kept in; a
+    side that gives none takes no part in a probe.
     """
 
     protocol: int
@@ -31,11 +34,13 @@ class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[PoolSpec]
     endpoints: dict[str, list[bytes]]
     max_transfers: int
+    scratch: list[tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=2)]]] = []
 
 
 class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """D→P: where to write. `pages` holds tokens `[prefix_tokens // page_tokens * page_tokens,
-    prompt_tokens)` of the prompt in order; the bytes before `prefix_tokens` are already right.
+    prompt_tokens)` of the prompt in order; the bytes before `prefix_tokens` are already right. `slot` is for
+    the state that the model keeps of a sequence beside its KV, if it keeps one; `prefix_tokens` is 0 then.
 
     `epoch` was chosen by decode for this hand-off alone and every write carries it. `plan_hash`
     is what decode computed from both layouts; prefill must compute the same. `inferred`: decode was not told
@@ -51,6 +56,7 @@ class Destination(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     transport: str
     plan_hash: int
     inferred: bool = False
+    slot: int | None = None
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -71,10 +77,11 @@ class ChunkPosted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """P→D: a chunk has landed at the destination, for one (source rank, destination rank) pair.
 
     `span` is the whole chunk's, in tokens of the prompt; the source has sent its share of it
-    (`PairPlan.share`), of which `nbytes` and `checksum` are. `final` marks the pair's last chunk. `checksum`
-    is the XXH3-64 of the share's content as prefill holds it, in the canonical order of `layout.content`,
-    over one layer in `every` (1: all); None where checksums are off or the share is empty. Decode verifies
-    whatever it is given. `wire_s` is the time the transport took for it.
+    (`PairPlan.share`), of which `nbytes` and `checksum` are. `final` marks the pair's last chunk, which has
+    the sequence's state as well, if there is one. `checksum` is the XXH3-64 of the share's content as prefill
+    holds it, in the canonical order of `layout.content`, over one layer in `every` (1: all); None where
+    checksums are off or the share is empty. Decode verifies whatever it is given. `wire_s` is the time the
+    transport took for it.
     """
 
     transfer: TransferId
@@ -139,6 +146,22 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
     transfer: TransferId
 
+
+class ProbeReady(msgspec.Struct, frozen=True, tag=True):
+    """D→P, where both give scratch, and before anything else: P may write into it under `epoch`, over each
+    transport that the pair could use."""
+
+    epoch: int
+
+
+class PathChosen(msgspec.Struct, frozen=True, tag=True):
+    """P→D: the transport of this session. P decides, for it is the one that writes, and so the one that
+    measures; nothing of a probe is written any more."""
+
+    transport: str
+
+
+PathMessage = ProbeReady | PathChosen
 
 HandoffMessage = (
     Destination | Accepted | Moved | ChunkPosted | Metadata | Committed | Failed | Abort | Drained | Gone

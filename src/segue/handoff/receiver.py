@@ -40,8 +40,8 @@ from segue.handoff.messages import (
     Metadata,
     Moved,
 )
-from segue.handoff.tally import Tally, expected_pages, page_problem
-from segue.layout.content import Sample
+from segue.handoff.tally import Tally, expected_pages, page_problem, slot_problem
+from segue.layout.content import LayerSample
 
 
 class ReceiverState(enum.StrEnum):
@@ -65,13 +65,14 @@ class ReceiverMachine(Machine):
     """Publishes pages, tallies and verifies what lands in them, has it passed on to the ranks that hold the
     same, commits; or fails and waits for a proof."""
 
-    __slots__ = ("_granting", "_inferred", "_tally", "pages", "peer_done")
+    __slots__ = ("_granting", "_inferred", "_tally", "pages", "peer_done", "slot")
 
     def __init__(self, args: MachineArgs) -> None:
         super().__init__(args)
         self._inferred = args.inferred
         self._tally: Tally | None = None
         self.pages: tuple[int, ...] = ()
+        self.slot: int | None = None
         #: our ranks at which a write could not land yet
         self._granting: set[int] = set()
         #: The peer has given its word, or is dead: it starts no write any more.
@@ -98,17 +99,19 @@ class ReceiverMachine(Machine):
         plan = self.plan
         due = expected_pages(self.prompt_tokens, event.prefix_tokens, plan.target_page_tokens)
         pages = list(event.pages[: max(0, due)])
-        problem = page_problem(pages, self.prompt_tokens, event.prefix_tokens, plan)
+        problem = page_problem(pages, self.prompt_tokens, event.prefix_tokens, plan) or slot_problem(
+            event.slot, event.prefix_tokens, plan
+        )
         if problem:
             raise self.illegal(f"cannot publish {problem}")
-        self.pages = tuple(pages)
+        self.pages, self.slot = tuple(pages), event.slot
         self.exposed_pages = len(pages)
         self.epoch = self.new_epoch()
         self.prefix_tokens = event.prefix_tokens
         self._tally = Tally(self.transfer, plan, event.prefix_tokens, self.prompt_tokens)
         self._granting = set(self.ranks)
         for rank in self.ranks:
-            self.emit(Grant(self.transfer, rank, self.epoch, self.pages))
+            self.emit(Grant(self.transfer, rank, self.epoch, self.pages, self.slot))
 
     def _granted(self, event: Granted) -> None:
         if event.rank not in self._granting:
@@ -130,6 +133,7 @@ class ReceiverMachine(Machine):
             transport=self.transport,
             plan_hash=self.plan.hash(self.prompt_tokens, self.prefix_tokens, len(self.pages)),
             inferred=self._inferred,
+            slot=self.slot,
         )
         self.send(message)
 
@@ -190,8 +194,11 @@ class ReceiverMachine(Machine):
         share = self.tally.share(message)
         if message.checksum is None or len(share) == 0:
             return False
-        sample = Sample(message.every, self.transfer.room + message.sequence)
-        content = self.plan.target_content(message.source, rank, share, self.pages, self._first_token, sample)
+        sample = LayerSample(message.every, self.transfer.room + message.sequence)
+        slot = self.slot if message.final else None
+        content = self.plan.target_content(
+            message.source, rank, share, self.pages, self._first_token, sample, slot
+        )
         self.emit(ComputeChecksum(self.transfer, rank, self.tally.verify(message, rank), content))
         return True
 
@@ -233,7 +240,8 @@ class ReceiverMachine(Machine):
 
     def _commit(self) -> None:
         tally = self.tally
-        self.emit(Phase(self.transfer, KVPoll.SUCCESS, metadata=tally.metadata, wire_s=tally.last_wire_s))
+        phase = Phase(self.transfer, KVPoll.SUCCESS, None, tally.metadata, tally.last_wire_s, tally.nbytes)
+        self.emit(phase)
         self.send(Committed(self.transfer))
         self.fence()
         self.release()

@@ -37,8 +37,8 @@ from segue.handoff.messages import (
     Failed,
     Gone,
 )
-from segue.handoff.tally import page_problem
-from segue.layout.content import Sample
+from segue.handoff.tally import page_problem, slot_problem
+from segue.layout.content import LayerSample
 from segue.layout.planner import PairPlan
 
 #: How long a sender whose write decode refused waits for decode to say why. Decode says it before it refuses
@@ -71,14 +71,15 @@ _Pair = tuple[int, int]
 
 @dataclass(slots=True)
 class _Write:
-    """One chunk of one pair, from posting until it was announced. `summed`: its checksum is here,
-    or not wanted."""
+    """One chunk of one pair, from its first post until it was announced. `whole`: all its layers are posted;
+    `in_flight`: posts that have not landed; `summed`: its checksum is here, or not wanted."""
 
     span: Span
     sequence: int
     nbytes: int
     final: bool
-    landed: bool
+    whole: bool = False
+    in_flight: int = 0
     summed: bool = True
     checksum: int | None = None
     every: int = 1
@@ -93,10 +94,13 @@ class SenderMachine(Machine):
         "_due",
         "_first_post_at",
         "_in_flight",
+        "_landed_bytes",
         "_last_landed_at",
+        "_layers_sent",
         "_metadata_sent",
         "_next_tag",
         "_next_token",
+        "_partly_sent",
         "_queues",
         "_reading",
         "_refusal",
@@ -110,6 +114,9 @@ class SenderMachine(Machine):
         self._next_token = 0
         self._next_tag = 0
         self._sequence = 0
+        #: of the chunk that began at `_next_token` some layers were sent, and this many
+        self._partly_sent = Span(0, 0)
+        self._layers_sent = 0
         #: by rank and tag: writes that have not landed, and chunks whose pages are read for their checksum
         self._in_flight: dict[tuple[int, int], tuple[_Pair, _Write]] = {}
         self._reading: dict[tuple[int, int], tuple[_Pair, _Write]] = {}
@@ -120,6 +127,7 @@ class SenderMachine(Machine):
         self._due = args.deadline
         self._first_post_at: float | None = None
         self._last_landed_at = 0.0
+        self._landed_bytes = 0
 
     # ---- the session and the peer --------------------------------------------------------------
 
@@ -152,7 +160,9 @@ class SenderMachine(Machine):
             )
         if not 0 < message.epoch < 2**64:
             raise TransferFailed(f"epoch {message.epoch} is not a non-zero unsigned 64-bit number")
-        problem = page_problem(message.pages, message.prompt_tokens, message.prefix_tokens, plan)
+        problem = page_problem(
+            message.pages, message.prompt_tokens, message.prefix_tokens, plan
+        ) or slot_problem(message.slot, message.prefix_tokens, plan)
         if problem:
             raise LayoutMismatch(f"decode's destination is impossible: {problem}")
         ours = plan.hash(message.prompt_tokens, message.prefix_tokens, len(message.pages))
@@ -169,7 +179,7 @@ class SenderMachine(Machine):
         if self._next_token < self.prompt_tokens or any(self._queues.values()) or not self._metadata_sent:
             self._too_early(message)
         wire_s = 0.0 if self._first_post_at is None else self._last_landed_at - self._first_post_at
-        self.emit(Phase(self.transfer, KVPoll.SUCCESS, wire_s=wire_s))
+        self.emit(Phase(self.transfer, KVPoll.SUCCESS, wire_s=wire_s, nbytes=self._landed_bytes))
         self.release()
 
     def _meet(self, link: PeerLink) -> None:
@@ -190,57 +200,79 @@ class SenderMachine(Machine):
     # ---- the engine ----------------------------------------------------------------------------
 
     def _chunk(self, event: SendChunk) -> SenderState | None:
-        """Post the writes of a finished chunk. Raises IllegalEvent, unchanged, for a wrong span."""
+        """Post the writes of a finished chunk, or of more of its layers. Raises IllegalEvent, unchanged, for
+        a wrong span or number of layers."""
         plan, to, span = self.plan, self._to, event.span
         if to is None or span.start != self._next_token or not span.start < span.end <= self.prompt_tokens:
             raise self.illegal(
                 f"chunk [{span.start}, {span.end}) where one from token {self._next_token} of "
                 f"{self.prompt_tokens} was due"
             )
+        whole, sent = event.layers is None, self._layers_sent
+        until = plan.layers if event.layers is None else event.layers
+        if (sent and span != self._partly_sent) or not sent < until <= plan.layers - (not whole):
+            raise self.illegal(
+                f"{until} of {plan.layers} layers of chunk [{span.start}, {span.end}) after {sent} of "
+                f"[{self._partly_sent.start}, {self._partly_sent.end})"
+            )
         if len(event.pages) * plan.source_page_tokens < span.end:
             raise self.illegal(f"{len(event.pages)} source pages do not hold {span.end} tokens")
         prefix = self.prefix_tokens
         final = span.end == self.prompt_tokens
+        if final and whole and (event.slot is None) != (to.slot is None):
+            raise self.illegal(f"slot {event.slot} of the source for slot {to.slot} of the destination")
         part = Span(max(span.start, prefix), max(span.end, prefix))
-        if not final and len(part) == 0:
-            self._next_token = span.end
+        if len(part) == 0 and not (final and whole):
+            if whole:
+                self._next_token = span.end
             return None
-        page = plan.target_page_tokens
+        page, layers = plan.target_page_tokens, None if whole and not sent else Span(sent, until)
         first_token = prefix // page * page
         shares = [plan.share(source, part) for source, _ in plan.pairs]
         blocks = [
-            tuple(plan.blocks(s, t, share, event.pages, to.pages, first_token))
+            tuple(plan.blocks(s, t, share, event.pages, to.pages, first_token, layers))
             for (s, t), share in zip(plan.pairs, shares, strict=True)
         ]
-        self._next_token = span.end
+        slot = event.slot if final and whole else None
+        if slot is not None and to.slot is not None:  # then there is one pair
+            blocks[0] += (plan.state_block(*plan.pairs[0], slot, to.slot),)
+        self._partly_sent, self._layers_sent = span, 0 if whole else until
         if self.state is SenderState.WAITING_FOR_INPUT:
             self.emit(Phase(self.transfer, KVPoll.TRANSFERRING))
             if len(part):
                 self.exposed_pages = len(event.pages)
                 self._first_post_at = self.turn.now
         for pair, share, pair_blocks in zip(plan.pairs, shares, blocks, strict=True):
-            nbytes = len(share) * plan.pair_token_bytes(*pair)
-            write = _Write(part, self._sequence, nbytes, final, landed=not pair_blocks)
-            self._queues[pair].append(write)
+            if not sent:
+                nbytes = plan.chunk_bytes(*pair, len(share), final)
+                self._queues[pair].append(_Write(part, self._sequence, nbytes, final))
+            write = self._queues[pair][-1]
+            tag = self._next_tag
+            self._next_tag += 1
             if pair_blocks:
                 rank, target = pair
-                tag = self._next_tag
-                self._next_tag += 1
+                write.in_flight += 1
                 self._in_flight[rank, tag] = (pair, write)
                 self.emit(PostWrite(self.transfer, rank, self.epoch, tag, target, pair_blocks))
-                self._sum(tag, pair, write, share, event.pages)
-            else:
+            if whole:
+                write.whole = True
+                if write.nbytes:
+                    self._sum(tag, pair, write, share, event.pages, slot)
                 self._announce(pair)
-        self._sequence += 1
+        if whole:
+            self._next_token = span.end
+            self._sequence += 1
         return SenderState.TRANSFERRING if len(part) else SenderState.ALL_CACHED
 
-    def _sum(self, tag: int, pair: _Pair, write: _Write, share: Span, pages: tuple[int, ...]) -> None:
+    def _sum(
+        self, tag: int, pair: _Pair, write: _Write, share: Span, pages: tuple[int, ...], slot: int | None
+    ) -> None:
         """Have the chunk's source bytes hashed, beside the write."""
         if self.local.kv_checksum is ChecksumMode.OFF:
             return
         write.every = 1 if self.local.kv_checksum is ChecksumMode.FULL else SAMPLE_EVERY
-        sample = Sample(write.every, self.transfer.room + write.sequence)
-        content = self.plan.source_content(*pair, share, pages, sample)
+        sample = LayerSample(write.every, self.transfer.room + write.sequence)
+        content = self.plan.source_content(*pair, share, pages, sample, slot)
         write.summed = False
         self._reading[pair[0], tag] = (pair, write)
         self.emit(ComputeChecksum(self.transfer, pair[0], tag, content))
@@ -263,7 +295,7 @@ class SenderMachine(Machine):
 
     def _landed(self, event: WriteLanded) -> None:
         pair, write = self.asked(self._in_flight, event.rank, event.tag)
-        write.landed = True
+        write.in_flight -= 1
         write.wire_s = event.seconds
         self._last_landed_at = self.turn.now
         self._announce(pair)
@@ -288,8 +320,9 @@ class SenderMachine(Machine):
         """Tell decode of landed chunks and their checksums, in order of sequence, whatever order they
         landed in."""
         queue = self._queues[pair]
-        while queue and queue[0].landed and queue[0].summed:
+        while queue and queue[0].whole and not queue[0].in_flight and queue[0].summed:
             write = queue.popleft()
+            self._landed_bytes += write.nbytes
             message = ChunkPosted(
                 transfer=self.transfer,
                 source=pair[0],

@@ -65,6 +65,11 @@ class Tally:
         """What the transport took for the slowest of the pairs' last chunks, in seconds."""
         return max((seen[-1].wire_s for seen in self._chunks.values() if seen), default=0.0)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV that have landed, once for each pair that sent them."""
+        return sum(chunk.nbytes for seen in self._chunks.values() for chunk in seen)
+
     def chunk(self, message: ChunkPosted) -> bool:
         """Note a landed chunk; False if it is an exact repeat. Raises TransferFailed when it is not
         the next chunk of a planned pair."""
@@ -142,7 +147,7 @@ class Tally:
             covers = f"chunk {sequence} covers tokens {span.start} to {span.end}"
             return f"{covers}, for other ranks {known.start} to {known.end}"
         tokens = len(self.share(message))
-        nbytes = tokens * self._plan.pair_token_bytes(*pair)
+        nbytes = self._plan.chunk_bytes(*pair, tokens, message.final)
         if message.nbytes != nbytes:
             return f"chunk of {tokens} tokens moved {message.nbytes} bytes where {nbytes} were planned"
         return ""
@@ -209,4 +214,18 @@ def page_problem(pages: Sequence[int], prompt_tokens: int, prefix_tokens: int, p
         return f"page ids from {min(pages)} to {max(pages)} in a pool of {plan.target_pages}"
     if len(set(pages)) != len(pages):
         return "a page occurs twice"
+    return ""
+
+
+def slot_problem(slot: int | None, prefix_tokens: int, plan: PairPlan) -> str:
+    """Why `slot` cannot be the destination of this hand-off's state; an empty string if it can."""
+    slots = plan.target_slots
+    if (slot is None) != (slots == 0):
+        return f"slot {slot} in a pool of {slots} slots"
+    if slot is None:
+        return ""
+    if not 0 <= slot < slots:
+        return f"slot {slot} in a pool of {slots} slots"
+    if prefix_tokens:
+        return f"a prefix of {prefix_tokens} tokens, without the state at its end"
     return ""

@@ -7,7 +7,7 @@ import heapq
 from segue.core.types import TransferId
 
 
-class Timer:
+class DeadlineEntry:
     """One entry of the exchange's deadline heap. It outlives the machine as its tombstone's timer."""
 
     __slots__ = ("at", "live", "transfer")
@@ -28,14 +28,14 @@ class Deadlines:
     _SLACK = 64
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Timer]] = []
+        self._heap: list[tuple[float, int, DeadlineEntry]] = []
         self._sequence = 0
         self.live = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, timer: Timer) -> None:
+    def add(self, timer: DeadlineEntry) -> None:
         """Watch a live timer."""
         self._sequence += 1
         self.live += 1
@@ -44,7 +44,7 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].live]
             heapq.heapify(self._heap)
 
-    def cancel(self, timer: Timer) -> None:
+    def cancel(self, timer: DeadlineEntry) -> None:
         """Forget a timer. Idempotent."""
         if timer.live:
             timer.live = False
@@ -57,7 +57,7 @@ class Deadlines:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def pop_due(self, now: float) -> Timer | None:
+    def pop_due(self, now: float) -> DeadlineEntry | None:
         """Take the earliest live timer that is due, cancelled from here on."""
         due = self.next()
         if due is None or due > now:

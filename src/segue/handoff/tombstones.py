@@ -24,7 +24,7 @@ from segue.handoff.events import (
 from segue.handoff.link import LocalLeader, PeerLink
 from segue.handoff.machine import Machine
 from segue.handoff.messages import Abort, Committed, Destination, Drained, Failed, Gone, Moved
-from segue.handoff.timers import Deadlines, Timer
+from segue.handoff.timers import DeadlineEntry, Deadlines
 
 #: Messages about something unknown that get no answer, so that two sides never ping-pong.
 _UNANSWERED = frozenset({Gone, Drained, Committed})
@@ -36,7 +36,7 @@ class ParkedDestination:
 
     peer: LeaderId
     destination: Destination
-    timer: Timer
+    timer: DeadlineEntry
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Tombstone:
 
     phase: KVPoll
     error: ErrorInfo | None
-    timer: Timer
+    timer: DeadlineEntry
     opened: bool
     peer_notified: bool
 
@@ -119,7 +119,7 @@ class Tombstones:
             return
         # A NaN from the wire must not get into the heap: it compares as false with everything.
         budget_s = message.budget_s if message.budget_s > 0 else 0.0
-        timer = Timer(message.transfer, self._turn.now + min(budget_s, limits.request_budget_s))
+        timer = DeadlineEntry(message.transfer, self._turn.now + min(budget_s, limits.request_budget_s))
         self.parked[message.transfer] = ParkedDestination(link.peer, message, timer)
         self._deadlines.add(timer)
         if message.inferred:
@@ -203,7 +203,7 @@ class Tombstones:
         self._add(machine.transfer, ended, machine.deadline)
 
     def _add_unopened(self, transfer: TransferId, error: ErrorInfo, until: float) -> None:
-        timer = Timer(transfer, until)
+        timer = DeadlineEntry(transfer, until)
         self._deadlines.add(timer)
         self._add(transfer, Tombstone(KVPoll.FAILED, error, timer, opened=False, peer_notified=True), until)
 
@@ -213,14 +213,14 @@ class Tombstones:
         until = max(until, self._turn.now + self._local.limits.peer_silence_s)
         if not ended.timer.live or ended.timer.at < until:
             self._deadlines.cancel(ended.timer)
-            ended.timer = Timer(transfer, until)
+            ended.timer = DeadlineEntry(transfer, until)
             self._deadlines.add(ended.timer)
         self.ended[transfer] = ended
         if len(self.ended) > self._local.limits.max_transfers:
             oldest = next(iter(self.ended))
             self._deadlines.cancel(self.ended.pop(oldest).timer)
 
-    def expire(self, timer: Timer) -> None:
+    def expire(self, timer: DeadlineEntry) -> None:
         """The timer of an entry has run out, or one that no entry has any more."""
         parked, ended = self.parked.get(timer.transfer), self.ended.get(timer.transfer)
         if parked is not None and parked.timer is timer:

@@ -1,8 +1,8 @@
 """The content of a chunk as bytes in one canonical order, however its pages lie; and its checksum.
 
-The order: layer; then K before V; then token; then KV head. It is over the part of the model that a pair
-of ranks shares (`Part`), so both ranks of a pair hash the same bytes whatever their page sizes,
-placements and splits of layers and heads: a rank that holds more heads than the pair shares
+The order: layer; then K before V; then token; then KV head; and last the sequence's state. It is over the
+part of the model that a pair of ranks shares (`Part`), so both ranks of a pair hash the same bytes whatever
+their page sizes, placements and splits of layers and heads: a rank that holds more heads than the pair shares
 contributes, of each token, only the shared ones.
 """
 
@@ -47,13 +47,18 @@ class Part(NamedTuple):
         heads = min(self.head_start + self.heads, other.head_start + other.heads) - head
         return Part(layer, layers, head, heads) if layers > 0 and heads > 0 else None
 
+    def of_layers(self, layers: Span) -> Part:
+        """Of this part what lies in `layers` of the model; it may have no layer."""
+        start, end = max(self.layer_start, layers.start), min(self.layer_start + self.layers, layers.end)
+        return self._replace(layer_start=start, layers=max(0, end - start))
+
 
 def part_of(spec: PoolSpec) -> Part:
     """What a rank holds."""
     return Part(spec.layer_start, spec.layer_count, spec.head_start, spec.head_count)
 
 
-class Sample(NamedTuple):
+class LayerSample(NamedTuple):
     """Which layers of a part a checksum covers: one in `every`, beginning at `key % every`.
 
     `every` 1 covers all. `key` is `room + sequence of the chunk`, so that following chunks of one
@@ -69,16 +74,19 @@ class Content:
     """The canonical bytes of a range of tokens in one pool: for each plane, each run of token slots.
 
     `runs` holds (first token slot, tokens), in token order; a run may go over neighbouring pages of
-    `page_tokens` slots.
+    `page_tokens` slots. `state` (offset, bytes) is that of the sequence and comes last; None where there is
+    none.
     """
 
     planes: tuple[Plane, ...]
     runs: tuple[tuple[int, int], ...]
     page_tokens: int = 1
+    state: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(p.row_bytes for p in self.planes) * sum(tokens for _, tokens in self.runs)
+        rows = sum(p.row_bytes for p in self.planes) * sum(tokens for _, tokens in self.runs)
+        return rows + (self.state[1] if self.state else 0)
 
     def ranges(self) -> Ranges:
         """The same bytes as ranges (offset, end), ordered by offset; those that touch are one."""
@@ -88,6 +96,9 @@ class Content:
         parts = [
             self._ranges_of(Plane(0, *form), np.array(offsets, np.uint64)) for form, offsets in forms.items()
         ]
+        if self.state:
+            at, nbytes = self.state
+            parts.append(np.array([[at], [at + nbytes]], np.uint64))
         starts, ends = np.concatenate([np.empty((2, 0), np.uint64), *parts], axis=1)
         if (starts[1:] < ends[:-1]).any():  # planes that are interleaved
             order = starts.argsort()
@@ -123,13 +134,15 @@ def canonical_content(
     span: Span,
     pages: Sequence[int],
     first_token: int,
-    sample: Sample,
+    sample: LayerSample,
     side: str,
+    slot: int | None = None,
 ) -> Content:
-    """The content of `span` in a pool: `pages` hold the prompt from `first_token` on.
+    """The content of `span` in a pool: `pages` hold the prompt from `first_token` on. With a `slot` the state
+    in it, all of it whatever the `sample`.
 
     `side` names the pool in errors. Raises LayoutMismatch for pages that do not hold `span`, and for
-    a part that the pool does not have.
+    a part or a slot that the pool does not have.
     """
     inside = (
         part.layers >= 1
@@ -142,21 +155,22 @@ def canonical_content(
     )
     if not inside:
         raise LayoutMismatch(f"no {part} or {sample} in the {side} pool {spec}")
+    state = None if slot is None else (spec.slot_offset(slot), spec.shape.state_bytes)
     if len(span) == 0:
-        return Content((), ())
+        return Content((), (), state=state)
     runs: list[tuple[int, int]] = []
     for token, slot, tokens in page_runs(pages, spec, first_token, span, side):
         start, stop = max(token, span.start), min(token + tokens, span.end)
         runs.append((slot + start - token, stop - start))
     every = min(sample.every, part.layers)
-    return Content(_planes(spec, part, every, sample.key % every), tuple(runs), spec.page_tokens)
+    return Content(_planes(spec, part, every, sample.key % every), tuple(runs), spec.page_tokens, state)
 
 
-def whole_pages(spec: PoolSpec, pages: Sequence[int]) -> Content:
-    """All bytes of `pages` in a pool: what somebody who may write into them may touch."""
+def whole_pages(spec: PoolSpec, pages: Sequence[int], slot: int | None = None) -> Content:
+    """All bytes of `pages`, and of a `slot`, in a pool: what somebody who may write into them may touch."""
     part = part_of(spec)
     span = Span(0, len(pages) * spec.page_tokens)
-    return canonical_content(spec, part, span, sorted(pages), 0, Sample(), "granted")
+    return canonical_content(spec, part, span, sorted(pages), 0, LayerSample(), "granted", slot)
 
 
 @lru_cache(maxsize=256)
@@ -251,6 +265,12 @@ def checksum(regions: Sequence[memoryview], content: Content) -> int:
             else:
                 for at in range(start, end, PIECE_BYTES):
                     update(memory[at : min(at + PIECE_BYTES, end)])
+    if content.state is not None:  # behind a pool of one region
+        start, nbytes = content.state
+        if start < 0 or start + nbytes > len(regions[0]):
+            raise _outside(start, len(regions[0]))
+        for at in range(start, start + nbytes, PIECE_BYTES):
+            update(regions[0][at : min(at + PIECE_BYTES, start + nbytes)])
     return found.intdigest()
 
 

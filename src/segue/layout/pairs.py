@@ -2,13 +2,15 @@
 
 A stretch of tokens in neighbouring pages has up to five axes on each side: layers, K and V, pages, tokens and
 heads. Axes that follow one another without a gap on both sides are one axis. What is contiguous on both sides
-is the row of a block, the longest other axis are its rows, and each step along the others is another block.
+is the row of a block, the two longest other axes are its rows and its groups, and each step along the others
+is another block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import NamedTuple
 
 from segue.core.types import Span
@@ -28,29 +30,31 @@ class Axis(NamedTuple):
     dst: int
 
 
-#: A block, as its fields.
-Form = tuple[int, int, int, int, int, int]
+class Form(NamedTuple):
+    """Equal blocks at `places` (source, destination); `shape` is the other fields of a `CopyBlock`."""
+
+    places: list[tuple[int, int]]
+    shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
-class Group:
+class PlaneGroup:
     """Planes of one form, equally spaced on both sides: `src` and `dst` are the first of them."""
 
     src: Plane
     dst: Plane
     axes: tuple[Axis, ...]
-    _forms: dict[tuple[int, int], list[Form]] = field(default_factory=dict)
+    _forms: dict[tuple[int, int], Form] = field(default_factory=dict)
 
-    def form(self, pages: int, tokens: int) -> list[Form]:
+    def form(self, pages: int, tokens: int) -> Form:
         """The blocks of so many tokens of so many neighbouring pages, the first of both sides at 0."""
         known = self._forms.get((pages, tokens))
         if known is None:
             both = zip(self.src.axes(pages, tokens), self.dst.axes(pages, tokens), strict=True)
             axes = [*self.axes, *(Axis(count, src, dst) for (src, count), (dst, _) in both)]
             unit, kept = _joined(axes, self.src.head_bytes)
-            rows, places = _split(kept)
-            known = [(src, dst, rows.length, unit, rows.src, rows.dst) for src, dst in places]
-            if len(self._forms) * len(known) >= MAX_KEPT:
+            known = _split(kept, unit)
+            if len(self._forms) * len(known.places) >= MAX_KEPT:
                 self._forms.clear()
             self._forms[pages, tokens] = known
         return known
@@ -74,34 +78,25 @@ class PairLayout:
         self, span: Span, src_runs: Sequence[tuple[int, int, int]], dst_runs: Sequence[tuple[int, int, int]]
     ) -> list[CopyBlock]:
         """The blocks of `span`, which both runs of neighbouring pages hold (see `page_runs`)."""
+        stretches = _both(span, src_runs, dst_runs)
+        if not (self._src_linear and self._dst_linear):
+            stretches = (inner for s, d, _, n in stretches for inner in self._stretches(s, d, n))
         out: list[CopyBlock] = []
-        i = j = 0
-        token, end = span.start, span.end
-        while token < end:
-            src_token, src_slot, src_tokens = src_runs[i]
-            dst_token, dst_slot, dst_tokens = dst_runs[j]
-            src_end, dst_end = src_token + src_tokens, dst_token + dst_tokens
-            stop = min(src_end, dst_end, end)
-            self._emit(out, src_slot + token - src_token, dst_slot + token - dst_token, stop - token)
-            i += stop == src_end
-            j += stop == dst_end
-            token = stop
-        return out
-
-    def _emit(self, out: list[CopyBlock], src_slot: int, dst_slot: int, tokens: int) -> None:
-        """Append the blocks of `tokens` tokens in neighbouring pages, from these slots on."""
-        linear = self._src_linear and self._dst_linear
-        one = (src_slot, dst_slot, 1, tokens)
-        for src_at, dst_at, pages, each in (one,) if linear else self._stretches(src_slot, dst_slot, tokens):
-            src_page, src_token = divmod(src_at, self._src_tokens)
-            dst_page, dst_token = divmod(dst_at, self._dst_tokens)
-            for group in self._groups:
-                src, src_page_stride, src_stride, *_ = group.src
-                dst, dst_page_stride, dst_stride, *_ = group.dst
+        append, known = out.append, (0, 0)
+        forms: list[tuple[tuple[int, ...], tuple[int, ...], Form]] = []
+        for src_slot, dst_slot, pages, tokens in stretches:
+            if (pages, tokens) != known:
+                known = pages, tokens
+                forms = [(group.src[:3], group.dst[:3], group.form(pages, tokens)) for group in self._groups]
+            src_page, src_token = divmod(src_slot, self._src_tokens)
+            dst_page, dst_token = divmod(dst_slot, self._dst_tokens)
+            for (src, src_page_stride, src_stride), (dst, dst_page_stride, dst_stride), form in forms:
                 src += src_page * src_page_stride + src_token * src_stride
                 dst += dst_page * dst_page_stride + dst_token * dst_stride
-                for a, b, rows, row_bytes, a_stride, b_stride in group.form(pages, each):
-                    out.append(CopyBlock(src + a, dst + b, rows, row_bytes, a_stride, b_stride))
+                places, shape = form
+                for a, b in places:
+                    append(CopyBlock(src + a, dst + b, *shape))
+        return out
 
     def _stretches(self, src_slot: int, dst_slot: int, tokens: int) -> Iterator[tuple[int, int, int, int]]:
         """The same tokens as boxes: (source slot, destination slot, pages, tokens of each page)."""
@@ -117,13 +112,33 @@ class PairLayout:
             src_slot, dst_slot, tokens = src_slot + each, dst_slot + each, tokens - each
 
 
+def _both(
+    span: Span, src_runs: Sequence[tuple[int, int, int]], dst_runs: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[int, int, int, int]]:
+    """The runs of both sides, cut where either ends: (source slot, destination slot, 1, tokens), as if all
+    tokens of each were those of one page."""
+    sources, targets = iter(src_runs), iter(dst_runs)
+    src = dst = src_end = dst_end = 0
+    token, end = span.start, span.end
+    while token < end:
+        if token >= src_end:
+            first, slot, tokens = next(sources)
+            src, src_end = slot - first, first + tokens
+        if token >= dst_end:
+            first, slot, tokens = next(targets)
+            dst, dst_end = slot - first, first + tokens
+        stop = min(src_end, dst_end, end)
+        yield src + token, dst + token, 1, stop - token
+        token = stop
+
+
 def _shared_planes(spec: PoolSpec, part: Part) -> list[Plane]:
     first = (part.layer_start - spec.layer_start) * spec.kinds
     planes = planes_of(spec)[first : first + part.layers * spec.kinds]
     return [plane.part(part.head_start - spec.head_start, part.heads) for plane in planes]
 
 
-def _groups(planes: Sequence[tuple[Plane, Plane]], kinds: int) -> Iterator[Group]:
+def _groups(planes: Sequence[tuple[Plane, Plane]], kinds: int) -> Iterator[PlaneGroup]:
     """The planes in as few groups as their order allows: K with V where all layers have them alike."""
     layers = [planes[at : at + kinds] for at in range(0, len(planes), kinds)]
     if all(_same_forms(layer) for layer in layers):
@@ -145,7 +160,7 @@ def _alike(one: Plane, other: Plane) -> bool:
     return one[1:] == other[1:]  # all but their offsets
 
 
-def _equally_spaced(layers: Sequence[Sequence[tuple[Plane, Plane]]]) -> Iterator[Group]:
+def _equally_spaced(layers: Sequence[Sequence[tuple[Plane, Plane]]]) -> Iterator[PlaneGroup]:
     """Runs of layers that lie at one distance from each other, in which everything else is equal."""
     at = 0
     while at < len(layers):
@@ -159,7 +174,7 @@ def _equally_spaced(layers: Sequence[Sequence[tuple[Plane, Plane]]]) -> Iterator
         (src, dst), *values = first
         axes = [Axis(count, *steps)] if steps is not None and count > 1 else []
         axes += [Axis(2, v_src.offset - src.offset, v_dst.offset - dst.offset) for v_src, v_dst in values]
-        yield Group(src, dst, tuple(axes))
+        yield PlaneGroup(src, dst, tuple(axes))
         at += count
 
 
@@ -190,13 +205,22 @@ def _joined(axes: Iterable[Axis], unit: int) -> tuple[int, list[Axis]]:
     return unit, kept
 
 
-def _split(axes: Sequence[Axis]) -> tuple[Axis, list[tuple[int, int]]]:
-    """The longest axis, for the rows of blocks, and where each step along the others leads."""
-    rows = max(axes, default=Axis(1, 0, 0), key=lambda axis: axis.length)
+def _split(axes: Sequence[Axis], unit: int) -> Form:
+    """The two axes that make the fewest blocks, for their rows and groups, and where each step along the
+    others leads. `axes` are ordered by their distance at the destination."""
+    once = Axis(1, 0, 0)
+    choices = [(once, once), *((axis, once) for axis in axes)]
+    choices += [pair for pair in combinations(axes, 2) if _nested(*pair, unit)]
+    rows, groups = max(choices, key=lambda choice: choice[0].length * choice[1].length)
     places = [(0, 0)]
     for axis in axes:
-        if axis is not rows:
+        if axis is not rows and axis is not groups:
             places = [
                 (src + i * axis.src, dst + i * axis.dst) for src, dst in places for i in range(axis.length)
             ]
-    return rows, places
+    return Form(places, (rows.length, unit, *rows[1:], *(groups if groups.length > 1 else ())))
+
+
+def _nested(inner: Axis, outer: Axis, unit: int) -> bool:
+    """Whether all of `inner` lies within one step of `outer` at the destination."""
+    return (inner.length - 1) * inner.dst + unit <= outer.dst

@@ -10,6 +10,9 @@ sizes need not be equal, nor divide one another.
 Several ranks of a side may hold the same box. Of such sources one sends, of such targets one receives and
 passes on to the others what it got (`PairPlan.relays`): each byte crosses the wire once. Sources that differ
 in nothing but their place in context parallelism share out the tokens of each chunk (`PairPlan.share`).
+
+A state that each sequence keeps beside its KV (`KVShape.state`) is one slot at one rank of either side: such
+models have one rank on each. It moves with the last chunk, as one block.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ import msgspec
 from segue.core.errors import LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content, Part, Sample, canonical_content, page_runs, part_of
+from segue.layout.content import Content, LayerSample, Part, canonical_content, page_runs, part_of
 from segue.layout.pairs import PairLayout
 from segue.layout.sides import Boxes, boxes_of
 from segue.layout.spec import KVShape, PoolSpec
 
 #: Changes whenever the meaning of a plan changes, so that two versions never agree by accident.
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 
 #: Ranks that one replica may declare.
 MAX_RANKS = 1024
@@ -55,7 +58,7 @@ class PairPlan:
     pairs: tuple[tuple[int, int], ...]
     relays: tuple[tuple[int, int, int], ...]
     digest: bytes
-    _layouts: dict[tuple[int, int, int], PairLayout] = field(
+    _layouts: dict[tuple[int, int, int, Span | None], PairLayout] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -70,13 +73,24 @@ class PairPlan:
         return self.targets[0].page_tokens
 
     @property
+    def layers(self) -> int:
+        """Layers of the model that have KV."""
+        return self.sources[0].shape.layers
+
+    @property
     def target_pages(self) -> int:
         """Page ids below this one exist in every target rank's pool."""
         return min(spec.pages for spec in self.targets)
 
-    def pair_token_bytes(self, source: int, target: int) -> int:
-        """Bytes that one token moves between these two ranks."""
-        return self._layout(source, target, target).token_bytes
+    @property
+    def target_slots(self) -> int:
+        """Slots of state of the target; 0 where the model has no state."""
+        return self.targets[0].slots
+
+    def chunk_bytes(self, source: int, target: int, tokens: int, final: bool) -> int:
+        """Bytes that a chunk of `tokens` tokens moves between these two ranks; the last one has the state."""
+        state_bytes = self.targets[target].shape.state_bytes if final else 0
+        return tokens * self._layout(source, target, target).token_bytes + state_bytes
 
     def share(self, source: int, span: Span) -> Span:
         """Of the chunk `span` the tokens that `source` sends: all of them, or with context parallelism
@@ -106,20 +120,28 @@ class PairPlan:
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
         dst_first_token: int,
+        layers: Span | None = None,
     ) -> list[CopyBlock]:
-        """The byte ranges that move the KV of `span` from rank `source` to rank `target`.
+        """The byte ranges that move the KV of `span`, or of these `layers` of it, from rank `source` to rank
+        `target`.
 
         `src_pages` hold the prompt from token 0 on, `dst_pages` from `dst_first_token` on (the
         first token of a page). As few blocks as page ids and strides allow: of layer-major pools one per run
         of pages that is contiguous on both sides (two if K and V of a token differ in size). Raises
         LayoutMismatch for a pair outside the plan, pages that do not hold `span`, or ids outside a pool.
         """
-        layout = self._layout(source, target, target)
+        layout = self._layout(source, target, target, layers)
         if len(span) == 0:
             return []
         src_runs = page_runs(src_pages, self.sources[source], 0, span, "source")
         dst_runs = page_runs(dst_pages, self.targets[target], dst_first_token, span, "destination")
         return layout.blocks(span, src_runs, dst_runs)
+
+    def state_block(self, source: int, target: int, src_slot: int, dst_slot: int) -> CopyBlock:
+        """The byte range that moves the state of a sequence. Raises LayoutMismatch for a slot that a pool
+        does not have."""
+        src, dst = self.sources[source], self.targets[target]
+        return CopyBlock(src.slot_offset(src_slot), dst.slot_offset(dst_slot), 1, src.shape.state_bytes)
 
     def relay_blocks(
         self, source: int, target: int, other: int, span: Span, pages: Sequence[int], first_token: int
@@ -131,11 +153,18 @@ class PairPlan:
         return layout.blocks(span, *runs)
 
     def source_content(
-        self, source: int, target: int, span: Span, pages: Sequence[int], sample: Sample
+        self,
+        source: int,
+        target: int,
+        span: Span,
+        pages: Sequence[int],
+        sample: LayerSample,
+        slot: int | None = None,
     ) -> Content:
-        """What of `span` this pair moves, as it lies in the source's pool; arguments as in `blocks`."""
+        """What of `span`, and of the state in `slot`, this pair moves, as it lies in the source's pool;
+        arguments as in `blocks`."""
         part = self._layout(source, target, target).part
-        return canonical_content(self.sources[source], part, span, pages, 0, sample, "source")
+        return canonical_content(self.sources[source], part, span, pages, 0, sample, "source", slot)
 
     def target_content(
         self,
@@ -144,16 +173,17 @@ class PairPlan:
         span: Span,
         pages: Sequence[int],
         first_token: int,
-        sample: Sample,
+        sample: LayerSample,
+        slot: int | None = None,
     ) -> Content:
         """The same bytes in the same order, as they lie in the pool of a target that they have reached."""
-        part = _shared(self.sources[source], self.targets[target])
-        return canonical_content(self.targets[target], part, span, pages, first_token, sample, "destination")
+        part, spec = _shared(self.sources[source], self.targets[target]), self.targets[target]
+        return canonical_content(spec, part, span, pages, first_token, sample, "destination", slot)
 
-    def _layout(self, source: int, target: int, to: int) -> PairLayout:
-        """How a pair shares KV, or (`to` another rank than `target`) how that is passed on; worked out when
-        it is first asked for."""
-        layout = self._layouts.get((source, target, to))
+    def _layout(self, source: int, target: int, to: int, layers: Span | None = None) -> PairLayout:
+        """How a pair shares KV, or these layers of it, or (`to` another rank than `target`) how that is
+        passed on; worked out when it is first asked for."""
+        layout = self._layouts.get((source, target, to, layers))
         if layout is None:
             if (source, target) not in self.pairs or (
                 to != target and (source, target, to) not in self.relays
@@ -163,7 +193,10 @@ class PairPlan:
                 )
             src = self.sources[source] if to == target else self.targets[target]
             shared = _shared(self.sources[source], self.targets[target])
-            layout = self._layouts[source, target, to] = PairLayout(src, self.targets[to], shared)
+            if layers is not None:
+                shared = shared.of_layers(layers)
+            layout = PairLayout(src, self.targets[to], shared)
+            self._layouts[source, target, to, layers] = layout
         return layout
 
 
@@ -249,3 +282,8 @@ def _check_count(name: str, ranks: Sequence[PoolSpec]) -> None:
         raise LayoutMismatch(f"{name} declares no ranks; each leader must declare one pool per rank")
     if len(ranks) > MAX_RANKS:
         raise LayoutMismatch(f"{name} declares {len(ranks)} ranks; a replica has at most {MAX_RANKS}")
+    if ranks[0].slots and len(ranks) > 1:
+        raise LayoutMismatch(
+            f"{name} declares {len(ranks)} ranks of a model that keeps a state beside its KV, which is not "
+            "shared out over ranks: start it with --tp 1 --pp 1 --cp 1"
+        )

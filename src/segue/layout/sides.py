@@ -44,7 +44,8 @@ def boxes_of(name: str, ranks: Sequence[PoolSpec]) -> Boxes:
             one, other = int(cells.max()), first
             raise LayoutMismatch(
                 f"ranks {one} and {other} of {name} hold partly the same: rank {one} {_text(ranks[one])}, "
-                f"rank {other} {_text(ranks[other])}; give both the same, or nothing in common"
+                f"rank {other} {_text(ranks[other])}; give both the same, or nothing in common, for of ranks "
+                f"that hold the same one receives and passes on all that it has"
             )
         cells[:] = first
     missing = np.argwhere(holder < 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
@@ -33,12 +34,35 @@ def region_starts(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(starts)
 
 
+#: Tensors of state begin at multiples of this many bytes, and so do slots.
+STATE_ALIGN = 64
+
+
+class StateTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the state that layers without KV keep of each sequence, whatever its length: `shape` items in
+    each of `layers` layers, layer after layer."""
+
+    name: str
+    layers: Annotated[int, msgspec.Meta(ge=1, lt=2**16)]
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1, lt=2**32)], ...], msgspec.Meta(max_length=8)]
+    dtype: str
+    item_bytes: Annotated[int, msgspec.Meta(ge=1, le=16)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence."""
+        return self.layers * math.prod(self.shape) * self.item_bytes
+
+
 class KVShape(msgspec.Struct, frozen=True, kw_only=True):
     """The KV of the whole model, whatever its parallel sizes: equal on both sides or no hand-off.
 
     `kind` "mha" stores K and V per KV head (MQA and GQA included); "mla" one latent of
     `k_dim` per token (then `kv_heads == 1` and `v_dim == 0`). Layers with other head
     counts or sizes than the rest are not described by this version and refused by the engine.
+
+    `layers` counts those with KV. Layers that keep a state of fixed size instead (short convolution, linear
+    attention) are described by `state`.
     """
 
     kind: Literal["mha", "mla"] = "mha"
@@ -48,6 +72,7 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     dtype: str
     item_bytes: int
+    state: Annotated[tuple[StateTensor, ...], msgspec.Meta(max_length=64)] = ()
 
     def __post_init__(self) -> None:
         sizes = (self.layers, self.kv_heads, self.k_dim, self.item_bytes)
@@ -58,6 +83,27 @@ class KVShape(msgspec.Struct, frozen=True, kw_only=True):
     def token_bytes(self) -> int:
         """Bytes of one token over all layers and heads."""
         return self.layers * self.kv_heads * (self.k_dim + self.v_dim) * self.item_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a slot, which holds the state of one sequence: its tensors one after the other, each at a
+        multiple of `STATE_ALIGN`. 0 where there is none."""
+        return sum(_aligned(tensor.nbytes) for tensor in self.state)
+
+    @property
+    def state_layers(self) -> int:
+        """Layers that keep a state."""
+        return max((tensor.layers for tensor in self.state), default=0)
+
+    @property
+    def state_offsets(self) -> tuple[int, ...]:
+        """Where in a slot each tensor of the state begins."""
+        sizes = [_aligned(tensor.nbytes) for tensor in self.state]
+        return tuple(sum(sizes[:index]) for index in range(len(sizes)))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // STATE_ALIGN) * STATE_ALIGN
 
 
 class PlaneSpec(msgspec.Struct, frozen=True):
@@ -124,6 +170,9 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     then all V pages; a page is `page_tokens` tokens, a token is `head_count` heads of `k_dim` (`v_dim`)
     items. So a run of neighbouring pages is one contiguous range per (layer, K or V), which attention
     reads without a gather and a transport moves in one block.
+
+    Of a model with a state there are `slots` of `shape.state_bytes` behind the pages, one beside the other.
+    This version describes them behind a layer-major pool only.
     """
 
     shape: KVShape
@@ -136,6 +185,7 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     head_count: int
     regions: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_PLANES)] = ()
     planes: Annotated[tuple[PlaneSpec, ...], msgspec.Meta(max_length=MAX_PLANES)] = ()
+    slots: _Size = 0
 
     def __post_init__(self) -> None:
         inside = (
@@ -150,7 +200,13 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         )
         if not inside:
             raise LayoutMismatch(f"not a part of the model's KV: {self}")
+        if bool(self.slots) != bool(self.shape.state):
+            raise LayoutMismatch(
+                f"slots: {self.slots} of them for a state of {len(self.shape.state)} tensors per sequence"
+            )
         if self.planes or self.regions:
+            if self.slots:
+                raise LayoutMismatch("slots: they are described behind a pool without planes only")
             self._check_planes()
 
     @property
@@ -171,9 +227,22 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the rank's memory, from its first offset to behind its last."""
-        if not self.planes:
-            return self.pages * self.page_bytes
-        return region_starts(self.regions)[-1] + self.regions[-1]
+        if self.planes:
+            return region_starts(self.regions)[-1] + self.regions[-1]
+        if self.slots:
+            return self.slots_at + self.slots * self.shape.state_bytes
+        return self.pages * self.page_bytes
+
+    @property
+    def slots_at(self) -> int:
+        """Offset of the first slot, behind the pages."""
+        return _aligned(self.pages * self.page_bytes)
+
+    def slot_offset(self, slot: int) -> int:
+        """Offset of a slot in the rank's memory. Raises LayoutMismatch for one that it does not have."""
+        if not 0 <= slot < self.slots:
+            raise LayoutMismatch(f"slot {slot} is not one of the {self.slots} of the pool")
+        return self.slots_at + slot * self.shape.state_bytes
 
     @property
     def kinds(self) -> int:

@@ -6,8 +6,15 @@ never from a client, so that the number of series is bounded.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from segue.core.control import Load
 from segue.core.errors import ErrorCode
@@ -23,6 +30,29 @@ _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class QuickHistogram(Collector):
+    """A histogram without labels for what happens with every request or token: prometheus's own takes locks
+    and a look at each bucket. Used on one thread."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._about = name, text
+        self._bounds = [*map(float, buckets), float("inf")]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """One more; `value` is a number."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """As prometheus shows it."""
+        names = map(floatToGoString, self._bounds)
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(*self._about, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """The metrics of one process. Methods are cheap and may be called on the event loop."""
 
@@ -35,8 +65,8 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(name, text, labels, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
+            return QuickHistogram(name, text, buckets, registry)
 
         self.requests = counter(
             "segue_requests",
@@ -48,6 +78,12 @@ class Metrics:
         self.aborts = counter("segue_aborts", "Generations ended early, by reason", "reason")
         self.retries = counter(
             "segue_retries", "Generations placed again before their first token, by error code", "code"
+        )
+        self.placements = counter(
+            "segue_placements",
+            "Attempts by why their prompt's KV is handed over ('long', 'never', 'asked') or not ('short', "
+            "'no_prefill', 'unified')",
+            "reason",
         )
         self.continuations = counter(
             "segue_continuations",
@@ -75,11 +111,12 @@ class Metrics:
         self.ttft = histogram("segue_ttft_seconds", "Request received to first token", _SLOW_S)
         self.itl = histogram("segue_itl_seconds", "Between two outputs of a generation", _FAST_S)
         self.e2e = histogram("segue_e2e_seconds", "Request received to last token", _SLOW_S)
-        self.handoff = histogram(
+        self.handoff = Histogram(
             "segue_handoff_seconds",
             "Parts of the time to first token, as the leaders measured them",
-            _FAST_S,
-            "phase",
+            ["phase"],
+            buckets=_FAST_S,
+            registry=registry,
         )
         self.replicas = gauge("segue_replicas", "Replicas with an open session", "role")
         self.ready = gauge("segue_ready", "1 while a request can complete")
@@ -92,6 +129,13 @@ class Metrics:
         )
         self.pages = gauge(
             "segue_pages", "KV pages of a replica by state (free, used, quarantined)", *replica, "state"
+        )
+        self.slots = gauge(
+            "segue_slots",
+            "Slots of a replica for the states of sequences, by state (free, used, quarantined); none for a "
+            "model that keeps KV alone",
+            *replica,
+            "state",
         )
         self._handoff = {phase: self.handoff.labels(phase) for phase in PHASES}
 
@@ -117,16 +161,14 @@ class Metrics:
         """A replica's report."""
         self.replica_running.labels(role, replica).set(load.running)
         self.replica_waiting.labels(role, replica).set(load.waiting)
-        used = load.pages_total - load.pages_free - load.pages_quarantined
-        self.pages.labels(role, replica, "free").set(load.pages_free)
-        self.pages.labels(role, replica, "used").set(used)
-        self.pages.labels(role, replica, "quarantined").set(load.pages_quarantined)
+        for gauge, counts in ((self.pages, load.pages), (self.slots, load.slots)):
+            for state, count in counts.items():
+                gauge.labels(role, replica, state).set(count)
 
     def forget(self, role: str, replica: str) -> None:
         """The replica is gone: its series end, so that series are bounded by the live replicas."""
-        for gauge in (self.replica_running, self.replica_waiting):
+        for gauge in (self.replica_running, self.replica_waiting, self.pages, self.slots):
             gauge.remove_by_labels({"role": role, "replica": replica})
-        self.pages.remove_by_labels({"role": role, "replica": replica})
 
     def exposition(self) -> bytes:
         """The text for `GET /metrics`, of type `CONTENT_TYPE`."""

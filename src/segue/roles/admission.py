@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from segue.core.control import Submit
 from segue.core.errors import Draining, ErrorInfo, InvalidRequest, OutOfCapacity
 from segue.core.limits import Limits
-from segue.core.request import Output
+from segue.core.records import MAX_FOUND, Records, RequestRecord, Step, matcher
+from segue.core.request import Output, Ticket
 from segue.core.types import Incarnation, LeaderId
 from segue.engine.base import ModelInfo
 from segue.handoff.dp_ranks import DpRanks
@@ -47,12 +48,14 @@ class Admission:
         self._deadlines: list[tuple[float, int]] = []
         self._next_seq = 1
         self._spent = SpentTickets(config.limits.max_spent_tickets)
+        #: what happened to the latest requests
+        self.records = Records()
 
     def check(self, origin: Incarnation, submit: Submit, now: float) -> RequestState:
         """The state of a new request, not yet in a table. Raises a SegueError for one that is refused."""
         request, ticket, name = submit.request, submit.ticket, self.config.name
         if self.draining:
-            raise Draining(f"{name} is leaving and takes no new requests")
+            raise Draining(f"{name} is draining and takes no new requests")
         if len(self.requests) >= self.config.limits.max_queue:
             raise OutOfCapacity(f"{name} already holds {len(self.requests)} requests; try again later")
         if (origin, request.request_id) in self.requests:
@@ -96,10 +99,18 @@ class Admission:
         self.by_seq[state.seq_id] = state
         heapq.heappush(self._deadlines, (state.deadline, state.seq_id))
 
-    def remove(self, state: RequestState) -> None:
-        """The request has ended."""
+    def remove(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
+        """The request has ended, badly with `error`."""
         del self.requests[state.key]
         del self.by_seq[state.seq_id]
+        self.records.put(state.record(self.config.name, now, error))
+
+    def explain(self, request_id: str, now: float) -> list[RequestRecord]:
+        """What is known of a request: its attempts here that have ended, then those that go on."""
+        fits = matcher(request_id)
+        here = [s for s in self.requests.values() if fits(s.request.request_id)]
+        live = [state.record(self.config.name, now, None) for state in here[:MAX_FOUND]]
+        return self.records.find(request_id) + live
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -122,10 +133,24 @@ class Admission:
         """Tell the frontend of `state` what came of a step."""
         self.outbox.append((state.origin, output))
 
-    def refuse(self, origin: Incarnation, request_id: str, error: ErrorInfo, room: int = 0) -> None:
+    def refuse(
+        self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float, ticket: Ticket | None = None
+    ) -> None:
         """Tell a frontend that its request was not taken."""
+        room = ticket.room if ticket is not None else 0
         located = error.exception().at(origin=self.config.name, room=room).info
         self.outbox.append((origin, Output(request_id=request_id, error=located)))
+        refused = RequestRecord(
+            request_id=request_id,
+            where=self.config.name,
+            began=now,
+            seconds=0.0,
+            steps=[Step("refused", 0.0)],
+            room=room,
+            attempt=ticket.attempt if ticket is not None else 0,
+            error=located,
+        )
+        self.records.put(refused)
 
     def tell_failed(self, state: RequestState, error: ErrorInfo, now: float) -> ErrorInfo:
         """Tell the frontend of `state` why it has failed; returns the error with the place and time."""

@@ -1,44 +1,57 @@
 """The decode role: pre-allocation queue → transfer queue → waiting → running (↔ retracted).
 
 A request enters the pre-allocation queue at once, whatever is known of its prefill side; what is known
-later only changes the receiver's phase. It leaves in order of arrival, when its receiver may
-publish and there are pages. Published pages belong to the peer until the hand-off ends.
+later only changes the receiver's phase. It leaves in the order of `fair_queue`, when its receiver may
+publish, there are credits (`roles.credits`) and there are pages. Published pages belong to the peer until the
+hand-off ends.
+
+A ticket that names this leader for both halves asks for no hand-off: the prompt is computed here, as on a
+unified instance. Where the next hand-off or the next prompt lacks pages, none of the other kind that came
+later is given any.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping
+from msgspec.structs import replace
 
 from segue.conn.handles import Change, KVReceiver
+from segue.core.control import Load
 from segue.core.errors import ErrorInfo, Internal, InvalidRequest, MetadataMismatch
 from segue.core.types import KVPoll, TransferId
-from segue.engine.base import Engine, SequenceResult, SequenceStep
+from segue.engine.base import Engine
 from segue.engine.pages import PagePool
 from segue.handoff import events
 from segue.handoff.messages import Metadata
 from segue.roles.admission import SchedulerConfig
+from segue.roles.credits import Credits
+from segue.roles.fair_queue import PASSED_STEPS, FairQueue
 from segue.roles.handoffs import Handoffs, RoleTransfer, check_free
+from segue.roles.local_prompts import LocalPrompts
 from segue.roles.request_state import RequestState, first_usage
-from segue.roles.running_batch import RunningBatch
-from segue.roles.scheduler import Scheduler
+from segue.roles.unified import UnifiedScheduler
 
 
-class DecodeScheduler(Scheduler):
-    """See the module's text. `handoffs` makes the receivers."""
+class DecodeScheduler(UnifiedScheduler):
+    """See the module's text. `handoffs` makes the receivers; `local` says which prompts frontends are to give
+    to this instance alone (None: none)."""
 
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
         super().__init__(engine, pool, config)
         self.handoffs = handoffs
+        self.local: LocalPrompts | None = None
         self.table: dict[TransferId, RoleTransfer[KVReceiver]] = {}
-        self.preallocation: deque[RequestState] = deque()
-        self.batch = RunningBatch(self.cache, engine, config.limits.max_batch)
+        self.preallocation = FairQueue(PASSED_STEPS * config.chunk_tokens)
+        #: the first hand-off that could go on and lacks pages
+        self._short: RequestState | None = None
 
     # ---- admission ---------------------------------------------------------------------------
 
     def _admit(self, state: RequestState, now: float) -> None:
         if state.ticket.decode != self.config.me:
             raise InvalidRequest("the ticket names another decode replica")
+        if state.ticket.prefill == self.config.me:
+            super()._admit(state, now)
+            return
         check_free(self.table, state)
         receiver = self.handoffs.receiver(state.transfer)
         self.table[state.transfer] = RoleTransfer(state, receiver)
@@ -50,11 +63,11 @@ class DecodeScheduler(Scheduler):
             prefill_dp_rank=hints.disagg_prefill_dp_rank,
             force_query=hints.force_query_prefill_dp_rank,
         )
-        self.preallocation.append(state)
+        self.preallocation.add(state)
 
     def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
-        if state in self.preallocation:
-            self.preallocation.remove(state)
+        self.preallocation.remove(state)
+        self.queue.remove(state)
         self.batch.remove(state)
         entry = self.table.get(state.transfer)
         if entry is None or entry.state is not state:
@@ -68,19 +81,31 @@ class DecodeScheduler(Scheduler):
     def advance(self, now: float) -> None:
         """Timers first, then give pages to the requests that wait for them, in order of arrival."""
         super().advance(now)
-        for state in list(self.preallocation):
+        self._short = None
+        if not self.preallocation:
+            return
+        reserved = [e.state for e in self.table.values() if e.state.phase == "transfer" and not e.state.ended]
+        credits = Credits(self.cache.pool, reserved)
+        for state in self.preallocation:
             entry = self.table.get(state.transfer)
             if entry is None or entry.handle.poll() is not KVPoll.WAITING_FOR_INPUT:
                 continue  # its prefill side is not settled yet; that must not hold up the others
+            if not credits.allow(state):
+                if state.phase == "reserve":
+                    state.enter("credit", now)
+                continue  # another prefill may have some
+            if self.queue.short is not None and self.queue.short.seq_id < state.seq_id:
+                return
             if not self._reserve(state):
+                self._short = state
                 return  # full: nobody may overtake, or a large request would starve
-            self.preallocation.remove(state)
-            state.enter("transfer", now)
+            credits.take(state)
+            state.enter("transfer", now, self.preallocation.start(state))
             skipped = state.cached // self.cache.pool.page_tokens
-            entry.handle.send_metadata(state.pages[skipped:], state.cached)
+            entry.handle.send_metadata(state.pages[skipped:], state.cached, slot=state.slot)
 
     def _reserve(self, state: RequestState) -> bool:
-        """Pages for the whole prompt and the first token, cached ones included.
+        """Pages for the whole prompt and the first token, cached ones included, and a slot for its state.
 
         Each running sequence keeps a claim on one more page, so that admission does not force
         a retraction at the next step.
@@ -88,9 +113,9 @@ class DecodeScheduler(Scheduler):
         pool, batch = self.cache.pool, self.batch
         match = self.cache.tree.match(state.prompt)
         needed = pool.pages_for(len(state.prompt) + 1) - len(match.pages)
-        claims = len(batch.running) + len(batch.waiting)
+        claims = len(batch.running) + len(batch.waiting) + len(self.queue.running)
         fresh = None
-        if not batch.retracted and self.cache.has(needed + claims):
+        if not batch.retracted and self.cache.has_slot and self.cache.has(needed + claims):
             fresh = self.cache.take(
                 needed,
                 after=match.pages[-1] if match.pages else None,
@@ -101,6 +126,7 @@ class DecodeScheduler(Scheduler):
             return False
         state.pages = match.pages + fresh
         state.cached = state.computed = match.tokens
+        state.slot = self.cache.take_slot()
         return True
 
     def on_change(self, change: Change, now: float) -> None:
@@ -116,7 +142,7 @@ class DecodeScheduler(Scheduler):
                 self._landed(entry, change.metadata, now)
             case events.Quarantined():
                 if not entry.quarantined:  # after a bug it is said again
-                    self.cache.pool.quarantine(self._published(state))
+                    self.cache.quarantine(self._published(state), state.slot)
                     entry.quarantined = True
             case events.Release():
                 self._released(entry)
@@ -143,6 +169,7 @@ class DecodeScheduler(Scheduler):
         state.prompt_logprobs = metadata.prompt_logprobs or []
         state.usage = first_usage(len(state.request.prompt), state.cached, metadata.prefill_cached)
         state.enter("ready", now)
+        state.handed_bytes = entry.handle.nbytes
         state.timeline |= metadata.timeline | {
             "wire": entry.handle.wire_s,
             "commit": now - entry.handle.changed_at,
@@ -151,6 +178,9 @@ class DecodeScheduler(Scheduler):
         self.engine.append(state.seq_id, metadata.first_token)
         self.cache.remember(state, len(state.prompt))
         self.batch.add(state)
+        if self.local is not None:
+            spent = sum(metadata.timeline.get(name, 0.0) for name in ("queue", "prefill"))
+            self.local.handed_over(max(0.0, now - state.entered - spent))
         self._emit(state, metadata.first_token, metadata.first_logprob, now)
 
     def _published(self, state: RequestState) -> list[int]:
@@ -164,34 +194,26 @@ class DecodeScheduler(Scheduler):
         entry.handle.clear()
 
     def _give_back(self, entry: RoleTransfer[KVReceiver]) -> None:
-        state, pool = entry.state, self.cache.pool
+        state, cache = entry.state, self.cache
         if entry.quarantined:
-            pool.unquarantine(self._published(state))
-            state.pages = state.pages[: state.cached // pool.page_tokens]
-        self.cache.release(state)
+            cache.unquarantine(self._published(state), state.slot)
+            state.pages = state.pages[: state.cached // cache.pool.page_tokens]
+            state.slot = None
+        cache.release(state)
 
     # ---- the forward -------------------------------------------------------------------------
 
-    def plan(self, now: float) -> list[SequenceStep]:
-        """The next forward: one token of every running sequence."""
-        steps = self.batch.plan(now)
-        for what, state, exc in self.batch.take_failed():
-            self.engine_broke(what, state, exc, now)
-        return steps
-
-    def stored(self, seq_ids: Collection[int]) -> None:
-        """Nobody else waits for the KV of a token."""
-
-    def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
-        """Hand the new tokens out."""
-        for seq_id, result in results.items():
-            if (state := self.admission.by_seq.get(seq_id)) is not None:
-                self._generated(state, result, now)
+    def _may_start(self) -> bool:
+        """See `UnifiedScheduler`."""
+        first = self.queue.waiting.first
+        overtakes = first is not None and self._short is not None and self._short.seq_id < first.seq_id
+        return super()._may_start() and not overtakes
 
     # ---- what others see ---------------------------------------------------------------------
 
-    def _running(self) -> Collection[RequestState]:
-        return self.batch.running
+    def load(self) -> Load:
+        """See `Scheduler.load`."""
+        return replace(super().load(), local_tokens=None if self.local is None else self.local.tokens)
 
     def sizes(self) -> dict[str, int]:
         """See `Scheduler.sizes`."""
@@ -199,5 +221,4 @@ class DecodeScheduler(Scheduler):
             **super().sizes(),
             "handoffs": len(self.table),
             "preallocation": len(self.preallocation),
-            "batch": len(self.batch),
         }

@@ -3,6 +3,9 @@
 A request waits in the bootstrap queue until decode has said where its KV goes; then it waits for
 pages, is computed chunk by chunk, each chunk leaving while the next one is computed, and stays in
 flight until decode has confirmed. Its pages are its own until the hand-off reports `Release`.
+
+A ticket that names this leader for both halves asks for no hand-off: the prompt is computed and retained, for
+the attempt with a decode that follows (a foreign router asks prefill first).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from segue.handoff.messages import Metadata
 from segue.roles.admission import SchedulerConfig
 from segue.roles.handoffs import Handoffs, RoleTransfer, check_free
 from segue.roles.prefill_queue import PrefillQueue
-from segue.roles.request_state import RequestState
+from segue.roles.request_state import RequestState, first_usage
 from segue.roles.retained_prompts import RetainedPrompts
 from segue.roles.scheduler import Scheduler
 
@@ -33,11 +36,13 @@ _DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, E
 class PrefillScheduler(Scheduler):
     """See the module's text. `handoffs` makes the senders."""
 
+    sends = True
+
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
         super().__init__(engine, pool, config)
         self.handoffs = handoffs
         self.table: dict[TransferId, RoleTransfer[KVSender]] = {}
-        self.queue = PrefillQueue(self.cache)
+        self.queue = PrefillQueue(self.cache, config.chunk_tokens)
         self.retained = RetainedPrompts()
         self._steps: list[SequenceStep] = []
         #: the steps of the running forward whose chunks have not been sent yet
@@ -50,6 +55,11 @@ class PrefillScheduler(Scheduler):
         if named not in (me, LeaderId(me.incarnation, OPEN_RANK)):
             raise InvalidRequest("the ticket names another prefill replica")
         state.ticket = replace(state.ticket, prefill=me)
+        if state.ticket.decode == me:
+            if state.sampling.max_tokens != 1:
+                raise InvalidRequest("prefill alone gives one token: set max_tokens to 1")
+            self.queue.add(state)
+            return
         check_free(self.table, state)
         looked_for = self._looked_for(state, named)
         sender = self.handoffs.sender(state.transfer)
@@ -87,7 +97,10 @@ class PrefillScheduler(Scheduler):
 
     def _keep(self, state: RequestState, now: float) -> None:
         """What `state` has computed stays for the attempt that may follow: its whole pages in the prefix
-        tree, the rest aside. Pressure evicts the pages, as any others there."""
+        tree, the rest aside. Pressure evicts the pages, as any others there. Of a model with a state nothing
+        stays."""
+        if not self.cache.reusable:
+            return
         self.cache.remember(state, state.computed)
         if state.metadata is None or state.sampling.prompt_logprobs is not None:
             return
@@ -150,6 +163,7 @@ class PrefillScheduler(Scheduler):
             case events.Phase(phase=KVPoll.FAILED):
                 self.fail(state, change.error or Internal("failed without a reason").info, now)
             case events.Phase(phase=KVPoll.SUCCESS):
+                state.handed_bytes = entry.handle.nbytes
                 self.end(state, None, now)
             case events.Release():
                 self.cache.release(state)
@@ -166,6 +180,11 @@ class PrefillScheduler(Scheduler):
 
     # ---- the forward -------------------------------------------------------------------------
 
+    def next_deadline(self) -> float | None:
+        """See `Scheduler.next_deadline`; what is retained ends in time, too."""
+        ends = [end for end in (super().next_deadline(), self.retained.next_end()) if end is not None]
+        return min(ends, default=None)
+
     def advance(self, now: float) -> None:
         """Timers."""
         super().advance(now)
@@ -178,17 +197,18 @@ class PrefillScheduler(Scheduler):
         self._unsent = {step.seq_id: step for step in self._steps}
         for step in self._steps:
             state = self.admission.by_seq[step.seq_id]
-            if 0 < step.start == state.cached:
+            if 0 < step.start == state.cached and not self._alone(state):
                 self._sender(state.transfer).send(Span(0, state.cached), state.pages)
         return self._steps
 
-    def stored(self, seq_ids: Collection[int]) -> None:
-        """Send the chunks of these sequences while the forward ends and the first token is drawn."""
+    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
+        """Send the chunks of these sequences, or of so many layers, while the forward goes on."""
         for seq_id in seq_ids:
             step, state = self._unsent.get(seq_id), self.admission.by_seq.get(seq_id)
-            if step is not None and state is not None:
-                self._sender(state.transfer).send(step.span, state.pages)
-                del self._unsent[seq_id]  # not before: `complete` sends what could not leave
+            if step is not None and state is not None and not self._alone(state):
+                self._sender(state.transfer).send(step.span, state.pages, slot=state.slot, layers=layers)
+                if layers is None:
+                    del self._unsent[seq_id]  # not before: `complete` sends what could not leave
 
     def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
         """Send what is left of the chunks that the forward computed, and the metadata with the last ones."""
@@ -207,9 +227,24 @@ class PrefillScheduler(Scheduler):
                     self.fail(state, Internal("the engine returned no first token").info, now)
                     continue
                 state.metadata = self._metadata(state, result, result.token, now)
+                if self._alone(state):
+                    self._retain(state, result, result.token, now)
+                    continue
                 self._sender(state.transfer).finish(state.metadata)
                 self.cache.remember(state, len(state.prompt))
         self._steps = []
+
+    def _alone(self, state: RequestState) -> bool:
+        """No decode takes the KV of `state` now."""
+        return state.ticket.decode == self.config.me
+
+    def _retain(self, state: RequestState, result: SequenceResult, token: int, now: float) -> None:
+        """Keep what was computed of `state` until its deadline, and answer with the first token."""
+        self._keep(state, now)
+        if state.ended:
+            return  # the engine broke
+        state.usage = first_usage(len(state.request.prompt), 0, state.cached)
+        self._emit(state, token, result.logprob, now)
 
     def _metadata(self, state: RequestState, result: SequenceResult, token: int, now: float) -> Metadata:
         state.enter("in_flight", now)
@@ -243,5 +278,5 @@ class PrefillScheduler(Scheduler):
         return len(state.prompt) - state.computed
 
     def sizes(self) -> dict[str, int]:
-        """See `Scheduler.sizes`."""
+        """See `Scheduler.sizes`; what is retained belongs to no request."""
         return {**super().sizes(), "handoffs": len(self.table), "queue": len(self.queue)}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from segue.core.errors import ErrorInfo
+from segue.core.records import Path, RequestRecord
 from segue.core.request import Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
 from segue.core.types import FinishReason, Incarnation, TransferId
 from segue.handoff.messages import Metadata
@@ -22,7 +24,8 @@ class RequestState:
     `prompt` are the tokens whose KV the next one needs: the request's prompt and, in a continuation,
     what it has given already. `output` are the tokens generated here, of which the last one's KV is not
     in the pool yet. `pages` are all pages from token 0 on; the request owns one share of each. The KV of
-    the first `computed` tokens is in them. `metadata` is what prefill sent with its last chunk.
+    the first `computed` tokens is in them; `slot` holds the state after these tokens, if the model keeps one.
+    `metadata` is what prefill sent with its last chunk.
     """
 
     origin: Incarnation
@@ -34,6 +37,7 @@ class RequestState:
     max_tokens: int
     prompt: list[int] = field(init=False)
     pages: list[int] = field(default_factory=list)
+    slot: int | None = None
     computed: int = 0
     cached: int = 0
     output: list[int] = field(default_factory=list)
@@ -44,8 +48,12 @@ class RequestState:
     phase: str = "queue"
     since: float = 0.0
     ended: bool = False
+    path: Path = field(init=False)
+    handed_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.path = Path(self.entered)
+        self.path.enter(self.phase, self.entered)
         request = self.request
         self.prompt = request.prompt + request.output if request.output else request.prompt
 
@@ -81,10 +89,39 @@ class RequestState:
         digest = hashlib.blake2b(tokens, digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
-    def enter(self, phase: str, now: float) -> None:
-        """Begin `phase`; the time spent in the last one goes into the timeline under its name."""
+    def enter(self, phase: str, now: float, text: str = "") -> None:
+        """Begin `phase`, of which there is `text` to say; the time spent in the last one goes into the
+        timeline under its name."""
         self.timeline[self.phase] = self.timeline.get(self.phase, 0.0) + now - (self.since or self.entered)
         self.phase, self.since = phase, now
+        self.path.enter(phase, now, text)
+
+    def record(self, where: str, now: float, error: ErrorInfo | None) -> RequestRecord:
+        """What `segue explain` is told of it; while it has not ended, so far. `handed_bytes` are those of KV
+        that its hand-off has moved."""
+        t = self.ticket
+        return RequestRecord(
+            request_id=self.request.request_id,
+            where=where,
+            began=self.entered,
+            seconds=now - self.entered,
+            steps=self.path.steps(),
+            omitted=self.path.omitted,
+            room=t.room,
+            attempt=t.attempt,
+            pair=f"{t.prefill} > {t.decode}",
+            facts={
+                "prompt_tokens": len(self.prompt),
+                "cached_tokens": self.cached,
+                "computed_tokens": self.computed,
+                "pages": len(self.pages),
+                "handed_bytes": self.handed_bytes,
+                "output_tokens": len(self.output),
+            },
+            error=error,
+            ended=self.ended,
+            traceparent=self.request.traceparent,
+        )
 
     def add_token(self, token: int, logprob: TokenLogprob | None, eos: Collection[int]) -> Output:
         """Append a token that was drawn; returns what the frontend is told: the first time all that is known

@@ -1,4 +1,5 @@
-"""Prompts whose hand-off failed after all of it was computed: a new attempt needs no forward.
+"""Prompts that were computed and not handed over (the hand-off failed, or a foreign router asked prefill
+first): the attempt that follows needs no forward.
 
 The whole pages of such a prompt are in the prefix tree, where pressure may evict them. Here is the rest:
 the tail page, copied to host memory, and the metadata with the first token. Bounded in entries, bytes and
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from segue.core.request import Request
 from segue.engine.base import HostPages
@@ -67,6 +70,10 @@ class RetainedPrompts:
             return None
         return self._pop(_key(state))
 
+    def next_end(self) -> float | None:
+        """When `expire` has something to forget next, or None."""
+        return min((retained.until for retained in self._entries.values()), default=None)
+
     def expire(self, now: float) -> None:
         """Forget what nobody can ask for any more."""
         for key in [key for key, retained in self._entries.items() if retained.until <= now]:
@@ -94,5 +101,6 @@ def _same(retained: Request, asked: Request) -> bool:
     return (
         retained.prompt == asked.prompt
         and retained.output == asked.output
-        and retained.sampling == asked.sampling
+        # How long the answer may be does not change its first token.
+        and replace(retained.sampling, max_tokens=asked.sampling.max_tokens) == asked.sampling
     )

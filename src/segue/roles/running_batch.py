@@ -24,6 +24,7 @@ class RunningBatch:
         self.running: list[RequestState] = []
         self.retracted: list[tuple[RequestState, HostPages]] = []
         self.retractions = 0
+        self._now = 0.0
         self._cache = cache
         self._engine = engine
         self._max_batch = max_batch
@@ -47,12 +48,15 @@ class RunningBatch:
 
     def plan(self, now: float) -> list[SequenceStep]:
         """One token of every running sequence, after making room and filling the batch."""
+        self._now = now
         self._fill(now)
         if not self.running:
             # The last one gave way to itself: of a prefix that was cached meanwhile it had pages of its own,
             # and the cached ones could not be evicted while it held what follows them.
             self._fill(now)
-        return [SequenceStep(s.seq_id, s.output[-1:], s.computed, s.pages, True) for s in self.running]
+        return [
+            SequenceStep(s.seq_id, s.output[-1:], s.computed, s.pages, True, s.slot) for s in self.running
+        ]
 
     def take_failed(self) -> list[tuple[str, RequestState, Exception]]:
         """What the engine was asked for, of whom, and what it raised."""
@@ -90,12 +94,13 @@ class RunningBatch:
         held = self._cache.pool.pages_for(state.computed)
         self.remove(state)
         try:
-            host = self._engine.copy_out(state.pages[:held])
+            host = self._engine.copy_out(state.pages[:held], state.slot)
         except Exception as exc:  # the boundary: it fails alone, and its pages are free all the same
             self._failed.append(("copy_out", state, exc))
         else:
             insort(self.retracted, (state, host), key=lambda item: _age(item[0]))
             self.retractions += 1
+            state.enter("retracted", self._now)
         self._cache.release(state)
 
     def _resume(self) -> None:
@@ -106,19 +111,20 @@ class RunningBatch:
             # A page of slack for everybody that runs: or it would be retracted again at once.
             needed = pool.pages_for(state.computed + 1)
             slack = len(self.running)
-            if not self._cache.has(needed + slack):
+            if not (self._cache.has_slot and self._cache.has(needed + slack)):
                 return
             pages = self._cache.take(needed, room=pool.pages_for(state.max_tokens - state.produced))
             if pages is None:
                 return
             del self.retracted[0]
-            state.pages = pages
+            state.pages, state.slot = pages, self._cache.take_slot()
             try:
-                self._engine.copy_in(host, pages[: pool.pages_for(state.computed)])
+                self._engine.copy_in(host, pages[: pool.pages_for(state.computed)], state.slot)
             except Exception as exc:  # the boundary: it fails alone
                 self._cache.release(state)
                 self._failed.append(("copy_in", state, exc))
             else:
+                state.enter("decode", self._now)
                 self.running.append(state)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from segue.conn.handles import Change
 from segue.core.control import Load, Submit
@@ -32,10 +32,13 @@ class Scheduler(ABC):
     what a request holds.
     """
 
+    #: Whether KV leaves for another instance while a forward computes.
+    sends: ClassVar[bool] = False
+
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig) -> None:
         self.engine = engine
         self.config = config
-        self.cache = KVCache(pool)
+        self.cache = KVCache(pool, engine.spec.slots)
         self.admission = Admission(config, engine.info, pool.total * pool.page_tokens)
         #: what an engine's bug was caught at, and the bug, for the log
         self.bugs: list[tuple[str, Exception]] = []
@@ -53,7 +56,7 @@ class Scheduler(ABC):
             state = self.admission.check(origin, submit, now)
             self.engine.open(state.seq_id, request.prompt, request.sampling, request.output)
         except SegueError as error:
-            self.admission.refuse(origin, request.request_id, error.info, submit.ticket.room)
+            self.admission.refuse(origin, request.request_id, error.info, now, submit.ticket)
             return
         self.admission.add(state)
         try:
@@ -89,7 +92,7 @@ class Scheduler(ABC):
         if state.ended:
             return
         state.ended = True
-        self.admission.remove(state)
+        self.admission.remove(state, error, now)
         if state.seq_id in self._computing:
             self._held.append((state, error))
         else:
@@ -126,7 +129,7 @@ class Scheduler(ABC):
         """Something of this request was not handled, by a bug: it ends with `error`, known or not."""
         state = self.admission.requests.get((origin, request_id))
         if state is None:
-            self.admission.refuse(origin, request_id, error.exception().at(phase="submit").info)
+            self.admission.refuse(origin, request_id, error.exception().at(phase="submit").info, now)
         else:
             self.fail(state, error, now)
 
@@ -179,8 +182,9 @@ class Scheduler(ABC):
         self._computing = {step.seq_id: self.admission.by_seq[step.seq_id] for step in steps}
 
     @abstractmethod
-    def stored(self, seq_ids: Collection[int]) -> None:
-        """The KV that the running forward computes for these sequences is in the pool, and final."""
+    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
+        """The KV that the running forward computes for these sequences is in the pool, and final; with
+        `layers` that of the first so many."""
 
     def complete(self, results: Sequence[SequenceResult], now: float) -> None:
         """The forward that was planned has ended, with these results."""
@@ -228,7 +232,7 @@ class Scheduler(ABC):
 
     def load(self) -> Load:
         """What placement needs."""
-        pool, requests = self.cache.pool, self.admission.requests
+        pool, slots, requests = self.cache.pool, self.cache.slots, self.admission.requests
         running = sum(not state.ended for state in self._running())
         return Load(
             dp_rank=self.config.me.dp_rank,
@@ -238,7 +242,11 @@ class Scheduler(ABC):
             pages_free=self.cache.available,
             pages_total=pool.total,
             pages_quarantined=pool.quarantined,
+            slots_free=0 if slots is None else slots.free,
+            slots_total=0 if slots is None else slots.total,
+            slots_quarantined=0 if slots is None else slots.quarantined,
             draining=self.admission.draining,
+            drained=self.admission.draining and self.idle and not pool.quarantined,
         )
 
     @abstractmethod
@@ -249,9 +257,9 @@ class Scheduler(ABC):
         """Tokens of one request, a measure of work and memory."""
         return state.tokens
 
-    def drain(self) -> None:
-        """Take no new requests from now on."""
-        self.admission.draining = True
+    def drain(self, draining: bool = True) -> None:
+        """Take no new requests from now on, or take them again."""
+        self.admission.draining = draining
 
     @property
     def idle(self) -> bool:

@@ -31,7 +31,7 @@ class UnifiedScheduler(Scheduler):
 
     def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig) -> None:
         super().__init__(engine, pool, config)
-        self.queue = PrefillQueue(self.cache)
+        self.queue = PrefillQueue(self.cache, config.chunk_tokens)
         self.batch = RunningBatch(self.cache, engine, config.limits.max_batch)
         self._chunks: list[SequenceStep] = []
 
@@ -54,11 +54,14 @@ class UnifiedScheduler(Scheduler):
         steps = self.batch.plan(now)
         for what, state, exc in self.batch.take_failed():
             self.engine_broke(what, state, exc, now)
-        start = not self.batch.retracted
-        self._chunks = self.queue.plan(self.config.chunk_tokens - len(steps), now, start=start)
+        self._chunks = self.queue.plan(self.config.chunk_tokens - len(steps), now, start=self._may_start())
         return steps + self._chunks
 
-    def stored(self, seq_ids: Collection[int]) -> None:
+    def _may_start(self) -> bool:
+        """Whether a prompt may take pages now."""
+        return not self.batch.retracted
+
+    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
         """The KV is where it is needed."""
 
     def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:

@@ -1,4 +1,4 @@
-"""One child process as the supervisor sees it: its report, its log lines, its end."""
+"""One child process as the supervisor sees it: its reports, its log lines, its end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TextIO
 
 from segue.core.errors import DECODE_ERRORS
 from segue.core.types import Role
-from segue.serve.lifeline import MAX_REPORT_BYTES, Report, decode_report
+from segue.serve.lifeline import MAX_REPORT_BYTES, Ready, Report, decode_report
 from segue.session.tasks import awaited
 
 MAX_LINE_BYTES = 64 * 1024
@@ -25,13 +27,15 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A child to start: its name in logs, its role, its command and its environment."""
+    """A child to start: its name in logs, its role, its command and its environment. `sockets` are its alone
+    once it runs: their other ends are to see its end."""
 
     name: str
     role: Role
     argv: Sequence[str]
     environ: Mapping[str, str]
     pass_fds: tuple[int, ...] = ()
+    sockets: Sequence[socket.socket] = ()
 
 
 class Console:
@@ -78,17 +82,40 @@ class Console:
                 return  # nobody reads any more; lines are dropped from here on
 
 
+class _Output(asyncio.subprocess.SubprocessStreamProtocol):
+    """The pipes of a process, as asyncio has them, and `ended`: `Process.wait` waits for the end of the pipes
+    too, which somebody else may hold open."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_LINE_BYTES, asyncio.get_running_loop())
+        self.ended = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.ended.set()
+
+
 class Child:
-    """A running child. `report` and `exited` are tasks that end with what their names say."""
+    """A running child. `report`, its first one or None, and `exited` end with what their names say; `listens`
+    with the pipe of its reports. `role` is the one it serves in now."""
 
     def __init__(
-        self, spec: ChildSpec, process: asyncio.subprocess.Process, report_fd: int, console: Console
+        self,
+        spec: ChildSpec,
+        transport: asyncio.SubprocessTransport,
+        output: _Output,
+        report_fd: int,
+        console: Console,
     ) -> None:
         self.spec = spec
-        self.process = process
+        self.role = spec.role
+        self._transport = transport
+        self._ended = output.ended
+        self.process = asyncio.subprocess.Process(transport, output, asyncio.get_running_loop())
         self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
         self._console = console
-        self.report: asyncio.Task[Report | None] = awaited(_read_report(report_fd))
+        self.report: asyncio.Future[Report | None] = asyncio.get_running_loop().create_future()
+        self.listens = awaited(self._listen(report_fd))
         self.exited: asyncio.Task[int] = awaited(self._until_exit())
 
     @classmethod
@@ -96,7 +123,8 @@ class Child:
         """Start `plan` in a session of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
         report_read, report_write = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
+            transport, output = await asyncio.get_running_loop().subprocess_exec(
+                _Output,
                 *spec.argv,
                 f"--lifeline-fd={lifeline_fd}",
                 f"--report-fd={report_write}",
@@ -104,7 +132,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=dict(spec.environ),
-                pass_fds=(lifeline_fd, report_write, *spec.pass_fds),
+                pass_fds=(lifeline_fd, report_write, *spec.pass_fds, *(s.fileno() for s in spec.sockets)),
                 start_new_session=True,
             )
         except BaseException:
@@ -112,12 +140,14 @@ class Child:
             raise
         finally:
             os.close(report_write)
-        return cls(spec, process, report_read, console)
+            for own in spec.sockets:
+                own.close()
+        return cls(spec, transport, output, report_read, console)
 
     @property
     def name(self) -> str:
-        """The child's name in logs."""
-        return self.spec.name
+        """The child's name in logs, with its role once it has been switched."""
+        return self.spec.name if self.role is self.spec.role else f"{self.spec.name}-as-{self.role}"
 
     @property
     def alive(self) -> bool:
@@ -147,16 +177,31 @@ class Child:
             name = "unknown"
         return f"signal {-status} ({name})"
 
+    async def _listen(self, fd: int) -> None:
+        try:
+            async with aclosing(_reports(fd)) as reports:
+                async for report in reports:
+                    if not self.report.done():
+                        self.report.set_result(report)
+                    if isinstance(report, Ready) and report.role is not None:
+                        self.role = report.role
+        finally:
+            if not self.report.done():
+                self.report.set_result(None)
+
     async def _until_exit(self) -> int:
         await self._forward_lines()
-        return await self.process.wait()
+        self._transport.close()
+        status = self.process.returncode
+        assert status is not None
+        return status
 
     async def _forward_lines(self) -> None:
         """Forward lines until the child's output ends or the child does: a grandchild that keeps
         the pipe open must not hide the child's end."""
         output = self.process.stdout
         assert output is not None
-        ended = awaited(self.process.wait())
+        ended = awaited(self._ended.wait())
         pending = b""
         while True:
             chunk_task = awaited(output.read(MAX_LINE_BYTES))
@@ -186,19 +231,16 @@ class Child:
         self._console.line(self.name, text)
 
 
-async def _read_report(fd: int) -> Report | None:
-    """The child's report, or None if the pipe ended without a legal one."""
+async def _reports(fd: int) -> AsyncGenerator[Report, None]:
+    """What a child says, line by line, until the pipe ends or brings what is no report."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=MAX_REPORT_BYTES)
     pipe = os.fdopen(fd, "rb", buffering=0)
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
-        data = await reader.read(MAX_REPORT_BYTES)
-        while data and (more := await reader.read(MAX_REPORT_BYTES)) and len(data) < MAX_REPORT_BYTES:
-            data += more
+        while True:
+            yield decode_report(await reader.readuntil())
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, *DECODE_ERRORS):
+        return
     finally:
         transport.close()
-    try:
-        return decode_report(data)
-    except DECODE_ERRORS:
-        return None

@@ -3,15 +3,21 @@
 A rank that dies takes its own requests with it, and they fail at once where its sessions end. The others
 share nothing with it but the incarnation: they go on, and the registry shows the instance without it. Nothing
 is restarted, so the instance ends with a status but 0, and whoever keeps it can start it anew as a whole.
+
+Ranks that share out a model's experts (`engine.dp_group`) cannot go on: each hears of the end of another over
+the sockets that they get from here, ends its requests with an error and leaves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Callable, Sequence
 
+from segue.core.access_config import AccessConfig
 from segue.core.config import FrontendConfig, InstanceConfig
 from segue.core.types import Role, new_incarnation
+from segue.frontend.keys import read_keys
 from segue.serve.children import Child, ChildSpec
 from segue.serve.process_tree import ProcessTree, ServeResult, lifeline, secret_fd
 
@@ -28,11 +34,21 @@ def leaders(
     if instance.dp == 1:
         return [tree.spec(instance.label, role, command(role, instance), threads, fds)]
     incarnation = new_incarnation()
-    made = [instance.leader(incarnation, rank) for rank in range(instance.dp)]
-    return [
-        tree.spec(f"{instance.label}.dp{rank}", role, command(role, leader), threads, fds)
-        for rank, leader in enumerate(made)
-    ]
+    links = star(instance.dp) if instance.enable_expert_parallel else [[]] * instance.dp
+    specs = []
+    for rank, sockets in enumerate(links):
+        leader = instance.leader(incarnation, rank)
+        if sockets:
+            leader = dataclasses.replace(leader, dp_fds=",".join(str(s.fileno()) for s in sockets))
+        spec = tree.spec(f"{instance.label}.dp{rank}", role, command(role, leader), threads, fds)
+        specs.append(dataclasses.replace(spec, sockets=sockets))
+    return specs
+
+
+def star(size: int) -> list[list[socket.socket]]:
+    """Links between `size` ranks: rank 0 has one to every other, and those have one to it."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1, size)]
+    return [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
 
 
 class RankProcesses(ProcessTree):
@@ -50,12 +66,20 @@ class RankProcesses(ProcessTree):
     async def run(self) -> ServeResult:
         """Serve until a signal, or until no rank is left."""
         try:
-            with secret_fd(self._instance.secret) as fd, lifeline() as lifeline_fd:
+            keys = "\n".join(read_keys(self._instance.access)).encode()
+            with (
+                secret_fd(self._instance.secret) as fd,
+                secret_fd(keys) as keys_fd,
+                lifeline() as lifeline_fd,
+            ):
                 async with self.signals():
                     instance = self._instance
                     if instance.secret:
                         instance = dataclasses.replace(instance, secret_file=f"/proc/self/fd/{fd}")
-                    return await self.keep(leaders(self, instance, self._command, (fd,)), lifeline_fd)
+                    if keys:
+                        access = AccessConfig(api_key_file=f"/proc/self/fd/{keys_fd}")
+                        instance = dataclasses.replace(instance, access=access)
+                    return await self.keep(leaders(self, instance, self._command, (fd, keys_fd)), lifeline_fd)
         finally:
             self._console.close()
 

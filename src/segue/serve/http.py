@@ -1,9 +1,11 @@
-"""An instance's own HTTP server (`--http-port`): is it alive, what is it, how is it doing."""
+"""An instance's own HTTP server (`--http-port`): is it alive, what is it, how is it doing; and, for foreign
+routers, its door (`serve.door`)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -13,14 +15,17 @@ from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from segue import __version__
 from segue.conn.peers import PathSpeed
 from segue.core.control import Load
 from segue.core.errors import SegueError
+from segue.frontend.http_server import public_guard
+from segue.frontend.keys import ApiKeys, KeyCheck
 from segue.observe.integrity import NodeState
 from segue.observe.metrics import CONTENT_TYPE
+from segue.serve.door import LazyDoor, door_routes
 from segue.session.guarded_http import Guard, GuardedServer
 from segue.session.listen import listening
 
@@ -56,15 +61,11 @@ class _StatusCollector(Collector):
             requests.add_metric(["running"], load.running)
             requests.add_metric(["waiting"], load.waiting)
             yield requests
-            pages = GaugeMetricFamily("segue_instance_pages", "KV pages by state", labels=["state"])
-            used = load.pages_total - load.pages_free - load.pages_quarantined
-            for state, count in (
-                ("free", load.pages_free),
-                ("used", used),
-                ("quarantined", load.pages_quarantined),
-            ):
-                pages.add_metric([state], count)
-            yield pages
+            for name, what, found in (("pages", "KV pages", load.pages), ("slots", "Slots", load.slots)):
+                family = GaugeMetricFamily(f"segue_instance_{name}", f"{what} by state", labels=["state"])
+                for state, count in found.items():
+                    family.add_metric([state], count)
+                yield family
         counts = GaugeMetricFamily("segue_instance_table", "Entries of internal tables", labels=["table"])
         for name, count in self._status.counts().items():
             counts.add_metric([name], count)
@@ -73,13 +74,43 @@ class _StatusCollector(Collector):
             "segue_instance_path_bytes_per_second", "Measured speed of a path", labels=["peer", "transport"]
         )
         for peer, speed in self._status.paths().items():
-            speeds.add_metric([peer, speed.transport], speed.bytes_per_s)
+            if speed.nbytes:  # decode, and a prefill that has sent nothing yet, know of none
+                speeds.add_metric([peer, speed.transport], speed.bytes_per_s)
         yield speeds
+        labels = ["peer", "transport", "chosen"]
+        pages = GaugeMetricFamily(
+            "segue_instance_probe_page_seconds",
+            "One page over a path, as its probe measured it",
+            labels=labels,
+        )
+        rates = GaugeMetricFamily(
+            "segue_instance_probe_bytes_per_second",
+            "Many pages over a path, as its probe measured it",
+            labels=labels,
+        )
+        for peer, speed in self._status.paths().items():
+            for one in speed.choice.candidates if speed.choice is not None else ():
+                if one.figures is not None:
+                    about = [peer, one.transport, str(one.transport == speed.transport).lower()]
+                    pages.add_metric(about, one.figures.page_s)
+                    rates.add_metric(about, one.figures.bytes_per_s)
+        yield from (pages, rates)
 
 
-def start_http(status: InstanceStatus, host: str, port: int, request_s: float) -> GuardedServer:
-    """Bind and serve in the current loop; `request_s` is what one request may take to arrive. Raises
-    ConfigError if the port is in use."""
+def start_http(
+    status: InstanceStatus,
+    host: str,
+    port: int,
+    request_s: float,
+    *,
+    lazy: LazyDoor | None = None,
+    keys: ApiKeys | None = None,
+) -> GuardedServer:
+    """Bind and serve in the current loop; `request_s` is what one request may take to arrive (with a door:
+    its head). Raises ConfigError if the port is in use.
+
+    With `lazy` it also generates, for foreign routers. With `keys` clients must show one of them.
+    """
     registry = CollectorRegistry()
     registry.register(_StatusCollector(status))
 
@@ -98,20 +129,28 @@ def start_http(status: InstanceStatus, host: str, port: int, request_s: float) -
         return Response(msgspec.json.encode(state), media_type=_JSON)
 
     async def metrics(request: Request) -> Response:
-        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
+        more = lazy.metrics.exposition() if lazy is not None else b""
+        return Response(generate_latest(registry) + more, headers={"content-type": CONTENT_TYPE})
 
-    routes = [
+    routes: list[BaseRoute] = [
         Route("/health", health),
         Route("/server_info", server_info),
         Route("/get_server_info", server_info),
         Route("/integrity", integrity),
         Route("/metrics", metrics),
     ]
+    # Without TLS: probes, scrapers and routers have no certificate of ours.
+    guard = Guard(head_s=request_s, request_s=request_s, max_members=1)  # nobody proves anything here
+    app: Any = Starlette(routes=routes)
+    if lazy is not None:
+        served = str(status.about["served_model_name"])
+        app.router.routes += door_routes(lazy, served, status.load, status.integrity)
+        guard = public_guard(head_s=request_s)
+        app = KeyCheck(app, keys, lazy.metrics) if keys else app
     server = GuardedServer(
-        Starlette(routes=routes),
+        app,
         listening(host, port, what="the instance's HTTP server", flag="--http-port"),
-        # Without TLS: for probes and scrapers, which have no certificate of ours.
-        guard=Guard(head_s=request_s, request_s=request_s, max_members=1),  # nobody proves anything here
+        guard=guard,
         drain_s=1.0,
     )
     server.start()

@@ -1,4 +1,4 @@
-"""One instance as a process: model, role, leader loop, sessions, registry; from start to drain.
+"""One leader of one instance: role, leader loop, sessions, registry; from start to drain.
 
 The main thread runs the leader; the I/O thread (`conn.io`) runs sessions, transports' events, the
 registry client and the instance's HTTP server. The registry was found before (`serve.registry`).
@@ -7,16 +7,13 @@ registry client and the instance's HTTP server. The registry was found before (`
 from __future__ import annotations
 
 import asyncio
-import gc
-import importlib
+import dataclasses
 import logging
-import os
-import signal
-import sys
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 
+from segue import __version__
 from segue.bootstrap.client import Registry, RegistryClient
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.config import HOST
@@ -25,25 +22,35 @@ from segue.conn.handles import Change
 from segue.conn.io import MonotonicClock
 from segue.conn.manager import KVManager
 from segue.conn.rank import local_rank
+from segue.core.addresses import is_loopback
 from segue.core.config import InstanceConfig
-from segue.core.errors import SegueError
+from segue.core.control import Load
+from segue.core.errors import Draining, InvalidRequest, SegueError
+from segue.core.kv_events import KVEvent
+from segue.core.operate import Steer, Switch
+from segue.core.records import RequestRecord
 from segue.core.types import Incarnation, LeaderId, Role, new_incarnation
-from segue.engine.base import Engine
+from segue.engine.base import Companions, Engine
 from segue.engine.pages import PagePool
+from segue.frontend.keys import ApiKeys, read_keys
 from segue.roles.admission import SchedulerConfig
 from segue.roles.decode import DecodeScheduler
+from segue.roles.local_prompts import LocalPrompts
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import FrontendSessions
-from segue.serve.gc import frozen_imports
+from segue.serve.door import LazyDoor
 from segue.serve.http import InstanceStatus, start_http
 from segue.serve.integrity import instance_state
 from segue.serve.kv import dp_ranks, kv_config, session_config, usable_transports
-from segue.serve.leader import Abandon, Drain, Leader
-from segue.serve.rank_process import SWITCH_INTERVAL_S
+from segue.serve.kv_publisher import KVPublisher
+from segue.serve.leader import Abandon, CompanionsMoved, Drain, Hold, Inspect, Leader
+from segue.serve.local_cost import measure_pauses
+from segue.serve.operators import OperatorSessions, Sights
 from segue.serve.registry import follow_prefill, wait_for_registry
-from segue.serve.workers import Workers, open_replica
+from segue.serve.rooms import Rooms
+from segue.serve.workers import Workers
 from segue.session import tls
 from segue.session.api import SessionHandler
 from segue.session.guarded_http import GuardedServer
@@ -52,13 +59,17 @@ from segue.transport.memory import Memory
 
 log = logging.getLogger("segue.instance")
 
+#: After so long tables are looked at once more that were not empty when the leader had drained.
+LOOK_AGAIN_S = 0.1
+
 
 class Instance:
     """One leader of one instance, on any engine. `start`, then `run` on the main thread, `close`.
 
     `me` names the leader. Each leader of an instance (`config.dp`) has a process of its own, with an engine,
     a pool, sessions and an entry in the registry. By default it is the one that `config` names, or the only
-    one. `workers` are its other ranks, if it has any; it ends them.
+    one. `workers` are its other ranks, and `companions` the DP ranks that it computes every step with, if it
+    has any; it ends both.
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class Instance:
         *,
         me: LeaderId | None = None,
         workers: Workers | None = None,
+        companions: Companions | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -87,41 +99,75 @@ class Instance:
             secret=config.secret,
             dp=self.dp,
         )
-        frontends = {Role.FRONTEND: self.frontends}
+        self._sights = Sights(config.role, self.frontends, self.limits.max_sessions)
+        self.operators = OperatorSessions(
+            self._ask_load, self._sights.of, self._steer, self._find, self.frontends, self._record
+        )
+        frontends: dict[Role, SessionHandler] = {
+            Role.FRONTEND: self.frontends,
+            Role.OPERATOR: self.operators,
+        }
         self.workers = workers
+        self.companions = companions
         self.manager: KVManager | None = None
+        #: Offered to peers.
+        self.transports: tuple[str, ...] = ()
         if config.role is Role.UNIFIED:
             self.plane = ControlPlane(session_config(config, self.me, self.tls), frontends)
             self.scheduler: Scheduler = UnifiedScheduler(engine, pool, scheduling)
         else:
-            self.manager = self._make_manager(memory, frontends)
+            self.manager = self._sights.manager = self._make_manager(memory, frontends)
             self.plane = self.manager.plane
             make = PrefillScheduler if config.role is Role.PREFILL else DecodeScheduler
             self.scheduler = make(engine, pool, scheduling, self.manager)
+            if isinstance(self.scheduler, DecodeScheduler):
+                self.scheduler.local = self._local_prompts(self.scheduler)
         self.leader = Leader(
             self.scheduler,
             engine,
             limits=self.limits,
             clock=MonotonicClock(),
             send=lambda origin, outputs: self.plane.io.post(self.frontends.send, origin, outputs),
-            report=lambda load: self.plane.io.post(self.frontends.report, load),
+            report=lambda load: self.plane.io.post(self._reported, load),
+            prefixes=self._prefixes,
+            companions=companions,
         )
         self.frontends.deliver = self.leader.inbox.put
         self._stack = AsyncExitStack()
         self._stop = asyncio.Event()
+        #: what the registry is to hear, one word after the other
+        self._draining = False
+        self._telling = asyncio.Event()
         self._registry: Registry | None = None
+        self._publisher: KVPublisher | None = None
         self.http: GuardedServer | None = None
+        self._door: LazyDoor | None = None
+        #: What clients of the HTTP door must show, if there are any.
+        self._keys = ApiKeys(read_keys(config.access))
+        #: What this process serves with once `run` has returned, if it was switched.
+        self.follows: InstanceConfig | None = None
         #: Why this instance leaves, if something failed that it cannot be without.
         self.failure: SegueError | None = None
 
+    def _local_prompts(self, scheduler: DecodeScheduler) -> LocalPrompts | None:
+        """Which prompts frontends are to give to decode alone."""
+        chosen, chunk_tokens = self.config.engine.max_local_prefill_length, self.config.engine.chunk_tokens
+        if chosen >= 0:
+            return LocalPrompts(chosen) if chosen else None
+        pauses = measure_pauses(self.engine, scheduler.cache, chunk_tokens)
+        shown = ", ".join(f"{tokens}: {1000 * pause_s:.2f}" for tokens, pause_s in pauses)
+        log.info("a step with so many tokens of a prompt takes longer by so many ms: %s", shown)
+        return LocalPrompts(pauses=pauses)
+
     def _make_manager(self, memory: Memory, others: Mapping[Role, SessionHandler]) -> KVManager:
         config, workers = self.config, self.workers
-        names = usable_transports(config.transport, memory)
+        self.transports = names = usable_transports(config.transport, memory)
         kv = kv_config(
             config,
             self.me,
             model=self.model,
             spec=self.engine.spec,
+            memory=memory,
             transports=names,
             tls=self.tls,
         )
@@ -140,7 +186,64 @@ class Instance:
         self.plane.io.post(self._say_draining)
 
     def _changed(self, change: Change) -> None:
+        self._sights.changed(change)
         self.leader.changed(change)
+
+    # ---- operators, on the I/O thread -----------------------------------------------------------
+
+    def _reported(self, load: Load) -> None:
+        self.frontends.report(load)
+        self.operators.report(load)
+        if load.drained and self._sights.held and self.operators.watched:
+            # What a rank or the protocol still has to answer ends without a report of the leader.
+            self.plane.io.loop.call_later(LOOK_AGAIN_S, self._ask_load, self._reported)
+
+    def _prefixes(self, only: Incarnation | None, events: list[KVEvent]) -> None:
+        """From the leader's thread."""
+        if only is None and self._publisher is not None:
+            self._publisher.publish(events)
+        self.plane.io.post(self.frontends.prefixes, only, self.scheduler.cache.pool.page_tokens, events)
+
+    def _ask_load(self, answer: Callable[[Load], None]) -> None:
+        self.leader.inbox.put(Inspect(lambda scheduler: self.plane.io.post(answer, scheduler.load())))
+
+    def _find(self, request_id: str, answer: Callable[[list[RequestRecord]], None]) -> None:
+        def look(scheduler: Scheduler) -> None:
+            found = scheduler.admission.explain(request_id, self.leader.clock.now())
+            self.plane.io.post(answer, found)
+
+        self.leader.inbox.put(Inspect(look))
+
+    def _steer(self, order: Steer | Switch) -> None:
+        if self._stop.is_set():
+            raise Draining(f"{self.config.label} {self.me} is leaving")
+        if isinstance(order, Switch):
+            config = self._in_role(order.role)
+            if order.turn:
+                self._ask_load(partial(self._turn, config))
+                return
+        draining = isinstance(order, Switch) or order.draining
+        self.leader.inbox.put(Hold(draining))
+        self._say_draining(draining)
+
+    def _in_role(self, role: Role) -> InstanceConfig:
+        """What this process would serve with in another role. Raises InvalidRequest, and ConfigError if its
+        settings do not fit to it."""
+        who = f"{self.config.label} {self.me}"
+        if role not in (Role.PREFILL, Role.DECODE, Role.UNIFIED) or role is self.config.role:
+            raise InvalidRequest(f"{who} cannot become {role}: it is {self.config.role}")
+        if self.companions is not None:
+            raise InvalidRequest(
+                f"{who} shares its experts with other DP ranks, which cannot be switched: start a {role} "
+                "instance instead, and drain this one"
+            )
+        return dataclasses.replace(self.config, role=role, name=None)
+
+    def _turn(self, config: InstanceConfig, load: Load) -> None:
+        if load.drained and not self._sights.held and not self._stop.is_set():
+            self.follows = config
+            self._stop.set()  # now, so that nobody resumes it any more
+            self.drain()
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -150,7 +253,13 @@ class Instance:
 
         Raises ConfigError (port in use), BootstrapUnreachable or Unauthorized.
         """
+        if self.config.events.kv_events_port is not None:
+            self._publisher = KVPublisher(self.config.events, self.config.host, self.me.dp_rank)
+            self.leader.journal()
         (self.manager or self.plane).start()
+        if self.companions is not None:
+            put = self.leader.inbox.put
+            self.companions.listen(lambda: put(CompanionsMoved()), self.drain, self._lost)
         return self.plane.io.call(self._join(), self.config.registry_wait_s + 4 * self.limits.connect_s)
 
     async def _join(self) -> bool:
@@ -164,16 +273,53 @@ class Instance:
         if self.manager is not None:
             self.manager.open_ranks.registry = registry
         self._stack.push_async_callback(registry.aclose)
-        await registry.register(self._record())
-        self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
-        if self.manager is not None and config.role is Role.DECODE:
-            self._spawn(follow_prefill(registry, self.manager), "watch")
         if config.http_port is not None:
-            self.http = start_http(self._status(), config.host, config.http_port, self.limits.handshake_s)
+            if config.door == "all":
+                self._door = self._make_door(registry)
+            self.http = start_http(
+                self._status(),
+                config.host,
+                config.http_port,
+                self.limits.handshake_s,
+                lazy=self._door,
+                keys=self._keys,
+            )
             self._stack.push_async_callback(self.http.stop)
             self._spawn(self.http.ended(), "the HTTP server")
             log.info("http server at %s:%d", *self.http.address)
+        # Last: who finds this instance may ask it anything at once.
+        await registry.register(self._record())
+        self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
+        self._spawn(self._tell_registry(), "telling the registry whether it drains")
+        if self.manager is not None and config.role is Role.DECODE:
+            self._spawn(follow_prefill(registry, self.manager), "watch")
         return True
+
+    def _make_door(self, registry: Registry) -> LazyDoor:
+        config = self.config
+        rooms = None
+        if config.role is Role.PREFILL:
+            rooms = Rooms(f"{config.label} {self.me}", self.dp, self.limits.max_queue)
+        self.frontends.rooms = rooms
+        lazy = LazyDoor(config, self.me, registry, rooms=rooms, tls=self.tls)
+        self._sights.door = lazy.tables
+        self._stack.push_async_callback(lazy.close)
+        if not self._keys and not is_loopback(config.host):
+            log.warning(
+                "--host %s without an API key: everybody who can reach --http-port %s may use this instance; "
+                "give --api-key-file",
+                config.host,
+                config.http_port,
+            )
+        return lazy
+
+    def _counts(self) -> dict[str, int]:
+        """Tables and counters that `/metrics` shows."""
+        found = {} if self.manager is None else dict(self.manager.sizes())
+        if isinstance(self.scheduler, PrefillScheduler):
+            retained = self.scheduler.retained
+            found |= {"retained_prompts": len(retained), "retained_bytes": retained.nbytes}
+        return found if self._door is None else {**found, **self._door.counts()}
 
     def _status(self) -> InstanceStatus:
         config, manager = self.config, self.manager
@@ -188,11 +334,14 @@ class Instance:
                 "dp_size": self.dp.size,
                 "dp_rank": self.me.dp_rank,
                 "load_balance_method": self.dp.load_balance,
+                "disable_radix_cache": not self.scheduler.cache.reusable,
             },
             load=lambda: self.frontends.load,
-            counts=dict if manager is None else manager.sizes,
+            counts=self._counts,
             alive=lambda: self.leader.running and self.failure is None,
-            integrity=lambda: instance_state(self.leader, self.plane, manager),
+            integrity=lambda: instance_state(
+                self.leader, self.plane, manager, {} if self._door is None else self._door.tables()
+            ),
             paths=dict if manager is None else manager.paths,
         )
 
@@ -210,8 +359,19 @@ class Instance:
             tp_size=self.config.tp,
             pp_size=self.config.pp,
             cp_size=self.config.cp,
+            shared_experts=self.companions is not None,
             load_balance=self.dp.load_balance,
-            replicas=[ReplicaRecord(dp_rank=self.me.dp_rank, host=self.config.peer_host, port=port)],
+            bootstrap_port=self.config.bootstrap_port if self.config.role is Role.PREFILL else 0,
+            draining=self._draining,
+            replicas=[
+                ReplicaRecord(
+                    dp_rank=self.me.dp_rank,
+                    host=self.config.peer_host,
+                    port=port,
+                    version=__version__,
+                    transports=list(self.transports),
+                )
+            ],
         )
 
     def _spawn(
@@ -241,23 +401,37 @@ class Instance:
         self.plane.io.post(self._stop.set)
         self.plane.io.post(self._say_draining)
 
-    def _say_draining(self) -> None:
-        registry = self._registry
-        if registry is not None:
+    def _say_draining(self, draining: bool = True) -> None:
+        if self._registry is not None:
             # Without the registry's ear the leader still refuses what is new, and leaves when it is done.
-            self._spawn(
-                registry.set_draining(self.me.incarnation, True), "saying that it drains", _registry_trouble
-            )
+            self._draining = draining
+            self._telling.set()
+
+    async def _tell_registry(self) -> None:
+        """One word after the other, so that what was said last is heard last."""
+        while True:
+            await self._telling.wait()
+            self._telling.clear()
+            try:
+                if self._registry is not None:
+                    await self._registry.set_draining(self.me.incarnation, self._draining)
+            except SegueError as error:
+                _registry_trouble(error)
 
     def close(self) -> None:
-        """Leave the registry, end sessions, transports and threads. Idempotent."""
+        """Leave the registry, end sessions, transports and threads; the other ranks too, unless this process
+        serves on in another role. Idempotent."""
         try:
             if self.plane.io.running and self._registry is not None:
                 self.plane.io.call(self._leave(self._registry), 2 * self.limits.connect_s)
         finally:
             (self.manager or self.plane).close()
-            if self.workers is not None:
+            if self.workers is not None and (self.follows is None or self.failure is not None):
                 self.workers.close()
+            if self.companions is not None:
+                self.companions.close()
+            if self._publisher is not None:
+                self._publisher.close()
 
     async def _leave(self, registry: Registry) -> None:
         self._registry = None
@@ -267,43 +441,3 @@ class Instance:
 
 def _registry_trouble(error: SegueError) -> None:
     log.warning("registry: %s", error)
-
-
-def run_instance(config: InstanceConfig, *, on_ready: Callable[[str], None]) -> int:
-    """Load the model, serve until a signal, drain; the exit status. `config` names a registry that was there.
-
-    The first SIGINT or SIGTERM drains, the second ends the process at once. `on_ready` is called
-    with the instance's control address once it is registered.
-    """
-    with frozen_imports():
-        # Most of it is imported by transformers only while it loads a model: here it costs less.
-        importlib.import_module("transformers.modeling_utils")
-        importlib.import_module("segue.engine.cpu_engine")
-
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    replica = open_replica(config)
-    instance = Instance(config, replica.engine, replica.memory, workers=replica.workers)
-    gc.collect()
-    gc.freeze()
-    signals = 0
-
-    def on_signal(number: int, frame: object) -> None:
-        nonlocal signals
-        signals += 1
-        if signals > 1:
-            os._exit(128 + number)
-        instance.drain()
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if not instance.start():
-            return 0
-        host, port = instance.plane.address
-        log.info("serving role=%s leader=%s address=%s:%d", config.role.value, instance.me, host, port)
-        on_ready(f"{host}:{port}")
-        instance.run()
-    finally:
-        instance.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return 0 if instance.failure is None else 1

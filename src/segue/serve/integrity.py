@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from segue.conn.control_plane import ControlPlane
 from segue.conn.manager import KVManager
@@ -17,9 +18,11 @@ ANSWER_S = 10.0
 _Seen = tuple[dict[str, int], dict[str, int], list[str]]
 
 
-async def instance_state(leader: Leader, plane: ControlPlane, manager: KVManager | None) -> NodeState:
-    """The state of the instance; call it on its I/O loop. Raises Draining when its leader has left,
-    DeadlineExceeded when it does not answer."""
+async def instance_state(
+    leader: Leader, plane: ControlPlane, manager: KVManager | None, door: Mapping[str, int]
+) -> NodeState:
+    """The state of the instance; call it on its I/O loop. `door` are the tables of its HTTP door. Raises
+    Draining when its leader has left, DeadlineExceeded when it does not answer."""
     if not leader.running:
         raise Draining("the leader's loop has ended")
     loop = asyncio.get_running_loop()
@@ -41,6 +44,7 @@ async def instance_state(leader: Leader, plane: ControlPlane, manager: KVManager
     if manager is not None:
         tables = tables | manager.sizes()
         problems = problems + manager.problems()
+    tables = tables | {f"door_{name}": count for name, count in door.items()}
     at_rest = not busy(tables)
     if at_rest and (pages["used"] or pages["quarantined"]):
         problems.append(f"at rest, but of {pages['total']} pages {pages['used']} are used "
@@ -67,11 +71,4 @@ def _of_scheduler(scheduler: Scheduler) -> _Seen:
     except AssertionError as error:
         problems.append(str(error) or "an integrity check of the scheduler failed")
     load = scheduler.load()
-    used = load.pages_total - load.pages_free - load.pages_quarantined
-    pages = {
-        "total": load.pages_total,
-        "free": load.pages_free,
-        "used": used,
-        "quarantined": load.pages_quarantined,
-    }
-    return scheduler.sizes(), pages, problems
+    return scheduler.sizes(), {"total": load.pages_total, **load.pages}, problems

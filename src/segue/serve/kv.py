@@ -14,6 +14,7 @@ from segue.layout.spec import PoolSpec
 from segue.session.tls import Tls
 from segue.transport.kinds import KINDS, OK
 from segue.transport.memory import Memory
+from segue.transport.probe import SCRATCH_BYTES
 
 log = logging.getLogger("segue.instance")
 
@@ -49,14 +50,17 @@ def kv_config(
     *,
     model: str,
     spec: PoolSpec,
+    memory: Memory,
     transports: Sequence[str],
     tls: Tls | None,
     rank: int = 0,
 ) -> KVConfig:
     """What rank `rank` of the leader `me` hands over. A port that is given is that of rank 0; each rank has
-    the next one."""
+    the next one. Where `--transport` leaves a choice, and there is scratch in `memory` behind the pool, pairs
+    measure."""
     moves_bytes = all(KINDS.kind(name).moves_bytes for name in transports)
     advertised = config.advertise_data_port
+    room = not spec.planes and memory.nbytes - spec.nbytes >= SCRATCH_BYTES
     return KVConfig(
         **vars(session_config(config, me, tls)),
         model=model,
@@ -66,12 +70,13 @@ def kv_config(
         advertise_transport_port=None if advertised is None else advertised + rank,
         dp=dp_ranks(config),
         kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
+        scratch_bytes=SCRATCH_BYTES if room and len(KINDS.names(config.transport)) > 1 else 0,
     )
 
 
 def usable_transports(setting: str, memory: Memory) -> tuple[str, ...]:
-    """The transports to offer for `--transport`; of what `auto` means, those that work here. Raises
-    ConfigError if none does."""
+    """The transports to offer for `--transport`; of several, those that work here. Raises ConfigError if none
+    does."""
     found = KINDS.offered(setting, memory)
     usable = tuple(name for name, reason in found.items() if reason == OK)
     for name, reason in found.items():

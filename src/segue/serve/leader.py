@@ -4,8 +4,8 @@ Drain the inbox, let the scheduler decide, run one forward, hand the results bac
 Sockets belong to the I/O thread (`conn.io`); it puts what arrives into the inbox, which wakes the
 loop at once. So a replica's decisions are made in one place, in one order.
 
-An engine that computes on this thread does so within `collect`. While a device computes, the inbox is served;
-only what the protocol says of a hand-off that the device works on waits for the end of the forward.
+While a device or another thread computes, the inbox is served; only what the protocol says of a hand-off that
+the forward works on waits for its end. An engine that computes on this thread does so within `collect`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from functools import partial
 
 from segue.conn.handles import Change
 from segue.core.clock import Clock
-from segue.core.control import Cancel, Load, Submit
+from segue.core.control import Cancel, FlushCache, Load, Submit
 from segue.core.errors import ErrorInfo, Internal, SegueError
+from segue.core.kv_events import FollowPrefixes, KVEvent
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import Incarnation, KVPoll
-from segue.engine.base import Engine, SequenceStep, StepHandle
+from segue.engine.base import Companions, Engine, SequenceStep, StepHandle
+from segue.engine.prefix_journal import PrefixJournal
 from segue.handoff import events
 from segue.roles.scheduler import Scheduler
 
@@ -43,7 +45,7 @@ class FromFrontend:
     """A control message of the frontend `origin`."""
 
     origin: Incarnation
-    message: Submit | Cancel
+    message: Submit | Cancel | FlushCache | FollowPrefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,13 @@ class FrontendGone:
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Finish what is there, take nothing new, then leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Take nothing new from now on, or take it again, and stay. A leader that leaves takes nothing again."""
+
+    draining: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +84,11 @@ class Inspect:
 
 @dataclass(frozen=True, slots=True)
 class KVStored:
-    """The forward number `step` has the KV of these sequences in the pool."""
+    """The forward number `step` has the KV of these sequences in the pool, or of so many layers."""
 
     step: int
     seq_ids: Collection[int]
+    layers: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,23 @@ class ForwardReady:
     """The running forward can be collected."""
 
 
-Item = FromFrontend | FrontendGone | Change | Drain | Abandon | Inspect | KVStored | ForwardReady
+@dataclass(frozen=True, slots=True)
+class CompanionsMoved:
+    """Another DP rank waits for us in a step, or is done."""
+
+
+Item = (
+    FromFrontend
+    | FrontendGone
+    | Change
+    | Drain
+    | Hold
+    | Abandon
+    | Inspect
+    | KVStored
+    | ForwardReady
+    | CompanionsMoved
+)
 
 
 def _kind(item: Item) -> str:
@@ -94,8 +120,10 @@ def _kind(item: Item) -> str:
 
 
 class Leader:
-    """See the module's text. `send` delivers outputs to a frontend, `report` the load to all;
-    both only pass on to the I/O thread and never block."""
+    """See the module's text. `send` delivers outputs to a frontend, `report` the load to all, `prefixes` what
+    the prefix tree holds to one that follows it, or (None) what changed there to all of those; they only pass
+    on to the I/O thread and never block. With `companions` it also computes the steps of
+    others, and leaves only with them."""
 
     def __init__(
         self,
@@ -106,7 +134,11 @@ class Leader:
         clock: Clock,
         send: Callable[[Incarnation, list[Output]], None],
         report: Callable[[Load], None],
+        prefixes: Callable[[Incarnation | None, list[KVEvent]], None] = lambda _only, _events: None,
+        companions: Companions | None = None,
     ) -> None:
+        self._prefixes = prefixes
+        self._journal: PrefixJournal | None = None
         self.scheduler = scheduler
         self.engine = engine
         self.limits = limits
@@ -119,6 +151,7 @@ class Leader:
         self.running = False
         self._send = send
         self._report = report
+        self._companions = companions
         self._reported: Load | None = None
         self._report_at = self._quiet_until = clock.now()
         self._unreported = True
@@ -148,9 +181,9 @@ class Leader:
         """Do what can be done now; returns whether there may be more."""
         if self.forward is None:
             steps = self.decide()
-            if not steps:
+            if not steps and (self._companions is None or not self._companions.behind):
                 return False
-            self.launch(steps)
+            self.launch(steps)  # none, if other DP ranks wait for us in a step
         if self.forward is not None and not self.forward[1].ready:
             self.attend()
             return False
@@ -203,12 +236,14 @@ class Leader:
             return
         self.forward = steps, handle
 
-    def _stored(self, step: int, seq_ids: Collection[int]) -> None:
+    def _stored(self, step: int, seq_ids: Collection[int], layers: int | None = None) -> None:
         """On this thread if the engine computes here; else on any."""
+        if layers is not None and not self.scheduler.sends:
+            return
         if self._computes_here:
-            self.scheduler.stored(seq_ids)
+            self.scheduler.stored(seq_ids, layers)
         else:
-            self.inbox.put(KVStored(step, seq_ids))
+            self.inbox.put(KVStored(step, seq_ids, layers))
 
     def collect(self) -> None:
         """Take the results of the forward, if one was launched, and send what came of it."""
@@ -255,22 +290,29 @@ class Leader:
                     self.scheduler.submit(origin, submit, now)
                 case FromFrontend(origin, Cancel() as cancel):
                     self.scheduler.cancel(origin, cancel.request_id, cancel.reason, now)
+                case FromFrontend(_, FlushCache()):
+                    self.scheduler.cache.tree.clear()
+                case FromFrontend(origin, FollowPrefixes()):
+                    self._tell_prefixes()
+                    self._prefixes(origin, self.journal().whole())
                 case FrontendGone(origin, error):
                     self.scheduler.frontend_gone(origin, error, now)
                 case Drain():
                     self.scheduler.drain()
                     if self._drain_until is None:
                         self._drain_until = now + self.limits.drain_s
+                case Hold(draining):
+                    self.scheduler.drain(draining or self._drain_until is not None)
                 case Abandon(error):
                     self.scheduler.drain()
                     self.scheduler.fail_all(error, now)
                     self._drain_until = min(self._drain_until or math.inf, now + ABANDON_S)
                 case Inspect(look):
                     look(self.scheduler)
-                case KVStored(step, seq_ids):
+                case KVStored(step, seq_ids, layers):
                     if step == self.steps and self.forward is not None:
-                        self.scheduler.stored(seq_ids)
-                case ForwardReady():
+                        self.scheduler.stored(seq_ids, layers)
+                case ForwardReady() | CompanionsMoved():
                     pass  # the loop has been woken
                 case events.Phase() | events.Release() | events.Quarantined():
                     if self.forward is not None and self.scheduler.computes(item.transfer):
@@ -308,7 +350,7 @@ class Leader:
         """Everything has ended after a `Drain`, or its time is up."""
         if self._drain_until is None:
             return False
-        if self.scheduler.idle:
+        if self.scheduler.idle and (self._companions is None or self._companions.done()):
             return True
         if self.clock.now() >= self._drain_until:
             log.warning("leaving with unfinished requests: %s", self.scheduler.sizes())
@@ -325,9 +367,21 @@ class Leader:
         for origin, output in self.scheduler.outbox:
             by_frontend.setdefault(origin, []).append(output)
         self.scheduler.outbox.clear()
+        self._tell_prefixes()
         for origin, outputs in by_frontend.items():
             self._send(origin, outputs)
         self._unreported = True
+
+    def journal(self) -> PrefixJournal:
+        """What happens in the prefix tree from now on. On the leader's thread, or before it runs."""
+        if self._journal is None:
+            cache = self.scheduler.cache
+            self._journal = PrefixJournal(cache.tree, cache.pool.page_tokens)
+        return self._journal
+
+    def _tell_prefixes(self) -> None:
+        if self._journal is not None and self._journal.pending:
+            self._prefixes(None, self._journal.take())
 
     def _tell_load(self, now: float) -> None:
         self._report_at, self._unreported = now + LOAD_INTERVAL_S, False

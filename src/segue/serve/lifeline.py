@@ -2,11 +2,12 @@
 
 The *lifeline* is a pipe whose writing end only the supervisor holds. It carries nothing; its end
 of file means that the supervisor is gone, however it went, and the child drains and leaves. Over
-the *report* pipe the child says once that it is ready, or why it cannot be.
+the *report* pipe the child says that it is ready, or why it cannot be, and later each role that it takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,15 +16,18 @@ from collections.abc import Callable
 import msgspec
 
 from segue.core.errors import ErrorInfo
+from segue.core.types import Role
 
 #: What the supervisor accepts as one report, in bytes.
 MAX_REPORT_BYTES = 16 * 1024
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child serves; `url` is where, if it has an address that matters to a person."""
+    """The child serves; `url` is where, if it has an address that matters to a person. `role` is as what, of
+    a child that can be switched, which says so each time."""
 
     url: str = ""
+    role: Role | None = None
 
 
 class CannotStart(msgspec.Struct, frozen=True, tag=True):
@@ -77,13 +81,8 @@ class Lifeline:
         threading.Thread(target=wait, name="lifeline", daemon=True).start()
 
     def report(self, report: Report) -> None:
-        """Say `report` to the supervisor; only the first one counts, later ones are dropped."""
+        """Say `report` to the supervisor, in a line of its own."""
         if self._report_fd is None:
             return
-        fd, self._report_fd = self._report_fd, None
-        try:
-            os.write(fd, _encoder.encode(report))
-        except BrokenPipeError:
-            pass  # the supervisor is gone; the lifeline ends this process
-        finally:
-            os.close(fd)
+        with contextlib.suppress(BrokenPipeError):  # the supervisor is gone; the lifeline ends this process
+            os.write(self._report_fd, _encoder.encode(report) + b"\n")

@@ -16,6 +16,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from segue.core.settings import PREFIX
 from segue.core.types import Role
@@ -139,15 +140,14 @@ class ProcessTree(ABC):
         """Wait until every child is ready (None), one of them ends, or somebody wants us to stop."""
         loop = asyncio.get_running_loop()
         stop = awaited(self._stop.wait())
-        reports: dict[asyncio.Task[Report | None], Child] = {c.report: c for c in self.children}
+        reports: dict[asyncio.Future[Report | None], Child] = {c.report: c for c in self.children}
         exits: dict[asyncio.Task[int], Child] = {c.exited: c for c in self.children}
         deadline = loop.time() + self._startup_s
         try:
             while reports:
                 left = deadline - loop.time()
-                done, _ = await asyncio.wait(
-                    {stop, *reports, *exits}, timeout=left, return_when=asyncio.FIRST_COMPLETED
-                )
+                news: set[asyncio.Future[Any]] = {stop, *reports, *exits}
+                done, _ = await asyncio.wait(news, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if stop in done:
                     return None
                 if not done:
@@ -206,11 +206,10 @@ class ProcessTree(ABC):
 
     def _missing(self) -> Role | None:
         """The role without which no request completes and of which nobody is alive."""
-        needed = {c.spec.role for c in self.children}
-        for role in sorted(needed):
-            if not any(c.alive for c in self.children if c.spec.role is role):
-                return role
-        return None
+        here = {c.role for c in self.children if c.alive}
+        if Role.UNIFIED in here:  # a pair was switched
+            here |= {Role.PREFILL, Role.DECODE}
+        return min({c.role for c in self.children} - here, default=None)
 
     # ---- end ---------------------------------------------------------------------------------
 
@@ -256,8 +255,8 @@ class ProcessTree(ABC):
         """Nothing outlives us, whatever went wrong."""
         await self._kill(self.children)
         for child in self.children:
-            child.report.cancel()
-        await asyncio.gather(*(c.report for c in self.children), return_exceptions=True)
+            child.listens.cancel()
+        await asyncio.gather(*(c.listens for c in self.children), return_exceptions=True)
 
     @contextlib.asynccontextmanager
     async def signals(self) -> AsyncIterator[None]:

@@ -1,7 +1,8 @@
-"""The process of one rank but the leader's: `python -m segue.serve.rank_process PIPE_FD KV_FD`.
+"""The process of one rank but the leader's: `python -m segue.serve.rank_process PIPE_FD CHANNELS_FD`.
 
 Its main thread carries out the leader's orders (`engine.ranks`), its I/O thread what the hand-offs ask of its
-pool (`conn.rank_worker`). It dies with its leader, and signals that mean the whole family are the leader's.
+pool (`conn.rank_worker`), over a channel that comes with each role. It dies with its leader, and signals that
+mean the whole family are the leader's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -24,14 +26,17 @@ from segue.conn.io import IoThread
 from segue.conn.rank import local_rank
 from segue.conn.rank_worker import RankWorker
 from segue.core.config import InstanceConfig
-from segue.core.errors import DECODE_ERRORS, ErrorInfo, Internal, SegueError
-from segue.core.types import LeaderId
+from segue.core.errors import DECODE_ERRORS, ErrorInfo, Internal, PeerLost, SegueError
+from segue.core.types import LeaderId, Role
 from segue.engine.pipe import Pipe
 from segue.layout.spec import PoolSpec
 from segue.serve.gc import frozen_imports
 from segue.serve.kv import kv_config
 from segue.session import tls
 from segue.session.tasks import typed
+
+if TYPE_CHECKING:
+    from segue.engine.cpu_forward import CpuForward
 
 _PR_SET_PDEATHSIG = 1  # prctl.h of Linux
 #: For what the leader has asked for and reads.
@@ -66,9 +71,11 @@ class CannotWord(msgspec.Struct, frozen=True, tag=True):
 
 
 class ServeOrder(msgspec.Struct, frozen=True, tag=True):
-    """Be a rank of this leader, with these transports."""
+    """Be a rank of this leader in this role, with these transports, and of no other leader any more. The
+    channel to it waits at the other socket."""
 
     me: LeaderId
+    role: Role
     transports: list[str]
 
 
@@ -88,15 +95,15 @@ def heard(pipe: Pipe, decoder: msgspec.msgpack.Decoder[T], within_s: float | Non
         raise Internal(f"{pipe.name} did not say what was due: {exc}") from exc
 
 
-def main(pipe_fd: int, kv_fd: int) -> int:
+def main(pipe_fd: int, channels_fd: int) -> int:
     """Serve until the leader leaves; the exit status."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     pipe = Pipe(socket.socket(fileno=pipe_fd), "the leader")
-    kv = socket.socket(fileno=kv_fd)
+    channels = socket.socket(fileno=channels_fd)
     try:
-        _serve(pipe, kv)
+        _serve(pipe, channels)
     except SegueError as error:
         logging.getLogger("segue.rank").error("this rank ends: %s", error)
         return 1
@@ -111,7 +118,69 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
-def _serve(pipe: Pipe, kv: socket.socket) -> None:
+class HandOffs:
+    """What rank `number` hands the KV of `forward` over with: made anew for each role of its leader, whose
+    channels come through `channels`."""
+
+    def __init__(
+        self, config: InstanceConfig, number: int, forward: CpuForward, channels: socket.socket
+    ) -> None:
+        self._config = config
+        self._number = number
+        self._forward = forward
+        self._channels = channels
+        self._worker: RankWorker | None = None
+
+    def serve(self, words: bytes) -> None:
+        """Do what the `ServeOrder` says. Raises Internal for other words, PeerLost without a channel, and
+        what `local_rank` and `RankWorker.start` do."""
+        try:
+            order = msgspec.msgpack.decode(words, type=ServeOrder)
+        except DECODE_ERRORS as exc:
+            raise Internal(f"the leader said something else where a role was due: {exc}") from exc
+        self.close()
+        config, pool = replace(self._config, role=order.role), self._forward.pool
+        rank = local_rank(
+            kv_config(
+                config,
+                order.me,
+                model=self._forward.fingerprint,
+                spec=pool.spec,
+                memory=pool.memory,
+                transports=order.transports,
+                tls=tls.from_config(config.tls, config.peer_host),
+                rank=self._number,
+            ),
+            pool.memory,
+            HOST,
+            self._number,
+        )
+        # If the leader ends, the pipe ends at the same time and wakes the main thread.
+        self._worker = RankWorker(rank, self._channel(), IoThread(), config.limit.limits(), lambda _: None)
+        self._worker.start()
+        # As its leader: what is here now stays, and no collection goes through it, at the end neither.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+    def _channel(self) -> socket.socket:
+        self._channels.settimeout(SAY_S)
+        try:
+            _, fds, _, _ = socket.recv_fds(self._channels, 1, 1)
+        except OSError as exc:
+            raise PeerLost(f"the leader sent no channel: {exc}") from exc
+        if not fds:
+            raise PeerLost("the leader sent no channel")
+        return socket.socket(fileno=fds[0])
+
+    def close(self) -> None:
+        """End the transports, and then the channel. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def _serve(pipe: Pipe, channels: socket.socket) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with frozen_imports():
         # What takes seconds to import, before the ranks wait for one another.
@@ -141,34 +210,12 @@ def _serve(pipe: Pipe, kv: socket.socket) -> None:
         error = typed(exc, "loading")
         pipe.send(msgspec.msgpack.encode(CannotWord(error.info)), SAY_S)
         raise error from exc
-    spec = forward.pool.spec
-    pipe.send(msgspec.msgpack.encode(LoadedWord(forward.fingerprint, spec)), SAY_S)
-    serve = heard(pipe, msgspec.msgpack.Decoder(ServeOrder))
-    limits = config.limit.limits()
-    rank = local_rank(
-        kv_config(
-            config,
-            serve.me,
-            model=forward.fingerprint,
-            spec=spec,
-            transports=serve.transports,
-            tls=tls.from_config(config.tls, config.peer_host),
-            rank=order.rank,
-        ),
-        forward.pool.memory,
-        HOST,
-        order.rank,
-    )
-    # The pipe ends at the same time, and wakes the main thread.
-    worker = RankWorker(rank, kv, IoThread(), limits, lambda _: None)
-    worker.start()
-    # As its leader: what is here now stays, and no collection goes through it, at the end neither.
-    gc.collect()
-    gc.freeze()
+    pipe.send(msgspec.msgpack.encode(LoadedWord(forward.fingerprint, forward.pool.spec)), SAY_S)
+    hand_offs = HandOffs(config, order.rank, forward, channels)
     try:
-        serve_rank(pipe, forward)
+        serve_rank(pipe, forward, hand_offs.serve)
     finally:
-        worker.close()
+        hand_offs.close()
 
 
 if __name__ == "__main__":

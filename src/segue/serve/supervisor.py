@@ -7,12 +7,14 @@ process.
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from segue.core.config import AccessConfig, ServeConfig
+from segue.core.access_config import AccessConfig
+from segue.core.config import ServeConfig
 from segue.core.errors import ConfigError
 from segue.core.pool_size import Host, ModelSize
 from segue.core.types import Role
@@ -20,6 +22,8 @@ from segue.serve.children import ChildSpec, Console
 from segue.serve.dp_ranks import Command, leaders
 from segue.serve.process_tree import STARTUP_S, ProcessTree, ServeResult, lifeline, secret_fd
 
+#: Told that the deployment is ready: the frontend's URL, the registry's, and a file with the secret.
+Announce = Callable[[str, str, str], None]
 #: Runs a registry on loopback under the given secret while entered; gives its URL.
 Registry = Callable[[bytes], AbstractAsyncContextManager[str]]
 
@@ -49,7 +53,7 @@ class Supervisor(ProcessTree):
         host: Host,
         command: Command,
         registry: Registry,
-        announce: Callable[[str], None],
+        announce: Announce,
         size: ModelSize | None = None,
         console: Console | None = None,
         environ: Mapping[str, str] | None = None,
@@ -64,12 +68,13 @@ class Supervisor(ProcessTree):
         self._registry = registry
         self._announce = announce
         self._keys = "\n".join(keys).encode()
+        self._reach = ("", "")
 
     async def run(self) -> ServeResult:
         """Start, serve until a signal or the end of what can serve, drain. Every child is reaped
         when it returns. Raises ConfigError before anything is started."""
         check_port(self.config.host, self.config.port)
-        secret = secrets.token_hex(32).encode()
+        secret = self.config.secret or secrets.token_hex(32).encode()
         try:
             async with self.signals(), self._registry(secret) as url:
                 with (
@@ -77,13 +82,14 @@ class Supervisor(ProcessTree):
                     secret_fd(self._keys) as the_keys,
                     lifeline() as lifeline_fd,
                 ):
+                    self._reach = url, f"/proc/{os.getpid()}/fd/{the_secret}"
                     return await self.keep(self.child_specs(url, the_secret, the_keys), lifeline_fd)
         finally:
             self._console.close()
 
     def ready(self, urls: Sequence[tuple[Role, str]]) -> None:
         """See `ProcessTree.ready`; the frontend's address is ours."""
-        self._announce(next(url for role, url in urls if role is Role.FRONTEND))
+        self._announce(next(url for role, url in urls if role is Role.FRONTEND), *self._reach)
 
     def child_specs(self, url: str, the_secret: int, the_keys: int) -> list[ChildSpec]:
         """The children of this deployment, for a registry at `url`. The descriptors are those of the files
@@ -99,7 +105,8 @@ class Supervisor(ProcessTree):
         for role, count in counts.items():
             for index in range(count):
                 instance = config.instance(role, f"{role}-{index}", host, url, self._size)
-                instance = dataclasses.replace(instance, secret_file=secret_file)
+                events = config.events.after(len(specs))
+                instance = dataclasses.replace(instance, secret_file=secret_file, events=events)
                 specs += leaders(self, instance, self._command, (the_secret,))
         access = AccessConfig(api_key_file=f"/proc/self/fd/{the_keys}" if self._keys else None)
         frontend = dataclasses.replace(config.frontend(url), secret_file=secret_file, access=access)

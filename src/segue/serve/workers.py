@@ -1,8 +1,9 @@
 """The processes of a leader's other ranks: started before the model is loaded, dead at the latest with it.
 
-Each has two sockets to the leader: a pipe for orders (`engine.ranks`) and a channel for hand-offs
-(`conn.worker_rank`). Whichever shows first that one has ended or stands still: then all are killed, the
-computing leader gets an error instead of an answer, and the replica is over.
+Each has a pipe to the leader for orders (`engine.ranks`), and a channel for hand-offs (`conn.worker_rank`),
+which is another one for each role of the leader and comes through a socket of its own. Whichever shows first
+that one has ended or stands still: then all are killed, the computing leader gets an error instead of an
+answer, and the replica is over.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import msgspec
 from segue.conn.rank import Rank
 from segue.conn.worker_rank import WorkerRank
 from segue.core.config import InstanceConfig
-from segue.core.errors import Internal, SegueError
+from segue.core.errors import Internal, PeerLost, SegueError
 from segue.core.types import LeaderId
-from segue.engine.base import Engine
+from segue.engine.base import Companions, Engine
 from segue.engine.pipe import Pipe
+from segue.engine.supported import check_experts
 from segue.serve.rank_process import (
     SAY_S,
     WORDS,
@@ -50,20 +52,22 @@ LOAD_S = 600.0
 LEAVE_S = 5.0
 
 
-class Worker(NamedTuple):
+class RankProcess(NamedTuple):
     """One process, with our ends of its sockets."""
 
     process: subprocess.Popen[bytes]
     pipe: Pipe
-    channel: socket.socket
+    channels: socket.socket
 
 
 class Workers:
     """The ranks 1 … of one leader. `lost` is set by whoever serves: it is told once, on any thread, why the
-    replica is over; by then no worker is left."""
+    replica is over; by then no worker is left. `tell` says words to all of them, between two steps."""
 
     def __init__(self, count: int) -> None:
-        self._lost: Callable[[SegueError], None] = lambda _: None
+        self._lost: Callable[[SegueError], None] = _nobody
+        #: the engine's, once it is loaded: see `RanksForward.tell`
+        self.tell: Callable[[bytes], None] = _nobody
         self._error: SegueError | None = None
         self.all = [_started(rank) for rank in range(1, count + 1)]
 
@@ -105,14 +109,16 @@ class Workers:
         config: InstanceConfig,
         lost: Callable[[SegueError], None],
     ) -> list[Rank]:
-        """Have them hand KV over as ranks of `me`; `lost` is told why the replica is over. Raises what
-        `WorkerRank` does."""
+        """Have them hand KV over as ranks of `me` in the role of `config`, and of no other leader any more;
+        `lost` is told why the replica is over. Raises what kept one from it."""
+        self._lost = _nobody  # the leader before
+        channels = [_channel(worker) for worker in self.all]
+        self.tell(msgspec.msgpack.encode(ServeOrder(me, config.role, list(transports))))
         self._lost = lost
-        order = msgspec.msgpack.encode(ServeOrder(me, list(transports)))
-        for worker in self.all:
-            worker.pipe.send(order, SAY_S)
+        if self._error is not None:  # nobody was told
+            raise self._error
         limits = config.limit.limits()
-        return [WorkerRank(rank, worker.channel, limits) for rank, worker in enumerate(self.all, 1)]
+        return [WorkerRank(rank, channel, limits) for rank, channel in enumerate(channels, 1)]
 
     def fail(self, error: SegueError) -> None:
         """The replica is over: kill all of them, which wakes whoever waits for one, and say so. From any
@@ -126,7 +132,7 @@ class Workers:
         """End all of them: by themselves in `LEAVE_S`, or else by force. Idempotent."""
         for worker in self.all:
             worker.pipe.close()
-            worker.channel.close()
+            worker.channels.close()
         until = time.monotonic() + LEAVE_S
         for worker in self.all:
             try:
@@ -144,11 +150,27 @@ class Workers:
             worker.process.wait()
 
 
-def _started(rank: int) -> Worker:
+def _nobody(_: object) -> None:
+    """Who is told before anybody serves."""
+
+
+def _channel(worker: RankProcess) -> socket.socket:
+    """Our end of a new channel to `worker`, whose end waits for it."""
     ours, theirs = socket.socketpair()
-    channel, their_channel = socket.socketpair()
-    with theirs, their_channel:
-        fds = (theirs.fileno(), their_channel.fileno())
+    with theirs:
+        try:
+            socket.send_fds(worker.channels, [b"\0"], [theirs.fileno()])
+        except OSError as exc:
+            ours.close()
+            raise PeerLost(f"{worker.pipe.name} has ended ({exc})") from exc
+    return ours
+
+
+def _started(rank: int) -> RankProcess:
+    ours, theirs = socket.socketpair()
+    channels, their_channels = socket.socketpair()
+    with theirs, their_channels:
+        fds = (theirs.fileno(), their_channels.fileno())
         process = subprocess.Popen(
             [sys.executable, "-m", "segue.serve.rank_process", *map(str, fds)],
             stdin=subprocess.DEVNULL,
@@ -157,15 +179,17 @@ def _started(rank: int) -> Worker:
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
     log.info("started the process of rank %d pid=%d", rank, process.pid)
-    return Worker(process, Pipe(ours, f"the process of rank {rank}"), channel)
+    return RankProcess(process, Pipe(ours, f"the process of rank {rank}"), channels)
 
 
 class OpenedReplica(NamedTuple):
-    """What one leader serves with: its engine, the memory of its own pool, and its other ranks."""
+    """What one leader serves with: its engine, the memory of its own pool, its other ranks, and the DP ranks
+    that it computes every step with."""
 
     engine: Engine
     memory: Memory
     workers: Workers | None = None
+    companions: Companions | None = None
 
 
 def open_replica(config: InstanceConfig) -> OpenedReplica:
@@ -173,6 +197,8 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
     ended on the way."""
     pool_bytes = int((config.engine.kv_gib or 1.0) * 2**30)
     folder, threads = Path(config.model), config.engine.threads_per_worker or 1
+    if config.dp_fds is not None:
+        return _opened_together(config, config.dp_fds, pool_bytes, folder, threads)
     if config.size.ranks == 1:
         from segue.engine.cpu_engine import load_engine
 
@@ -182,6 +208,7 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
             pool_bytes=pool_bytes,
             page_tokens=config.engine.page_tokens,
             threads=threads,
+            send_layers=config.engine.send_layers,
         )
         return OpenedReplica(engine, engine.memory)
     workers = Workers(config.size.ranks - 1)
@@ -191,6 +218,35 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
         workers.kill()  # nobody relies on one yet, and one that loads would leave later
         workers.close()
         raise
+
+
+def _opened_together(
+    config: InstanceConfig, fds: str, pool_bytes: int, folder: Path, threads: int
+) -> OpenedReplica:
+    """One of the DP ranks that share out the experts; it waits until all have loaded."""
+    check_experts(folder, config.dp)
+    from segue.engine.cpu_engine import make_engine
+    from segue.engine.cpu_forward import load_forward
+    from segue.engine.dp_forward import DpForward
+    from segue.engine.dp_group import DpGroup
+
+    rank = config.dp_rank or 0
+    own = load_forward(
+        folder,
+        dtype=config.engine.dtype,
+        pool_bytes=pool_bytes,
+        page_tokens=config.engine.page_tokens,
+        threads=threads,
+        dp_rank=rank,
+        dp_size=config.dp,
+    )
+    links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
+    identity, limits = f"{own.fingerprint}/{config.engine.dtype}", config.limit.limits()
+    group = DpGroup(rank, config.dp, links, identity, limits=limits)
+    group.meet()
+    forward = DpForward(own, group)
+    engine = make_engine(folder, own, forward, send_layers=config.engine.send_layers)
+    return OpenedReplica(engine, engine.memory, companions=forward)
 
 
 def _loaded(
@@ -212,5 +268,6 @@ def _loaded(
         place=join(config.size, 0, store),
     )
     forward = RanksForward(own, workers.pipes, workers.loaded(own), workers.fail)
+    workers.tell = forward.tell
     engine = make_engine(folder, own, forward)
     return engine, engine.memory

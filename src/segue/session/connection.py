@@ -1,7 +1,7 @@
 """One TCP (or TLS) connection of a session: handshake, messages, backlog, end.
 
 All methods run on the event loop. What concerns more than one connection (who replaces whom, how
-many unauthenticated ones there may be) is decided by the `SessionNode`, here seen as `Owner`.
+many unauthenticated ones there may be) is decided by the `SessionNode`, here seen as `ConnectionOwner`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from segue.session.frames import (
     HEADER,
     KIND_MESSAGE,
     KIND_SESSION,
-    Accepted,
     Bye,
     Duplicate,
     Opened,
     Ping,
-    Refused,
+    SessionAccepted,
     SessionFrame,
+    SessionRefused,
     Welcome,
     decode_frame,
     decode_preamble,
@@ -58,7 +58,7 @@ T = TypeVar("T")
 _PING = encode_frame(Ping())
 
 
-class Owner(Protocol):
+class ConnectionOwner(Protocol):
     """What a connection needs from its node.
 
     - `check_address` and `authenticated` may raise a SegueError to refuse the peer; the latter answers whose
@@ -103,7 +103,7 @@ class State(enum.Enum):
 class Connection(asyncio.BufferedProtocol):
     """Implements `segue.session.api.Session` once it is open."""
 
-    def __init__(self, owner: Owner, *, dialling: bool, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, owner: ConnectionOwner, *, dialling: bool, loop: asyncio.AbstractEventLoop) -> None:
         self.dialling = dialling
         #: Done when a dialled connection is open (True) or found to be a duplicate (False).
         self.outcome: asyncio.Future[bool] | None = loop.create_future() if dialling else None
@@ -383,7 +383,7 @@ class Connection(asyncio.BufferedProtocol):
         elif handshake.decides:
             self._decide()
         else:
-            self._send_frame(Accepted(self._owner.others(self)))
+            self._send_frame(SessionAccepted(self._owner.others(self)))
 
     def _ask(self, what: str, question: Callable[..., T], *about: object) -> T:
         """Ask the handler something. Its refusal is the peer's to hear, and so is its bug, as Internal."""
@@ -466,7 +466,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
         if tell and not self.wire.lost:
-            self._write(encode_frame(Bye(error.info) if was_open else Refused(error.info)))
+            self._write(encode_frame(Bye(error.info) if was_open else SessionRefused(error.info)))
         if linger:
             self.wire.linger()
         else:

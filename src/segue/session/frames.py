@@ -45,7 +45,7 @@ SESSION_ID_BYTES: Final = 16
 _SessionId = Annotated[bytes, msgspec.Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class SessionHello(msgspec.Struct, frozen=True, tag="Hello", kw_only=True):
     """Both ways, first: who I claim to be. Proven by the `Proof` that follows.
 
     `advertised` is where peers reach my listener, as I tell it the registry (`host:port`; empty without
@@ -82,7 +82,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     others: Annotated[list[_SessionId], msgspec.Meta(max_length=64)] = []
 
 
-class Accepted(msgspec.Struct, frozen=True, tag=True):
+class SessionAccepted(msgspec.Struct, frozen=True, tag="Accepted"):
     """Listener to dialler: my owner accepts you; you decide. `others` as in `Welcome`."""
 
     others: Annotated[list[_SessionId], msgspec.Meta(max_length=64)] = []
@@ -96,7 +96,7 @@ class Duplicate(msgspec.Struct, frozen=True, tag=True):
     """From the side that decides: we already have a session; use that one."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class SessionRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """Both ways, before `Opened`: no session, and why."""
 
     error: ErrorInfo
@@ -113,7 +113,9 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     error: ErrorInfo
 
 
-SessionFrame = Hello | Proof | Welcome | Accepted | Opened | Duplicate | Refused | Ping | Bye
+SessionFrame = (
+    SessionHello | Proof | Welcome | SessionAccepted | Opened | Duplicate | SessionRefused | Ping | Bye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[SessionFrame] = msgspec.msgpack.Decoder(SessionFrame)

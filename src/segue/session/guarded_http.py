@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from segue.core.errors import (
     ErrorInfo,
@@ -35,6 +35,8 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.pending import MAX_PENDING
+from segue.session.deadline import Deadline
+from segue.session.http_exchange import EXCHANGE, HttpExchange
 from segue.session.listener import GuardedListener
 from segue.session.tasks import awaited
 from segue.session.tls import GIVE_BOTH, HANDSHAKE_RECORD
@@ -44,8 +46,6 @@ log = logging.getLogger(__name__)
 
 #: In an ASGI scope: call it when the request has proven who it comes from. May raise OutOfCapacity.
 LET_IN: Final = "segue.let_in"
-#: In an ASGI scope: the connection's transport, so that a client that does not read can be cut.
-TRANSPORT: Final = "segue.transport"
 
 #: Of a request's line and headers together, and of the trailers after its body.
 MAX_HEAD_BYTES: Final = 64 * 2**10
@@ -124,7 +124,6 @@ class GuardedHttp(HttpToolsProtocol):
     place: _Where | None = None
     _refuse_with: SegueError | None = None
     _refused: SegueError | None = None
-    _late: asyncio.TimerHandle | None = None
     _began_s = 0.0
     #: Bytes since anything was completed: a head, a piece of a body, a message.
     _loose_bytes = 0
@@ -139,7 +138,9 @@ class GuardedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         #: Requests that have not been answered, the oldest first. uvicorn knows the newest only, and would
         #: tell no other that the client has left.
-        self._open: list[RequestResponseCycle] = []
+        self._open: list[HttpExchange] = []
+        #: Of what is being received, a head or a body.
+        self._late = Deadline(self.loop, self._too_late)
 
     def refuse_when_made(self, error: SegueError) -> None:
         """See `PendingProtocol`."""
@@ -148,7 +149,7 @@ class GuardedHttp(HttpToolsProtocol):
     def cut(self, error: SegueError) -> None:
         """See `PendingProtocol`."""
         log.debug("an http connection was ended: %s", error)
-        self._stop_clock()
+        self._late.close()
         self._nobody_listens()
         if self.transport is not None:
             self.transport.abort()
@@ -165,7 +166,7 @@ class GuardedHttp(HttpToolsProtocol):
             self._last_words(self._refuse_with)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_clock()
+        self._late.close()
         self.server_of.left(self)
         self._nobody_listens()
         super().connection_lost(exc)
@@ -196,7 +197,7 @@ class GuardedHttp(HttpToolsProtocol):
         # The rest of a read may hold half of the next request, after which nothing comes.
         self._start_clock()
         self.scope[LET_IN] = self._let_in  # type: ignore[typeddict-unknown-key]
-        self.scope[TRANSPORT] = self.transport  # type: ignore[typeddict-unknown-key]
+        self.scope[EXCHANGE] = self._exchange  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         self._progress()
@@ -214,7 +215,7 @@ class GuardedHttp(HttpToolsProtocol):
         if guard.request_s > guard.head_s:
             self._restart_clock(self._began_s)
         super().on_headers_complete()
-        self._open.append(self.cycle)
+        self._open.append(HttpExchange(self.cycle))
         self.server_of.settle(self)
 
     def on_body(self, body: bytes) -> None:
@@ -223,7 +224,7 @@ class GuardedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._progress()
-        self._stop_clock()
+        self._late.lift()
         self._in_head = True
         self._begun = False
         super().on_message_complete()
@@ -232,7 +233,7 @@ class GuardedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         del self._open[0]
         super().on_response_complete()
-        if self._late is not None and self._in_head:
+        if self._late.is_set and self._in_head:
             # What came meanwhile was not read: its time begins now.
             self._restart_clock(self.loop.time())
         self.server_of.settle(self)
@@ -252,9 +253,12 @@ class GuardedHttp(HttpToolsProtocol):
 
     def _nobody_listens(self) -> None:
         """Handlers learn it now, so that none writes into a connection that is ending."""
-        for cycle in self._open:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        for exchange in self._open:
+            exchange.leave()
+
+    def _exchange(self) -> HttpExchange:
+        """Of the request that is being answered."""
+        return self._open[0]
 
     def _let_in(self) -> None:
         self.server_of.let_in(self)
@@ -263,25 +267,15 @@ class GuardedHttp(HttpToolsProtocol):
         self._loose_bytes = 0
 
     def _start_clock(self) -> None:
-        if self._late is None:
+        if not self._late.is_set:
             self._restart_clock(self.loop.time())
 
     def _restart_clock(self, began_s: float) -> None:
-        """The clock of what is being received: a head or a body."""
-        self._stop_clock()
-        self._began_s = began_s
         guard = self.server_of.guard
-        self._late = self.loop.call_at(
-            began_s + (guard.request_s if self.receiving else guard.head_s), self._too_late
-        )
-
-    def _stop_clock(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        self._began_s = began_s
+        self._late.set(began_s + (guard.request_s if self.receiving else guard.head_s))
 
     def _too_late(self) -> None:
-        self._late = None
         if self.pipeline or (self._in_head and not self.answered):
             # It sends the next request before it has its answer, and we do not read on: not late yet.
             self._start_clock()
@@ -300,7 +294,7 @@ class GuardedHttp(HttpToolsProtocol):
         if self._said or self.transport.is_closing():
             return
         self._said = True
-        self._stop_clock()
+        self._late.lift()
         status = 400 if self._refuse_with is not None else error.status
         # In the middle of another answer, or after this request's own, nobody would know what it belongs to.
         cycle = self.cycle

@@ -8,7 +8,7 @@
     Welcome          ->                                    after its owner accepted the listener
                      <-                    Accepted        after its owner accepted the dialler
     Opened           ->                                    …if the dialler decides; if the listener
-                     <-                    Opened          decides, `Opened` replaces `Accepted`
+                     <-                    Opened          decides, `Opened` replaces `SessionAccepted`
 
 A proof is HMAC-SHA256 under a key derived from the shared secret, over the direction, the protocol
 version and both Hellos (nonces, incarnations, roles, ranks, listeners). The direction in it makes a
@@ -31,13 +31,13 @@ import msgspec
 from segue.core.errors import ErrorCode, ErrorInfo, PeerRefused, Unauthorized
 from segue.session.frames import (
     SESSION_ID_BYTES,
-    Accepted,
     Duplicate,
-    Hello,
     Opened,
     Proof,
-    Refused,
+    SessionAccepted,
     SessionFrame,
+    SessionHello,
+    SessionRefused,
     Welcome,
 )
 
@@ -53,7 +53,9 @@ def session_key(secret: bytes | None) -> bytes | None:
     return None if secret is None else hmac.digest(secret, b"segue session key v1", "sha256")
 
 
-def prove(key: bytes | None, version: int, dialler: Hello, listener: Hello, by_dialler: bool) -> bytes:
+def prove(
+    key: bytes | None, version: int, dialler: SessionHello, listener: SessionHello, by_dialler: bool
+) -> bytes:
     """The proof of one side; empty without a key."""
     if key is None:
         return b""
@@ -62,7 +64,7 @@ def prove(key: bytes | None, version: int, dialler: Hello, listener: Hello, by_d
     return hmac.digest(key, transcript, "sha256")
 
 
-def session_id(dialler: Hello, listener: Hello) -> bytes:
+def session_id(dialler: SessionHello, listener: SessionHello) -> bytes:
     """Names one connection for both sides."""
     return hashlib.sha256(dialler.nonce + listener.nonce).digest()[:SESSION_ID_BYTES]
 
@@ -99,10 +101,10 @@ class Progress(enum.Enum):
 class Handshake:
     """One side of one opening. A refusal of ours is a SegueError raised from `receive`."""
 
-    def __init__(self, me: Hello, *, dialling: bool, key: bytes | None, version: int) -> None:
+    def __init__(self, me: SessionHello, *, dialling: bool, key: bytes | None, version: int) -> None:
         self.me = me
         self.dialling = dialling
-        self.peer: Hello | None = None
+        self.peer: SessionHello | None = None
         self.welcome: Welcome | None = None
         self.others: frozenset[bytes] = frozenset()
         self.refusal: ErrorInfo | None = None
@@ -119,12 +121,12 @@ class Handshake:
         return self.me.leader < self.peer.leader
 
     def receive(self, frame: SessionFrame, peer_silence_s: float) -> Progress:
-        """Take the peer's next frame. Raises our refusal, which the caller sends as `Refused`.
+        """Take the peer's next frame. Raises our refusal, which the caller sends as `SessionRefused`.
         `peer_silence_s` is after how much silence this side gives a peer up."""
-        if isinstance(frame, Refused):
+        if isinstance(frame, SessionRefused):
             return self._on_refused(frame.error)
         match self._expect, frame:
-            case Expect.HELLO, Hello():
+            case Expect.HELLO, SessionHello():
                 return self._on_hello(frame, peer_silence_s)
             case Expect.PROOF, Proof():
                 return self._on_proof(frame)
@@ -136,7 +138,7 @@ class Handshake:
                 else:
                     self._expect = Expect.ACCEPTED if self.decides else Expect.OPENED
                 return Progress.PAYLOAD
-            case Expect.ACCEPTED, Accepted():
+            case Expect.ACCEPTED, SessionAccepted():
                 self.others = frozenset(frame.others)
                 self._expect = Expect.NOTHING
                 return Progress.DECIDE
@@ -156,11 +158,11 @@ class Handshake:
         dialler, listener = self._hellos()
         return Proof(prove(self._key, self._version, dialler, listener, self.dialling))
 
-    def _hellos(self) -> tuple[Hello, Hello]:
+    def _hellos(self) -> tuple[SessionHello, SessionHello]:
         assert self.peer is not None
         return (self.me, self.peer) if self.dialling else (self.peer, self.me)
 
-    def _on_hello(self, hello: Hello, peer_silence_s: float) -> Progress:
+    def _on_hello(self, hello: SessionHello, peer_silence_s: float) -> Progress:
         self.peer = hello
         if hello.leader == self.me.leader:
             raise PeerRefused("the address belongs to this very leader: a node does not connect to itself")

@@ -32,7 +32,7 @@ from segue.core.pending import MAX_PENDING
 from segue.core.types import LeaderId, Role
 from segue.session.api import Session, SessionHandler
 from segue.session.connection import Connection, State
-from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
+from segue.session.frames import NONCE_BYTES, PROTOCOL_VERSION, SessionHello
 from segue.session.handshake import Handshake, session_key
 from segue.session.listen import listening
 from segue.session.listener import GuardedListener
@@ -130,6 +130,7 @@ class SessionNode:
         self._turns = 0
         self._batch_depth = 0
         self._batch: list[Connection] = []
+        self._gathering = False
         self._closed = False
 
     # ---- the face -------------------------------------------------------------------------------
@@ -143,6 +144,17 @@ class SessionNode:
     def address(self) -> str:
         """`host:port` of the listener, empty without one."""
         return self._listen
+
+    def gather(self) -> None:
+        """What is sent from now on, until the loop's next turn, is one write for each session."""
+        if not self._gathering:
+            self._gathering = True
+            self.batch_begin()
+            asyncio.get_running_loop().call_soon(self._gathered)
+
+    def _gathered(self) -> None:
+        self._gathering = False
+        self.batch_end()
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
         """Listen at `host` and `port` (0: any free one); returns what was bound. ConfigError if
@@ -187,7 +199,7 @@ class SessionNode:
         if dial is None:
             task = awaited(self._dial(host, port, expect))
             dial = self._dials[key] = _Dial(task)
-            task.add_done_callback(lambda _: self._dials.pop(key, None))
+            task.add_done_callback(lambda done: self._dialled(key, done))
         dial.waiters += 1
         try:
             await asyncio.wait({dial.task}, timeout=timeout_s)
@@ -206,6 +218,11 @@ class SessionNode:
             # A fresh exception for each caller: they would otherwise share one traceback.
             raise error.info.exception() from error
         return dial.task.result()
+
+    def _dialled(self, key: tuple[str, int, LeaderId | None], task: asyncio.Task[Connection]) -> None:
+        self._dials.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # seen: who waited may have gone at this very moment
 
     async def close(self, error: SegueError | None = None) -> None:
         """Stop listening and end every session with `error` (default Draining). Returns when all
@@ -305,10 +322,10 @@ class SessionNode:
             return BootstrapUnreachable(f"TLS with {host}:{port} failed: {error.reason or error}")
         return BootstrapUnreachable(f"{host}:{port} cannot be reached: {error.strerror or error}")
 
-    # ---- what connections ask (`Owner`) ---------------------------------------------------------
+    # ---- what connections ask (`ConnectionOwner`) ----------------------------------------------------
 
     def new_handshake(self, dialling: bool) -> Handshake:
-        me = Hello(
+        me = SessionHello(
             incarnation=self.me.incarnation,
             role=self.role,
             dp_rank=self.me.dp_rank,
@@ -355,7 +372,7 @@ class SessionNode:
             raise PeerRefused(f"a {self.role} instance has no sessions with a {hello.role} instance")
         return handler
 
-    def _end_predecessor(self, connection: Connection, hello: Hello) -> None:
+    def _end_predecessor(self, connection: Connection, hello: SessionHello) -> None:
         """Another leader where an old one was reached proves that the old one is gone: two
         cannot hold one listening address. Its sessions end now, not after a silence."""
         if connection.dialling:

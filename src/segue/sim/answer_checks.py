@@ -9,7 +9,7 @@ from segue.core.errors import ErrorCode, ErrorInfo
 from segue.core.request import Request, Usage
 from segue.core.types import Role
 from segue.sim.engine import answer, logprob_of, reference
-from segue.sim.node import VOCAB
+from segue.sim.node import VOCAB, KVNode
 from segue.sim.world import Violation
 
 if TYPE_CHECKING:
@@ -30,7 +30,14 @@ _AT_THE_DOOR = frozenset(
     }
 )
 #: CHECKSUM_MISMATCH: of a copy in host memory, which a cause in the ledger must have flipped.
-_AFTER_COMMIT = frozenset({ErrorCode.INTERNAL, ErrorCode.DEADLINE_EXCEEDED, ErrorCode.CHECKSUM_MISMATCH})
+_AFTER_COMMIT = frozenset(
+    {
+        ErrorCode.INTERNAL,
+        ErrorCode.DEADLINE_EXCEEDED,
+        ErrorCode.CHECKSUM_MISMATCH,
+        ErrorCode.RANK_DIVERGENCE,
+    }
+)
 
 
 class AnswerChecks:
@@ -45,6 +52,8 @@ class AnswerChecks:
         wanted = asked.wanted
         if asked.room in self.spoiled:
             raise Violation("7", f"{wanted.name} got {asked.tokens} from spoiled metadata", (asked.room,))
+        if asked.room in self.deployment.causes.conflicts:
+            raise Violation("conflict", f"{wanted.name} is served in spite of its DP rank", (asked.room,))
         expected = reference(wanted.prompt, wanted.sampling, VOCAB, len(asked.tokens))
         if asked.tokens != expected:
             raise Violation("24", f"{wanted.name} got {asked.tokens}, not {expected}", tuple(asked.rooms))
@@ -82,7 +91,13 @@ class AnswerChecks:
         if own and error.code is ErrorCode.DEADLINE_EXCEEDED:
             wrong = "before its deadline" if now < asked.deadline - 1e-6 else ""
         elif own and error.code in (ErrorCode.STARTING, ErrorCode.BOOTSTRAP_UNREACHABLE):
-            wrong = "though somebody could serve" if front.wire.pairs(asked.wanted.prefill_dp_rank) else ""
+            wrong = "though somebody could serve" if front.wire.pairs(asked.wanted) else ""
+        elif own and error.code is ErrorCode.DP_RANK_OUT_OF_RANGE:  # its instance has changed its role
+            known = front.fleet.membership.replicas.values()
+            sizes = [r.record.dp_size for r in known if r.role is Role.PREFILL]
+            wrong = (
+                "though there is one" if max(sizes, default=1) > (asked.wanted.prefill_dp_rank or 0) else ""
+            )
         else:
             wrong = "" if asked.failure and asked.failure.code is error.code else f"not {asked.failure}"
         if wrong:
@@ -100,7 +115,7 @@ class AnswerChecks:
         """17, of requests: none waits while somebody could serve it who is not said to be gone. Something may
         be about to place it, so it must have been so at the last look too."""
         for asked in front.asked.values():
-            pairs = front.wire.pairs(asked.wanted.prefill_dp_rank)
+            pairs = front.wire.pairs(asked.wanted)
             idle = not asked.attempts or not asked.attempts[-1].live
             worse = asked.dead | asked.suspect
             if not idle or not any(p.leader not in worse and d.leader not in worse for p, d in pairs):
@@ -118,8 +133,18 @@ class AnswerChecks:
         if asked.wanted.bad:
             return
         self.deployment.causes.require(error, (asked.room,))
-        if role is Role.DECODE and asked.begun and error.code not in _AFTER_COMMIT:
+        if (
+            role is Role.DECODE
+            and asked.begun
+            and error.code not in _AFTER_COMMIT
+            and not self._lost_rank(asked)
+        ):
             raise Violation("19", f"{asked.wanted.name} failed after its first token: {error}", rooms)
+
+    def _lost_rank(self, asked: Asked) -> bool:
+        """Whether the instance that decodes it cannot compute any more."""
+        node = self.deployment.by_leader[asked.attempts[-1].pair[1]]
+        return isinstance(node, KVNode) and node.lost_rank
 
     def left(self, asked: Asked, error: ErrorInfo) -> None:
         """A session ended under a request."""
@@ -128,6 +153,8 @@ class AnswerChecks:
     def ended(self, asked: Asked) -> None:
         """A request has its one end."""
         self.deployment.counts[asked.outcome] += 1
+        if asked.error is not None and asked.error.code is ErrorCode.DP_RANK_CONFLICT:
+            self.deployment.counts["ended by a conflict of ranks"] += 1
         if asked.outcome == "done":
             wanted = asked.wanted
             count = len(asked.tokens)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from segue.core.errors import ErrorCode, ErrorInfo
 from segue.core.types import LeaderId
+from segue.sim.registry import SETTLED_S
 from segue.sim.world import Process, Violation
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _UNREACHED = {ErrorCode.BOOTSTRAP_UNREACHABLE, ErrorCode.BOOTSTRAP_TIMEOUT}
 _LATE = {ErrorCode.DEADLINE_EXCEEDED, ErrorCode.BOOTSTRAP_TIMEOUT}
+#: What comes of a room that must be told to the registry, or asked for there, while that is in trouble.
+_UNASKED = {*_UNREACHED, ErrorCode.REQUEST_TIMEOUT, ErrorCode.DEADLINE_EXCEEDED}
 #: A session or a process is gone, or as good as gone.
 _LOST = {
     ErrorCode.PEER_LOST,
@@ -68,6 +71,8 @@ CODES: dict[str, frozenset[ErrorCode]] = {
     "digest slow": frozenset(_LATE),
     "slow step": frozenset(_LATE),
     "rank lost": frozenset({*_LOST, ErrorCode.INTERNAL}),
+    "rank late": frozenset(_LOST),
+    "rank diverges": frozenset({*_LOST, ErrorCode.RANK_DIVERGENCE}),
     "no memory": frozenset({*_LOST, ErrorCode.OUT_OF_CAPACITY}),
     "no memory for shm": frozenset(_LOST),
 }
@@ -102,6 +107,7 @@ _ARMED = frozenset(
         "connect raises",
         "full queues",
         "rank lost",
+        "rank diverges",
         "slow step",
         "no memory",
         "no memory for shm",
@@ -125,7 +131,7 @@ class Cause:
 
 
 @dataclass(slots=True)
-class Route:
+class AttemptCause:
     """Who serves an attempt, and the nearest deadline that any of them was given."""
 
     asked: Asked
@@ -143,9 +149,13 @@ class Causes:
         self._deployment = deployment
         self._world = deployment.world
         self._found: list[Cause] = []
-        self._routes: dict[int, Route] = {}
+        self._routes: dict[int, AttemptCause] = {}
         #: rooms that decode looks for on another DP rank first
         self._misplaced: set[int] = set()
+        #: those of them that their instance lets fail
+        self.conflicts: set[int] = set()
+        #: rooms of which decode finds the DP rank of prefill by what the registry lists
+        self.open_rooms: set[int] = set()
         #: until when requests waited on an instance
         self._short: dict[LeaderId, float] = {}
 
@@ -162,13 +172,15 @@ class Causes:
         """An attempt begins."""
         route = self._routes.get(room)
         if route is None:
-            self._routes[room] = Route(asked, who, self._world.now, asked.deadline)
+            self._routes[room] = AttemptCause(asked, who, self._world.now, asked.deadline)
         else:  # a repeated ticket
             route.who |= who
 
-    def misplaced(self, room: int, rank: LeaderId) -> None:
-        """Decode looks for it on `rank` first, which sends it on."""
+    def misplaced(self, room: int, rank: LeaderId, *, fails: bool) -> None:
+        """Decode looks for it on `rank` first, which sends it on; or its instance lets it fail."""
         self._misplaced.add(room)
+        if fails:
+            self.conflicts.add(room)
         if rank in self._deployment.by_leader and (route := self._routes.get(room)) is not None:
             route.who.add(rank)
 
@@ -196,7 +208,7 @@ class Causes:
     def require(self, error: ErrorInfo, rooms: tuple[int, ...]) -> None:
         """12: no attempt fails without a cause that touches it."""
         if error.code is ErrorCode.DP_RANK_CONFLICT and rooms and rooms[-1] in self._misplaced:
-            return  # it goes on where the room is
+            return  # it goes on where the room is, or ends so
         if wrong := self.unexplained(error, rooms):
             raise Violation("12", f"{error.code} without a cause: {wrong}: {error}", rooms)
 
@@ -212,7 +224,7 @@ class Causes:
         route.chained = route.chained or not wrong
         return wrong
 
-    def _why(self, error: ErrorInfo, room: int, route: Route) -> str:
+    def _why(self, error: ErrorInfo, room: int, route: AttemptCause) -> str:
         code, checks, now = error.code, self._deployment.checks, self._world.now
         jumped = any(cause.kind == "clock jump" and cause.who <= route.who for cause in self._found)
         if code is ErrorCode.DEADLINE_EXCEEDED and not route.chained and not jumped:
@@ -232,7 +244,15 @@ class Causes:
                 return ""
             case ErrorCode.CHECKSUM_MISMATCH if any(t.room == room for t in checks.flips.spoiled):
                 return ""
+            case ErrorCode.CHECKSUM_MISMATCH if self.registry_changed(room):
+                return ""
+            case _ if code in _UNASKED and room in self.open_rooms and self._unlisted(now):
+                return ""
             case ErrorCode.PEER_REFUSED | ErrorCode.LAYOUT_MISMATCH if self._mismatched(route):
+                return ""
+            case ErrorCode.PEER_LOST if room in self.open_rooms and self._unlisted(now):
+                return ""
+            case ErrorCode.PEER_REFUSED if self._changed_role(route):
                 return ""
             case ErrorCode.BOOTSTRAP_TIMEOUT | ErrorCode.DEADLINE_EXCEEDED if self._mismatched(
                 route
@@ -245,7 +265,7 @@ class Causes:
             case _:
                 return "nothing that touches it can cause it"
 
-    def _touches(self, cause: Cause, code: ErrorCode, route: Route) -> bool:
+    def _touches(self, cause: Cause, code: ErrorCode, route: AttemptCause) -> bool:
         return (
             code in CODES[cause.kind]
             and cause.who <= route.who
@@ -254,25 +274,46 @@ class Causes:
             and cause.until >= self._world.now - 1e-9
         )
 
-    def _nodes(self, route: Route) -> list[Process]:
+    def _nodes(self, route: AttemptCause) -> list[Process]:
         found = self._deployment.by_leader
         return [found[me] for me in sorted(route.who)]
 
-    def _specs(self, route: Route) -> list[NodeSpec]:
+    def _specs(self, route: AttemptCause) -> list[NodeSpec]:
         processes = (self._deployment.by_leader[me] for me in route.who)
         return [spec for spec in (getattr(p, "spec", None) for p in processes) if spec is not None]
 
-    def _mismatched(self, route: Route) -> bool:
+    def _mismatched(self, route: AttemptCause) -> bool:
         return len({(spec.model, spec.layers) for spec in self._specs(route)}) > 1
 
-    def _waited(self, route: Route) -> bool:
+    def registry_changed(self, room: int) -> bool:
+        """Whether what one of those who serve `room` and the registry have said to one another since it was
+        placed was changed on its way. Only an open room is told or asked there."""
+        route, registry = self._routes.get(room), self._deployment.registry
+        return (
+            route is not None
+            and room in self.open_rooms
+            and any(registry.changed_since(process, route.placed_at) for process in self._nodes(route))
+        )
+
+    def _unlisted(self, now: float) -> bool:
+        """Whether the registry may have forgotten somebody who lives, or could not be asked."""
+        return now < self._deployment.registry.trouble_at + SETTLED_S
+
+    def _changed_role(self, route: AttemptCause) -> bool:
+        """Whether somebody of another role comes where one of them was."""
+        specs = self._deployment.specs
+        return any(
+            spec.name in specs and specs[spec.name].role is not spec.role for spec in self._specs(route)
+        )
+
+    def _waited(self, route: AttemptCause) -> bool:
         return any(self._short.get(me, -inf) > self._world.now - 1.0 for me in route.who)
 
-    def _too_long(self, route: Route) -> bool:
+    def _too_long(self, route: AttemptCause) -> bool:
         room_tokens = min(spec.pages * spec.page_tokens for spec in self._specs(route))
         return len(route.asked.wanted.prompt) + 1 > room_tokens
 
-    def _full(self, error: ErrorInfo, route: Route) -> bool:
+    def _full(self, error: ErrorInfo, route: AttemptCause) -> bool:
         scenario = self._deployment.scenario
         if "already holds" in error.text:
             return f"holds {scenario.max_queue} " in error.text

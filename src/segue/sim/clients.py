@@ -28,6 +28,10 @@ class Wanted:
     bad: str = ""
     #: the DP rank of prefill that the client asks for
     prefill_dp_rank: int | None = None
+    #: and that decode is to ask the registry for it
+    force_query: bool = False
+    priority: int = 0
+    tenant: str = ""
 
 
 @dataclass(slots=True, eq=False)

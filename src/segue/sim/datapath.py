@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from segue.conn.rank import FENCE_AGAIN_S
 from segue.core.errors import TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.sim.faults import Injected
-from segue.sim.flow import Flow, Part
+from segue.sim.flow import Flow, SentPart
 from segue.sim.streams import SimNet
 from segue.sim.threads import SimThread
 from segue.sim.unix import Memfd, SimHost, UnixSocket
@@ -75,12 +76,16 @@ class DataPath:
         reader = self.reader
         if self.rank in reader.ended_ranks:
             return
+        memory = reader.engine.memory
+        scratch_at = len(memory) - reader.deployment.scratch_bytes
+        if all(to >= scratch_at for to, _ in data):
+            reader.deployment.counts["writes into scratch"] += 1
+            return  # whenever it comes, nothing is there
         if self.flips and reader.alive:
             self.flips -= 1
             data = reader.deployment.checks.flips.wire(reader, epoch, data, self.rng)
         if reader.alive:
             check_landing(reader, epoch, data)
-        memory = reader.engine.memory
         for to, chunk in data:
             memory[to : to + len(chunk)] = chunk
 
@@ -150,7 +155,7 @@ class TcpPath(DataPath):
         """3: the writer reads these bytes of its pool."""
         self.writer.check_source(self.reader.me, epoch, ranges)
 
-    def landing(self, part: Part | None, at: int, data: list[tuple[int, bytes]]) -> None:
+    def landing(self, part: SentPart | None, at: int, data: list[tuple[int, bytes]]) -> None:
         """4: these bytes of the stream, from `at` on, land at these places of the reader's pool."""
         reader = self.reader
         if part is None or part.spoiled:
@@ -231,11 +236,7 @@ class ShmPath(DataPath):
         """One slice, on a thread of the writer; now and then with a moment in its middle."""
         thread, timing = SimThread.current, self.timing
         assert thread is not None
-        rows = [
-            (b.src_offset + r * b.src_stride, b.dst_offset + r * b.dst_stride, b.row_bytes)
-            for b in blocks
-            for r in range(b.rows)
-        ]
+        rows = [row for b in blocks for row in b.ranges()]
         nbytes = sum(size for _, _, size in rows)
         took_s = self.slow * (timing.slice_s * self.rng.random() + nbytes / timing.link_bytes_s)
         first = len(rows)
@@ -339,8 +340,10 @@ class SimTransport(Transport):
         """As production."""
         if self.fence_raises:
             self.fence_raises -= 1
-            self._node.struck_at = self._node.world.now
-            self._node.deployment.counts["fences not taken"] += 1
+            node = self._node
+            node.struck_at = node.world.now
+            node.no_answer_until = max(node.no_answer_until, node.world.now + FENCE_AGAIN_S)
+            node.deployment.counts["fences not taken"] += 1
             raise Injected("injected into a fence")
         self.inner.fence(peer, epoch)
 
@@ -353,7 +356,8 @@ class SimTransport(Transport):
 
     def _check_left(self) -> None:
         left = [thing for thing in self.net.open_fds.values() if not self._is_pool(thing)]
-        if left and self._closed and not self._connecting:
+        # (Of a process that is killed nothing is left, once it has ended.)
+        if left and self._closed and not self._connecting and self._node.alive:
             self._node.world.fail(Violation("21", f"{self._node.name} has closed {self.name} and has {left}"))
 
     def died(self) -> None:

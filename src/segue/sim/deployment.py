@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from segue.conn.threads import ThreadPerCall
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
-from segue.core.request import Ticket
+from segue.core.request import RankHints, Ticket
 from segue.core.types import LeaderId, Role
-from segue.handoff.dp_ranks import DpRanks
+from segue.handoff.dp_ranks import FAIL, DpRanks
 from segue.observe.metrics import Metrics
 from segue.sim.addresses import Addresses
 from segue.sim.causes import Causes
@@ -22,7 +22,7 @@ from segue.sim.leader import EOS
 from segue.sim.network import Network
 from segue.sim.node import KVNode, LeaderNode, NodeSpec
 from segue.sim.outsider import Outsider
-from segue.sim.registry import Registry, RegistryNode
+from segue.sim.registry import RegistryNode, SimRegistry
 from segue.sim.scenario import Scenario
 from segue.sim.streams import Streams
 from segue.sim.strikes import Strikes
@@ -46,6 +46,8 @@ class Deployment:
         self.network = Network(self.world, scenario.timing)
         self.streams = Streams(scenario.timing.latency_s)
         self.transports = scenario.transports
+        #: behind each pool; pairs measure where they may choose
+        self.scratch_bytes = 192 if len(self.transports) > 1 else 0
         self.eos = EOS if "endings" in scenario.features else frozenset[int]()
         self.secret = b"a secret of the simulator" if scenario.signed else None
         self.policy = scenario.policy
@@ -68,7 +70,7 @@ class Deployment:
         self._supervisors = self.world.rng("supervisors")
         self.fronts: dict[str, FrontNode] = {}
         self._lives: Counter[str] = Counter()
-        self.registry = Registry(self)
+        self.registry = SimRegistry(self)
         self.visitors: list[Outsider] = []
         self.strikes = Strikes(self)
         self.web: WebServer | None = None
@@ -101,6 +103,9 @@ class Deployment:
         self._until(world.now + rest_s)
         if self._end_stuck():
             self._until(world.now + self.timing.silence_s + 5.0)
+        if any(isinstance(node, KVNode) and node.exchange.sizes()["ended"] for node in self.leaders()):
+            # Who hears late of the end of a hand-off remembers it for as long as a request may take.
+            self._until(world.now + BUDGET_S * 1.3)
         self.checks.sweep()
         self.registry.sweep()
         self.checks.at_rest()
@@ -131,6 +136,9 @@ class Deployment:
         ):
             if process is not None:
                 self._end(process)
+        # Of ranks whose leader has ended, who would have ended in time.
+        for thread in list(self.world.threads):
+            thread.kill()
 
     def _end(self, process: LeaderNode | FrontNode | Outsider | RegistryNode | WebServer) -> None:
         process.kill()
@@ -205,11 +213,21 @@ class Deployment:
         """Whether the DP rank of prefill is left open: a third of what goes to an instance of several."""
         return self._dp_of(ticket.prefill).size > 1 and ticket.room % 3 == 0
 
-    def expect_redirect(self, ticket: Ticket) -> None:
-        """Of an open ticket: decode may look for it on the rank that its room names."""
-        rank = self._dp_of(ticket.prefill).follows(ticket.room)
-        if rank is not None and rank != ticket.prefill.dp_rank:
-            self.causes.misplaced(ticket.room, LeaderId(ticket.prefill.incarnation, rank))
+    def expect_conflict(self, ticket: Ticket, hints: RankHints | None) -> None:
+        """Of an open ticket, with these hints of its client: decode looks for it on the rank that they or its
+        room name, unless it is to ask. Of another one (None) the instance's own rule may name another."""
+        dp, room, true = self._dp_of(ticket.prefill), ticket.room, ticket.prefill
+        if hints is not None:
+            self.causes.open_rooms.add(room)
+        rank = dp.follows(room)
+        if hints is not None and hints.disagg_prefill_dp_rank is not None:
+            rank = hints.disagg_prefill_dp_rank
+        elif hints is not None and (dp.force_query or hints.force_query_prefill_dp_rank):
+            self.counts["forced queries"] += 1
+            return
+        fails = dp.on_conflict == FAIL
+        if rank not in (None, true.dp_rank) and (hints is not None or fails):
+            self.causes.misplaced(room, LeaderId(true.incarnation, rank), fails=fails)
 
     def identity(self, spec: NodeSpec, rng: random.Random) -> LeaderId:
         """Who a leader is in this life of its instance: of the same incarnation as its other leaders."""

@@ -4,10 +4,14 @@ The KV of a token is a 64-bit hash of the whole sequence up to and including tha
 *lineage*). A step first checks every earlier position of the sequence in the pool: a page of
 somebody else, a stale byte or a missing write is seen at once, by whoever would have used it.
 The next token is a function of the lineage, so the right answer is known without a model.
+
+Where sequences keep a state beside their KV, it is the lineage after the last token, in each word of the
+slot.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +30,7 @@ from segue.engine.base import (
     StepHandle,
     StepOnCall,
 )
-from segue.layout.spec import KVShape, PlaneSpec, PoolSpec
+from segue.layout.spec import STATE_ALIGN, KVShape, PlaneSpec, PoolSpec, StateTensor
 
 MASK = 2**64 - 1
 SEED = 0x9E3779B97F4A7C15
@@ -88,9 +92,12 @@ def lineage_spec(
     *,
     latent: bool = False,
     page_major: bool = False,
+    slots: int = 0,
 ) -> PoolSpec:
     """A pool whose items are 8-byte lineages, of K and V or of a latent; layer-major, or all layers of a page
-    together."""
+    together. With `slots` sequences keep a state (then it is layer-major)."""
+    items = STATE_ALIGN // _WORD.size
+    state = StateTensor(name="state", layers=1, shape=(items,), dtype="lineage", item_bytes=_WORD.size)
     shape = KVShape(
         kind="mla" if latent else "mha",
         layers=layers,
@@ -99,9 +106,17 @@ def lineage_spec(
         v_dim=0 if latent else 1,
         dtype="lineage",
         item_bytes=8,
+        state=(state,) if slots else (),
     )
-    spec = PoolSpec(shape=shape, pages=pages, page_tokens=page_tokens, layer_count=layers, head_count=heads)
-    if not page_major:
+    spec = PoolSpec(
+        shape=shape,
+        pages=pages,
+        page_tokens=page_tokens,
+        layer_count=layers,
+        head_count=heads,
+        slots=slots,
+    )
+    if slots or not page_major:
         return spec
     token = 8 * heads
     planes = (
@@ -112,7 +127,7 @@ def lineage_spec(
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Host copy of pages."""
+    """Host copy of pages, and of a slot behind them."""
 
     pages: tuple[bytes, ...]
     digest: int
@@ -141,8 +156,8 @@ class _Open:
 
 class LineageEngine:
     """Implements `engine.base.Engine`. `memory` is the pool; transports may copy into it. `ranks` say what is
-    where in it, if it is not that of one rank with all of `spec`. Engines of another `model` give the same
-    tokens, but their KV is not each other's.
+    where in it, if it is not that of one rank with all of `spec`; `scratch_bytes` lie behind. Engines of
+    another `model` give the same tokens, but their KV is not each other's.
 
     Raises WrongKV from `collect` when a position does not hold the sequence's own KV.
     """
@@ -157,11 +172,12 @@ class LineageEngine:
         context_tokens: int = 4096,
         eos_token_ids: frozenset[int] = frozenset(),
         model: str = "lineage-1",
+        scratch_bytes: int = 0,
     ) -> None:
         self.spec = spec
         self.ranks = list(ranks or [spec])
         nbytes = self.ranks[0].nbytes
-        self.memory: bytearray | memoryview = bytearray(nbytes) if memory is None else memory
+        self.memory: bytearray | memoryview = bytearray(nbytes + scratch_bytes) if memory is None else memory
         self.info = ModelInfo(
             name="lineage",
             fingerprint=model,
@@ -174,16 +190,19 @@ class LineageEngine:
         own = lineage(model.encode())
         #: of each head of each plane (K or V of a layer) of each rank: where each slot is, what marks it, and
         #: how it is called
-        self._planes = [
-            plane
-            for number, rank in enumerate(self.ranks)
-            for plane in _planes(rank, own, f"rank {number}, ")
+        self._by_rank = [
+            list(_planes(rank, own, f"rank {number}, ")) for number, rank in enumerate(self.ranks)
         ]
-        #: the page that each word of the pool belongs to
+        self._planes = list(itertools.chain(*self._by_rank))
+        self._state_mark = own ^ VALUE_MARK ^ MASK
+        #: the page that each word of the pool belongs to; slots are counted on behind the pages (`touched`)
         self.page_of_word = [0] * (nbytes // _WORD.size)
         for places, _, _ in self._planes:
             for slot, at in enumerate(places):
                 self.page_of_word[at // _WORD.size] = slot // spec.page_tokens
+        for slot in range(spec.slots):
+            for at in self._state_words(slot):
+                self.page_of_word[at // _WORD.size] = spec.pages + slot
         self._open: dict[int, _Open] = {}
 
     # ---- sequences ---------------------------------------------------------------------------
@@ -206,6 +225,10 @@ class LineageEngine:
     def sizes(self) -> dict[str, int]:
         """Open sequences, for leak checks."""
         return {"sequences": len(self._open)}
+
+    def touched(self, pages: Sequence[int], slot: int | None) -> set[int]:
+        """Pages and a slot as `page_of_word` counts them."""
+        return set(pages) | (set() if slot is None else {self.spec.pages + slot})
 
     # ---- the forward -------------------------------------------------------------------------
 
@@ -241,6 +264,8 @@ class LineageEngine:
         if list(step.tokens) != opened.tokens[step.start : end]:
             raise WrongKV(f"sequence {step.seq_id} was given other tokens than its own")
         states = opened.lineage_to(end)
+        if step.slot is not None:
+            self._move_state(step, states)
         for position in range(end):
             slot = self._slot(step.pages, position)
             if position >= step.start:
@@ -248,6 +273,14 @@ class LineageEngine:
             else:
                 self._check(step.seq_id, position, slot, states[position])
         self.computed_tokens += len(step.tokens)
+
+    def _move_state(self, step: SequenceStep, states: Sequence[int]) -> None:
+        assert step.slot is not None
+        for at in self._state_words(step.slot):
+            found = _WORD.unpack_from(self.memory, at)[0] ^ self._state_mark
+            if step.start and found != states[step.start - 1]:
+                raise WrongKV(f"sequence {step.seq_id}: slot {step.slot} holds another state than its own")
+            _WORD.pack_into(self.memory, at, states[step.span.end - 1] ^ self._state_mark)
 
     def _draw(self, step: SequenceStep) -> SequenceResult:
         opened = self._open[step.seq_id]
@@ -269,6 +302,11 @@ class LineageEngine:
         for places, mark, _ in self._planes:
             _WORD.pack_into(self.memory, places[slot], state ^ mark)
 
+    def spoil(self, rank: int, pages: Sequence[int], position: int) -> None:
+        """`rank` has stored something else than the KV of this position."""
+        for places, mark, _ in self._by_rank[rank]:
+            _WORD.pack_into(self.memory, places[self._slot(pages, position)], SEED ^ mark)
+
     def _check(self, seq_id: int, position: int, slot: int, state: int) -> None:
         for places, mark, plane in self._planes:
             if _WORD.unpack_from(self.memory, places[slot])[0] != state ^ mark:
@@ -284,22 +322,32 @@ class LineageEngine:
         slots = slice(page * self.spec.page_tokens, (page + 1) * self.spec.page_tokens)
         return [at for places, _, _ in self._planes for at in places[slots]]
 
-    def copy_out(self, pages: Sequence[int]) -> HostPages:
-        """Copy pages out of the pool."""
+    def _state_words(self, slot: int) -> range:
+        """Where each word of a slot is."""
+        at = self.spec.slot_offset(slot)
+        return range(at, at + self.spec.shape.state_bytes, _WORD.size)
+
+    def _words_of(self, pages: Sequence[int], slot: int | None) -> list[Sequence[int]]:
+        state = [] if slot is None else [self._state_words(slot)]
+        return [*(self._words(page) for page in pages), *state]
+
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
+        """Copy pages, and a slot, out of the pool."""
         size = _WORD.size
         copies = tuple(
-            b"".join(bytes(self.memory[at : at + size]) for at in self._words(page)) for page in pages
+            b"".join(bytes(self.memory[at : at + size]) for at in words)
+            for words in self._words_of(pages, slot)
         )
         return Copied(copies, xxhash.xxh3_64_intdigest(b"".join(copies)))
 
-    def copy_in(self, host: HostPages, pages: Sequence[int]) -> None:
-        """Copy pages back."""
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
+        """Copy pages, and a slot, back."""
         assert isinstance(host, Copied)
         if xxhash.xxh3_64_intdigest(b"".join(host.pages)) != host.digest:
             raise ChecksumMismatch("KV changed in host memory", phase="copy_in")
         size = _WORD.size
-        for page, data in zip(pages, host.pages, strict=True):
-            for index, at in enumerate(self._words(page)):
+        for words, data in zip(self._words_of(pages, slot), host.pages, strict=True):
+            for index, at in enumerate(words):
                 self.memory[at : at + size] = data[index * size : (index + 1) * size]
 
 

@@ -48,6 +48,8 @@ class NodeFaults:
         self.copy_flips = 0
         #: what becomes of the next checksums: they take so many seconds, or (None) fail
         self.digests: list[float | None] = []
+        #: which rank carries out another order the next time
+        self.diverges: int | None = None
         #: by how many seconds the next forward is longer
         self.slow_step_s = 0.0
         self.kill_mid_write: Callable[[], None] | None = None

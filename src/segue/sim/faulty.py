@@ -72,11 +72,17 @@ def _other_end(_node: KVNode, message: ChunkPosted) -> Heard:
 
 
 def _checksum(node: KVNode, message: ChunkPosted) -> Heard:
-    if not len(message.span):
+    if not message.nbytes:  # nothing was sent with it, so nothing is compared
         return _again(node, message)
     # It must be noticed, as a bit that has changed is.
     node.deployment.checks.flips.spoiled.add(message.transfer)
     return [structs.replace(message, checksum=(message.checksum or 0) ^ 1)]
+
+
+def _other_source(node: KVNode, message: ChunkPosted) -> Heard:
+    """Of a rank that may be one of several that send there: then its bytes have another checksum."""
+    node.deployment.checks.flips.spoiled.add(message.transfer)
+    return [structs.replace(message, source=message.source + 1)]
 
 
 def _moved(_node: KVNode, message: ChunkPosted) -> Heard:
@@ -105,7 +111,7 @@ def _early_end(_node: KVNode, message: Destination) -> Heard:
 
 def _unknown(node: KVNode, transfer: TransferId) -> TransferId:
     """A hand-off that nobody asked for."""
-    return structs.replace(transfer, room=node.rng.getrandbits(63) | 1)
+    return structs.replace(transfer, room=node.rng.getrandbits(63) or 1)
 
 
 def _invented(node: KVNode, message: Destination) -> Heard:
@@ -129,7 +135,7 @@ def _astray(_node: KVNode, message: Any) -> Heard:
 
 
 CHUNK: tuple[Change, ...] = (
-    _off("source", 1),
+    _other_source,
     _off("sequence", 1),
     _off("sequence", -1),
     _off("nbytes", 1),

@@ -19,7 +19,7 @@ from segue.core.request import Output, RankHints, Ticket
 from segue.core.types import OPEN_RANK, LeaderId, Role
 from segue.handoff.ticket import sign
 from segue.session.api import PeerInfo, Session, SessionHandler
-from segue.sim.clients import Asked, SentAttempt
+from segue.sim.clients import Asked, SentAttempt, Wanted
 from segue.sim.leader import VOCAB
 from segue.sim.world import Violation
 
@@ -158,7 +158,7 @@ class FleetWire:
             self._submit(to, asked, attempt, message)
 
     def _begins(self, asked: Asked, message: Submit) -> SentAttempt:
-        front, deployment, ticket = self._front, self._deployment, message.ticket
+        front, deployment, ticket = self._front, self._deployment, self._named(message)
         pair = (ticket.prefill, ticket.decode)
         deployment.checks.answers.placed(asked, message.request)
         self._choice(asked, pair)
@@ -177,6 +177,19 @@ class FleetWire:
         late_s = max(asked.wanted.leg_delay_s) if len(asked.attempts) == 1 else 0.0
         front.after(late_s, self._used.append, sent)
         return attempt
+
+    def _named(self, message: Submit) -> Ticket:
+        """The ticket with the DP rank of prefill that its frontend has chosen, if it left that open."""
+        ticket = message.ticket
+        if not ticket.prefill.is_open:
+            return ticket
+        chosen = [
+            leader
+            for leader, replica in self._front.fleet.membership.replicas.items()
+            if leader.incarnation == ticket.prefill.incarnation
+            and message.request.request_id in replica.running
+        ]
+        return replace(ticket, prefill=chosen[0])
 
     def _spoiled(self, bad: str, ticket: Ticket) -> Ticket:
         match bad:
@@ -223,12 +236,15 @@ class FleetWire:
             ticket = self._signed(replace(ticket, budget_s=min(ticket.budget_s, nearer)))
         self._deployment.causes.submitted(ticket.room, ticket.budget_s)
         front.world.note(front.name, f"submit room={ticket.room:x} {request.request_id} to {to.leader}")
-        if not wanted.bad and ticket.prefill != ticket.decode and self._deployment.is_open(ticket):
-            # The frontend does not say which DP rank of prefill has it, and hides that its client has.
+        opened = message.ticket.prefill.is_open
+        if not wanted.bad and ticket.prefill != ticket.decode:
+            if not opened and self._deployment.is_open(ticket):
+                # The frontend does not say which DP rank of prefill has it, and hides that its client has.
+                request, opened = replace(request, ranks=RankHints()), True
+            self._deployment.expect_conflict(attempt.ticket, request.ranks if opened else None)
+        if opened:
             prefill = LeaderId(ticket.prefill.incarnation, OPEN_RANK)
             ticket = self._signed(replace(ticket, prefill=prefill))
-            request = replace(request, ranks=RankHints())
-            self._deployment.expect_redirect(attempt.ticket)
             self._deployment.counts["open ranks"] += 1
         to.session.send(Submit(request, ticket))
         if wanted.bad == "repeated id":
@@ -277,15 +293,22 @@ class FleetWire:
 
     # ---- who could have been asked ---------------------------------------------------------------
 
+    def local_tokens(self, replica: Replica) -> int | None:
+        """What a decode replica has said of the prompts that it computes itself."""
+        load = replica.load
+        return load.local_tokens if load is not None and replica.role is Role.DECODE else None
+
     def usable(self) -> list[Replica]:
         """Those that may be asked, by what was said here and by what the registry says."""
         replicas = self._front.fleet.membership.replicas
         found = [replicas[leader] for leader in self.open if leader in replicas]
         return [r for r in found if r.listed and not r.where.draining and r.leader not in self._draining]
 
-    def pairs(self, dp_rank: int | None = None) -> list[tuple[Replica, Replica]]:
-        """The pairs that could serve a request, as far as anybody knows; a unified one is both halves.
-        `dp_rank` is the rank of prefill that its client asks for."""
+    def pairs(self, wanted: Wanted | None = None) -> list[tuple[Replica, Replica]]:
+        """The pairs that could serve a request, as far as anybody knows; a unified one is both halves, and so
+        is a decode replica that computes prompts, unless the client names the rank of prefill."""
+        dp_rank = None if wanted is None else wanted.prefill_dp_rank
+        alone = dp_rank is None and (wanted is None or not wanted.force_query)
         usable = [
             r for r in self.usable() if r.role is not Role.PREFILL or dp_rank in (None, r.where.dp_rank)
         ]
@@ -293,7 +316,7 @@ class FleetWire:
             (p, d)
             for p in usable
             for d in usable
-            if (p is d and p.role is Role.UNIFIED)
+            if (p is d and (p.role is Role.UNIFIED or (alone and self.local_tokens(p) is not None)))
             or (
                 (p.role, d.role) == (Role.PREFILL, Role.DECODE)
                 and p.record.model == d.record.model
@@ -304,7 +327,7 @@ class FleetWire:
     def _choice(self, asked: Asked, pair: tuple[LeaderId, LeaderId]) -> None:
         """24: a pair that refused one another, and a replica that the request was lost on, are asked again
         only where there is no other."""
-        pairs = self.pairs(asked.wanted.prefill_dp_rank)
+        pairs = self.pairs(asked.wanted)
         rooms = tuple(asked.rooms)
         known = {(p.leader, d.leader) for p, d in pairs}
         if pairs and pair not in known:
@@ -315,8 +338,26 @@ class FleetWire:
         if pair[1] in asked.dead and better:
             raise Violation("24", f"{asked.wanted.name} is asked of {pair[1]} again, which it lost", rooms)
         better = [p for p, d in pairs if d.leader == pair[1] and p.leader not in worse]
-        if pair[0] in asked.dead and better:
+        if pair[0] in asked.dead and pair[0] != pair[1] and better:
             raise Violation("24", f"{asked.wanted.name} is asked of {pair[0]} again, which it lost", rooms)
+        self._at_decode(asked, pair, [p for p in better if p.role is Role.PREFILL])
+
+    def _at_decode(self, asked: Asked, pair: tuple[LeaderId, LeaderId], prefill: list[Replica]) -> None:
+        """24: decode computes a long prompt only where the request has failed on all of `prefill`, who could
+        do it, and leaves a short one to nobody."""
+        decode, wanted = self._front.fleet.membership.replicas[pair[1]], asked.wanted
+        limit, tokens = self.local_tokens(decode), len(wanted.prompt) + len(asked.tokens)
+        here, named = pair[0] == pair[1], wanted.force_query or wanted.prefill_dp_rank is not None
+        if decode.role is not Role.DECODE or limit is None or named:
+            return
+        self._deployment.counts["prompts computed at decode"] += here
+        tried = {attempt.pair[0] for attempt in asked.attempts}
+        if here and tokens > limit and self._deployment.policy != "prefix_aware":
+            if any(p.leader not in tried for p in prefill):
+                raise Violation("24", f"{wanted.name} ({tokens} tokens) is computed at decode", (asked.room,))
+            self._deployment.counts["long prompts computed at decode"] += 1
+        if tokens <= limit and not here:
+            raise Violation("24", f"{wanted.name} ({tokens} tokens) is not computed at decode", (asked.room,))
 
 
 def _name(request_id: str) -> str:

@@ -24,7 +24,7 @@ CAPACITIES = (300, 2000, 1 << 16)
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class SentPart:
     """A part of a write as it was sent: where it begins in the stream, its head's size, its rows."""
 
     start: int
@@ -76,7 +76,7 @@ class Flow:
         self._sent = 0
         self._skip = handshake.RESPONSE_BYTES
         self._head = bytearray()
-        self.parts: deque[Part] = deque()
+        self.parts: deque[SentPart] = deque()
 
     @property
     def room(self) -> int:
@@ -168,16 +168,16 @@ class Flow:
         rows = list(zip(words[::2], words[1::2], strict=True))
         assert len(rows) == count
         head = len(self._head)
-        self.parts.append(Part(data_at - head, head, data_at + nbytes, epoch, rows))
+        self.parts.append(SentPart(data_at - head, head, data_at + nbytes, epoch, rows))
         self._head = bytearray()
         self._skip = nbytes
 
     @property
-    def sending(self) -> Part | None:
+    def sending(self) -> SentPart | None:
         """The part of which the head and not all data was sent."""
         return self.parts[-1] if self.parts and self.parts[-1].end > self._sent else None
 
-    def part_at(self, at: int) -> Part | None:
+    def part_at(self, at: int) -> SentPart | None:
         """The part that byte `at` of the stream belongs to."""
         return next((part for part in self.parts if part.start <= at < part.end), None)
 

@@ -11,7 +11,7 @@ from segue.bootstrap.records import InstanceRecord
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, SegueError
 from segue.core.request import Output, RankHints, Request
 from segue.core.types import LeaderId, Role
-from segue.fleet.fleet import Fleet, Runtime
+from segue.fleet.fleet import Fleet, FleetRuntime
 from segue.fleet.settings import FleetSettings
 from segue.session.api import SessionHandler
 from segue.session.node import SessionNode
@@ -44,12 +44,12 @@ class FrontNode(Process):
     def begin(self, registry: InstanceWatch) -> None:
         """Follow the registry from now on."""
         deployment = self.deployment
-        runtime = Runtime(
+        runtime = FleetRuntime(
             node=self._node,
             me=self.me,
             uniform=self.rng.uniform,
             randbelow=self.rng.randrange,
-            new_room=lambda: self.rng.getrandbits(63) | 1,
+            new_room=lambda: self.rng.getrandbits(63) or 1,
         )
 
         def make() -> None:
@@ -97,7 +97,12 @@ class FrontNode(Process):
             request_id=wanted.name,
             prompt=wanted.prompt,
             sampling=wanted.sampling,
-            ranks=RankHints(disagg_prefill_dp_rank=wanted.prefill_dp_rank),
+            priority=wanted.priority,
+            tenant=wanted.tenant,
+            ranks=RankHints(
+                disagg_prefill_dp_rank=wanted.prefill_dp_rank,
+                force_query_prefill_dp_rank=wanted.force_query,
+            ),
         )
         try:
             try:

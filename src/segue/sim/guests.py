@@ -28,7 +28,6 @@ from segue.sim.world import new_leader
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
 
-FLOOD = 160
 SECRET = b"some other secret of somebody"
 
 
@@ -180,7 +179,7 @@ async def _elsewhere(guest: Guest) -> None:
 async def _rooms(guest: Guest) -> None:
     """Who asks for a room before, while and after it has an owner."""
     one, two, me = guest.client(), guest.client(), guest.node.me
-    room, ttl_s = guest.rng.getrandbits(63) | 1, guest.rng.choice((1.0, 2.0))
+    room, ttl_s = guest.rng.getrandbits(63) or 1, guest.rng.choice((1.0, 2.0))
     waiting = asyncio.ensure_future(one.resolve_room(room, 4.0))
     await asyncio.sleep(guest.rng.random())
     began = guest.world.now
@@ -225,7 +224,7 @@ async def _rooms(guest: Guest) -> None:
 
 async def _leaves_a_question(guest: Guest) -> None:
     """A query that waits ends with its client."""
-    client, room = guest.client(), guest.rng.getrandbits(63) | 1
+    client, room = guest.client(), guest.rng.getrandbits(63) or 1
     waiting = asyncio.ensure_future(client.resolve_room(room, 60.0))
     await asyncio.sleep(0.2)
     registry = guest.deployment.registry.node
@@ -310,7 +309,7 @@ async def _drip(typed: RawConnection) -> None:
 
 async def _flood(guest: Guest) -> None:
     """More pending connections than fit: a client of ours is let in all the same."""
-    crowd = [typed for typed in [await guest.raw() for _ in range(FLOOD)] if typed is not None]
+    crowd = await guest.floods(guest.raw)
     registry = guest.deployment.registry.node
     if registry is not None and registry.server.server.pending > 128:
         guest.wrong(f"{registry.server.server.pending} pending connections are kept")

@@ -14,18 +14,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.conn.config import Runtime, SessionConfig
+from segue.conn.config import LeaderRuntime, SessionConfig
 from segue.conn.control_plane import ControlPlane
 from segue.conn.handles import Change
 from segue.core.clock import Clock
 from segue.core.control import Load
-from segue.core.errors import SegueError
+from segue.core.errors import RankDivergence, SegueError
 from segue.core.limits import Limits
 from segue.core.request import Output
 from segue.core.types import ChecksumMode, Incarnation, Role
 from segue.engine.base import HostPages, OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
-from segue.handoff.dp_ranks import DpRanks
+from segue.handoff.dp_ranks import REDIRECT, DpRanks
 from segue.roles.admission import SchedulerConfig
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
@@ -64,11 +64,22 @@ class NodeSpec:
     dp_rank: int = 0
     dp_size: int = 1
     load_balance: str = "round_robin"
+    force_query: bool = False
+    on_conflict: str = REDIRECT
+    #: of decode: None, or how long the prompts are at most that it computes itself; -1: as measured
+    local_tokens: int | None = None
+    #: its engine says of each layer that its KV is there, if it says it at all
+    send_layers: bool = False
 
     @property
     def dp(self) -> DpRanks:
         """As the instance declares it."""
-        return DpRanks(size=self.dp_size, load_balance=self.load_balance)
+        return DpRanks(
+            size=self.dp_size,
+            load_balance=self.load_balance,
+            force_query=self.force_query,
+            on_conflict=self.on_conflict,
+        )
 
     @property
     def instance(self) -> str:
@@ -85,7 +96,7 @@ EOS = frozenset(range(0, VOCAB, 16))
 
 
 @dataclass(slots=True)
-class Forward:
+class SimForward:
     """A forward under way."""
 
     steps: Sequence[SequenceStep]
@@ -95,6 +106,8 @@ class Forward:
     computed: list[SequenceStep] = field(default_factory=list)
     refused: list[SequenceResult] = field(default_factory=list)
     raised: Exception | None = None
+    #: the rank that has computed something else, which its answer tells
+    diverged: int | None = None
 
 
 class CheckedEngine(LineageEngine):
@@ -113,7 +126,7 @@ class CheckedEngine(LineageEngine):
         pace = node.spec.pace * (0.5 + node.rng.random())
         forward_s = pace * (timing.step_s + tokens * timing.token_s)
         tail_s = forward_s * node.rng.random()
-        forward = Forward(steps, on_stored, on_ready, ready=not node.device)
+        forward = SimForward(steps, on_stored, on_ready, ready=not node.device)
         node.after(forward_s - tail_s, self._store_forward, forward)
         if node.faults.slow_step_s and not node.device:
             # The leader stands still, though not its I/O thread.
@@ -122,19 +135,24 @@ class CheckedEngine(LineageEngine):
         node.after(forward_s, self._end_forward, forward)
         return forward
 
-    def _store_forward(self, forward: Forward) -> None:
+    def _store_forward(self, forward: SimForward) -> None:
         """A forward until its KV is there."""
         try:
             forward.computed, forward.refused = self.node.faults.forward_begins(forward.steps)
             self._store_checked(forward.computed)
+            forward.diverged = self._diverge(forward.computed)
+            seq_ids = [step.seq_id for step in forward.computed]
+            for layers in range(1, self.spec.shape.layers if self.node.spec.send_layers else 0):
+                if self.node.rng.random() < TELLS:
+                    forward.on_stored(seq_ids, layers)
             if self.node.rng.random() < TELLS:
-                forward.on_stored([step.seq_id for step in forward.computed])
+                forward.on_stored(seq_ids)
         except Exception as exc:
             forward.raised = exc
         if self.node.device:
             self.node.wake()
 
-    def _end_forward(self, forward: Forward) -> None:
+    def _end_forward(self, forward: SimForward) -> None:
         if self.node.device:
             forward.ready = True
             forward.on_ready()
@@ -144,14 +162,30 @@ class CheckedEngine(LineageEngine):
 
     def collect(self, handle: StepHandle) -> list[SequenceResult]:
         """The rest of the forward."""
-        assert isinstance(handle, Forward)
+        assert isinstance(handle, SimForward)
         if handle.raised is not None:
             raise handle.raised
+        if handle.diverged is not None:
+            error = RankDivergence(f"injected: rank {handle.diverged} has carried out other orders")
+            self.node.rank_diverged(handle.diverged, error)
+            raise error
         return self.node.faults.forward_ends(handle.refused + self.draw(handle.computed))
 
-    def copy_out(self, pages: Sequence[int]) -> HostPages:
+    def _diverge(self, steps: Sequence[SequenceStep]) -> int | None:
+        """Now and then a rank has stored other KV than it was ordered to; which one."""
+        faults, self.node.faults.diverges = self.node.faults.diverges, None
+        if faults is None or len(self.ranks) == 1:
+            return None
+        rank = faults % len(self.ranks)
+        self.node.deployment.counts["ranks that diverged"] += 1
+        for step in steps:
+            for position in range(step.span.start, step.span.end):
+                self.spoil(rank, step.pages, position)
+        return rank
+
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
         """As production's; one bit of the copy may change where it lies."""
-        host, faults, rng = super().copy_out(pages), self.node.faults, self.node.rng
+        host, faults, rng = super().copy_out(pages, slot), self.node.faults, self.node.rng
         if not faults.copy_flips or not isinstance(host, Copied):
             return host
         faults.copy_flips -= 1
@@ -233,6 +267,9 @@ class LeaderNode(Process):
             splits.heads,
             latent=splits.latent,
             page_major=deployment.world.rng(f"layout {spec.name}").random() < 0.4,
+            slots=deployment.world.rng(f"slots {spec.name}").choice((1, 3, 16))
+            if deployment.scenario.state
+            else 0,
         )
         self.engine = CheckedEngine(
             whole,
@@ -241,6 +278,7 @@ class LeaderNode(Process):
             context_tokens=CONTEXT_TOKENS,
             model=spec.model,
             eos_token_ids=deployment.eos,
+            scratch_bytes=deployment.scratch_bytes,
         )
         self.engine.node = self
         self.pool = PagePool(spec.pages, spec.page_tokens)
@@ -248,7 +286,7 @@ class LeaderNode(Process):
         self.host, self.port = deployment.addresses.of(spec.name)
         self.loop = SimLoop(self, self.skewed, deployment.network, self.host, deployment.timing.hop_s)  # type: ignore[abstract]
         self.io = SimIo(self.loop)
-        self.runtime = Runtime(
+        self.runtime = LeaderRuntime(
             io=lambda _on_error: self.io,
             node=partial(SimSessionNode, loop=self.loop),
             uniform=deployment.world.rng(f"dialer {self.name}").uniform,
@@ -256,7 +294,7 @@ class LeaderNode(Process):
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
         self.draining = self.drained = False
-        #: whether a device computes, as some would, or the leader's thread, as today's engine
+        #: whether another thread or a device computes, as in production, or the leader's thread
         self.device = deployment.world.rng(f"device {spec.name}").random() < 0.5
         self.draining_since: float | None = None
         self._waking = False
@@ -412,6 +450,10 @@ class LeaderNode(Process):
             self.drained = True
             self.deployment.leave(self)
         return self.drained
+
+    def rank_diverged(self, rank: int, error: SegueError) -> None:
+        """A forward has shown that one of its ranks did something else."""
+        raise Violation("scenario", f"{self.name} has one rank, not {rank}: {error}")
 
     def close(self) -> None:
         """As an instance that leaves, on a thread that may wait."""

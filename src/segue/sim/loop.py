@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 from segue.sim.network import Network
-from segue.sim.tcp import Listener, Socket
+from segue.sim.tcp import SimListener, Socket
 from segue.sim.world import Process, SkewedClock
 
 T = TypeVar("T")
@@ -43,9 +43,9 @@ class SimSockets:
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
 
-    def socket(self, _family: int, _kind: int) -> Listener:
+    def socket(self, _family: int, _kind: int) -> SimListener:
         """One that is to listen."""
-        return Listener(self._loop.network, self._loop)
+        return SimListener(self._loop.network, self._loop)
 
 
 class SimLoop(asyncio.AbstractEventLoop):
@@ -128,12 +128,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def _run(self, handle: asyncio.Handle) -> None:
         if handle._cancelled:
             return
-        before = asyncio._get_running_loop()
-        asyncio._set_running_loop(self)
-        try:
-            handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
-        finally:
-            asyncio._set_running_loop(before)
+        self.enter(handle._context.run, handle._callback, *handle._args)  # type: ignore[attr-defined]
 
     def enter(self, call: Callable[..., Any], *args: Any) -> Any:
         """Call something as from inside the running loop."""
@@ -143,6 +138,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             return call(*args)
         finally:
             asyncio._set_running_loop(before)
+            if self._tasks and not self.process.alive:
+                self.die()  # it was killed in the midst of a callback that then started tasks
 
     # ---- futures and tasks -----------------------------------------------------------------------
 
@@ -224,7 +221,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._secured.append(hidden)
         return hidden
 
-    async def sock_accept(self, listener: Listener) -> tuple[Socket, tuple[str, int]]:  # type: ignore[override]
+    async def sock_accept(self, listener: SimListener) -> tuple[Socket, tuple[str, int]]:  # type: ignore[override]
         return await listener.accept()
 
     async def connect_accepted_socket(  # type: ignore[override]

@@ -86,7 +86,7 @@ class Misfit(Visitor):
 
     def _like(self, target: KVNode) -> LeaderInfo:
         """What a leader of our role would say that the target could work with."""
-        info = target.manager.info
+        info = target.manager.introduction.info
         ranks = self.deployment.scenario.splits.of(self.role).ranks(target.engine.spec)
         endpoints = {name: of_ranks[:1] * len(ranks) for name, of_ranks in info.endpoints.items()}
         return structs.replace(info, ranks=ranks, endpoints=endpoints)
@@ -127,7 +127,7 @@ class Misfit(Visitor):
         prefill, decode = (self.me, target) if self.role is Role.PREFILL else (target, self.me)
         error: SegueError = TransferFailed("injected: nobody asked")
         for pair in ((prefill, decode), (decode, prefill), (target, target)):
-            transfer = TransferId(self.rng.getrandbits(63) | 1, 0, *pair)
+            transfer = TransferId(self.rng.getrandbits(63) or 1, 0, *pair)
             for message in (
                 Committed(transfer),
                 Gone(transfer),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from segue.core.types import LeaderId
-from segue.sim.tcp import BACKLOG, Connection, Listener, Socket
+from segue.sim.tcp import BACKLOG, SimConnection, SimListener, Socket
 from segue.sim.timing import Timing
 from segue.sim.world import Process, World
 
@@ -27,7 +27,7 @@ class Network:
         #: what is true of a leader, whatever others believe: its process, and where it listens
         self.processes: dict[LeaderId, Process] = {}
         self.places: dict[LeaderId, tuple[str, int]] = {}
-        self._listeners: dict[tuple[str, int], Listener] = {}
+        self._listeners: dict[tuple[str, int], SimListener] = {}
         #: since when nothing gets from the first to the second
         self._blocked: dict[tuple[Process, Process], float] = {}
         self.ever_blocked = False
@@ -35,6 +35,8 @@ class Network:
         self.flips: dict[Process, int] = {}
         #: what happens to the next segments on the way from the first to the second: see `_spoil`
         self.spoils: dict[tuple[Process, Process], list[str]] = {}
+        #: when something on its way between a process and another one was last changed
+        self.changed_at: dict[Process, dict[Process, float]] = {}
         #: by how much everything from a process is late, in seconds
         self.slow: dict[Process, float] = {}
         #: as what host every dialler is seen, if there is an address translator before all of them
@@ -43,18 +45,18 @@ class Network:
 
     # ---- listening and dialling ------------------------------------------------------------------
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: SimListener) -> None:
         """`listener` is bound, and is found from now on."""
         self._listeners[listener.place] = listener
 
-    def listening(self, loop: SimLoop, port: int) -> Listener:
+    def listening(self, loop: SimLoop, port: int) -> SimListener:
         """A listener of `loop`'s process at its host and `port`."""
-        listener = Listener(self, loop)
+        listener = SimListener(self, loop)
         listener.bind((loop.host, port))
         listener.listen(BACKLOG)
         return listener
 
-    def listener_at(self, host: str, port: int) -> Listener | None:
+    def listener_at(self, host: str, port: int) -> SimListener | None:
         """Who listens there."""
         found = self._listeners.get((host, port))
         return found if found is not None and found.process.alive else None
@@ -63,12 +65,12 @@ class Network:
         """One at which nobody listens."""
         return next(port for port in range(20000, 1 << 16) if (host, port) not in self._listeners)
 
-    def unlisten(self, listener: Listener) -> None:
+    def unlisten(self, listener: SimListener) -> None:
         """`listener` is closed."""
         if self._listeners.get(listener.place) is listener:
             del self._listeners[listener.place]
 
-    def listeners(self, process: Process) -> list[Listener]:
+    def listeners(self, process: Process) -> list[SimListener]:
         """Where `process` listens."""
         return [listener for listener in self._listeners.values() if listener.process is process]
 
@@ -104,7 +106,7 @@ class Network:
             loop.process.after(delay_s, _fail, loop, made, refused)
             return
         # A stopped process's kernel still accepts; the process finds the connection when it goes on.
-        connection = Connection(self, loop, listener.loop, port)
+        connection = SimConnection(self, loop, listener.loop, port)
         ours, theirs = connection.ends
         for socket in connection.ends:
             self.live.setdefault(socket.process, {})[socket] = None
@@ -130,7 +132,7 @@ class Network:
             if not ends:
                 del self.live[socket.process]
 
-    def between(self, a: Process, b: Process) -> list[Connection]:
+    def between(self, a: Process, b: Process) -> list[SimConnection]:
         """The connections between two processes that are not broken."""
         return [
             s.connection for s in self.live.get(a, {}) if s.other.process is b and not s.connection.broken
@@ -140,12 +142,20 @@ class Network:
 
     def carried(self, socket: Socket, data: bytes) -> bytes:
         """What arrives of `data` at `socket`: the same, unless a bit flips."""
+        if not data:
+            return data
         if self.spoils and (waiting := self.spoils.get((socket.other.process, socket.process))):
             return self._spoil(socket, data, waiting.pop())
         if not self.flips.get(socket.process):
             return data
         self.flips[socket.process] -= 1
+        self._changed(socket)
         return self._flipped(data)
+
+    def _changed(self, socket: Socket) -> None:
+        ends = socket.process, socket.other.process
+        for a, b in (ends, ends[::-1]):
+            self.changed_at.setdefault(a, {})[b] = self.world.now
 
     def _flipped(self, data: bytes) -> bytes:
         bit = self._rng.randrange(8 * len(data))
@@ -155,6 +165,7 @@ class Network:
 
     def _spoil(self, socket: Socket, data: bytes, how: str) -> bytes:
         """One bit flips, the connection breaks in the middle, or something else has written."""
+        self._changed(socket)
         match how:
             case "flip":
                 return self._flipped(data)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from segue.conn.config import KVConfig, Runtime
+from segue.conn.config import KVConfig, LeaderRuntime
 from segue.conn.digest import Digester
 from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.manager import KVManager
+from segue.conn.peers import Peer
 from segue.conn.rank import Rank, local_rank
 from segue.conn.threads import ThreadPerCall
 from segue.core.errors import SegueError
@@ -20,12 +21,14 @@ from segue.core.types import LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
-from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata
+from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata, PathMessage
 from segue.layout.content import whole_pages
 from segue.layout.spec import PoolSpec
 from segue.roles.decode import DecodeScheduler
+from segue.roles.local_prompts import LocalPrompts
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
+from segue.serve.leader import Abandon
 from segue.session.api import Session
 from segue.sim.datapath import DataPath, SimKinds, SimShm, SimTcp, SimTransport
 from segue.sim.faults import Injected
@@ -37,6 +40,7 @@ from segue.sim.world import Violation
 from segue.transport.base import EventSink
 from segue.transport.memory import Memory, host_region
 from segue.transport.options import TransportOptions
+from segue.transport.probe import HostSpeed
 
 if TYPE_CHECKING:
     from segue.sim.deployment import Deployment
@@ -105,13 +109,15 @@ class CheckedExchange(Exchange):
 class SimManager(KVManager):
     """Production's manager; faults strike between its effects."""
 
-    def __init__(self, node: KVNode, config: KVConfig, runtime: Runtime) -> None:
+    def __init__(self, node: KVNode, config: KVConfig, runtime: LeaderRuntime) -> None:
         self._sim_node = node
-        self._refusals: list[int] = []
+        #: what is said of hand-offs that were never opened
+        self._refusals: list[events.Effect] = []
         super().__init__(
             config,
             node.make_ranks(config, runtime),
             node.changed,
+            on_rank_lost=node.rank_lost,
             others={Role.FRONTEND: node.fronts},
             clock=node.clock,
             runtime=runtime,
@@ -122,8 +128,8 @@ class SimManager(KVManager):
         if not node.alive:
             return
         node.world.trace.append((node.world.now, node.name, effect))
-        if id(effect) in self._refusals:
-            self._refusals.remove(id(effect))
+        if any(refusal is effect for refusal in self._refusals):
+            self._refusals = [refusal for refusal in self._refusals if refusal is not effect]
         else:
             node.checked(node.deployment.checks.effect, node, effect)
         if isinstance(effect, events.Send) and isinstance(effect.message, Metadata):
@@ -151,14 +157,14 @@ class SimManager(KVManager):
     def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
         effects = super()._decide(event, now)
         if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
-            self._refusals += map(id, effects)  # it was never opened
+            self._refusals += effects  # it was never opened
         return effects
 
     def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
         effects = super()._refused(event, error, now)
         if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
             # It speaks of a hand-off that was never opened, perhaps in the name of one that was.
-            self._refusals += map(id, effects)
+            self._refusals += effects
         return effects
 
     def opened(self, session: Session) -> None:
@@ -168,10 +174,21 @@ class SimManager(KVManager):
         if me in self._peers and isinstance(peer, KVNode):
             node.checked(node.deployment.checks.joined, node, peer)
 
+    def _ready(self, peer: Peer) -> None:
+        super()._ready(peer)
+        node = self._sim_node
+        if peer.probe is not None:
+            node.deployment.counts[f"pairs that measured and took {peer.transport}"] += 1
+        other = node.deployment.by_leader[peer.session.peer.leader]
+        if peer.session.peer.leader in self._peers and isinstance(other, KVNode):
+            node.checked(node.deployment.checks.joined, node, other)
+
     def received(self, session: Session, message: object) -> None:
         node = self._sim_node
         if not isinstance(message, HandoffMessage):
             super().received(session, message)
+            if isinstance(message, PathMessage):
+                node.faults.reached(f"<{type(message).__name__}", message)
             return
         for heard in node.hearing.heard(message):
             super().received(session, heard)
@@ -196,7 +213,11 @@ class SimDigester(Digester):
     ) -> None:
         rng = node.world.rng(f"digests {node.name}")
         self._rank = rank
-        self._mine = whole_pages(node.specs[rank], range(node.spec.pages)).ranges()
+        spec = node.specs[rank]
+        mine = whole_pages(spec, range(spec.pages))
+        if spec.slots:
+            mine = replace(mine, state=(spec.slots_at, spec.nbytes - spec.slots_at))
+        self._mine = mine.ranges()
         if "full queues" in node.deployment.scenario.features:
             max_waiting = rng.choice((1, 4, max_waiting))
         worker = partial(SimWorker, node, self._takes_s)
@@ -221,6 +242,8 @@ class SimDigester(Digester):
             for slot, tokens in effect.content.runs
             for page in range(slot // size, -(-(slot + tokens) // size))
         }
+        if effect.content.state is not None:
+            pages |= node.pages_at(*effect.content.state)
         node.checked(self._is_mine, effect)
         node.checked(node.deployment.checks.ranks.hashing, node, effect.transfer, pages)
         if self._fails:
@@ -265,6 +288,8 @@ class KVNode(LeaderNode):
         #: of each rank, by name
         self.transports: dict[tuple[int, str], SimTransport] = {}
         self.workers: list[SimWorkerRank] = []
+        #: one of its ranks is lost, and with it the replica
+        self.lost_rank = False
         #: ranks whose worker has ended
         self.ended_ranks: set[int] = set()
         self._pool_at = 0
@@ -278,16 +303,23 @@ class KVNode(LeaderNode):
             transports=self.deployment.transports,
             dp=self.spec.dp,
             kv_checksum=self.spec.kv_checksum,
+            scratch_bytes=self.deployment.scratch_bytes,
         )
         runtime = replace(
             self.runtime,
             transports=SimKinds(self._make_transport),
             connecting=lambda name: ThreadPerCall(name, self.spawn),
             exchange=partial(CheckedExchange, self),
+            host_speed=lambda: HostSpeed(memory_bytes_per_s=1e9, socket_bytes_per_s=1e9),
         )
         self.manager = SimManager(self, config, runtime)
         make = PrefillScheduler if self.spec.role is Role.PREFILL else DecodeScheduler
-        return make(self.engine, self.pool, self._scheduling(), self.manager)
+        made = make(self.engine, self.pool, self._scheduling(), self.manager)
+        limit, timing = self.spec.local_tokens, self.world_timing
+        if isinstance(made, DecodeScheduler) and limit is not None:
+            pauses = [(tokens, tokens * timing.token_s) for tokens in (4, 16, 64)]
+            made.local = LocalPrompts(limit) if limit >= 0 else LocalPrompts(pauses=pauses)
+        return made
 
     def _make_transport(self, name: str, on_event: EventSink, options: TransportOptions) -> SimTransport:
         self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)
@@ -309,7 +341,7 @@ class KVNode(LeaderNode):
         self.plane = self.manager.plane
         self.manager.start()
 
-    def make_ranks(self, config: KVConfig, runtime: Runtime) -> list[Rank]:
+    def make_ranks(self, config: KVConfig, runtime: LeaderRuntime) -> list[Rank]:
         """Its ranks, here or as workers."""
         found: list[Rank] = []
         for index, spec in enumerate(self.specs):
@@ -320,6 +352,20 @@ class KVNode(LeaderNode):
                 self.workers.append(SimWorkerRank(self, index, rank))
             found.append(self.workers[index] if self.workers else rank)
         return found
+
+    def rank_diverged(self, rank: int, error: SegueError) -> None:
+        """As `RanksForward`: nothing can be computed any more."""
+        self.manager.lost(rank, error)
+
+    def rank_lost(self, error: SegueError) -> None:
+        """As `Instance._lost`: it cannot compute any more, so every request ends and the instance leaves."""
+        if self.lost_rank:
+            return
+        self.lost_rank = True
+        for worker in self.workers[1:]:
+            self.spawn("a worker is killed", worker.leave)
+        self.put(Abandon(error.info))
+        self.drain()
 
     def close(self) -> None:
         """As an instance that leaves, on a thread that may wait."""
@@ -373,7 +419,9 @@ class KVNode(LeaderNode):
         return offset if 0 <= offset <= len(self.engine.memory) - nbytes else None
 
     def check_source(self, peer: LeaderId, epoch: int, ranges: list[tuple[int, int]]) -> None:
-        """Invariant 3: what is being read still belongs to its hand-off."""
+        """Invariant 3: what is being read still belongs to its hand-off, or is scratch."""
+        if all(at >= len(self.engine.memory) - self.deployment.scratch_bytes for at, _ in ranges):
+            return
         pages = {page for at, size in ranges for page in self.pages_at(at, size)}
         self.deployment.checks.ranks.reading(self, peer, epoch, pages)
 

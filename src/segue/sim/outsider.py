@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from segue.sim.loop import SimLoop
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 #: What an ended connection may linger, and some latency.
 GRACE_S = 2.0
+#: How many connections a flood makes.
+FLOOD = 160
 
 
 class RawConnection(asyncio.Protocol):
@@ -61,6 +65,8 @@ class Outsider(Process):
         self.rng: random.Random = deployment.world.rng(name)
         self.clock = SkewedClock(deployment.world, 0.0, 1.0)
         self.loop = SimLoop(self, self.clock, deployment.network, host)  # type: ignore[abstract]
+        #: when it dialled the last connection of a flood
+        self._flooded_at = -inf
 
     def start(self) -> None:
         """Begin."""
@@ -85,8 +91,23 @@ class Outsider(Process):
 
     def wrong(self, text: str) -> None:
         """What must not happen has."""
-        if self.undisturbed:
+        if self.undisturbed and not self._crowded_out:
             self.world.fail(Violation(self.WHAT, f"{self.name}, {self.kind}: {text}"))
+
+    @property
+    def _crowded_out(self) -> bool:
+        """Others like it have made so many connections since it came that one of its own may have gone."""
+        others = (
+            other for other in self.deployment.visitors if other is not self and other.WHAT == self.WHAT
+        )
+        return any(other._flooded_at >= self.began_at for other in others)
+
+    async def floods(self, dial: Callable[[], Awaitable[R | None]]) -> list[R]:
+        """More connections than may be pending at one place."""
+        self._flooded_at = inf
+        made = [await dial() for _ in range(FLOOD)]
+        self._flooded_at = self.world.now
+        return [raw for raw in made if raw is not None]
 
     async def types(self, make: type[R], host: str, port: int) -> R | None:
         """A connection of bytes."""

@@ -27,7 +27,8 @@ class RankChecks:
     def published(self, node: KVNode, message: Destination) -> None:
         """Decode says where to write."""
         tokens = message.prompt_tokens - message.prefix_tokens
-        self._wanted[message.transfer] = tokens * node.engine.spec.shape.token_bytes
+        shape = node.engine.spec.shape
+        self._wanted[message.transfer] = tokens * shape.token_bytes + shape.state_bytes
 
     def posted(self, node: KVNode, effect: events.PostWrite) -> None:
         """A rank of prefill is told to write."""
@@ -42,6 +43,8 @@ class RankChecks:
             raise Violation("9", text, (transfer.room,))
         splits = self._checks.deployment.scenario.splits
         prefill, decode = splits.prefill, splits.decode
+        if self._checks.deployment.scenario.state:
+            self._counts["with a state"] += 1
         if prefill != decode:
             self._counts["between unequal sides"] += 1
         if prefill.cp > 1:
@@ -81,7 +84,7 @@ class RankChecks:
             raise Violation("3", f"{node.name} sends pages of epoch {epoch:x} that it has given up")
         scheduler: Any = node.scheduler
         entry = scheduler.table.get(transfer)
-        if entry is None or not pages <= set(entry.state.pages):
+        if entry is None or not pages <= node.engine.touched(entry.state.pages, entry.state.slot):
             raise Violation("3", f"{node.name} reads pages that {transfer} does not own", (transfer.room,))
 
     def hashing(self, node: KVNode, transfer: TransferId, pages: set[int]) -> None:

@@ -252,7 +252,7 @@ class Member:
             yield records
 
 
-class Registry:
+class SimRegistry:
     """The registry over all its lives, its members, and what must be true of them."""
 
     def __init__(self, deployment: Deployment) -> None:
@@ -383,6 +383,11 @@ class Registry:
 
     # ---- what must be true ------------------------------------------------------------------------
 
+    def changed_since(self, member: Process, since: float) -> bool:
+        """Whether a query of `member` to any life of the registry, or an answer, was changed on its way."""
+        changed = self.deployment.network.changed_at.get(member, {})
+        return any(at >= since for other, at in changed.items() if isinstance(other, RegistryNode))
+
     def ended(self, member: Member, what: str, error: SegueError) -> None:
         """The registry said that an instance is over: it must have had a reason."""
         code, node = error.info.code, member.process
@@ -398,13 +403,16 @@ class Registry:
         now, network, registry = self.world.now, self.deployment.network, self.node
         if registry is None or registry.closing or not self._calm(registry, now, self.trouble_at):
             return
-        waiting = 0
+        # The query of one that has died is there until the registry hears of its end.
+        waiting = sum(not socket.other.process.alive for socket in network.live.get(registry, {}))
         for process, member in self.members.items():
-            if not process.alive or member.left:
+            if not process.alive:
                 continue
             if isinstance(process, LeaderNode) and process.spec.role is not Role.DECODE:
                 continue
             waiting += 1
+            if member.left:
+                continue
             since = max(self.trouble_at, process.began_at, member.joined_at or 0.0)
             if not self._calm(process, now, since) or network.cut_off(process, registry):
                 continue

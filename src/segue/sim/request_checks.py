@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from segue.core.control import Submit
+from segue.core.control import Cancel, Submit
 from segue.core.types import KVPoll, LeaderId, TransferId
 from segue.handoff import events
 from segue.serve.leader import FromFrontend, FrontendGone, Item
+from segue.sim.fair_checks import FairChecks
 from segue.sim.world import Violation
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class RequestChecks:
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.world: World = deployment.world
+        self._fair = FairChecks()
         #: who stood still when last looked at, and has had no turn since
         self._standing: set[LeaderNode] = set()
         #: (leader, ticket) → the one job it has placed, and until when it may place no other
@@ -30,6 +32,7 @@ class RequestChecks:
     def had_a_turn(self, node: LeaderNode) -> None:
         """The leader has had a turn, so it does not stand still; and whether requests wait there is noted."""
         self.deployment.causes.short(node, self._waits_for_pages(node))
+        self._fair.turn(node)
         self._standing.discard(node)
 
     def node(self, node: LeaderNode) -> None:
@@ -127,7 +130,7 @@ class RequestChecks:
         scheduler: Any = node.scheduler
         rooms: tuple[int, ...] = ()
         match item:
-            case FromFrontend(origin, message):
+            case FromFrontend(origin, (Submit() | Cancel()) as message):
                 asked = message.request.request_id if isinstance(message, Submit) else message.request_id
                 left = (origin, asked) in scheduler.admission.requests
             case FrontendGone(origin):

@@ -14,7 +14,7 @@ from segue.session.connection import Connection
 from segue.session.node import SessionNode
 from segue.sim.faults import Injected
 from segue.sim.loop import SimLoop, SimSockets
-from segue.sim.threads import SimThread
+from segue.sim.threads import ProcessEnded, SimThread
 from segue.sim.world import Process, Violation
 
 T = TypeVar("T")
@@ -42,10 +42,17 @@ class SimIo(LoopIo):
     def stop(self) -> None:
         """It ends with its process."""
 
+    def yield_gil(self) -> None:
+        """Threads take turns here as the simulation says."""
+
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """As production, on a thread that may wait. Elsewhere only what needs no wait, such as listening."""
         if SimThread.current is not None:
-            return super().call(coroutine, timeout_s)
+            try:
+                return super().call(coroutine, timeout_s)
+            except ProcessEnded:
+                coroutine.close()  # nobody will run it
+                raise
         try:
             self.loop.enter(coroutine.send, None)
         except StopIteration as done:

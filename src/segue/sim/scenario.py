@@ -11,13 +11,25 @@ from msgspec import structs
 from segue.balance.policies import POLICY_NAMES
 from segue.core.request import SamplingParams
 from segue.core.types import ChecksumMode, Role
-from segue.handoff.dp_ranks import FOLLOW_BOOTSTRAP_ROOM
+from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT
 from segue.sim.clients import Wanted
 from segue.sim.engine import reference
 from segue.sim.node import VOCAB, NodeSpec
 from segue.sim.splits import Splits, draw_splits
 from segue.sim.timing import Timing
-from segue.sim.vocabulary import AT_THE_DOORS, BAD, DATA, FAULTS, FEATURES, LATER, NEWEST, ODD, RARE, UNMET
+from segue.sim.vocabulary import (
+    AT_THE_DOORS,
+    BAD,
+    DATA,
+    FAULTS,
+    FEATURES,
+    LATER,
+    NEWEST,
+    ODD,
+    RANKS,
+    RARE,
+    UNMET,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class Scenario:
     transports: tuple[str, ...]
     #: how the ranks of each leader divide the model
     splits: Splits
+    #: sequences keep a state beside their KV
+    state: bool
     #: and each rank is a worker, asked over a channel
     workers: bool
     signed: bool
@@ -103,6 +117,7 @@ def make_scenario(seed: int) -> Scenario:
         seed=seed,
         features=features,
         splits=splits,
+        state=not splits.several and random.Random(f"segue state {seed}").random() < 0.35,
         workers=workers,
         transports=("shm",) if rng.random() < 0.6 else ("tcp",),
         signed=rng.random() < 0.5,
@@ -156,7 +171,52 @@ def make_scenario(seed: int) -> Scenario:
         scenario.transports = ("shm", "tcp")
     found = [f for f in UNMET if f in scenario.features]
     scenario.faults += _faults(unmet, scenario, found, len(scenario.faults))
+    orders = random.Random(f"segue orders {seed}")
+    if splits.several:
+        scenario.features |= frozenset(f for f in RANKS if orders.random() < 0.4)
+    found = [f for f in RANKS if f in scenario.features]
+    scenario.faults += _faults(orders, scenario, found, len(scenario.faults))
+    _vary_conflicts(orders, scenario)
+    _compute_at_decode(random.Random(f"segue local {seed}"), scenario)
+    _vary_order(random.Random(f"segue order {seed}"), scenario)
+    if not splits.several and random.Random(f"segue layers {seed}").random() < 0.5:
+        scenario.nodes = [replace(node, send_layers=node.role is Role.PREFILL) for node in scenario.nodes]
     return scenario
+
+
+def _vary_order(rng: random.Random, scenario: Scenario) -> None:
+    """In half of the deployments requests have priorities and tenants; in most of these most are urgent."""
+    if rng.random() < 0.5:
+        return
+    urgent = rng.choice((0.5, 0.9, 0.97))
+    for wanted in scenario.requests:
+        wanted.priority = rng.choice((-2, -1)) if rng.random() < urgent else rng.choice((0, 3))
+        wanted.tenant = rng.choice(("", "a", "a", "a", "b"))
+
+
+def _compute_at_decode(rng: random.Random, scenario: Scenario) -> None:
+    """In a quarter of the deployments some decode instances compute prompts themselves."""
+    if rng.random() < 0.75:
+        return
+    chosen = {node.instance: rng.choice((None, -1, 0, 4, 12, 512)) for node in scenario.nodes}
+    scenario.nodes = [
+        replace(node, local_tokens=chosen[node.instance]) if node.role is Role.DECODE else node
+        for node in scenario.nodes
+    ]
+
+
+def _vary_conflicts(rng: random.Random, scenario: Scenario) -> None:
+    """Half of the deployments of instances with several leaders ask the registry for every rank, or for that
+    of a client that wants it; and some of their prefill instances let a conflict of ranks fail."""
+    if all(node.dp_size == 1 for node in scenario.nodes):
+        return
+    force_query = rng.random() < 0.25
+    rules = {node.instance: rng.choice((REDIRECT, FAIL)) for node in scenario.nodes}
+    scenario.nodes = [
+        replace(node, force_query=force_query, on_conflict=rules[node.instance]) for node in scenario.nodes
+    ]
+    for wanted in scenario.requests:
+        wanted.force_query = rng.random() < 0.2 and not wanted.bad
 
 
 def _tighten(rng: random.Random, scenario: Scenario) -> None:

@@ -19,7 +19,7 @@ from segue.sim.outsider import Outsider
 from segue.sim.scenario import Fault
 from segue.sim.timing import Timing
 from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS, make_visitor
-from segue.sim.vocabulary import DATA, ENGINE_CALLS, RANK_CALLS, ROLE_CALLS, SPOILED_METADATA
+from segue.sim.vocabulary import DATA, ENGINE_CALLS, RANK_CALLS, RANKS, ROLE_CALLS, SPOILED_METADATA
 from segue.sim.web_clients import WEB_KINDS, WebClient
 from segue.sim.world import Process, SkewedClock, Violation, World
 
@@ -241,7 +241,7 @@ class Strikes:
             case "address taken":
                 self._crash(node, 0.01)
                 self._take_address(node.host, node.port, fault.seconds)
-            case _ if fault.kind in (*DATA, "no memory", "fence exception", "rank lost"):
+            case _ if fault.kind in (*DATA, *RANKS, "no memory", "fence exception", "rank lost"):
                 if isinstance(node, KVNode):  # in this life
                     self._data_fault(fault, node)
             case "wrong message":
@@ -296,6 +296,12 @@ class Strikes:
                 transport.fence_raises += 1
             case "rank lost":
                 self._rank_lost(fault, node)
+            case "rank diverges":
+                node.faults.diverges = fault.amount
+            case "rank late":
+                node.no_answer_until = max(node.no_answer_until, until)
+                for worker in node.workers[fault.amount % 4 :][:1]:
+                    worker.stand_still(fault.seconds)
             case "thread death":
                 transport.end_a_thread()
                 node.after(fault.seconds, self._crash, node, 0.01)
@@ -324,9 +330,14 @@ class Strikes:
         which, after_s = fault.amount % len(node.specs), 2 * self.timing.hop_s
         # What an earlier fault made stand still is heard when that is over.
         noticed_s = after_s + 0.1 + max(0.0, node.no_answer_until - self.world.now)
+        looks_at = self.world.now
 
         def ended() -> None:
-            if left := list(node.exchange.open_transfers()):
+            nonlocal looks_at
+            if node.resumed_at > looks_at:  # it stood still itself, and notices only now
+                looks_at = self.world.now
+                node.after(after_s, ended)
+            elif left := list(node.exchange.open_transfers()):
                 text = f"{node.name} has lost its rank and still has {left}"
                 self.world.fail(Violation("12", text, tuple(transfer.room for transfer in left)))
 

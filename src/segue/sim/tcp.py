@@ -44,7 +44,7 @@ class _Options:
 class Socket(asyncio.Transport):
     """One end of a connection, and asyncio's transport over it."""
 
-    def __init__(self, connection: Connection, loop: SimLoop, name: tuple[str, int]) -> None:
+    def __init__(self, connection: SimConnection, loop: SimLoop, name: tuple[str, int]) -> None:
         self._options = _Options((loop.host, 0), name)
         super().__init__({"peername": name, "socket": self._options})
         self.connection = connection
@@ -240,7 +240,7 @@ class Socket(asyncio.Transport):
         self.connection.network.forget(self)
 
 
-class Connection:
+class SimConnection:
     """Two sockets. `lost[0]` says that what is under way to `ends[1]` is lost, `lost[1]` to `ends[0]`."""
 
     def __init__(self, network: Network, dialler: SimLoop, listener: SimLoop, port: int) -> None:
@@ -278,7 +278,7 @@ class Connection:
                 end.process.after(delay_s, end.broke, ConnectionResetError("connection reset"))
 
 
-class Listener:
+class SimListener:
     """A listening socket: what the kernel has accepted, and the process not yet."""
 
     def __init__(self, network: Network, loop: SimLoop) -> None:

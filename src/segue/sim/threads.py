@@ -33,6 +33,7 @@ class SimThread:
         self.over = False
         threading.Thread(target=self._run, name=f"sim {process.name}", daemon=True).start()
         process.threads.append(self)
+        process.world.threads.add(self)
 
     def run(self) -> None:
         """Go on until it waits or has ended."""
@@ -56,6 +57,8 @@ class SimThread:
 
     def sleep(self, seconds: float | None) -> None:
         """Inside it: let virtual time go on, for `seconds` (None: for ever) or until `woken`."""
+        if self._killed:  # it tidies up
+            raise ProcessEnded
         self._waits += 1
         if seconds is not None:
             self._process.after(seconds, self._due, self._waits)
@@ -82,4 +85,5 @@ class SimThread:
             pass
         finally:
             self.over = True
+            self._process.world.threads.discard(self)
             self._theirs.release()

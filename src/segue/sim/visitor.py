@@ -14,10 +14,10 @@ from segue.session.api import PeerInfo, Session
 from segue.session.connection import Connection
 from segue.session.frames import (
     NONCE_BYTES,
-    Hello,
     Opened,
-    Refused,
     SessionFrame,
+    SessionHello,
+    SessionRefused,
     decode_frame,
 )
 from segue.session.inbox import Inbox
@@ -112,7 +112,7 @@ class Visitor(Outsider):
     async def is_refused(self, raw: FrameConnection, *codes: ErrorCode) -> None:
         """The target says why, and ends it."""
         await self.is_cut(raw, 0.5)
-        refusals = [frame for frame in raw.frames if isinstance(frame, Refused)]
+        refusals = [frame for frame in raw.frames if isinstance(frame, SessionRefused)]
         if not raw.ended.is_set() or not refusals:
             self.wrong(f"was not told why: {raw.frames}")
         elif refusals[-1].error.code not in codes:
@@ -150,7 +150,7 @@ class Visitor(Outsider):
 
     # ---- bytes --------------------------------------------------------------------------------------
 
-    def my_hello(self, **changes: Any) -> Hello:
+    def my_hello(self, **changes: Any) -> SessionHello:
         """Our claims."""
         claims: dict[str, Any] = {
             "incarnation": self.me.incarnation,
@@ -161,7 +161,7 @@ class Visitor(Outsider):
             "keyed": self.deployment.secret is not None,
             "keepalive_s": 0.5,
         }
-        return Hello(**{**claims, **changes})
+        return SessionHello(**{**claims, **changes})
 
     def node(self, *, knows: bool = True, **options: Any) -> SessionNode:
         """Production's node in this process."""

@@ -23,7 +23,7 @@ BACKLOG_BYTES, FRAME_BYTES = 2**15, 2**12
 SOON_S = 0.3
 
 
-class Owner:
+class VisitorOwner:
     """The owner of a node, which remembers what it heard."""
 
     def __init__(self, visitor: Visitor, **limits: Any) -> None:
@@ -84,7 +84,7 @@ async def _dialled(
 async def _dial_one_another(visitor: Visitor) -> None:
     """Two who dial each other at the same time have one session, both the same, and once it has ended they
     can have another."""
-    owners = [Owner(visitor), Owner(visitor)]
+    owners = [VisitorOwner(visitor), VisitorOwner(visitor)]
     places = [await owner.node.listen(visitor.loop.host, 0) for owner in owners]
     latency_s, network = visitor.deployment.timing.latency_s, visitor.deployment.network
 
@@ -135,9 +135,9 @@ async def _comes_back(visitor: Visitor) -> None:
 async def _more_than_fit(visitor: Visitor) -> None:
     """One more session than there may be is refused, and costs the others nothing; a place that is free again
     is given."""
-    server = Owner(visitor, max_sessions=2)
+    server = VisitorOwner(visitor, max_sessions=2)
     place = await server.node.listen(visitor.loop.host, 0)
-    clients = [Owner(visitor).node for _ in range(3)]
+    clients = [VisitorOwner(visitor).node for _ in range(3)]
     first = await _dialled(visitor, clients[0], place)
     await _dialled(visitor, clients[1], place)
     await _dialled(visitor, clients[2], place, ErrorCode.OUT_OF_CAPACITY)
@@ -155,8 +155,8 @@ async def _more_than_fit(visitor: Visitor) -> None:
 @BETWEEN_NODES.kind("does not read")
 async def _does_not_read(visitor: Visitor) -> None:
     """What waits for a peer that does not read is bounded, and so is a message; only their session ends."""
-    writer = Owner(visitor, max_session_backlog_bytes=BACKLOG_BYTES, max_frame_bytes=FRAME_BYTES)
-    reader = Owner(visitor)
+    writer = VisitorOwner(visitor, max_session_backlog_bytes=BACKLOG_BYTES, max_frame_bytes=FRAME_BYTES)
+    reader = VisitorOwner(visitor)
     session = await _dialled(visitor, writer.node, await reader.node.listen(visitor.loop.host, 0))
     if session is None:
         return
@@ -219,7 +219,7 @@ async def _closes_while_it_dials(visitor: Visitor) -> None:
 async def _cannot_start(visitor: Visitor) -> None:
     """An address that is taken, of another host or of none, or open to all without a secret; a second one; a
     secret that is too short; a keepalive that is too rare. Who listens there does not notice."""
-    busy, another = Owner(visitor), new_leader(visitor.rng)
+    busy, another = VisitorOwner(visitor), new_leader(visitor.rng)
     here = visitor.loop.host
     place = await busy.node.listen(here, 0)
     places = [place, (visitor.target.host, 0), ("nobody.invalid", 0)]

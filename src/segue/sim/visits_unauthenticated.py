@@ -11,8 +11,8 @@ from segue.session.frames import (
     KIND_MESSAGE,
     KIND_SESSION,
     PROTOCOL_VERSION,
-    Hello,
     Proof,
+    SessionHello,
     Welcome,
     body_check,
     encode_frame,
@@ -25,7 +25,6 @@ from segue.sim.visitor import FrameConnection, Visitor, Visits
 
 UNAUTHENTICATED = Visits()
 #: More than an instance keeps.
-FLOOD = 160
 
 
 @UNAUTHENTICATED.kind("silence")
@@ -132,14 +131,14 @@ async def _reflection(visitor: Visitor) -> None:
     raw = await visitor.raw()
     if raw is not None:
         raw.transport.write(encode_preamble(PROTOCOL_VERSION))
-        theirs = await raw.frame(Hello)
+        theirs = await raw.frame(SessionHello)
         if theirs is not None:
             raw.transport.write(encode_frame(visitor.my_hello(nonce=theirs.nonce)))
             await visitor.is_refused(raw, ErrorCode.UNAUTHORIZED)
 
 
 async def _proven(
-    visitor: Visitor, by_dialler: bool, hello: Hello | None = None
+    visitor: Visitor, by_dialler: bool, hello: SessionHello | None = None
 ) -> tuple[FrameConnection, bytes] | None:
     """A handshake up to our proof: that of the dialler, or the listener's own sent back; and the frame."""
     raw = await visitor.raw()
@@ -147,7 +146,7 @@ async def _proven(
         return None
     mine = hello or visitor.my_hello()
     raw.transport.write(encode_preamble(PROTOCOL_VERSION) + encode_frame(mine))
-    theirs = await raw.frame(Hello)
+    theirs = await raw.frame(SessionHello)
     if theirs is None:
         return None
     key = session_key(visitor.deployment.secret)
@@ -195,7 +194,7 @@ async def _half_open(visitor: Visitor) -> None:
 @UNAUTHENTICATED.kind("flood")
 async def _flood(visitor: Visitor) -> None:
     """More pending connections than fit: the oldest of them go, and nobody else."""
-    raws = [raw for raw in [await visitor.raw() for _ in range(FLOOD)] if raw is not None]
+    raws = await visitor.floods(visitor.raw)
     if visitor.target.pending > 128:
         visitor.wrong(f"{visitor.target.pending} pending connections are kept")
     for raw in raws:

@@ -108,7 +108,13 @@ UNMET = (
     "slow step",
 )
 
-ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET})
+#: What ranks of one leader do to it; with a generator of their own again.
+RANKS = (
+    "rank diverges",
+    "rank late",
+)
+
+ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET, *RANKS})
 
 BAD = (
     "room 0",
@@ -288,6 +294,9 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "web clients": (Draw("web client", 16, ""), Draw("web stop", 1, "")),
     "fence exception": (Draw("fence exception", 4, "kv", triggers=("", "PostWrite", "<Abort")),),
     "rank lost": (Draw("rank lost", 1, "kv", seconds=_DOWN_S),),
+    "rank diverges": (Draw("rank diverges", 1, "kv"),),
+    # Shorter than a silence, so nobody is taken for dead.
+    "rank late": (Draw("rank late", 2, "kv", seconds=(0.05, 0.3, 1.0)),),
     "slow step": (Draw("slow step", 1, "any", seconds=(0.5, 4.0, 12.0)),),
     "address taken": (Draw("address taken", 1, "any", seconds=_DOWN_S),),
     "no memory": (Draw("no memory", 2, "prefill", "decode"),),

@@ -66,23 +66,25 @@ class WebConnection(RawConnection):
 
 
 class WebClient(Outsider):
-    """One client; the honest ones come from other addresses than the rest."""
+    """One client; of the honest ones each comes from an address of its own."""
 
     WHAT, DONE = "http", "web clients"
 
     def __init__(self, deployment: Deployment, name: str, kind: str) -> None:
-        rng = deployment.world.rng(f"{name} comes from")
-        super().__init__(deployment, name, kind, f"127.0.{8 if kind in HONEST else 7}.{1 + rng.randrange(4)}")
+        host = f"127.0.7.{1 + deployment.world.rng(f'{name} comes from').randrange(4)}"
+        if kind in HONEST:
+            host = f"127.0.8.{1 + len(deployment.visitors) % 250}"
+        super().__init__(deployment, name, kind, host)
         self.server = deployment.web
         self._dropped = self.dropped
 
     @property
     def dropped(self) -> int:
-        """How many had to go for others until now: of those who had sent no head, only the like of this one,
-        for the honest come from other addresses, unless a translator hides that."""
+        """How many had to go for others until now: of those who had sent no head, only the like of this one.
+        One that is alone at its address, which a translator would hide, goes when everybody is."""
         counts = self.server.server.counts if self.server is not None else {}
         alone = self.kind in HONEST and not self.deployment.network.translator
-        pending = 0 if alone else counts.get("pending_dropped", 0)
+        pending = counts.get("pending_dropped_among_equals" if alone else "pending_dropped", 0)
         return counts.get("members_dropped", 0) + pending
 
     @property

@@ -40,6 +40,8 @@ class World:
         self.trace: list[tuple[float, str, Any]] = []
         #: what is due: (when, order, in which process, what, with what)
         self.heap: list[tuple[float, int, Process | None, Callable[..., None], tuple[Any, ...]]] = []
+        #: those of all processes that have not ended: see `threads`
+        self.threads: set[Any] = set()
         self._sequence = 0
         self._failure: Exception | None = None
 

@@ -68,7 +68,8 @@ class Fenced:
     start: an engine that cannot cancel waits for its own success, or destroys what it writes with. Not
     `proven`: bytes may still be under way to the peer. On the receiving side `proven` says whether the
     transport itself guarantees that no write of `epoch` lands any more; if not, the owner needs the peer's
-    word or the peer's death.
+    word or the peer's death. Where that word would not be enough, because what was sent may still land by our
+    own hand, there is no answer before there is a proof.
     """
 
     peer: RankId
@@ -97,9 +98,8 @@ class Transport(ABC):
     """Moves bytes between the registered memories of ranks. The class describes itself, so that nobody else
     asks for a transport by its name; `kinds` has the list.
 
-    A library that runs its own threads and knows no epochs (an RDMA engine) fits as well: it keeps every
-    request until its own success, answers a fence with `proven=False` where it cannot revoke, and makes what
-    it needs per peer when the peer has proven itself to an `AuthenticatedListener`.
+    A library that moves bytes on threads of its own and knows no epochs (an RDMA engine) is a `Library`, and
+    its transport a `LibraryTransport`.
     """
 
     #: What settings and peers call it.
@@ -110,6 +110,8 @@ class Transport(ABC):
     memory_kinds: ClassVar[frozenset[MemoryKind]]
     #: `auto` offers it, where it works.
     automatic: ClassVar[bool] = False
+    #: Both ends are processes of one host, and a write is a copy in its memory.
+    in_memory: ClassVar[bool] = False
     #: False: what lies at the destination is never what was sent, so that checksums mean nothing.
     moves_bytes: ClassVar[bool] = True
 
@@ -132,6 +134,10 @@ class Transport(ABC):
         """Expose all regions of `memory` (once, before any connection) and say how peers reach it. Blocks and
         areas name its bytes by their offsets in `memory`. Raises ConfigError, with what to do, for memory of
         a kind that this transport cannot register."""
+
+    def loaded(self, timeout_s: float) -> None:
+        """Wait, at most so long, until what it opens paths with is loaded. It need not be asked."""
+        return
 
     @abstractmethod
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:

@@ -1,7 +1,7 @@
 """The threads of `shm` that copy: a queue of jobs, each cut into slices that they share.
 
 Between two slices a job looks whether it was cancelled here or its epoch ended at the receiver.
-numpy copies a two-dimensional block in one call without the interpreter's lock, so a slice costs
+numpy copies a block in one call without the interpreter's lock, so a slice costs
 the other threads of the process nothing but memory bandwidth. What is decided is in `copy_queue`.
 """
 
@@ -27,10 +27,10 @@ Copy = Callable[[CopyJob, Sequence[CopyBlock]], None]
 
 def copy_block(source: HostBytes, target: HostBytes, b: CopyBlock) -> None:
     """Copy one block whose bounds were checked."""
-    shape = (b.rows, b.row_bytes)
+    shape = (b.groups, b.rows, b.row_bytes)
     np.copyto(
-        np.ndarray(shape, np.uint8, target, b.dst_offset, (b.dst_stride, 1)),
-        np.ndarray(shape, np.uint8, source, b.src_offset, (b.src_stride, 1)),
+        np.ndarray(shape, np.uint8, target, b.dst_offset, (b.dst_group_stride, b.dst_stride, 1)),
+        np.ndarray(shape, np.uint8, source, b.src_offset, (b.src_group_stride, b.src_stride, 1)),
     )
 
 

@@ -32,6 +32,10 @@ class Grants:
         """Where writes of `epoch` by `peer` may land; None if nowhere (any more)."""
         return self._of.get(peer, {}).get(epoch)
 
+    def of(self, peer: RankId) -> list[int]:
+        """The epochs that `peer` may write."""
+        return list(self._of.get(peer, ()))
+
     def add(self, peer: RankId, epoch: int, area: Content) -> bool:
         """True when it is new. Raises OutOfCapacity when `limit` grants live."""
         epochs = self._of.get(peer)

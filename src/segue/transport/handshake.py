@@ -61,7 +61,7 @@ def unpack_rank(packed: bytes) -> RankId:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class StreamHello:
     """Who opened a stream. `group` is one random id for all `streams` of one `connect`."""
 
     rank: RankId
@@ -85,7 +85,7 @@ class ListenerProof:
         """The first frame."""
         return _CHALLENGE.pack(_MAGIC, VERSION, self._nonce)
 
-    def accept(self, frame: bytes) -> tuple[Hello, bytes]:
+    def accept(self, frame: bytes) -> tuple[StreamHello, bytes]:
         """Who is there, and the verdict to send. Raises PeerRefused, whose text may be sent."""
         if len(frame) != RESPONSE_BYTES:
             raise PeerRefused("not a segue stream")
@@ -99,7 +99,9 @@ class ListenerProof:
         if not index < streams:
             raise PeerRefused("malformed greeting")
         proof = _sign(self._key, b"listener", self._nonce, nonce)
-        return Hello(unpack_rank(rank), group, index, streams), _VERDICT.pack(_MAGIC, VERSION, 1, proof, b"")
+        return StreamHello(unpack_rank(rank), group, index, streams), _VERDICT.pack(
+            _MAGIC, VERSION, 1, proof, b""
+        )
 
     def refuse(self, reason: str) -> bytes:
         """The verdict that says no."""
@@ -109,7 +111,7 @@ class ListenerProof:
 class WriterProof:
     """The connecting end of one stream. Pure: bytes in, bytes out."""
 
-    def __init__(self, key: bytes, hello: Hello) -> None:
+    def __init__(self, key: bytes, hello: StreamHello) -> None:
         self._key = key
         self._hello = hello
         self._nonce = secrets.token_bytes(_NONCE)

@@ -55,12 +55,19 @@ class TransportKinds:
         return tuple(kind.name for kind in sorted(found, key=lambda kind: kind.preference))
 
     def offered(self, setting: str, memory: Memory) -> dict[str, str]:
-        """What to offer for `memory` and a setting (a name, or `auto`): each name with `OK`, and those that
-        `auto` leaves out with the reason."""
-        if setting != AUTO:
+        """What to offer for `memory` and a setting (see `names`): each name with `OK`, and those of several
+        that cannot be used with the reason."""
+        names = self.names(setting)
+        if len(names) == 1 and setting != AUTO:
             return {setting: OK}
         kinds = frozenset(region.kind for region in memory.regions)
-        return {name: self._reason(name, kinds) for name in self.automatic()}
+        return {name: self._reason(name, kinds) for name in names}
+
+    def names(self, setting: str) -> tuple[str, ...]:
+        """The transports that a setting means: names with commas between them, of which `auto` stands for
+        several."""
+        found = [self.automatic() if name == AUTO else (name,) for name in setting.split(",")]
+        return tuple(dict.fromkeys(name for names in found for name in names))
 
     def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
         """Make a transport. Raises ConfigError for one that is unknown or cannot be used here, and for a port
@@ -69,18 +76,22 @@ class TransportKinds:
             raise ConfigError(f"transport {name!r} cannot be used here: {reason}")
         return self.kind(name)(on_event, options)
 
-    def choose(
+    def choices(
         self, ours: Mapping[str, Sequence[Endpoint]], theirs: Mapping[str, Sequence[Endpoint]]
-    ) -> str | None:
-        """The transport for a pair of sides, by the endpoints of the ranks that both offer: the preferred one
-        that reaches each from each. None when there is none. Pure, and symmetric, so both sides come to the
-        same answer without asking."""
+    ) -> dict[str, str]:
+        """The transports that a pair of sides could use, the preferred one first, by the endpoints of the
+        ranks that both offer: those that reach each from each are `OK`. The others that either side offers
+        follow, with the reason. Pure, and symmetric, so both sides come to the same answer without asking."""
         both = [self.kind(name) for name in ours if name in theirs and name in self.known]
+        usable, left_out = {}, {}
         for kind in sorted(both, key=lambda kind: kind.preference):
             ends = [(a, b) for a in ours[kind.name] for b in theirs[kind.name]]
             if ends and all(kind.reaches(a, b) for a, b in ends):
-                return kind.name
-        return None
+                usable[kind.name] = OK
+            else:
+                left_out[kind.name] = "does not reach from one to the other"
+        left_out |= dict.fromkeys(sorted({*ours} ^ {*theirs}), "is not offered by both")
+        return usable | left_out
 
     def _reason(self, name: str, memory: frozenset[MemoryKind] = frozenset()) -> str:
         try:
@@ -97,10 +108,10 @@ KINDS = TransportKinds(
         "fake": "segue.transport.fake:FakeTransport",
         "shm": "segue.transport.shm:ShmTransport",
         "tcp": "segue.transport.tcp:TcpTransport",
-        "nixl": "",
-        "mooncake": "",
-        "mori": "",
-        "ascend": "",
-        "cuda_ipc": "",
+        "nixl": "segue.transport.nixl:NixlTransport",
+        "mooncake": "segue.transport.mooncake:MooncakeTransport",
+        "mori": "segue.transport.mori:MoriTransport",
+        "ascend": "segue.transport.ascend:AscendTransport",
+        "cuda_ipc": "segue.transport.cuda_ipc:CudaIpcTransport",
     }
 )

@@ -71,7 +71,7 @@ class AuthenticatedListener:
         sock: socket.socket,
         key: bytes,
         open_channel: Callable[[socket.socket], Channel | None],
-        admit: Callable[[Channel, handshake.Hello, bytes], None],
+        admit: Callable[[Channel, handshake.StreamHello, bytes], None],
         *,
         name: str,
         handshake_s: float,

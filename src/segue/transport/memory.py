@@ -144,10 +144,11 @@ class Memory:
         """The bytes of each region. Raises ConfigError where one is a device's."""
         return [region.buffer for region in self.regions]
 
-    def check_pool(self, spec: PoolSpec) -> None:
+    def check_pool(self, spec: PoolSpec, behind: int = 0) -> None:
         """Raises ConfigError unless it is the memory that `spec` describes: the same regions, or for a
-        layer-major pool one that is large enough."""
+        layer-major pool one that is large enough; and `behind` bytes more at its end."""
         sizes = tuple(region.nbytes for region in self.regions)
+        sizes = (*sizes[:-1], sizes[-1] - behind)
         if not spec.planes and (len(sizes) > 1 or sizes[0] < spec.nbytes):
             raise ConfigError(f"the pool needs {spec.nbytes} bytes in one region, not regions of {sizes}")
         if spec.planes and spec.regions != sizes:
@@ -172,8 +173,13 @@ class Memory:
 
     def holds(self, offsets: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64]) -> bool:
         """True when each range (its offset, its bytes) lies inside one region."""
-        at = self._starts.searchsorted(offsets, "right") - 1
+        at, _ = self.places(offsets)
         return bool((offsets + nbytes <= self._ends[at]).all())
+
+    def places(self, offsets: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint64]]:
+        """The region that each offset lies in, and the offset from that region's first byte."""
+        at = self._starts.searchsorted(offsets, "right") - 1
+        return at, offsets - self._starts[at]
 
     def to_addresses(self, rows: npt.NDArray[np.uint64]) -> None:
         """Turn the first column of `rows`, offsets in this space, into addresses of this process."""

@@ -5,15 +5,36 @@ Used under the transport's lock.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from segue.core.errors import ConfigError, Internal, TransferFailed
+from segue.core.errors import ConfigError, Internal, SegueError, TransferFailed
 from segue.core.types import RankId
+from segue.transport.base import WriteFailed, Written
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import FencedEpochs
 from segue.transport.memory import Memory, MemoryKind
 
 PathT = TypeVar("PathT")
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One call of `Transport.write`, complete when all `parts` that it was cut into have ended."""
+
+    epoch: int
+    tag: int
+    nbytes: int
+    posted: float
+    parts: int = 0
+    error: SegueError | None = None
+    refused: bool = False
+
+    def end(self, peer: RankId, now: float) -> Written | WriteFailed:
+        """The one event that tells how it has ended."""
+        if self.error is not None:
+            return WriteFailed(peer, self.epoch, self.tag, self.error, self.refused)
+        return Written(peer, self.epoch, self.tag, self.nbytes, now - self.posted)
 
 
 class Paths(Generic[PathT]):

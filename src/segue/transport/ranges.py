@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from segue.core.errors import TransferFailed
@@ -21,23 +22,26 @@ def check(blocks: Sequence[CopyBlock], source_bytes: int, target_bytes: int) -> 
     """
     total = rows_seen = 0
     for b in blocks:
-        rows, length = b.rows, b.row_bytes
-        if min(rows, length, b.src_offset, b.dst_offset, b.src_stride, b.dst_stride) < 0:
+        if min(msgspec.structs.astuple(b)) < 0:
             raise TransferFailed(f"a block with a negative field: {b}", retryable=False)
-        if rows == 0 or length == 0:
+        rows, groups, length = b.rows, b.groups, b.row_bytes
+        nbytes = groups * rows * length
+        if nbytes == 0:
             continue
-        if b.src_offset + (rows - 1) * b.src_stride + length > source_bytes:
+        src_last = b.src_offset + (groups - 1) * b.src_group_stride + (rows - 1) * b.src_stride
+        if src_last + length > source_bytes:
             raise TransferFailed(
                 f"{b} reads outside the source memory of {source_bytes} bytes", retryable=False
             )
-        if b.dst_offset + (rows - 1) * b.dst_stride + length > target_bytes:
+        group_bytes = (rows - 1) * b.dst_stride + length
+        if b.dst_offset + (groups - 1) * b.dst_group_stride + group_bytes > target_bytes:
             raise TransferFailed(
                 f"{b} writes outside the peer's memory of {target_bytes} bytes", retryable=False
             )
-        if rows > 1 and b.dst_stride < length:
+        if (rows > 1 and b.dst_stride < length) or (groups > 1 and b.dst_group_stride < group_bytes):
             raise TransferFailed(f"rows of {b} overlap at the destination", retryable=False)
-        rows_seen += rows
-        total += rows * length
+        rows_seen += groups * rows
+        total += nbytes
     if rows_seen > MAX_ROWS:
         raise TransferFailed(f"a write of {rows_seen} rows; the limit is {MAX_ROWS}", retryable=False)
     return total
@@ -46,21 +50,44 @@ def check(blocks: Sequence[CopyBlock], source_bytes: int, target_bytes: int) -> 
 def check_memory(blocks: Sequence[CopyBlock], source: Memory, target_bytes: int) -> int:
     """`check`, and that no row reads between two regions of `source`, or across their ends."""
     total = check(blocks, source.nbytes, target_bytes)
-    if len(source.regions) > 1:
-        for b in blocks:
-            offsets = b.src_offset + b.src_stride * np.arange(b.rows if b.row_bytes else 0, dtype=np.uint64)
-            if not source.holds(offsets, np.full(len(offsets), b.row_bytes, np.uint64)):
-                raise TransferFailed(f"{b} reads outside the regions of the source memory", retryable=False)
+    for b in blocks:
+        if not _held(b, b.src_offset, b.src_stride, b.src_group_stride, source):
+            raise TransferFailed(f"{b} reads outside the regions of the source memory", retryable=False)
     return total
 
 
+def check_target(blocks: Sequence[CopyBlock], target: Memory) -> None:
+    """The same of where checked blocks write, when the regions of the peer's memory are known."""
+    for b in blocks:
+        if not _held(b, b.dst_offset, b.dst_stride, b.dst_group_stride, target):
+            raise TransferFailed(f"{b} writes outside the regions of the peer's memory", retryable=False)
+
+
+def _held(b: CopyBlock, offset: int, stride: int, group_stride: int, memory: Memory) -> bool:
+    if len(memory.regions) == 1 or b.nbytes == 0:
+        return True
+    rows, groups = np.arange(b.rows, dtype=np.uint64), np.arange(b.groups, dtype=np.uint64)
+    offsets = (offset + np.add.outer(group_stride * groups, stride * rows)).ravel()
+    return memory.holds(offsets, np.full(len(offsets), b.row_bytes, np.uint64))
+
+
 def pieces(blocks: Sequence[CopyBlock], limit_bytes: int) -> Iterator[CopyBlock]:
-    """The same bytes in blocks of at most `limit_bytes` each, whole rows where they fit."""
+    """The same bytes in blocks of at most `limit_bytes` each, whole groups or rows where they fit."""
     for b in blocks:
         if b.nbytes == 0:
             continue
         if b.nbytes <= limit_bytes:
             yield b
+        elif b.groups > 1:
+            step = max(1, limit_bytes // (b.rows * b.row_bytes))
+            for first in range(0, b.groups, step):
+                part = msgspec.structs.replace(
+                    b,
+                    src_offset=b.src_offset + first * b.src_group_stride,
+                    dst_offset=b.dst_offset + first * b.dst_group_stride,
+                    groups=min(step, b.groups - first),
+                )
+                yield from pieces([part], limit_bytes)
         elif b.row_bytes <= limit_bytes:
             step = limit_bytes // b.row_bytes
             for first in range(0, b.rows, step):

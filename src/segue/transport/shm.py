@@ -76,6 +76,7 @@ class ShmTransport(Transport):
     preference = 10
     memory_kinds = frozenset({MemoryKind.SHARED})
     automatic = True
+    in_memory = True
 
     def __init__(
         self,
@@ -239,7 +240,9 @@ class ShmTransport(Transport):
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
         with self._lock:
-            names = {*self._paths.of, *(self._incoming.writers if self._incoming is not None else ())}
+            names = dict.fromkeys(
+                (*self._paths.of, *(self._incoming.writers if self._incoming is not None else ()))
+            )
         self._emitter.all_gone(names)
 
     def _forget(self, path: MappedPeer) -> bool:

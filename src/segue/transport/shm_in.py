@@ -106,7 +106,7 @@ class ShmListener:
         mine = self._host.peer_uid(sock) == self._host.uid()
         return PlainChannel(sock, messages=True) if mine else None
 
-    def _admit(self, channel: Channel, hello: handshake.Hello, verdict: bytes) -> None:
+    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
         assert isinstance(channel, PlainChannel)
         rank = hello.rank
         if len(self.writers.get(rank, ())) >= MAX_PER_RANK:

@@ -13,21 +13,17 @@ still does on other paths.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import msgspec
-
-from segue.core.errors import DECODE_ERRORS, ConfigError, PeerRefused, SegueError
+from segue.core.errors import SegueError
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
-from segue.session.tls import GIVE_BOTH
 from segue.transport import handshake, ranges
 from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, Transport, WriteFailed
-from segue.transport.channel import Channel, TlsChannel
+from segue.transport.channel import Channel
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import Grants
 from segue.transport.memory import Memory, MemoryKind
@@ -35,19 +31,10 @@ from segue.transport.options import TransportOptions
 from segue.transport.paths import Paths
 from segue.transport.tcp_in import InStream, TcpListener
 from segue.transport.tcp_net import NET, Net, TcpTuning
-from segue.transport.tcp_out import PeerWriter, open_streams
+from segue.transport.tcp_out import PeerWriter
+from segue.transport.tcp_sockets import TcpSockets
 
 _CLOSE_S = 5.0
-
-
-class TcpAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in `Endpoint.data`."""
-
-    version: int
-    host: str
-    port: int
-    key: bytes
-    encrypted: bool = False
 
 
 class TcpTransport(Transport):
@@ -76,6 +63,7 @@ class TcpTransport(Transport):
         self._grants = Grants()
         self._paths: Paths[PeerWriter] = Paths(self.name, self.memory_kinds, self._emitter)
         self._net = net
+        self._sockets = TcpSockets(self.name, options, net)
         self._loop = net.loop("segue-tcp", self._crashed)
         self._loop.start()
 
@@ -85,7 +73,7 @@ class TcpTransport(Transport):
         """See `Transport.register`. Raises ConfigError when the port cannot be listened on."""
         with self._lock:
             self._paths.check_register(memory)
-            listener = self._listen()
+            listener = self._sockets.listen()
             self._paths.memory = memory
             self._views = [memoryview(region.buffer) for region in memory.regions]
             key = handshake.new_key(self._net.random_bytes)
@@ -95,20 +83,12 @@ class TcpTransport(Transport):
                 key,
                 partial(self._in_stream, memory),
                 self._writer_gone,
-                self._channel,
+                self._sockets.accepted,
                 tuning=self._tuning,
                 handshake_s=self._options.limits.handshake_s,
             )
             self._loop.post(self._incoming.listener.open)
-        told = self._options
-        address = TcpAddress(
-            version=1,
-            host=told.advertise or told.host,
-            port=told.advertise_port or listener.getsockname()[1],
-            key=key,
-            encrypted=told.tls is not None,
-        )
-        return Endpoint(self.name, memory.nbytes, msgspec.msgpack.encode(address))
+        return self._sockets.endpoint(listener, key, memory.nbytes)
 
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         """See `Transport.connect`. Raises also ConfigError before `register`."""
@@ -116,20 +96,8 @@ class TcpTransport(Transport):
             memory = self._paths.check_connect(peer)
         if memory is None:
             return
-        try:
-            address = msgspec.msgpack.decode(endpoint.data, type=TcpAddress)
-        except DECODE_ERRORS as exc:
-            raise PeerRefused(f"unreadable tcp endpoint: {exc}") from exc
-        if endpoint.transport != self.name or address.version != 1:
-            raise PeerRefused(f"not a tcp endpoint of version 1: {endpoint.transport} v{address.version}")
-        if address.encrypted != (self._options.tls is not None):
-            raise PeerRefused(f"only one of this side and {peer} encrypts its KV; {GIVE_BOTH}")
-        if not 1 <= address.port < 2**16 or not address.host or not address.host.isprintable():
-            raise PeerRefused(f"{address.host[:64]!r}:{address.port} is no address of a tcp endpoint")
-        where = (address.host, address.port)
-        channels = open_streams(
-            self._net, self._options, peer, where, address.key, self._tuning.streams, timeout_s, self._prepare
-        )
+        address = self._sockets.address(peer, endpoint)
+        channels = self._sockets.open_streams(peer, address, self._tuning.streams, timeout_s)
         path = PeerWriter(
             self._loop,
             peer,
@@ -193,9 +161,8 @@ class TcpTransport(Transport):
 
     def _crashed(self, exc: BaseException) -> None:
         self._emitter.fail(exc)
-        self._emitter.all_gone(
-            {*self._paths.of, *(self._incoming.groups if self._incoming is not None else ())}
-        )
+        incoming = self._incoming.groups if self._incoming is not None else ()
+        self._emitter.all_gone(dict.fromkeys((*self._paths.of, *incoming)))
 
     def _release(self) -> None:
         for path in self._paths.of.values():
@@ -229,30 +196,3 @@ class TcpTransport(Transport):
         with self._lock:
             self._paths.remove(path.peer, path)
         self._emitter.emit(PeerGone(path.peer, False, error))
-
-    def _listen(self) -> socket.socket:
-        host, port = self._options.host, self._options.port
-        try:
-            return self._net.listen(host, port)
-        except OSError as exc:
-            where = f"{host}:{port}"
-            raise ConfigError(f"tcp cannot listen on {where}: {exc.strerror}; choose another port") from exc
-
-    def _channel(self, sock: socket.socket) -> Channel:
-        """Of a socket that was accepted."""
-        self._prepare(sock)
-        if self._options.tls is None:
-            return self._net.channel(sock)
-        server = self._options.tls.server
-        return TlsChannel(server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
-
-    def _prepare(self, sock: socket.socket) -> None:
-        """Options of every stream. Buffer sizes stay with the kernel's autotuning, which on common
-        settings allows more than a process may ask for."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        idle_s = max(1, int(self._stall_s / 2))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._stall_s * 1000))

@@ -34,7 +34,7 @@ log = logging.getLogger("segue.tcp")
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class StreamGroup:
     """All streams of one `connect` of one peer."""
 
     peer: RankId
@@ -227,7 +227,7 @@ class TcpListener:
         self._channel = channel
         self._max_streams = tuning.max_streams
         self._count = 0
-        self.groups: dict[RankId, Group] = {}
+        self.groups: dict[RankId, StreamGroup] = {}
         self.listener = AuthenticatedListener(
             loop,
             sock,
@@ -249,24 +249,24 @@ class TcpListener:
     def _open_channel(self, sock: socket.socket) -> Channel | None:
         return self._channel(sock) if self._count < self._max_streams else None
 
-    def _admit(self, channel: Channel, hello: handshake.Hello, verdict: bytes) -> None:
+    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
         channel.send(verdict)
         group = self.groups.get(hello.rank)
         if group is not None and group.ident != hello.group:
             self._shut(group)  # the peer connects anew: what was left of the old streams is cut
             group = None
         if group is None:
-            group = self.groups[hello.rank] = Group(hello.rank, hello.group)
+            group = self.groups[hello.rank] = StreamGroup(hello.rank, hello.group)
         group.streams.append(self._stream(channel, hello.rank, partial(self._broken, group)))
         self._count += 1
 
-    def _shut(self, group: Group) -> None:
+    def _shut(self, group: StreamGroup) -> None:
         for stream in group.streams:
             stream.close()
         self._count -= len(group.streams)
         group.streams.clear()
 
-    def _broken(self, group: Group, error: SegueError) -> None:
+    def _broken(self, group: StreamGroup, error: SegueError) -> None:
         self._shut(group)
         if self.groups.get(group.peer) is group:
             del self.groups[group.peer]

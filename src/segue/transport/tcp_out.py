@@ -6,8 +6,6 @@ Everything here runs on the loop's thread.
 from __future__ import annotations
 
 import select
-import socket
-import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,45 +13,23 @@ from functools import partial
 
 import numpy as np
 
-from segue.core.errors import (
-    BootstrapTimeout,
-    PeerLost,
-    PeerRefused,
-    SegueError,
-    TransferFailed,
-    Unauthorized,
-)
+from segue.core.errors import PeerLost, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
-from segue.session.tls import explain
-from segue.transport import handshake, tcp_wire
-from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
-from segue.transport.channel import RECORD_BYTES, Channel, TlsChannel
+from segue.transport import tcp_wire
+from segue.transport.base import Fenced, TransportEvent, WriteFailed
+from segue.transport.channel import RECORD_BYTES, Channel
 from segue.transport.ioloop import IoLoop, Timer
 from segue.transport.memory import Memory
-from segue.transport.options import TransportOptions
-from segue.transport.paths import fenced, not_granted
-from segue.transport.tcp_net import Net, TcpTuning
+from segue.transport.paths import Write, fenced, not_granted
+from segue.transport.tcp_net import TcpTuning
 from segue.transport.tcp_wire import Cursor, PartRows
 
 Emit = Callable[[TransportEvent], None]
 
 
 @dataclass(slots=True, eq=False)
-class Write:
-    """One call of `Transport.write`, complete when all its parts were answered."""
-
-    epoch: int
-    tag: int
-    nbytes: int
-    posted: float
-    parts: int = 0
-    error: SegueError | None = None
-    refused: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Part:
+class WritePart:
     """A piece of a write on its way. `head` keeps the bytes alive that `cursor` points at."""
 
     write: Write
@@ -80,8 +56,8 @@ class OutStream:
     """One connection: the part being sent and those that wait for their ack."""
 
     channel: Channel
-    sending: Part | None = None
-    unanswered: dict[int, Part] = field(default_factory=dict)
+    sending: WritePart | None = None
+    unanswered: dict[int, WritePart] = field(default_factory=dict)
     waiting: bool = False  # to be called when the socket has room
     inbox: bytes = b""
     moved_at: float = 0.0  # when `sending` began or last moved on
@@ -124,7 +100,7 @@ class PeerWriter:
         self._max_parts = tuning.max_parts
         self._stall_s = stall_s
         self._streams = [OutStream(channel) for channel in channels]
-        self._queue: deque[Part] = deque()
+        self._queue: deque[WritePart] = deque()
         self._idents = 0
         self._fences: dict[int, int] = {}  # epoch → how many `Fenced` wait for its parts in flight
         self._stall: Timer | None = None
@@ -148,7 +124,7 @@ class PeerWriter:
         for rows in tcp_wire.cut(blocks, min(self._part_bytes, share)):
             self._idents += 1
             write.parts += 1
-            self._queue.append(Part(write, self._idents, rows))
+            self._queue.append(WritePart(write, self._idents, rows))
         if not write.parts:
             self._report(write)
             return
@@ -205,7 +181,7 @@ class PeerWriter:
             for part in (*s.unanswered.values(), *([s.sending] if s.sending else []))
         )
 
-    def _finish(self, part: Part, error: SegueError | None) -> None:
+    def _finish(self, part: WritePart, error: SegueError | None) -> None:
         write = part.write
         write.parts -= 1
         if write.error is None:
@@ -214,11 +190,7 @@ class PeerWriter:
             self._report(write)
 
     def _report(self, write: Write) -> None:
-        if write.error is not None:
-            self._emit(WriteFailed(self.peer, write.epoch, write.tag, write.error, write.refused))
-        else:
-            seconds = self._loop.time() - write.posted
-            self._emit(Written(self.peer, write.epoch, write.tag, write.nbytes, seconds))
+        self._emit(write.end(self.peer, self._loop.time()))
 
     def _pump_all(self) -> None:
         for stream in self._streams:
@@ -320,67 +292,3 @@ def _refusal(peer: RankId, epoch: int, status: int) -> SegueError | None:
     if status == tcp_wire.LANDED:
         return None
     return not_granted(peer, epoch)
-
-
-def open_streams(
-    net: Net,
-    options: TransportOptions,
-    peer: RankId,
-    address: tuple[str, int],
-    key: bytes,
-    count: int,
-    timeout_s: float,
-    prepare: Callable[[socket.socket], None],
-) -> list[Channel]:
-    """Connect and prove `count` streams, one after the other, within `timeout_s` altogether.
-
-    Raises TransferFailed, PeerRefused, Unauthorized (the certificate) or BootstrapTimeout; then
-    nothing is left open.
-    """
-    deadline = net.time() + timeout_s
-    group = net.random_bytes(16)
-    sockets: list[socket.socket] = []
-    try:
-        for index in range(count):
-            sock = net.connect(address, _left(net, deadline))
-            sockets.append(sock)
-            prepare(sock)
-            if options.tls is not None:
-                sock.settimeout(_left(net, deadline))
-                sock = sockets[-1] = options.tls.client.wrap_socket(sock, server_hostname=address[0])
-            proof = handshake.WriterProof(key, handshake.Hello(options.me, group, index, count))
-            sock.sendall(proof.respond(_exactly(net, sock, handshake.CHALLENGE_BYTES, deadline)))
-            proof.finish(_exactly(net, sock, handshake.VERDICT_BYTES, deadline))
-            sock.setblocking(False)
-    except BaseException as exc:
-        for sock in sockets:
-            sock.close()
-        where = f"{peer} at {address[0]}:{address[1]}"
-        if isinstance(exc, TimeoutError):
-            raise BootstrapTimeout(f"{where} did not answer within {timeout_s} s") from exc
-        if isinstance(exc, ssl.SSLError):
-            kind = Unauthorized if isinstance(exc, ssl.SSLCertVerificationError) else TransferFailed
-            raise kind(f"no tcp path to {where}: {explain(exc)}") from exc
-        if isinstance(exc, OSError | UnicodeError):  # the latter: a name that no resolver takes
-            why = exc.strerror if isinstance(exc, OSError) else None
-            raise TransferFailed(f"no tcp path to {where}: {why or exc}") from exc
-        raise
-    return [TlsChannel(s) if isinstance(s, ssl.SSLSocket) else net.channel(s) for s in sockets]
-
-
-def _left(net: Net, deadline: float) -> float:
-    left = deadline - net.time()
-    if left <= 0:
-        raise TimeoutError
-    return left
-
-
-def _exactly(net: Net, sock: socket.socket, nbytes: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        sock.settimeout(_left(net, deadline))
-        more = sock.recv(nbytes - len(data))
-        if not more:
-            raise PeerRefused("the peer closed the stream during the handshake")
-        data += more
-    return data

@@ -23,6 +23,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -262,33 +263,28 @@ class PartRows:
     nbytes: int
 
 
-def cut(blocks: Sequence[CopyBlock], part_bytes: int) -> Iterator[PartRows]:
-    """The parts of a checked write, each of at most `part_bytes` and MAX_PART_ROWS rows.
+def cut(blocks: Sequence[CopyBlock], part_bytes: int, max_rows: int = MAX_PART_ROWS) -> Iterator[PartRows]:
+    """The parts of a checked write, each of at most `part_bytes` and `max_rows` rows.
 
     `source` and `target` hold offsets; the caller adds addresses.
     """
-    fields = np.array(
-        [
-            (b.src_offset, b.dst_offset, b.rows, b.row_bytes, b.src_stride, b.dst_stride)
-            for b in pieces(blocks, part_bytes)
-        ],
-        np.int64,
-    ).reshape(-1, 6)
+    fields = np.array([msgspec.structs.astuple(b) for b in pieces(blocks, part_bytes)], np.int64)
     if not len(fields):
         return
-    rows = fields[:, 2]
-    each = np.repeat(fields, rows, axis=0)
-    nth = np.arange(len(each)) - np.repeat(np.cumsum(rows) - rows, rows)
-    source = np.empty((len(each), 2), np.uint64)
-    target = np.empty((len(each), 2), np.uint64)
-    source[:, 0] = each[:, 0] + nth * each[:, 4]
-    target[:, 0] = each[:, 1] + nth * each[:, 5]
-    source[:, 1] = target[:, 1] = each[:, 3]
-    ends = np.cumsum(each[:, 3])
+    rows = fields[:, 2] * fields[:, 6]
+    src, dst, per_group, lengths, *strides = np.repeat(fields, rows, axis=0).T
+    src_stride, dst_stride, _, src_group_stride, dst_group_stride = strides
+    group, row = np.divmod(np.arange(len(src)) - np.repeat(np.cumsum(rows) - rows, rows), per_group)
+    source = np.empty((len(src), 2), np.uint64)
+    target = np.empty((len(src), 2), np.uint64)
+    source[:, 0] = src + group * src_group_stride + row * src_stride
+    target[:, 0] = dst + group * dst_group_stride + row * dst_stride
+    source[:, 1] = target[:, 1] = lengths
+    ends = np.cumsum(lengths)
     first, done = 0, 0
     while first < len(ends):
         last = int(ends.searchsorted(done + part_bytes, "right"))
-        last = min(max(last, first + 1), first + MAX_PART_ROWS)
+        last = min(max(last, first + 1), first + max_rows)
         nbytes = int(ends[last - 1]) - done
         yield PartRows(source[first:last], target[first:last], nbytes)
         first, done = last, done + nbytes

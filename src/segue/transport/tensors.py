@@ -30,7 +30,7 @@ _FIRST = RankCoord()
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _LayerView:
     """K or V of one layer, `[page, token, head, item]`; strides in bytes."""
 
     owner: object
@@ -47,12 +47,12 @@ class _View:
         return self.address + last + self.item_bytes
 
 
-def _view(tensor: npt.NDArray[Any] | TorchTensor) -> _View:
+def _view(tensor: npt.NDArray[Any] | TorchTensor) -> _LayerView:
     if isinstance(tensor, np.ndarray):
-        return _View(tensor, tensor.ctypes.data, "cpu", tensor.shape, tensor.strides, tensor.itemsize)
+        return _LayerView(tensor, tensor.ctypes.data, "cpu", tensor.shape, tensor.strides, tensor.itemsize)
     item = tensor.element_size()
     strides = tuple(stride * item for stride in tensor.stride())
-    return _View(tensor, tensor.data_ptr(), str(tensor.device), tuple(tensor.shape), strides, item)
+    return _LayerView(tensor, tensor.data_ptr(), str(tensor.device), tuple(tensor.shape), strides, item)
 
 
 def pool_of(
@@ -105,7 +105,7 @@ def pool_of(
     return spec, memory
 
 
-def _regions(views: Sequence[_View]) -> list[Region]:
+def _regions(views: Sequence[_LayerView]) -> list[Region]:
     """The memory of all views: a region each, or one for those that are interleaved. In the order of the
     layers, so that equal ones are equally spaced."""
     found: list[tuple[int, Region]] = []
@@ -122,7 +122,7 @@ def _regions(views: Sequence[_View]) -> list[Region]:
     return [region for _, region in sorted(found, key=lambda pair: pair[0])]
 
 
-def _plane(view: _View, regions: Sequence[Region]) -> PlaneSpec:
+def _plane(view: _LayerView, regions: Sequence[Region]) -> PlaneSpec:
     for index, region in enumerate(regions):
         offset = view.address - region.address
         if offset >= 0 and view.end <= region.address + region.nbytes and view.device == region.device:

@@ -1,0 +1,49 @@
+"""What was measured of the ways to a peer, and which of them was taken: for logs, metrics and `segue ps`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PathFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a path can do: `page_s` until a page that is written alone has landed; `bytes_per_s` of many."""
+
+    page_s: float
+    bytes_per_s: float
+
+    def told(self) -> str:
+        """As text."""
+        return f"{self.bytes_per_s / 1e9:.2f} GB/s, {self.page_s * 1e6:.0f} us a page"
+
+
+class PathCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """One transport that a pair might have taken: its figures, or why it has none. `late`: nothing is wrong
+    with it but that it was not measured in time."""
+
+    transport: str
+    figures: PathFigures | None = None
+    why_not: str = ""
+    late: bool = False
+
+    def told(self) -> str:
+        """As text."""
+        return f"{self.transport} {self.why_not if self.figures is None else self.figures.told()}"
+
+
+class PathChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Which transport a pair uses, and what was known of each that either side offers. `slow` says that the
+    one that was taken is far under what this host can do, if it is."""
+
+    transport: str
+    candidates: list[PathCandidate]
+    slow: str = ""
+
+    @property
+    def taken(self) -> PathCandidate:
+        """The candidate that was taken."""
+        return next(one for one in self.candidates if one.transport == self.transport)
+
+    def told(self) -> str:
+        """As one line."""
+        others = [one.told() for one in self.candidates if one.transport != self.transport]
+        return "; ".join([self.taken.told(), *others, *([self.slow] if self.slow else [])])

@@ -1,0 +1,101 @@
+"""Requests that wait for their turn: who is next, and for how long anybody may be passed over.
+
+Lower `priority` first; among equals the tenant (an API key or a user) that was given least work, counted in
+tokens of prompts; then the order of arrival. With one priority and one tenant this is the order of arrival.
+
+Nobody starves: the oldest request may be passed over by `passed_tokens` tokens of prompts, then it is the
+next one, whatever its priority and tenant. So a request with `n` older ones before it starts before more than
+`(n + 1) * (passed_tokens + longest) + n * longest` tokens of others were started, `longest` being the longest
+prompt.
+
+A tenant's share is its start tag (start-time fair queueing, Goyal 1996): a request of a tenant begins where
+that tenant's last one ends, or where the one that is being served began, whichever is later.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from segue.roles.request_state import RequestState
+
+#: Tenants of which is known how much they were given; the one that came longest ago is forgotten first.
+MAX_TENANTS = 4096
+#: The oldest request may be passed over by prompts of so many full steps.
+PASSED_STEPS = 8
+
+
+class FairQueue:
+    """See the module's text. Its size is bounded by whoever admits requests."""
+
+    def __init__(self, passed_tokens: int) -> None:
+        self._passed_tokens = passed_tokens
+        #: by arrival, with its place in `_order`
+        self._entries: dict[RequestState, tuple[int, float, int]] = {}
+        self._order: list[tuple[int, float, int]] = []
+        self._by_place: dict[tuple[int, float, int], RequestState] = {}
+        #: where each tenant's last request ends
+        self._ends: OrderedDict[str, float] = OrderedDict()
+        self._served = 0.0
+        self._passed = 0
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, state: object) -> bool:
+        return state in self._entries
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """In order; a copy, so that who is next may leave meanwhile."""
+        first = self.first
+        rest = [self._by_place[place] for place in self._order]
+        return iter([] if first is None else [first, *(state for state in rest if state is not first)])
+
+    @property
+    def first(self) -> RequestState | None:
+        """Who is next."""
+        if not self._order:
+            return None
+        if self._passed >= self._passed_tokens:
+            return next(iter(self._entries))
+        return self._by_place[self._order[0]]
+
+    def add(self, state: RequestState) -> None:
+        """`state` waits from now on."""
+        tenant, cost = state.request.tenant, len(state.prompt)
+        began = max(self._served, self._ends.pop(tenant, 0.0))
+        self._ends[tenant] = began + cost
+        if len(self._ends) > MAX_TENANTS:
+            self._ends.popitem(last=False)
+        self._arrivals += 1
+        place = (state.request.priority, began, self._arrivals)
+        self._entries[state], self._by_place[place] = place, state
+        insort(self._order, place)
+
+    def remove(self, state: RequestState) -> None:
+        """`state` does not wait any more. Unknown ones are ignored."""
+        if state not in self._entries:
+            return
+        if state is next(iter(self._entries)):
+            self._passed = 0
+        place = self._entries.pop(state)
+        del self._by_place[place], self._order[bisect_left(self._order, place)]
+        if not self._order:
+            self._ends.clear()
+            self._served = 0.0
+
+    def start(self, state: RequestState) -> str:
+        """`state` has its turn. Returns how it came to that, for who asks afterwards."""
+        priority, began, _ = self._entries[state]
+        older = next(i for i, other in enumerate(self._entries) if other is state)
+        self._served = max(self._served, began)
+        count, passed = len(self), self._passed
+        self.remove(state)
+        if older:
+            self._passed += len(state.prompt)
+        elif passed >= self._passed_tokens:
+            return f"of {count} the oldest, after {passed} tokens of others had passed it"
+        tenant = f", tenant {state.request.tenant}" if state.request.tenant else ""
+        return f"of {count}, {older} of them older; priority {priority}{tenant}"

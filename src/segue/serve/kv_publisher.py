@@ -1,0 +1,129 @@
+"""KV events over ZMQ as vLLM publishes them, so that other people's routers can subscribe.
+
+A PUB socket sends `(topic, number, batch)`, the number in 8 bytes, big end first. A ROUTER socket answers a
+number with `(number, batch)` of that one and all later ones that are kept, and at the end with number -1 and
+nothing. ZMQ drops what a slow subscriber does not take; it sees that by a gap in the numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections import deque
+from socket import getaddrinfo
+from typing import Any
+
+import msgspec
+
+from segue.core.addresses import bracket
+from segue.core.errors import ConfigError
+from segue.core.kv_events import AllBlocksCleared, KVEvent, KVEventBatch
+from segue.core.kv_events_config import KVEventsConfig
+
+log = logging.getLogger("segue.instance")
+
+#: Batches that are kept for replay, and bytes of them.
+KEPT_BATCHES, KEPT_BYTES = 10_000, 64 * 2**20
+#: Batches that wait for our own thread, or for a subscriber.
+_MAX_WAITING = 10_000
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class KVPublisher:
+    """Sockets at `host`, and the thread that serves them; ends with `close`. ConfigError if pyzmq is missing
+    or a port is taken."""
+
+    def __init__(self, config: KVEventsConfig, host: str, dp_rank: int) -> None:
+        try:
+            zmq: Any = importlib.import_module("zmq")
+        except ImportError as error:
+            raise ConfigError("--kv-events-port needs the zmq extra: pip install 'segue[zmq]'") from error
+        assert config.kv_events_port is not None
+        self._zmq = zmq
+        self._dp_rank = dp_rank
+        self._topic = config.kv_events_topic.encode()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next = 0
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._context = zmq.Context()
+        self._context.set(zmq.IPV6, ":" in host)
+        self._pub = self._bound(zmq.PUB, host, config.kv_events_port + dp_rank, "--kv-events-port")
+        self._replay: Any = None
+        if (replay := config.kv_events_replay_port) is not None:
+            self._replay = self._bound(zmq.ROUTER, host, replay + dp_rank, "--kv-events-replay-port")
+        log.info("event=kv_events at=%s:%d dp_rank=%d", host, config.kv_events_port + dp_rank, dp_rank)
+        # What `publish` says goes through here: a socket belongs to one thread.
+        self._inner, self._outer = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        for socket in (self._inner, self._outer):
+            socket.set_hwm(_MAX_WAITING)
+        self._inner.bind("inproc://events")
+        self._outer.connect("inproc://events")
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+        # Whoever followed an earlier process at this address has nothing of what it knows.
+        self.publish([AllBlocksCleared()])
+
+    def _bound(self, kind: int, host: str, port: int, flag: str) -> Any:
+        socket = self._context.socket(kind)
+        socket.set_hwm(_MAX_WAITING)
+        socket.setsockopt(self._zmq.LINGER, 0)
+        try:
+            address = getaddrinfo(host, port)[0][4][0]  # ZMQ binds to no name
+            socket.bind(f"tcp://{bracket(str(address))}:{port}")
+        except (OSError, self._zmq.ZMQError) as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"{flag} {port} at {host} cannot be used: {error}") from error
+        return socket
+
+    def publish(self, events: list[KVEvent]) -> None:
+        """Send `events` as one batch; from one thread at a time, and never blocks."""
+        number, self._next = self._next, self._next + 1
+        payload = self._encoder.encode(KVEventBatch(time.time(), events, self._dp_rank))
+        try:
+            self._outer.send_multipart((number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
+        except self._zmq.Again:
+            log.warning("event=kv_events_dropped number=%d", number)  # subscribers see the gap
+
+    def close(self) -> None:
+        """Send what waits, and end. Idempotent."""
+        if not self._outer.closed:
+            self._outer.send(b"")
+            self._outer.close()
+            self._thread.join()
+            self._context.destroy(linger=0)
+
+    # ---- its thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = self._zmq.Poller()
+        for socket in filter(None, (self._inner, self._replay)):
+            poller.register(socket, self._zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._inner in ready:
+                frames = self._inner.recv_multipart()
+                if len(frames) == 1:
+                    return
+                self._pub.send_multipart((self._topic, *frames))
+                self._keep(int.from_bytes(frames[0], "big"), frames[1])
+            if self._replay is not None and self._replay in ready:
+                self._answer(self._replay.recv_multipart())
+
+    def _keep(self, number: int, payload: bytes) -> None:
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _answer(self, frames: list[bytes]) -> None:
+        """To one who asks for what it missed; a ROUTER drops what it cannot deliver."""
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return
+        who, start = frames[0], int.from_bytes(frames[2], "big")
+        for number, payload in self._kept:
+            if number >= start:
+                self._replay.send_multipart((who, b"", number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((who, b"", END, b""))

@@ -1,0 +1,189 @@
+"""A list of addresses or a name in the place of a registry: the instances say who they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
+
+from segue.bootstrap import address_backend
+from segue.bootstrap.client import RegistryClient
+from segue.bootstrap.records import InstanceRecord
+from segue.core.addresses import check_url, registry_places
+from segue.core.errors import ConfigError, InvalidRequest, SegueError
+from segue.core.limits import Limits
+from segue.core.operate import OperatorMessage
+from segue.core.types import LeaderId, Role
+from segue.session.api import PeerInfo, Session
+from segue.session.node import SessionNode
+
+LIMITS = Limits(connect_s=2.0)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address_backend, "AGAIN_S", 0.05)
+
+
+class Rank:
+    """The sessions of one rank of an instance with those who ask who it is."""
+
+    def __init__(self, said: InstanceRecord, me: LeaderId | None = None, secret: bytes = SECRET) -> None:
+        self._said = said
+        self.node = SessionNode(
+            me=me or LeaderId(said.incarnation, said.replicas[0].dp_rank),
+            role=Role.PREFILL,
+            secret=secret,
+            handlers={Role.OPERATOR: self},
+            message_type=OperatorMessage,
+            limits=LIMITS,
+        )
+
+    async def listen(self, port: int = 0) -> int:
+        return int((await self.node.listen("127.0.0.1", port))[1])
+
+    def hello(self) -> bytes:
+        return msgspec.msgpack.encode(self._said)
+
+    def accept(self, peer: PeerInfo) -> None: ...
+
+    def opened(self, session: Session) -> None: ...
+
+    def received(self, session: Session, message: object) -> None: ...
+
+    def closed(self, session: Session, error: SegueError) -> None: ...
+
+
+@asynccontextmanager
+async def client(url: str) -> AsyncIterator[RegistryClient]:
+    registry = RegistryClient(url, secret=SECRET, limits=LIMITS)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield registry
+    finally:
+        await registry.aclose()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def ran() -> None:
+        asyncio.run(test())
+
+    ran.__name__ = test.__name__
+    return ran
+
+
+def static(*ports: int) -> str:
+    return "static://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+
+
+@run
+async def test_an_instance_is_shown_once_all_its_addresses_answer_and_without_those_that_end() -> None:
+    ranks = [Rank(record(A, dp_rank=rank, dp_size=2)) for rank in range(2)]
+    ports = [await rank.listen() for rank in ranks]
+    other = Rank(record(B))
+    third = Rank(record(C))
+    async with client(static(*ports, await third.listen(), await other.listen())) as registry:
+        watch = registry.watch()
+        seen = await anext(watch)
+        assert names(seen) == [A, B, C]
+        assert seen[0].complete
+        await ranks[0].node.close()
+        assert [r.dp_rank for r in (await anext(watch))[0].replicas] == [1]
+        await ranks[1].node.close()
+        assert names(await anext(watch)) == [B, C]
+        # Another incarnation comes at the address of the first rank.
+        again = Rank(record(A.replace("a", "d"), dp_size=1))  # type: ignore[arg-type]
+        await again.listen(ports[0])
+        assert names(await anext(watch)) == [B, C, "d" * 32]
+        for rank in (again, other, third):
+            await rank.node.close()
+
+
+@run
+async def test_a_name_stands_for_all_addresses_that_it_resolves_to_at_the_time() -> None:
+    rank = Rank(record(A))
+    port = await rank.listen()
+    known: list[str] = []
+
+    async def getaddrinfo(name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        if not known:
+            raise OSError("Name or service not known")
+        return [(0, 0, 0, "", (host, port)) for host in known]
+
+    asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[method-assign, assignment]
+    async with client(f"dns://segue.internal:{port}") as registry:
+        watch = registry.watch()
+        assert await anext(watch) == [], "nobody yet, which is no error"
+        known += ["127.0.0.1", "127.0.0.2"]
+        assert names(await anext(watch)) == [A]
+        known.remove("127.0.0.1")
+        assert await anext(watch) == []
+    await rank.node.close()
+
+
+@run
+async def test_who_has_another_secret_or_the_record_of_somebody_else_is_not_shown() -> None:
+    stranger, liar = Rank(record(A), secret=b"a secret of others"), Rank(record(B), me=LeaderId(C))
+    true = Rank(record(C, dp_rank=0))
+    ranks = (stranger, liar, true)
+    async with client(static(*[await rank.listen() for rank in ranks])) as registry:
+        assert names(await anext(registry.watch())) == [C]
+    for rank in ranks:
+        await rank.node.close()
+
+
+@run
+async def test_instances_start_with_nobody_there_and_rooms_are_refused_with_what_to_do() -> None:
+    async with client(static(1)) as registry:
+        await registry.register(record(A))
+        await registry.set_draining(A, True)
+        with pytest.raises(InvalidRequest, match="--load-balance follow_bootstrap_room"):
+            await registry.register_room(5, LeaderId(A), ttl_s=5)
+        with pytest.raises(InvalidRequest, match="name the rank"):
+            await registry.resolve_room(5, 1)
+        await registry.leave(LeaderId(A))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("etcd://", "etcd://host", "etcd://a:1,b", "static://", "static://a:1,,b:2", "dns://a:1,b:2"),
+        *("dns://name", "http://a:1,b:2", "zookeeper://a:1", "static://a:70000", "a:1"),
+    ],
+)
+def test_an_address_that_is_none_is_refused_with_the_forms_that_there_are(url: str) -> None:
+    with pytest.raises(ConfigError, match="etcd://HOST:PORT"):
+        check_url(url, encrypted=False)
+
+
+def test_addresses_of_ipv6_stand_in_brackets() -> None:
+    assert registry_places("static://[::1]:5,10.0.0.1:6") == [("::1", 5), ("10.0.0.1", 6)]
+
+
+@run
+async def test_an_instance_that_ends_its_session_as_it_opens_is_dialled_again() -> None:
+    """Its end is heard before whoever dialled it is told that there is a session."""
+
+    class Once(Rank):
+        ended = 0
+
+        def opened(self, session: Session) -> None:
+            if not self.ended:
+                self.ended += 1
+                session.close()
+
+    # The smaller leader decides, so that its last word comes together with its end.
+    rank = Once(record(A.replace("a", "0")))  # type: ignore[arg-type]
+    async with client(static(await rank.listen())) as registry:
+        watch = registry.watch()
+        seen = await anext(watch)
+        while not seen:
+            seen = await anext(watch)
+        assert names(seen) == ["0" * 32]
+        assert rank.ended == 1
+    await rank.node.close()

@@ -1,0 +1,252 @@
+"""What goes to etcd's JSON gateway and what is made of its answers; a transport in the place of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from segue.bootstrap import etcd as module
+from segue.bootstrap.etcd import Compacted, Etcd, Kv, NoLease
+from segue.core.errors import (
+    BootstrapTimeout,
+    BootstrapUnreachable,
+    OutOfCapacity,
+    PeerRefused,
+    Unauthorized,
+)
+from segue.core.limits import Limits
+
+PLACES = [("10.0.0.1", 1), ("10.0.0.2", 2), ("fd00::1", 3)]
+Answer = Callable[[str, str, Any], httpx.Response]
+
+
+def b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def client(answer: Answer, places: int = 1) -> tuple[Etcd, list[tuple[str, str, Any]]]:
+    """A client of so many members whose answers are those of `answer` (host, method, body); and what it
+    asked."""
+    asked: list[tuple[str, str, Any]] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.host, request.url.path.removeprefix("/v3/"), json.loads(request.content)))
+        return answer(*asked[-1])
+
+    etcd = Etcd(PLACES[:places], Limits(), None)
+    etcd._client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+    return etcd, asked
+
+
+def said(**body: Any) -> Answer:
+    return lambda *_: httpx.Response(200, json=body)
+
+
+def refused(code: int, status: int = 400) -> Answer:
+    return lambda *_: httpx.Response(status, json={"error": "because", "code": code})
+
+
+def test_a_write_is_one_that_nobody_came_before_and_keeps_its_lease_unless_it_has_another() -> None:
+    async def main() -> None:
+        etcd, asked = client(said(succeeded=True))
+        assert await etcd.put(Kv(b"k", mod_revision=7), b"v", 12)
+        assert await etcd.put(Kv(b"k"), b"v", None)
+        same = {"target": "MOD", "result": "EQUAL", "key": b64("k"), "mod_revision": "7"}
+        write = {"key": b64("k"), "value": b64("v"), "lease": "12"}
+        assert asked[0][1:] == ("kv/txn", {"compare": [same], "success": [{"request_put": write}]})
+        del write["lease"]
+        assert asked[1][2]["success"] == [{"request_put": {**write, "ignore_lease": True}}]
+        etcd, _ = client(said())
+        assert not await etcd.put(Kv(b"k"), b"v", 12), "what is false is left out of an answer"
+
+    asyncio.run(main())
+
+
+def test_keys_are_read_with_numbers_that_are_texts_and_the_oldest_first() -> None:
+    def kv(key: str, created: int) -> dict[str, str]:
+        return {
+            "key": b64(key),
+            "value": b64("v"),
+            "create_revision": str(created),
+            "mod_revision": "9",
+            "lease": "5",
+        }
+
+    async def main() -> None:
+        etcd, asked = client(said(header={"revision": "20"}, kvs=[kv("p/a", 8), kv("p/b", 3)]))
+        read = await etcd.read(b"p/")
+        assert [(one.key, one.create_revision, one.lease) for one in read.kvs] == [
+            (b"p/b", 3, 5),
+            (b"p/a", 8, 5),
+        ]
+        assert read.revision == 20
+        assert asked[0][2] == {"key": b64("p/"), "range_end": b64("p0"), "limit": module.MAX_KEYS}
+        assert await etcd.get(b"p/a") == (read.kvs[1], 20)
+        etcd, _ = client(said(header={"revision": "20"}))
+        assert await etcd.get(b"p/a") == (Kv(b"p/a"), 20)
+        etcd, _ = client(said(header={}, more=True))
+        with pytest.raises(OutOfCapacity):
+            await etcd.read(b"p/")
+
+    asyncio.run(main())
+
+
+def test_a_lease_is_granted_kept_found_ended_and_revoked_also_if_it_has_ended() -> None:
+    async def main() -> None:
+        etcd, asked = client(said(ID="77", TTL="3"))
+        assert await etcd.grant(3) == 77
+        assert asked[0][1:] == ("lease/grant", {"TTL": 3})
+        etcd, asked = client(said(result={"ID": "77", "TTL": "3"}))
+        assert await etcd.keep_alive(77)
+        assert asked[0][2] == {"ID": "77"}
+        etcd, _ = client(said(result={"ID": "77"}))
+        assert not await etcd.keep_alive(77)
+        etcd, asked = client(refused(5))
+        await etcd.revoke(77)
+        assert asked[0][1:] == ("lease/revoke", {"ID": "77"})
+        with pytest.raises(NoLease):
+            await etcd.put(Kv(b"k"), b"v", 77)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("code", [3, 7, 16])
+def test_what_no_other_member_would_answer_otherwise_is_asked_of_one(code: int) -> None:
+    async def main() -> None:
+        etcd, asked = client(refused(code), places=3)
+        with pytest.raises(Unauthorized, match="because"):
+            await etcd.grant(1)
+        assert [host for host, *_ in asked] == ["10.0.0.1"]
+
+    asyncio.run(main())
+
+
+def gone(*_: object) -> httpx.Response:
+    raise httpx.ConnectError("no route")
+
+
+def slow(*_: object) -> httpx.Response:
+    raise httpx.ReadTimeout("")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (gone, BootstrapUnreachable),
+        (slow, BootstrapTimeout),
+        (refused(14, 503), BootstrapUnreachable),
+        (lambda *_: httpx.Response(502, text="<html>"), BootstrapUnreachable),
+    ],
+    ids=["gone", "slow", "no leader", "a proxy"],
+)
+def test_a_member_that_cannot_answer_is_passed_over_and_each_is_asked_once(
+    answer: Answer, error: type[Exception]
+) -> None:
+    async def main() -> None:
+        etcd, asked = client(answer, places=3)
+        with pytest.raises(error):
+            await etcd.grant(1)
+        assert [host for host, *_ in asked] == ["10.0.0.1", "10.0.0.2", "fd00::1"]
+        with pytest.raises(error):
+            await etcd.grant(1)
+        assert len(asked) == 6
+        etcd, asked = client(
+            lambda host, *_: answer() if host == "10.0.0.1" else httpx.Response(200, json={"ID": "5"}), 2
+        )
+        for _ in range(2):
+            assert await etcd.grant(1) == 5
+        assert [host for host, *_ in asked] == ["10.0.0.1", "10.0.0.2", "10.0.0.2"], "it stays with that one"
+
+    asyncio.run(main())
+
+
+def test_what_is_no_etcd_is_said_and_not_tried_again() -> None:
+    async def main() -> None:
+        for answer in (
+            lambda *_: httpx.Response(404, text="not here"),
+            lambda *_: httpx.Response(200, text="hello"),
+        ):
+            etcd, asked = client(answer, places=2)
+            with pytest.raises(PeerRefused):
+                await etcd.grant(1)
+            assert len(asked) == 1
+
+    asyncio.run(main())
+
+
+# ---- watches -----------------------------------------------------------------------------------------
+
+
+class Lines(httpx.AsyncByteStream):
+    """An answer that comes in these pieces, and ends, or raises."""
+
+    def __init__(self, *pieces: bytes, error: Exception | None = None) -> None:
+        self.pieces, self.error = pieces, error
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+        if self.error is not None:
+            raise self.error
+
+
+async def watched(answer: httpx.Response) -> tuple[list[list[tuple[bytes, bool]]], Any]:
+    """What a watch tells (key, gone), and what it asked."""
+    etcd, asked = client(lambda *_: answer)
+    heard = etcd.watch(b"p/", 5, 1.0, prefix=True)
+    return [[(event.kv.key, event.gone) for event in events] async for events in heard], asked
+
+
+def event(key: str, gone: bool = False) -> dict[str, Any]:
+    return {"kv": {"key": b64(key)}, **({"type": "DELETE"} if gone else {})}
+
+
+def line(**result: Any) -> bytes:
+    return json.dumps({"result": result}).encode() + b"\n"
+
+
+def test_a_watch_tells_changes_as_they_come_and_ends_with_the_silence() -> None:
+    async def main() -> None:
+        whole = line(created=True) + line(events=[event("a"), event("b", True)]) + line(events=[event("c")])
+        for size in (1, 7, len(whole)):
+            pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+            stream = Lines(*pieces, error=httpx.ReadTimeout(""))
+            heard, asked = await watched(httpx.Response(200, stream=stream))
+            assert heard == [[(b"a", False), (b"b", True)], [(b"c", False)]], size
+        create = {"key": b64("p/"), "range_end": b64("p0"), "start_revision": "5"}
+        assert asked[0][1:] == ("watch", {"create_request": create})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda: httpx.Response(200, stream=Lines(line(canceled=True, compact_revision="9"))), Compacted),
+        (lambda: httpx.Response(200, stream=Lines(line(canceled=True))), BootstrapUnreachable),
+        (lambda: httpx.Response(200, stream=Lines(b'{"error": {"code": 1}}\n')), BootstrapUnreachable),
+        (lambda: httpx.Response(200, stream=Lines(line(created=True))), BootstrapUnreachable),
+        (lambda: httpx.Response(200, stream=Lines(error=httpx.ReadError("reset"))), BootstrapUnreachable),
+        (lambda: httpx.Response(200, stream=Lines(b"nonsense\n")), PeerRefused),
+        (lambda: httpx.Response(200, stream=Lines(b"x" * 50, b"x" * 51)), PeerRefused),
+        (lambda: httpx.Response(400, json={"error": "no", "code": 16}), Unauthorized),
+        (lambda: httpx.Response(503, json={"error": "no leader", "code": 14}), BootstrapUnreachable),
+    ],
+    ids=["compacted", "cancelled", "error", "ended", "broken", "nonsense", "endless", "refused", "no leader"],
+)
+def test_a_watch_that_cannot_go_on_says_why(
+    answer: Callable[[], httpx.Response], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_LINE", 100)
+
+    async def main() -> None:
+        with pytest.raises(error):
+            await watched(answer())
+
+    asyncio.run(main())

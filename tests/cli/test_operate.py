@@ -1,0 +1,134 @@
+"""What `segue ps` makes of the answers of leaders; the commands themselves are tried in `tests/serve`."""
+
+from __future__ import annotations
+
+import pytest
+
+from segue.cli.operate import duration, pairs, shown, table
+from segue.cli.operate_flags import seconds
+from segue.core.control import Load
+from segue.core.errors import ConfigError
+from segue.core.operate import PairSight, Sight
+from segue.core.paths import PathCandidate, PathChoice, PathFigures
+from segue.core.types import Role
+from segue.fleet.operator import Row
+
+LOAD = Load(
+    dp_rank=0,
+    running=2,
+    waiting=3,
+    tokens=9,
+    pages_free=5,
+    pages_total=16,
+    pages_quarantined=4,
+    slots_total=2,
+)
+
+
+def pair(peer: str, succeeded: int, **more: object) -> PairSight:
+    return PairSight(
+        peer=peer, transport="shm", bytes_per_s=2e9, nbytes=5 * 10**8, succeeded=succeeded, **more
+    )  # type: ignore[arg-type]
+
+
+def row(role: Role, letter: str, rank: int = 0, *sights: PairSight, answers: bool = True) -> Row:
+    sight = Sight(
+        role=role,
+        state="draining",
+        version="1.2",
+        uptime_s=3661.0,
+        load=LOAD,
+        pairs=list(sights),
+        frontends=[],
+    )
+    return Row(
+        instance=letter * 32,
+        dp_rank=rank,
+        role=role,
+        served_model="tiny",
+        address="10.0.0.1:9",
+        draining=False,
+        sight=sight if answers else None,
+        trouble="" if answers else "no answer within 5 s",
+    )
+
+
+@pytest.mark.parametrize(
+    ("uptime_s", "text"),
+    [
+        (0.0, "0s"),
+        (59.9, "59s"),
+        (60.0, "1m0s"),
+        (3599.0, "59m59s"),
+        (3600.0, "1h0m"),
+        (86399.0, "23h59m"),
+        (86400.0, "1d0h"),
+        (2 * 86400.0 + 3 * 3600.0 + 59.0, "2d3h"),
+    ],
+)
+def test_a_time_is_told_in_its_two_largest_units(uptime_s: float, text: str) -> None:
+    assert duration(uptime_s) == text
+
+
+def test_columns_are_as_wide_as_their_longest_entry_and_lines_have_no_end_of_blanks() -> None:
+    text = table(("A", "LONG", "C"), [("first", "x", "y"), ("z", "x", "")])
+    assert text.splitlines() == ["A      LONG  C", "first  x     y", "z      x"]
+
+
+def test_leaders_stand_in_order_with_what_they_do_and_who_is_silent_says_why() -> None:
+    assert shown([]) == "no instance is registered"
+    rows = [
+        row(Role.PREFILL, "b", 1),
+        row(Role.PREFILL, "b", 0, answers=False),
+        row(Role.DECODE, "c"),
+        row(Role.PREFILL, "a"),
+    ]
+    head, *lines = shown(rows).split("\n\n")[0].splitlines()
+    assert head.split()[:4] == ["INSTANCE", "DP", "ROLE", "STATE"]
+    assert [line.split()[:3] for line in lines] == [
+        ["cccccccc", "0", "decode"],
+        ["aaaaaaaa", "0", "prefill"],
+        ["bbbbbbbb", "0", "prefill"],
+        ["bbbbbbbb", "1", "prefill"],
+    ]
+    assert lines[0].split()[3:] == [
+        *("draining", "tiny", "10.0.0.1:9", "2", "3"),
+        *("7/5/4", "2/0/0", "0", "1.2", "1h1m"),
+    ]
+    assert lines[2].split()[3:] == ["no", "answer", "tiny", "10.0.0.1:9", *"-------"]
+    assert shown(rows).endswith("\n\nbbbbbbbb dp0: no answer within 5 s")
+
+
+def test_of_a_pair_the_word_of_prefill_is_taken_and_decode_s_where_there_is_no_other() -> None:
+    of_prefill, of_decode, alone = pair("cccccccc dp0", 5), pair("bbbbbbbb dp0", 4), pair("eeeeeeee dp1", 7)
+    rows = [row(Role.PREFILL, "b", 0, of_prefill), row(Role.DECODE, "c", 0, of_decode, alone)]
+    for each in (rows, rows[::-1]):
+        assert pairs(each) == {
+            ("bbbbbbbb dp0", "cccccccc dp0"): of_prefill,
+            ("eeeeeeee dp1", "cccccccc dp0"): alone,
+        }
+    joined = shown(rows).split("\n\n")[1].splitlines()
+    assert [line.split() for line in joined[1:]] == [
+        ["bbbbbbbb", "dp0", "cccccccc", "dp0", "shm", "2.00", "0.500", "5", "0"],
+        ["eeeeeeee", "dp1", "cccccccc", "dp0", "shm", "2.00", "0.500", "7", "0"],
+    ]
+
+
+def test_why_a_pair_uses_its_transport_is_told_where_a_probe_has_chosen() -> None:
+    figures = PathFigures(page_s=1e-5, bytes_per_s=3e9)
+    found = [
+        PathCandidate(transport="shm", figures=figures),
+        PathCandidate(transport="tcp", why_not="is away"),
+    ]
+    chosen = pair("cccccccc dp0", 5, choice=PathChoice(transport="shm", candidates=found))
+    unasked = pair("dddddddd dp0", 5, choice=PathChoice(transport="shm", candidates=[]))
+    text = shown([row(Role.PREFILL, "b", 0, chosen, unasked)])
+    told = text.split("\n\n")[2].splitlines()
+    assert told == ["bbbbbbbb dp0 to cccccccc dp0: shm 3.00 GB/s, 10 us a page; tcp is away"]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon", ""])
+def test_a_time_to_wait_is_a_number_of_seconds_that_ends(text: str) -> None:
+    with pytest.raises(ConfigError, match="--timeout"):
+        seconds(text)
+    assert seconds("0.5") == 0.5

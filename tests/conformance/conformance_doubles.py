@@ -1,0 +1,92 @@
+"""Transports whose libraries cannot run here, over doubles of these: what they are called in the suite, the
+memory that they register, and the tests that say nothing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import double_cuda
+import double_memfabric
+import double_mori
+from segue.core.types import RankId
+from segue.transport.ascend import AscendTransport
+from segue.transport.base import EventSink, Transport
+from segue.transport.cuda_ipc import CudaIpcTransport
+from segue.transport.memory import Memory, host_region
+from segue.transport.mori import MoriTransport
+from segue.transport.options import TransportOptions
+
+
+class AnyPages(AscendTransport):
+    """The suite's memory has sizes of all kinds, and a double publishes nothing beside it."""
+
+    page_bytes = 1
+
+
+@dataclass(frozen=True)
+class Double:
+    """`make` gives the transport, `memory` what it registers; `without` are tests with the reason."""
+
+    make: Callable[[EventSink, TransportOptions], Transport]
+    memory: Callable[[int], Memory]
+    without: dict[str, str] = field(default_factory=dict)
+
+
+#: What a double may still write into after a test has closed its transports, as its library would.
+_KEPT: list[Memory] = []
+
+
+def kept(memory: Callable[[int], Memory]) -> Callable[[int], Memory]:
+    """`memory`, kept until `reset`."""
+
+    def made(nbytes: int) -> Memory:
+        _KEPT.append(memory(nbytes))
+        return _KEPT[-1]
+
+    return made
+
+
+def host_memory(nbytes: int) -> Memory:
+    """Memory that nobody unmaps."""
+    return Memory([host_region(np.zeros(nbytes, np.uint8))])
+
+
+_COPIES = "the double copies within one process"
+_BIG = dict.fromkeys(
+    ("test_64_mebibytes", "test_one_gibibyte"), "much shows nothing of a double that little does not"
+)
+DOUBLES = {
+    "mori+double": Double(
+        lambda sink, options: MoriTransport(sink, options, double_mori.modules), kept(host_memory), _BIG
+    ),
+    "ascend+double": Double(
+        lambda sink, options: AnyPages(sink, options, double_memfabric.modules),
+        kept(double_memfabric.device_memory),
+        _BIG | {"test_both_ways_at_once": "memfabric gives a process one role: it writes or is written to"},
+    ),
+    "cuda_ipc+double": Double(
+        lambda sink, options: CudaIpcTransport(sink, options, double_cuda.modules),
+        kept(double_cuda.device_memory),
+        _BIG,
+    ),
+}
+
+
+def make(name: str, sink: EventSink, me: RankId) -> Transport:
+    """The transport that is called `name` here."""
+    return DOUBLES[name].make(sink, TransportOptions(me=me))
+
+
+def without(name: str, test: str, fixtures: list[str]) -> str:
+    """Why `test` is not run for the double `name`, or ""."""
+    return _COPIES if "peer" in fixtures else DOUBLES[name].without.get(test, "")
+
+
+def reset() -> None:
+    """End what the doubles have started."""
+    for double in (double_mori, double_memfabric, double_cuda):
+        double.reset()
+    _KEPT.clear()

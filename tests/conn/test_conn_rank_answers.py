@@ -1,0 +1,265 @@
+"""What a rank's process answers comes to its leader as it was said, each thing once; and what its end is."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+from typing import Any
+
+import pytest
+from test_worker_rank import FULL, PEER, Owner, Refusing, with_raw_worker
+
+from segue.conn import rank_wire as wire
+from segue.conn.io import IoThread, LoopIo
+from segue.conn.rank_worker import RankWorker
+from segue.conn.worker_rank import WorkerRank
+from segue.core.errors import BootstrapTimeout, PeerLost, RequestTooLarge, SegueError, TransferFailed
+from segue.core.limits import Limits
+from segue.core.paths import PathFigures
+from segue.core.types import RankId, TransferId
+from segue.handoff import events
+from segue.layout.content import Content
+from segue.transport.base import Fenced, PeerGone, WriteFailed, Written
+from segue.transport.probe import PageShape, Scratch
+
+TRANSFER = TransferId(5, 0, PEER.leader, PEER.leader)
+NOTHING = Content((), ())
+
+
+def asked(tag: int) -> events.ComputeChecksum:
+    return events.ComputeChecksum(TRANSFER, 0, tag, NOTHING)
+
+
+def test_only_what_is_still_unanswered_is_answered_when_the_worker_ends() -> None:
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        for tag in (1, 2):
+            rank.write("shm", PEER, 5, tag, ())
+            rank.fence("shm", PEER, 10 + tag)
+            rank.checksum(asked(tag))
+        error = TransferFailed("broke").info
+        for answer in (
+            wire.LandedAnswer("shm", PEER, 5, 1, 640, 0.25),
+            wire.FenceAnswer("shm", PEER, 11, False),
+            wire.ChecksumAnswer(TRANSFER, 0, 1, 77),
+            wire.BrokenAnswer("shm", PEER, 6, 3, error, True),
+            wire.PeerGoneAnswer("shm", PEER, True, error),
+        ):
+            worker.sendall(wire.encode(answer))
+        await owner.until(lambda: len(owner.heard) == 5)
+        landed, fenced, hashed, broken, gone = owner.heard
+        assert landed == Written(PEER, 5, 1, 640, 0.25)
+        assert fenced == Fenced(PEER, 11, False)
+        assert hashed == events.ChecksumReady(TRANSFER, 0, 1, 77)
+        assert (broken.peer, broken.epoch, broken.tag, broken.refused) == (PEER, 6, 3, True)
+        assert (gone.peer, gone.proven, gone.error.info) == (PEER, True, error)
+        owner.heard.clear()
+        worker.shutdown(socket.SHUT_RDWR)
+        await owner.until(lambda: len(owner.heard) == 4)
+        failed, lost, fenced, hashed = owner.heard
+        assert (failed.tag, failed.refused, str(failed.error)) == (2, False, str(lost))
+        assert isinstance(lost, PeerLost)
+        assert fenced == Fenced(PEER, 12, True), "the end of its process is the proof"
+        assert (hashed.tag, hashed.error) == (2, lost.info)
+        rank.fence("shm", PEER, 13)
+        assert owner.heard[-1] == Fenced(PEER, 13, True)
+        for refused in (lambda: rank.grant("shm", PEER, 6, [1]), lambda: rank.checksum(asked(3))):
+            with pytest.raises(PeerLost):
+                refused()
+        with pytest.raises(PeerLost):
+            await rank.admit(["shm"], PEER, 6)
+
+    with_raw_worker(use)
+
+
+def test_who_waits_for_an_answer_hears_that_the_worker_is_lost_or_that_it_takes_too_long() -> None:
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        rank._limits = Limits(peer_silence_s=0.05, keepalive_s=0.01)
+        with pytest.raises(BootstrapTimeout, match="ConnectCommand in time"):
+            await rank.connect("shm", PEER, b"", 0.01)
+        rank._limits = Limits()
+        admitting = asyncio.ensure_future(rank.admit(["shm"], PEER, 6))
+        await asyncio.sleep(0)
+        worker.sendall(wire.encode(wire.DoneAnswer(1)))  # too late, and of nobody
+        worker.sendall(2 * wire.encode(wire.DoneAnswer(2)))  # once is enough
+        await admitting
+        waiting = asyncio.ensure_future(rank.connect("shm", PEER, b"", 60.0))
+        await asyncio.sleep(0)
+        worker.sendall(wire.encode(wire.DoneAnswer(3, None, FULL.info)))
+        with pytest.raises(SegueError, match="no grant is free"):
+            await waiting
+        waiting = asyncio.ensure_future(rank.connect("shm", PEER, b"", 60.0))
+        await asyncio.sleep(0)
+        worker.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerLost):
+            await waiting
+        assert not rank._asked
+
+    with_raw_worker(use)
+
+
+def test_after_its_close_a_rank_says_nothing_any_more() -> None:
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        rank.write("shm", PEER, 5, 1, ())
+        await asyncio.to_thread(rank.close)
+        await asyncio.to_thread(rank.close)
+        await asyncio.sleep(0)
+        assert owner.heard == []
+
+    with_raw_worker(use)
+
+
+class Answering(Refusing):
+    """A rank of a worker that answers whatever it is asked, and notes the order of what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
+        self.order.append(f"connect {transport} {endpoint!r} {timeout_s}")
+
+    async def measure(self, *given: Any) -> PathFigures:  # type: ignore[override]
+        self.order.append(f"measure {given[2]}")
+        return PathFigures(page_s=0.5, bytes_per_s=2.0)
+
+    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Any) -> None:
+        if tag == 9:
+            raise RuntimeError("a bug")
+        self.owner.moved(0, transport, Written(peer, epoch, tag, 640, 0.25))
+
+    def grant(self, transport: str, peer: RankId, epoch: int, pages: Any, slot: Any = None) -> bool:
+        self.order.append(f"grant {epoch} {pages} {slot}")
+        return True
+
+    def fence(self, transport: str, peer: RankId, epoch: int) -> None:
+        self.owner.moved(0, transport, Fenced(peer, epoch, epoch == 5))
+        if epoch == 6:
+            self.owner.moved(0, transport, PeerGone(peer, True, PeerLost("it has ended")))
+            self.owner.moved(0, transport, WriteFailed(peer, 6, 8, TransferFailed("cut"), True))
+
+    def checksum(self, effect: events.ComputeChecksum) -> None:
+        if effect.tag == 9:
+            raise RuntimeError("a bug")
+        error = FULL.info if effect.tag == 8 else None
+        self.owner.hashed(events.ChecksumReady(effect.transfer, effect.rank, effect.tag, 77, error))
+
+    def admit_now(self, *given: Any) -> None:
+        self.order.append(f"admit {given[0]} {given[2]}")
+        if given[2] == 6:
+            raise FULL
+
+    def close(self) -> None:
+        self.order.append("closed")
+
+
+def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -> None:
+    ours, theirs = socket.socketpair()
+    answering, gone = Answering(), queue.Queue[SegueError]()
+    worker = RankWorker(answering, theirs, IoThread(), Limits(), gone.put)  # type: ignore[arg-type]
+    worker.start()
+    rank, owner = WorkerRank(0, ours, Limits()), Owner()
+
+    async def main() -> None:
+        await rank.start(owner, LoopIo(asyncio.get_running_loop()))
+        await rank.connect("shm", PEER, b"where", 5.0)
+        figures = await rank.measure("shm", PEER, 5, Scratch(0, 2), PageShape(1, 1), 5.0)
+        assert figures == PathFigures(page_s=0.5, bytes_per_s=2.0)
+        await rank.admit(["shm", "tcp"], PEER, 5)
+        with pytest.raises(SegueError, match="no grant is free"):
+            await rank.admit(["shm"], PEER, 6)
+        rank.grant("shm", PEER, 5, [3, 1], 2)
+        rank.write("shm", PEER, 5, 1, ())
+        rank.write("shm", PEER, 5, 9, ())
+        for tag in (7, 8, 9):
+            rank.checksum(asked(tag))
+        rank.fence("shm", PEER, 5)
+        rank.fence("shm", PEER, 6)
+        await owner.until(lambda: len(owner.heard) == 10)
+        await asyncio.to_thread(rank.close)
+
+    asyncio.run(main())
+    answers = sorted(
+        (each for each in owner.heard if isinstance(each, events.ChecksumReady)), key=lambda each: each.tag
+    )
+    assert [(each.tag, each.checksum) for each in answers[:2]] == [(7, 77), (8, 77)]
+    assert answers[1].error == FULL.info
+    assert answers[2].error is not None
+    assert "a bug" in answers[2].error.text
+    broken = sorted(
+        (each for each in owner.heard if isinstance(each, WriteFailed)), key=lambda each: -each.tag
+    )
+    assert [(each.tag, each.refused) for each in broken] == [(9, False), (8, True)]
+    rest = [
+        each for each in owner.heard if not isinstance(each, events.ChecksumReady | WriteFailed | PeerGone)
+    ]
+    assert rest == [
+        ("granted", PEER, 5, None),
+        Written(PEER, 5, 1, 640, 0.25),
+        Fenced(PEER, 5, True),
+        Fenced(PEER, 6, False),
+    ]
+    assert [each.proven for each in owner.heard if isinstance(each, PeerGone)] == [True]
+    assert answering.order == [
+        "connect shm b'where' 5.0",
+        "measure 5",
+        "admit ['shm', 'tcp'] 5",
+        "admit ['shm'] 6",
+        "grant 5 [3, 1] 2",
+    ]
+    assert isinstance(gone.get(timeout=10), PeerLost)
+    worker.close()
+
+
+def test_a_worker_closes_its_channel_only_after_its_transports() -> None:
+    """The end of the channel is the proof that nothing of it is written any more."""
+    ours, theirs = socket.socketpair()
+    answering = Answering()
+    worker = RankWorker(answering, theirs, IoThread(), Limits(), lambda _: None)  # type: ignore[arg-type]
+    worker.start()
+    ours.settimeout(10)
+    ours.recv(64 * 1024)
+    closing: list[str] = []
+
+    def close() -> None:
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+        closing.append("the channel was open")
+
+    answering.close = close  # type: ignore[method-assign]
+    worker.close()
+    assert closing == ["the channel was open"]
+    ours.settimeout(10)
+    assert ours.recv(1) == b""
+    ours.close()
+
+
+# ---- the wire ----------------------------------------------------------------------------------------
+
+
+def test_messages_are_found_wherever_the_bytes_are_cut() -> None:
+    said: list[Any] = [wire.PongAnswer(), wire.DoneAnswer(3), wire.FenceAnswer("shm", PEER, 5, True)]
+    data = b"".join(wire.encode(message) for message in said)
+    for size in (1, 3, 7, len(data)):
+        frames = wire.Frames(wire.Answer)
+        found = [message for at in range(0, len(data), size) for message in frames.feed(data[at : at + size])]
+        assert found == said
+    frames = wire.Frames(wire.Answer)
+    assert frames.feed(data[:-1]) == said[:2]
+    assert frames.feed(data[-1:]) == said[2:]
+
+
+def test_a_message_as_long_as_may_be_is_said_and_heard_and_a_longer_one_is_neither(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = wire.GrantCommand("shm", PEER, 5, list(range(100)), None)
+    longest = len(wire.encode(message)) - wire.HEAD.size
+    monkeypatch.setattr(wire, "MAX_BYTES", longest)
+    data = wire.encode(message)
+    assert wire.Frames(wire.Command).feed(data) == [message]
+    monkeypatch.setattr(wire, "MAX_BYTES", longest - 1)
+    with pytest.raises(RequestTooLarge):
+        wire.encode(message)
+    with pytest.raises(TransferFailed, match="are taken"):
+        wire.Frames(wire.Command).feed(data[: wire.HEAD.size])

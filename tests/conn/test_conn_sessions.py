@@ -1,0 +1,350 @@
+"""What a manager takes from a session, a transport and a rank: of whom, when, and what it passes by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_conn_effects import PREFILL, Line, Rig
+
+from segue.conn import manager as managers
+from segue.conn.peers import MEASURED_BYTES, PathSpeed, Peer
+from segue.core.control import Load
+from segue.core.errors import ErrorCode, OutOfCapacity, PeerLost, TransferFailed
+from segue.core.paths import PathChoice
+from segue.core.types import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
+from segue.handoff import events
+from segue.handoff.messages import Accepted, Failed, Gone, PathChosen
+from segue.session.api import PeerInfo
+from segue.transport.base import Fenced, PeerGone, WriteFailed, Written
+
+ANOTHER = LeaderId(Incarnation("b" * 32))
+GONE = PeerLost("the cable")
+
+
+class Session(Line):
+    """As `Line`; with the peer at its other end."""
+
+    def __init__(self, leader: LeaderId = PREFILL, hello: bytes = b"") -> None:
+        super().__init__()
+        self.peer = PeerInfo(leader, Role.PREFILL, "there", hello)
+        self.closed_with: list[Any] = []
+
+    def close(self, error: object = None) -> None:
+        self.closed_with.append(error)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    made.session = Session(PREFILL, made.manager.hello())  # type: ignore[attr-defined]
+    made.manager._peers[PREFILL].session = made.session  # type: ignore[attr-defined]
+    yield made
+    made.manager.close()
+    made.memory.close()
+
+
+def session_of(rig: Rig) -> Session:
+    found: Session = rig.session  # type: ignore[attr-defined]
+    return found
+
+
+def ended(rig: Rig, transfer: TransferId) -> list[ErrorCode]:
+    return [
+        change.error.code
+        for change in rig.of(transfer, events.Phase)
+        if change.phase is KVPoll.FAILED and change.error is not None
+    ]
+
+
+def seen(rig: Rig) -> list[events.Event]:
+    """What the protocol is told from now on."""
+    told: list[events.Event] = []
+    exchange: Any = rig.manager.exchange
+    normal = exchange.handle
+
+    def handle(event: events.Event, now: float) -> list[events.Effect]:
+        told.append(event)
+        result: list[events.Effect] = normal(event, now)
+        return result
+
+    exchange.handle = handle
+    return told
+
+
+# ---- sessions ----------------------------------------------------------------------------------------
+
+
+def test_messages_of_a_session_that_is_not_the_peer_s_are_nobody_s(rig: Rig) -> None:
+    told, old, stranger = seen(rig), Session(), Session(ANOTHER)
+    for session in (old, stranger):
+        rig.manager.received(session, Failed(rig.one, GONE.info))  # type: ignore[arg-type]
+        rig.manager.received(session, "nonsense")  # type: ignore[arg-type]
+        rig.manager.closed(session, GONE)  # type: ignore[arg-type]
+        assert session.closed_with == []
+    assert told == []
+    rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
+    assert told == [events.Received(PREFILL, Accepted(rig.one))]
+
+
+def test_what_is_no_message_between_leaders_ends_the_session(rig: Rig) -> None:
+    told = seen(rig)
+    load = Load(dp_rank=0, running=0, waiting=0, tokens=0, pages_free=0, pages_total=0)
+    rig.manager.received(session_of(rig), load)  # type: ignore[arg-type]
+    [error] = session_of(rig).closed_with
+    assert isinstance(error, TransferFailed)
+    assert "Load is no message between leaders" in str(error)
+    assert told == []
+
+
+def test_what_comes_before_the_path_is_open_waits_and_is_heard_in_its_order_once_it_is(rig: Rig) -> None:
+    peer = rig.manager._peers[PREFILL]
+    opening = rig.manager.io.loop.create_future()
+    peer.opening = opening  # type: ignore[assignment]
+    told = seen(rig)
+    words = [Accepted(rig.one), Gone(rig.other), Failed(rig.one, GONE.info)]
+    for word in words:
+        rig.manager.received(session_of(rig), word)  # type: ignore[arg-type]
+    assert told == []
+    rig.manager._ready(peer)
+    up, *heard = told
+    assert isinstance(up, events.PeerUp)
+    assert (up.peer, up.transport) == (PREFILL, "fake")
+    assert heard == [events.Received(PREFILL, word) for word in words]
+    assert peer.early == []
+    rig.manager.received(session_of(rig), Accepted(rig.other))  # type: ignore[arg-type]
+    assert told[-1] == events.Received(PREFILL, Accepted(rig.other))
+    opening.cancel()
+
+
+def test_no_more_waits_for_a_path_than_there_is_to_say_of_each_hand_off(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(managers, "EARLY_PER_TRANSFER", 1 / 1024)
+    limit = rig.manager.config.limits.max_transfers // 1024
+    peer = rig.manager._peers[PREFILL]
+    opening = rig.manager.io.loop.create_future()
+    peer.opening = opening  # type: ignore[assignment]
+    for _ in range(limit):
+        rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
+    assert session_of(rig).closed_with == []
+    rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
+    [error] = session_of(rig).closed_with
+    assert "too many messages" in str(error)
+    opening.cancel()
+
+
+def test_the_end_of_a_session_ends_its_hand_offs_and_the_opening_of_its_path(rig: Rig) -> None:
+    elsewhere = _with_another(rig)
+    peer = rig.manager._peers[PREFILL]
+    opening = rig.manager.io.loop.create_future()
+    peer.opening = opening  # type: ignore[assignment]
+    rig.manager.closed(session_of(rig), GONE)  # type: ignore[arg-type]
+    assert opening.cancelled()
+    assert PREFILL not in rig.manager._peers
+    assert ended(rig, rig.one) == ended(rig, rig.other) == [ErrorCode.PEER_LOST]
+    assert ended(rig, elsewhere) == []
+    # A path that is ready all the same is of nobody now.
+    told = seen(rig)
+
+    async def opened(_: Peer) -> None: ...
+
+    rig.manager.opening.open = opened  # type: ignore[method-assign]
+    rig.manager.io.loop.run_until_complete(rig.manager._open_paths(peer))
+    assert told == []
+
+
+def _with_another(rig: Rig) -> TransferId:
+    """A third hand-off, with a peer of its own."""
+    info = rig.manager.introduction.info
+    rig.manager._peers[ANOTHER] = Peer(Session(ANOTHER), info, "fake", PathSpeed("fake"))  # type: ignore[arg-type]
+    rig.manager._ranks.choose(ANOTHER, "fake", ((0, 0),), {PREFILL, ANOTHER})
+    rig.manager._handle(events.PeerUp(ANOTHER, info, "fake"))
+    transfer = TransferId(9, 0, ANOTHER, rig.manager.config.me)
+    handle = rig.manager.receiver(transfer)
+    handle.init(4, 60)
+    rig.turn()
+    handle.send_metadata([3])
+    rig.turn()
+    return transfer
+
+
+def test_a_refusal_ends_what_waits_for_a_peer_that_is_not_there_and_nothing_of_one_that_is(rig: Rig) -> None:
+    waits = TransferId(9, 0, ANOTHER, rig.manager.config.me)
+    rig.manager.receiver(waits).init(4, 60)
+    rig.turn()
+    refusal = OutOfCapacity("too many sessions")
+    rig.manager._peer_refused(PREFILL, refusal)
+    assert ended(rig, rig.one) == ended(rig, waits) == []
+    rig.manager._peer_refused(ANOTHER, refusal)
+    assert ended(rig, waits) == [ErrorCode.OUT_OF_CAPACITY]
+    assert ended(rig, rig.one) == []
+
+
+def test_the_first_word_about_the_choice_of_a_path_counts(rig: Rig) -> None:
+    peer = rig.manager._peers[PREFILL]
+    rig.manager.received(session_of(rig), PathChosen("fake"))  # type: ignore[arg-type]  # nobody waits for it
+    peer.word = rig.manager.io.loop.create_future()
+    for name in ("first", "second"):
+        rig.manager.received(session_of(rig), PathChosen(name))  # type: ignore[arg-type]
+    assert peer.word.result() == PathChosen("first")
+    assert session_of(rig).closed_with == []
+
+
+# ---- transports --------------------------------------------------------------------------------------
+
+
+def epoch_of(rig: Rig, transfer: TransferId) -> int:
+    return rig.manager.exchange._machines[transfer].epoch
+
+
+def test_what_a_transport_says_of_an_epoch_reaches_its_hand_off_and_of_one_that_is_over_nobody(
+    rig: Rig,
+) -> None:
+    told = seen(rig)
+    epoch, peer = epoch_of(rig, rig.one), RankId(PREFILL)
+    broke = TransferFailed("x")
+    rig.manager._moved(2, "fake", Written(peer, epoch, 4, 100, 0.5))
+    rig.manager._moved(2, "fake", WriteFailed(peer, epoch, 4, broke, True))
+    assert told == [
+        events.WriteLanded(rig.one, 2, 4, 0.5),
+        events.WriteBroken(rig.one, 2, 4, broke.info, True),
+    ]
+    assert rig.manager.paths() == {str(PREFILL): PathSpeed("fake", 100, 0.5)}
+    told.clear()
+    for event in (
+        Written(peer, epoch + 100, 4, 100, 0.5),
+        Written(RankId(ANOTHER), epoch, 4, 100, 0.5),
+        WriteFailed(peer, epoch + 100, 4, broke),
+        Fenced(peer, epoch + 100, True),
+    ):
+        rig.manager._moved(0, "fake", event)
+    assert told == []
+    assert rig.manager.paths()[str(PREFILL)].nbytes == 100
+
+
+def test_a_closed_manager_hears_nothing_any_more(rig: Rig) -> None:
+    told, epoch = seen(rig), epoch_of(rig, rig.one)
+    rig.manager._closed = True
+    rig.manager._moved(0, "fake", Written(RankId(PREFILL), epoch, 4, 100, 0.5))
+    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
+    rig.manager._hashed(events.ChecksumReady(rig.one, 0, 1, 5))
+    rig.manager._fence_again(events.Fence(rig.one, 0, epoch), None)
+    assert told == []
+    rig.manager._closed = False
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_the_end_of_the_path_in_use_ends_its_session_and_is_a_proof_only_if_it_says_so(
+    rig: Rig, proven: bool
+) -> None:
+    elsewhere = _with_another(rig)
+    told = seen(rig)
+    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
+    assert told[0] == events.PeerDown(PREFILL, GONE.info, dead=proven, over="fake")
+    assert session_of(rig).closed_with == [GONE]
+    assert ended(rig, rig.one) == [ErrorCode.PEER_LOST]
+    assert ended(rig, elsewhere) == []
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_while_a_path_is_being_chosen_the_end_of_one_ends_nothing(rig: Rig, proven: bool) -> None:
+    peer = rig.manager._peers[PREFILL]
+    peer.probe = object()  # type: ignore[assignment]
+    assert peer.choosing
+    told = seen(rig)
+    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), proven, GONE))
+    assert not [event for event in told if isinstance(event, events.PeerDown)]
+    assert session_of(rig).closed_with == []
+    peer.take(PathChoice(transport="fake", candidates=[]))
+    assert not peer.choosing
+    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), False, GONE))
+    assert session_of(rig).closed_with == [GONE]
+
+
+def test_the_end_of_a_path_that_is_not_in_use_proves_what_was_written_over_it(rig: Rig) -> None:
+    told = seen(rig)
+    rig.manager._handle(events.AbortTransfer(rig.one, GONE.info))
+    rig.manager._ranks.choose(PREFILL, "another", ((0, 0),), {PREFILL})
+    asked: list[tuple[int, str]] = []
+    rank: Any = rig.manager._ranks[0]
+    rank.fence = lambda name, peer, epoch: asked.append((epoch, name))
+    told.clear()
+    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), False, GONE))
+    assert asked == [], "it proves nothing"
+    rig.manager._moved(0, "fake", PeerGone(RankId(PREFILL), True, GONE))
+    assert asked == [(epoch_of(rig, rig.one), "fake")]
+    assert not [event for event in told if isinstance(event, events.PeerDown)]
+    assert session_of(rig).closed_with == []
+
+
+def test_a_path_between_our_own_ranks_that_ends_costs_those_who_use_it(rig: Rig) -> None:
+    elsewhere = _with_another(rig)
+    rig.manager._ranks.choose(PREFILL, "fake", ((0, 0),), {PREFILL, ANOTHER}, ((0, 0, 1),))
+    own = PeerGone(RankId(rig.manager.config.me, 1), False, GONE)
+    rig.manager._moved(0, "another", own)
+    assert session_of(rig).closed_with == []
+    rig.manager._moved(0, "fake", own)
+    assert session_of(rig).closed_with == [GONE]
+    assert ended(rig, rig.one) == [ErrorCode.PEER_LOST]
+    assert ended(rig, elsewhere) == [], "nothing of its KV is passed on"
+
+
+# ---- ranks -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_lost_ends_everything_with_its_reason_and_nothing_begins_any_more(rig: Rig) -> None:
+    heard: list[Any] = []
+    rig.manager._on_rank_lost = heard.append
+    rig.manager._rank_lost(1, GONE)
+    assert ended(rig, rig.one) == ended(rig, rig.other) == [ErrorCode.PEER_LOST]
+    assert heard == [GONE]
+    late = TransferId(9, 0, PREFILL, rig.manager.config.me)
+    handle = rig.manager.receiver(late)
+    handle.init(4, 60)
+    rig.turn()
+    assert handle.error == GONE.info
+    assert handle.released
+
+
+def test_what_a_rank_could_not_grant_ends_its_hand_off_and_an_old_grant_is_nobody_s(rig: Rig) -> None:
+    full = OutOfCapacity("no grant is free").info
+    epoch = epoch_of(rig, rig.one)
+    rig.manager._now_granted(0, RankId(PREFILL), epoch + 100, full)
+    assert ended(rig, rig.one) == ended(rig, rig.other) == []
+    rig.manager._now_granted(0, RankId(PREFILL), epoch, full)
+    assert ended(rig, rig.one) == [ErrorCode.OUT_OF_CAPACITY]
+    assert ended(rig, rig.other) == []
+
+
+# ---- speeds ------------------------------------------------------------------------------------------
+
+
+def test_the_speed_of_a_path_is_known_once_enough_was_written() -> None:
+    speed = PathSpeed("fake")
+    assert speed.bytes_per_s == 0.0
+    assert not speed.add(MEASURED_BYTES - 1, 0.25)
+    assert speed.add(1, 0.25)
+    assert not speed.add(MEASURED_BYTES, 0.5)
+    assert (speed.nbytes, speed.bytes_per_s) == (2 * MEASURED_BYTES, 2 * MEASURED_BYTES)
+
+
+# ---- prefill -----------------------------------------------------------------------------------------
+
+
+def test_a_write_to_a_peer_that_has_left_is_broken_and_nothing_is_asked_of_a_rank(rig: Rig) -> None:
+    told = seen(rig)
+    asked: list[Any] = []
+    rig.manager._ranks.carry_out = lambda *what: bool(asked.append(what))  # type: ignore[method-assign]
+    del rig.manager._peers[PREFILL]
+    rig.manager._carry_out(events.PostWrite(rig.one, 0, 1, 4, 0, ()))
+    assert (asked, told) == ([], []), "not at once: the protocol is in the middle of a turn"
+    rig.turn()
+    [broken] = [event for event in told if isinstance(event, events.WriteBroken)]
+    assert (broken.transfer, broken.rank, broken.tag, broken.refused) == (rig.one, 0, 4, False)
+    for effect in (events.Fence(rig.one, 0, 1), events.Grant(rig.one, 0, 1, ())):
+        rig.manager._carry_out(effect)
+        assert asked.pop() == (effect,), "a fence may come after its session"
+    rig.manager._carry_out(events.Send(PREFILL, Gone(rig.one)))
+    assert session_of(rig).sent == [], "nobody is there to hear it"

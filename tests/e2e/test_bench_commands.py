@@ -1,0 +1,64 @@
+"""Every measurement of `bench/` still runs, at its smallest sizes: it ends well and prints a number."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_model
+from transformers import LlamaConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+ONCE = ("--rounds", "1")
+#: the sizes of each; MODEL stands for the folder of a model
+SMALLEST = {
+    "abort": ("--aborts", "8", "--http", "1"),
+    "agreement": ("--polls", "2"),
+    "checksum": (*ONCE, "--warmup", "0", "--tokens", "32", "--model", "MODEL"),
+    "engine": (*ONCE, "--model", "MODEL"),
+    "explain_cost": (*ONCE, "--streams", "2", "--tokens", "5", "--requests", "4"),
+    "exposed": (*ONCE, "--warmup", "0", "--tokens", "32", "--model", "MODEL", "--transports", "shm"),
+    "frontend": (*ONCE, "--streams", "2", "--tokens", "5", "--requests", "4"),
+    "handoff": ("--requests", "2", "--warmup", "0", "--tokens", "32", "--model", "MODEL"),
+    "layout": ONCE,
+    "open_rooms": (*ONCE, "--rooms", "1", "--hand-offs", "2"),
+    "plan": ONCE,
+    "ranges": ONCE,
+    "runs": ("--requests", "20"),
+    "serve_client": ("--chunks", "4", "--requests", "4", "--concurrency", "2"),
+    "session": (*ONCE, "--round-trips", "4", "--stream", "20"),
+    "slow_clients": (*ONCE, "--connections", "4", "--streams", "1", "--requests", "2", "--tokens", "5"),
+    "transport": ("--rounds", "2"),
+    "transports": (*ONCE, "--seconds", "1"),
+}
+#: `tests/e2e/chaos` and `tests/sim` run what these do; those after them need the default model or other
+#: people's routers
+ELSEWHERE = {"changes", "etcd", "kills", "sim_many"}
+ELSEWHERE |= {"advise", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
+
+
+def test_no_measurement_is_forgotten() -> None:
+    commands = {file.stem for file in ROOT.glob("bench/*.py") if '__name__ == "__main__"' in file.read_text()}
+    # `leader_pair` is the other process of `abort` and `open_rooms`.
+    assert commands - {"leader_pair"} == SMALLEST.keys() | ELSEWHERE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tests' model, with as many words as the prompts are drawn from."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=40_000, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    return tiny_model.save(tmp_path_factory.mktemp("model"), config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_measurement_runs(name: str, model: Path) -> None:
+    words = [str(model) if word == "MODEL" else word for word in SMALLEST[name]]
+    command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert any(char.isdigit() for char in done.stdout), "it printed no number"

@@ -1,0 +1,353 @@
+"""An operator's questions to leaders that are real sessions: who is meant, and what is an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.core.control import Explain, Explained, Load
+from segue.core.errors import DeadlineExceeded, InvalidRequest, NotFound, PeerLost, SegueError
+from segue.core.limits import Limits
+from segue.core.operate import Look, OperationRefused, OperatorMessage, Sight, State, Steer, Switch
+from segue.core.records import RequestRecord
+from segue.core.types import Incarnation, LeaderId, Role, successor
+from segue.fleet.operator import Operator
+from segue.session.node import SessionNode
+
+SECRET = b"a secret of enough bytes"
+LIMITS = Limits()
+
+
+class Listed:
+    """A registry that tests write; `asked` counts the questions."""
+
+    def __init__(self) -> None:
+        self.there: list[InstanceRecord] = []
+        self.asked = asyncio.Semaphore(0)
+        self._version = 0
+        self._news = asyncio.Event()
+
+    def put(self, *records: InstanceRecord) -> None:
+        """These are registered now."""
+        self.there = list(records)
+        self._version += 1
+        self._news.set()
+
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> Any:
+        self.asked.release()
+        while version == self._version:
+            self._news.clear()
+            await self._news.wait()
+        return SimpleNamespace(instances=list(self.there), version=self._version)
+
+
+class Told:
+    """One leader; `answers` says what it answers to each kind of message."""
+
+    def __init__(self, me: LeaderId, role: Role = Role.DECODE) -> None:
+        self.me, self.role = me, role
+        self.answers: dict[type[Any], Callable[[Any], list[OperatorMessage]]] = {}
+        self.asked: list[Any] = []
+        self.news = asyncio.Event()
+        self.session: Any = None
+        self.node = SessionNode(
+            me=me,
+            role=role,
+            secret=SECRET,
+            handlers={Role.OPERATOR: self},
+            message_type=OperatorMessage,
+            limits=LIMITS,
+        )
+
+    def hello(self) -> bytes:
+        return b""
+
+    def accept(self, peer: object) -> None: ...
+    def opened(self, session: Any) -> None: ...
+    def closed(self, session: object, error: SegueError) -> None: ...
+
+    def received(self, session: Any, message: object) -> None:
+        self.session = session
+        self.asked.append(message)
+        for answer in self.answers.get(type(message), lambda _: [])(message):
+            session.send(answer)
+        self.news.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.news.clear()
+                await self.news.wait()
+
+
+def sight(state: State = "serving", running: int = 0, frontends: tuple[Incarnation, ...] = ()) -> Sight:
+    load = Load(
+        dp_rank=0, running=running, waiting=1, tokens=0, pages_free=1, pages_total=4, pages_quarantined=3
+    )
+    return Sight(
+        role=Role.DECODE, state=state, version="1", uptime_s=1.0, load=load, frontends=list(frontends)
+    )
+
+
+class World:
+    def __init__(self) -> None:
+        self.registry = Listed()
+        self.operator = Operator(self.registry, SECRET, LIMITS, None)  # type: ignore[arg-type]
+        self.leaders: list[Told] = []
+
+    async def add(self, letter: str, ranks: int = 1, role: Role = Role.DECODE) -> InstanceRecord:
+        incarnation = Incarnation(letter * 32)
+        replicas = []
+        for rank in range(ranks):
+            leader = Told(LeaderId(incarnation, rank), role)
+            self.leaders.append(leader)
+            host, port = await leader.node.listen("127.0.0.1", 0)
+            replicas.append(ReplicaRecord(dp_rank=rank, host=host, port=port))
+        record = InstanceRecord(
+            incarnation=incarnation,
+            role=role,
+            model="m",
+            served_model="tiny",
+            context_tokens=9,
+            dp_size=ranks,
+            replicas=replicas,
+        )
+        self.registry.put(*self.registry.there, record)
+        return record
+
+
+def run(test: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        world = World()
+        try:
+            async with asyncio.timeout(30):
+                await test(world)
+            assert not any(world.operator._inboxes.values()), "somebody still waits for an answer"
+        finally:
+            await world.operator.node.close()
+            for leader in world.leaders:
+                await leader.node.close()
+
+    asyncio.run(main())
+
+
+def test_an_instance_is_named_by_enough_digits_of_its_own() -> None:
+    async def test(world: World) -> None:
+        for letter in "ab":
+            await world.add(letter)
+        assert (await world.operator.named("aaaa")).incarnation == "a" * 32
+        assert (await world.operator.named("BBBBB")).incarnation == "b" * 32
+        for short in ("a", "aaa", ""):
+            with pytest.raises(NotFound, match="registered are: aaaaaaaa, bbbbbbbb"):
+                await world.operator.named(short)
+        world.registry.put(*world.registry.there, world.registry.there[0])
+        with pytest.raises(NotFound, match="2 instances begin with aaaa"):
+            await world.operator.named("aaaa")
+
+    run(test)
+
+
+def test_each_leader_is_a_row_and_one_that_refuses_says_so_in_its_own() -> None:
+    async def test(world: World) -> None:
+        await world.add("a", ranks=2)
+        good, bad = world.leaders
+        good.answers[Look] = lambda _: [sight("draining", 5)]
+        bad.answers[Look] = lambda _: [OperationRefused(InvalidRequest("not now").info)]
+        first, second = await world.operator.ps()
+        assert (first.dp_rank, second.dp_rank) == (0, 1)
+        assert first.sight is not None
+        assert (first.sight.state, first.sight.load.running, first.trouble) == ("draining", 5, "")
+        assert (second.sight, second.trouble) == (None, "not now")
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_a_leader_that_is_silent_or_leaves_is_told_apart() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a", ranks=2)
+        silent, leaving = world.leaders
+
+        def leave(_: Look) -> list[OperatorMessage]:
+            leaving.session.close(PeerLost("it leaves"))
+            return []
+
+        leaving.answers[Look] = leave
+        with pytest.raises(PeerLost, match="decode aaaaaaaa dp1 left"):
+            await world.operator._ask(record, record.replicas[1], Look(), lambda _: None, 10.0)
+        with pytest.raises(DeadlineExceeded, match=r"decode aaaaaaaa dp0 did not answer within 1 s"):
+            await world.operator._ask(record, record.replicas[0], Look(), lambda _: None, 1.0)
+        assert len(silent.asked) == 1
+
+    run(test)
+
+
+def test_a_drain_is_over_when_every_leader_is_drained_and_not_before() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a", ranks=2)
+        heard: list[tuple[int, str]] = []
+        news = asyncio.Event()
+
+        def say(where: ReplicaRecord, answer: Sight) -> None:
+            heard.append((where.dp_rank, answer.state))
+            news.set()
+
+        for leader in world.leaders:
+            leader.answers[Steer] = lambda asked: [sight("draining" if asked.draining else "serving")]
+        steering = asyncio.ensure_future(world.operator.steer(record, draining=True, timeout_s=20.0, say=say))
+        for leader in world.leaders:
+            await leader.until(lambda at=leader: at.asked == [Steer(True)])  # type: ignore[misc]
+        first, second = world.leaders
+        first.session.send(sight("drained"))
+        second.session.send(sight("draining"))
+        while len(heard) < 4:
+            news.clear()
+            await news.wait()
+        assert not steering.done()
+        second.session.send(sight("drained"))
+        await steering
+        assert sorted(set(heard)) == [(0, "drained"), (0, "draining"), (1, "drained"), (1, "draining")]
+        await world.operator.steer(record, draining=False, timeout_s=20.0)
+        assert [leader.asked[-1] for leader in world.leaders] == [Steer(False)] * 2
+
+    run(test)
+
+
+def test_a_drain_that_takes_too_long_says_what_is_left_of_the_leader_that_is_late() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a", ranks=2)
+        world.leaders[0].answers[Steer] = lambda _: [sight("drained")]
+        world.leaders[1].answers[Steer] = lambda _: [sight("draining", 6)]
+        with pytest.raises(DeadlineExceeded) as caught:
+            await world.operator.steer(record, draining=True, timeout_s=0.5)
+        assert "decode aaaaaaaa dp1 is draining after 0.5 s: 7 requests are left and 3 pages" in str(
+            caught.value
+        )
+
+    run(test)
+
+
+def switching(world: World, turned: dict[int, list[State]]) -> None:
+    """Leaders that drain at once; told to turn they answer what is given for their rank, or leave."""
+    for rank, leader in enumerate(world.leaders):
+
+        def answer(asked: Switch, rank: int = rank, leader: Told = leader) -> list[OperatorMessage]:
+            if not asked.turn:
+                return [sight("drained")]
+            if turned.get(rank):
+                return [sight(turned[rank].pop(0))]
+            leader.session.send(sight("drained"))  # a word of before, which is no answer to this
+            leader.session.close(PeerLost("it comes back"))
+            return []
+
+        leader.answers[Switch] = answer
+
+
+def test_a_switched_instance_is_told_to_turn_once_all_have_drained_and_is_awaited_in_its_new_role() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a", ranks=2)
+        switching(world, {})
+        after = asyncio.ensure_future(world.operator.switch(record, Role.PREFILL, timeout_s=20.0))
+        for leader in world.leaders:
+            await leader.until(lambda at=leader: len(at.asked) == 2)  # type: ignore[misc]
+            assert leader.asked == [Switch(Role.PREFILL), Switch(Role.PREFILL, turn=True)]
+        for _ in range(2):  # it has looked at the list, and waits for the next one
+            await world.registry.asked.acquire()
+        other = await world.add("c")
+        await world.registry.asked.acquire()
+        new = structs.replace(record, incarnation=successor(record.incarnation, Role.PREFILL))
+        half = structs.replace(new, replicas=new.replicas[:1])
+        world.registry.put(other, half)
+        await world.registry.asked.acquire()
+        assert not after.done(), "another instance, and half of the one that is awaited: neither is it"
+        world.registry.put(other, new)
+        assert await after == new
+        assert [len(leader.asked) for leader in world.leaders[:2]] == [2, 2]
+
+    run(test)
+
+
+def test_a_leader_that_has_work_again_before_it_turns_is_drained_and_told_again() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a")
+        switching(world, {0: ["draining"]})
+        back = structs.replace(
+            record, incarnation=successor(record.incarnation, Role.PREFILL), role=Role.PREFILL
+        )
+        world.registry.put(record, back)
+        found = await world.operator.switch(record, Role.PREFILL, timeout_s=20.0)
+        assert found == back
+        assert [asked.turn for asked in world.leaders[0].asked] == [False, True, False, True]
+
+    run(test)
+
+
+def test_one_that_somebody_has_resumed_does_not_turn() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a")
+        switching(world, {0: ["serving"]})
+        with pytest.raises(InvalidRequest, match="somebody has resumed it"):
+            await world.operator.switch(record, Role.PREFILL, timeout_s=20.0)
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_one_that_does_not_come_back_is_said_so_in_time() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a")
+        switching(world, {})
+        with pytest.raises(DeadlineExceeded, match=r"has drained, but is not back as prefill after 1 s"):
+            await world.operator.switch(record, Role.PREFILL, timeout_s=1.0)
+
+    run(test)
+
+
+def record_of(where: str) -> RequestRecord:
+    return RequestRecord(request_id="r", where=where, began=1.0, seconds=1.0)
+
+
+def test_every_leader_is_asked_for_a_request_and_each_frontend_once_through_one_of_them() -> None:
+    front, silent = Incarnation("f" * 32), Incarnation("e" * 32)
+
+    async def test(world: World) -> None:
+        await world.add("a", ranks=2)
+        await world.add("b", role=Role.PREFILL)
+        first, second, leaving = world.leaders
+        me = world.operator.node.me
+
+        def left(leader: Told) -> list[OperatorMessage]:
+            leader.session.close(PeerLost("it leaves"))
+            return []
+
+        def one(asked: Explain) -> list[OperatorMessage]:
+            noise = Explained([record_of("noise")], me, [front])
+            if asked.frontend is None:
+                # What a frontend has said to an asker is no answer of the leader's own, nor the other way.
+                return [noise, Explained([record_of("decode")], None, [front])]
+            others = [Explained([record_of("noise")], None, [front]), Explained([], me, [silent])]
+            return [*others, Explained([record_of("frontend")], me, [front])]
+
+        def two(asked: Explain) -> list[OperatorMessage]:
+            known = Explained([record_of("decode too")], None, [front, silent])
+            return [known] if asked.frontend is None else left(second)
+
+        first.answers[Explain], second.answers[Explain] = one, two
+        leaving.answers[Explain] = lambda _: left(leaving)
+        life = await world.operator.explain("r")
+        found = sorted(part.record.where for part in life.parts)
+        assert found == ["decode", "decode too", "frontend"]
+        assert [text.split(":")[0] for text in life.silent] == [
+            "prefill bbbbbbbb dp0",
+            f"frontend {silent[:8]}",
+        ]
+        for leader, wanted in ((first, [None, front]), (second, [None, silent])):
+            assert [asked.frontend for asked in leader.asked] == wanted, "once is enough"
+
+    run(test)

@@ -1,0 +1,359 @@
+"""What each half says at its end and after it, what is a proof to it, and what it reports of the bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from handoff_world import leader, pool_spec
+from test_handoff_transitions import CLIENT, PEER_SAYS, PROMPT, Case, kinds
+
+from segue.core.errors import MAX_ERROR_TEXT, ErrorCode, PeerLost, TransferFailed
+from segue.core.limits import Limits
+from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.handoff import events
+from segue.handoff.exchange import Exchange
+from segue.handoff.machine import IllegalEvent
+from segue.handoff.messages import (
+    ChunkPosted,
+    Committed,
+    Destination,
+    Drained,
+    Failed,
+    Gone,
+    HandoffMessage,
+    Moved,
+)
+from segue.layout.spec import PoolSpec
+from segue.sim.engine import lineage_spec
+
+P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
+THIRD = LeaderId(Incarnation("e" * 32))
+
+
+def again(w: Case, role: Role) -> list[str]:
+    """A new session with the same two: what this side says on it by itself."""
+    node, peer = (w.prefill, w.decode) if role is Role.PREFILL else (w.decode, w.prefill)
+    return kinds(w.tell(node, events.PeerUp(peer.me, peer.info)))
+
+
+@pytest.mark.parametrize("over", [True, False], ids=["over", "waits for a proof"])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_failure_is_said_again_on_a_new_session_unless_it_came_from_the_peer(
+    role: Role, over: bool
+) -> None:
+    for by_peer in (True, False):
+        w = Case(one_sided=True)
+        w = w.open() if over else w.in_flight() if role is Role.PREFILL else w.waiting()
+        node, job = (w.prefill, w.s) if role is Role.PREFILL else (w.decode, w.r)
+        other = w.decode if role is Role.PREFILL else w.prefill
+        assert job is not None
+        if by_peer:
+            w.tell(node, events.Received(other.me, Failed(w.transfer, PEER_SAYS)))
+        else:
+            w.abort(node, job)
+        assert (job.releases == 1) is over
+        assert kinds(w.tell(node, events.PeerDown(other.me, PeerLost("cut").info))) == []
+        wanted = [] if by_peer else ["Failed"]
+        if role is Role.DECODE and not over:
+            wanted.append("Abort")
+        assert again(w, role) == wanted
+
+
+@pytest.mark.parametrize("word", [Drained, Gone])
+def test_the_word_of_prefill_is_not_taken_back_by_the_end_of_its_session(word: Any) -> None:
+    w = Case(one_sided=True).waiting()
+    assert w.r is not None
+    w.abort(w.decode, w.r)
+    assert kinds(w.from_prefill(word(w.transfer))) == []
+    assert kinds(w.tell(w.decode, events.PeerDown(w.prefill.me, PeerLost("cut").info))) == []
+    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == ["Release"]
+
+
+def test_a_death_that_is_known_is_not_taken_back_by_a_later_end_of_a_session() -> None:
+    w = Case(one_sided=True).waiting()
+    dead = PeerLost("dead").info
+    w.tell(w.decode, events.PeerDown(w.prefill.me, dead, dead=True))
+    assert kinds(w.tell(w.decode, events.PeerDown(w.prefill.me, dead))) == []
+    assert kinds(w.tell(w.decode, events.FenceDone(w.transfer, 0, False))) == ["Release"]
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_room_that_is_elsewhere_is_told_before_the_end_and_frees_nothing_by_itself(published: bool) -> None:
+    w = Case(one_sided=True)
+    w = w.waiting() if published else w.open()
+    effects = w.from_prefill(Moved(w.transfer, 3))
+    assert effects[0] == events.Redirected(w.transfer, 3)
+    rest = ["Abort", "Fence", "Quarantined"] if published else ["Release"]
+    assert kinds(effects[1:]) == ["FAILED", "Failed", *rest]
+
+
+def test_a_chunk_that_comes_again_and_is_not_what_it_was_ends_the_hand_off() -> None:
+    first = {"span": Span(0, 4), "nbytes": 128, "final": False}
+    for changes in ({"span": Span(0, 5), "nbytes": 160}, {"wire_s": 0.5}, {"checksum": 1}):
+        w = Case().waiting()
+        w.from_prefill(w.chunk(**first))
+        w.from_prefill(w.chunk(sequence=1, span=Span(4, 8), nbytes=128, final=False))
+        assert w.from_prefill(w.chunk(**first)) == []
+        assert kinds(w.from_prefill(w.chunk(**(first | changes))))[0] == "FAILED"
+        assert w.r is not None
+        assert "chunk 0 came where chunk 2 was due" in w.r.errors[0].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "retryable"),
+    [
+        ({"epoch": 2**64}, True),
+        ({"epoch": -1}, True),
+        ({"transport": "another"}, False),
+        ({"prompt_tokens": PROMPT + 1}, False),
+    ],
+)
+def test_what_another_try_could_heal_of_a_wrong_destination_is_said(
+    changes: dict[str, Any], retryable: bool
+) -> None:
+    w = Case()
+    w.s = w.open_sender(w.transfer, PROMPT)
+    w.from_decode(w.destination(**changes))
+    assert w.s is not None
+    assert [(e.code, e.retryable) for e in w.s.errors] == [(ErrorCode.TRANSFER_FAILED, retryable)]
+    assert w.prefill.exchange.transfer_of(w.decode.me, w.destination(**changes).epoch) is None
+
+
+def test_the_largest_epoch_that_there_can_be_is_one() -> None:
+    w = Case()
+    w.s = w.open_sender(w.transfer, PROMPT)
+    assert kinds(w.from_decode(w.destination(epoch=2**64 - 1))) == ["WAITING_FOR_INPUT", "Accepted"]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_an_error_says_of_its_origin_is_kept_and_what_it_leaves_open_is_filled_in(role: Role) -> None:
+    w = Case().waiting()
+    w.now = 7.5
+    node, job = (w.prefill, w.s) if role is Role.PREFILL else (w.decode, w.r)
+    peer = w.decode if role is Role.PREFILL else w.prefill
+    assert job is not None
+    known = TransferFailed("x", origin="elsewhere", phase="COMPUTING").info
+    known = msgspec.structs.replace(known, text="x" * 10_000)  # as of a peer that keeps no limit
+    w.tell(node, events.AbortTransfer(w.transfer, known))
+    [error] = job.errors
+    assert (error.origin, error.phase, error.room) == ("elsewhere", "COMPUTING", w.transfer.room)
+    assert (error.peer, error.elapsed_s) == (f"{peer.role} {peer.me}", 7.5)
+    assert error.text == "x" * MAX_ERROR_TEXT
+
+
+# ---- commits that come too early -------------------------------------------------------------------------
+
+
+def test_a_commit_of_a_cached_prompt_before_its_metadata_was_sent_is_refused() -> None:
+    w = Case().waiting(prefix=PROMPT)
+    assert w.s is not None
+    w.send_chunk(w.s, PROMPT)
+    assert w.sender_state == "ALL_CACHED"
+    w.from_decode(Committed(w.transfer))
+    assert w.s.phases[-1] is KVPoll.FAILED
+    assert "before every write" in w.s.errors[0].text
+
+
+@pytest.mark.parametrize("missing", ["the last chunk", "the landing", "the checksum"])
+def test_a_commit_is_believed_only_after_everything_was_sent_landed_and_announced(missing: str) -> None:
+    w = Case(kv_checksum=ChecksumMode.FULL).waiting()
+    assert w.s is not None
+    w.send_metadata(w.s)
+    w.send_chunk(w.s, PROMPT if missing != "the last chunk" else PROMPT - 1)
+    if missing != "the landing":
+        w.land()
+        w.finish()
+    if missing != "the checksum":
+        w.answer_checksum(w.prefill)
+    w.from_decode(Committed(w.transfer))
+    assert w.s.phases[-1] is KVPoll.FAILED
+    assert "before every write" in w.s.errors[0].text
+
+
+# ---- what is reported of the bytes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", [0, 3])
+def test_both_sides_report_the_bytes_that_landed_and_decode_the_slowest_last_write(prefix: int) -> None:
+    w = Case(ranks=(2, 1)).waiting(prefix)
+    assert w.s is not None
+    for tokens in (5, 5):
+        w.send_chunk(w.s, tokens)
+    w.send_metadata(w.s)
+    for _ in range(4):
+        w.land()
+    # Of two ranks two chunks each: the seconds that the transport took, in order of the posts.
+    posts = [effect for _, effect in w.log if isinstance(effect, events.PostWrite)]
+    for post, seconds in zip(posts, (9.0, 8.0, 0.25, 0.5), strict=True):
+        w.tell(w.prefill, events.WriteLanded(w.transfer, post.rank, post.tag, seconds))
+    w.writes.clear()
+    w.settle()
+    ends = {
+        side.strip(): effect
+        for side, effect in w.log
+        if isinstance(effect, events.Phase) and effect.phase is KVPoll.SUCCESS
+    }
+    nbytes = (PROMPT - prefix) * w.decode.specs[0].shape.token_bytes
+    assert (ends["prefill"].nbytes, ends["decode"].nbytes) == (nbytes, nbytes)
+    assert ends["decode"].wire_s == 0.5, "each rank's last chunk counts"
+
+
+# ---- the tables ------------------------------------------------------------------------------------------
+
+
+def exchange_of(role: Role, spec: PoolSpec, *peers: LeaderId, transport: str = "tcp") -> Exchange:
+    me = P if role is Role.PREFILL else D
+    made = Exchange(role, me, role.value, Limits(), leader(spec), "the exchange's own")
+    for peer in peers:
+        made.handle(events.PeerUp(peer, leader(spec), transport), 0.0)
+    return made
+
+
+def test_an_epoch_belongs_to_its_peer_and_an_open_hand_off_to_the_books() -> None:
+    spec = pool_spec(8, 4)
+    exchange = exchange_of(Role.DECODE, spec, P, THIRD)
+    mine, other = TransferId(1, 0, P, D), TransferId(2, 0, THIRD, D)
+    epochs: dict[TransferId, int] = {}
+    for page, transfer in enumerate((mine, other)):
+        exchange.handle(events.OpenReceiver(transfer, 4, 60.0), 0.0)
+        effects = exchange.handle(events.Publish(transfer, (page,), 0), 0.0)
+        epochs |= {e.transfer: e.epoch for e in effects if isinstance(e, events.Grant)}
+    assert exchange.transfer_of(P, epochs[mine]) == mine
+    assert exchange.transfer_of(D, epochs[mine]) == mine, "decode's ranks pass on under it"
+    assert exchange.transfer_of(THIRD, epochs[mine]) is None, "it is not theirs to write for"
+    assert exchange.transfer_of(P, epochs[mine] + 100) is None
+    assert (exchange.open_transfers(), exchange.peers()) == ([mine, other], {P, THIRD})
+    exchange.handle(events.AbortTransfer(mine, CLIENT), 1.0)
+    assert (exchange.open_transfers(), exchange.peers()) == ([other], {P, THIRD}), "it waits for a proof"
+    assert exchange.transfer_of(P, epochs[mine]) == mine
+    exchange.handle(events.FenceDone(mine, 0, True), 2.0)
+    assert exchange.peers() == {THIRD}
+    assert exchange.transfer_of(P, epochs[mine]) is None
+
+
+def test_an_epoch_of_prefill_is_one_of_the_decode_that_gave_it() -> None:
+    w = Case()
+    w.open_sender(w.transfer, PROMPT)
+    w.from_decode(w.destination(epoch=7))
+    stranger = LeaderId(Incarnation("9" * 32))
+    assert w.prefill.exchange.transfer_of(w.decode.me, 7) == w.transfer
+    assert w.prefill.exchange.transfer_of(stranger, 7) is None
+    # Another decode may give the same number: it is another epoch.
+    w.tell(w.prefill, events.PeerUp(stranger, w.decode.info, "fake"))
+    second = TransferId(99, 0, w.prefill.me, stranger)
+    w.prefill.exchange.handle(events.OpenSender(second, PROMPT, 60.0), w.now)
+    effects = w.prefill.exchange.handle(
+        events.Received(stranger, w.destination(epoch=7, transfer=second)), w.now
+    )
+    assert kinds(effects) == ["WAITING_FOR_INPUT", "Accepted"]
+    assert w.prefill.exchange.transfer_of(stranger, 7) == second
+    assert w.prefill.exchange.transfer_of(w.decode.me, 7) == w.transfer
+
+
+@pytest.mark.parametrize(("chosen", "said"), [("shm", "shm"), ("", "the exchange's own")])
+def test_decode_names_the_transport_that_was_chosen_for_this_peer(chosen: str, said: str) -> None:
+    exchange = exchange_of(Role.DECODE, pool_spec(8, 4), P, transport=chosen)
+    transfer = TransferId(1, 0, P, D)
+    exchange.handle(events.OpenReceiver(transfer, 4, 60.0), 0.0)
+    exchange.handle(events.Publish(transfer, (1,), 0), 5.0)
+    [sent] = exchange.handle(events.Granted(transfer, 0), 5.0)
+    assert isinstance(sent, events.Send)
+    assert isinstance(sent.message, Destination)
+    assert (sent.message.transport, sent.message.budget_s) == (said, 55.0)
+
+
+def test_all_deadlines_that_have_passed_end_with_one_tick_and_each_by_its_own() -> None:
+    exchange = exchange_of(Role.DECODE, pool_spec(8, 4), P)
+    transfers = [TransferId(room, 0, P, D) for room in range(1, 5)]
+    for transfer, deadline in zip(transfers, (3.0, 5.0, 5.0, 5.5), strict=True):
+        exchange.handle(events.OpenReceiver(transfer, 4, deadline), 0.0)
+    effects = exchange.handle(events.Tick(), 5.0)
+    ended = [e.transfer for e in effects if isinstance(e, events.Phase) and e.phase is KVPoll.FAILED]
+    assert ended == transfers[:3]
+    assert exchange.phase(transfers[3]) is KVPoll.WAITING_FOR_INPUT
+    assert exchange.handle(events.Tick(), 5.4) == []
+    assert exchange.open_transfers() == transfers[3:]
+
+
+# ---- a model that keeps a state --------------------------------------------------------------------------
+
+
+class StatePair:
+    """One hand-off of ten tokens of a model with a state, between two exchanges and no network."""
+
+    def __init__(self, mode: ChecksumMode = ChecksumMode.FULL) -> None:
+        spec = lineage_spec(8, 4, slots=3)
+        self.transfer = TransferId(1, 0, P, D)
+        self.prefill = Exchange(Role.PREFILL, P, "prefill", Limits(), leader(spec), "tcp", mode)
+        self.decode = Exchange(Role.DECODE, D, "decode", Limits(), leader(spec), "tcp", mode)
+        self.prefill.handle(events.PeerUp(D, leader(spec)), 0.0)
+        self.decode.handle(events.PeerUp(P, leader(spec)), 0.0)
+        self.prefill.handle(events.OpenSender(self.transfer, PROMPT, 60.0), 0.0)
+        self.decode.handle(events.OpenReceiver(self.transfer, PROMPT, 60.0), 0.0)
+        self.decode.handle(events.Publish(self.transfer, (1, 2, 3), 0, 2), 0.0)
+        [sent] = self.decode.handle(events.Granted(self.transfer, 0), 0.0)
+        assert isinstance(sent, events.Send)
+        assert isinstance(sent.message, Destination)
+        assert sent.message.slot == 2
+        self.prefill.handle(events.Received(D, sent.message), 0.0)
+
+    def chunk(self, start: int, end: int, slot: int | None) -> list[events.Effect]:
+        return self.prefill.handle(events.SendChunk(self.transfer, Span(start, end), (4, 5, 6), slot), 0.0)
+
+    def of(self, effects: list[events.Effect], kind: type[Any]) -> Any:
+        [found] = [effect for effect in effects if isinstance(effect, kind)]
+        return found
+
+    def heard(self, message: HandoffMessage) -> list[events.Effect]:
+        return self.decode.handle(events.Received(P, message), 0.0)
+
+
+def test_the_state_is_written_hashed_and_verified_with_the_last_chunk_alone() -> None:
+    pair = StatePair()
+    posted: list[ChunkPosted] = []
+    for start, end in ((0, 6), (6, PROMPT)):
+        final = end == PROMPT
+        effects = pair.chunk(start, end, 1)
+        write = pair.of(effects, events.PostWrite)
+        size = lineage_spec(8, 4, slots=3).shape
+        nbytes = (end - start) * size.token_bytes + (size.state_bytes if final else 0)
+        assert sum(block.nbytes for block in write.blocks) == nbytes
+        asked = pair.of(effects, events.ComputeChecksum)
+        assert (asked.content.state is not None) is final
+        pair.prefill.handle(events.WriteLanded(pair.transfer, 0, write.tag, 0.1), 0.0)
+        [sent] = pair.prefill.handle(events.ChecksumReady(pair.transfer, 0, asked.tag, 5), 0.0)
+        assert isinstance(sent, events.Send)
+        assert isinstance(sent.message, ChunkPosted)
+        assert (sent.message.nbytes, sent.message.final) == (nbytes, final)
+        posted.append(sent.message)
+        verified = pair.of(pair.heard(sent.message), events.ComputeChecksum)
+        assert (verified.content.state is not None) is final
+
+
+def test_a_last_chunk_without_the_state_that_decode_waits_for_is_the_engine_s_mistake() -> None:
+    pair = StatePair()
+    pair.chunk(0, 6, None)  # before the last chunk it is nobody's concern
+    with pytest.raises(IllegalEvent, match="slot None of the source for slot 2"):
+        pair.chunk(6, PROMPT, None)
+    assert pair.prefill.phase(pair.transfer) is KVPoll.TRANSFERRING
+    pair.of(pair.chunk(6, PROMPT, 0), events.PostWrite)
+
+
+def test_a_slot_where_decode_waits_for_none_is_the_engine_s_mistake() -> None:
+    w = Case().waiting()
+    with pytest.raises(IllegalEvent, match="slot 1 of the source for slot None"):
+        w.prefill.exchange.handle(events.SendChunk(w.transfer, Span(0, PROMPT), (0, 1, 2), 1), 0.0)
+
+
+@pytest.mark.parametrize("slot", [-1, 3, None])
+def test_a_destination_with_a_slot_that_decode_does_not_have_is_refused(slot: int | None) -> None:
+    spec = lineage_spec(8, 4, slots=3)
+    exchange = exchange_of(Role.DECODE, spec, P)
+    transfer = TransferId(1, 0, P, D)
+    exchange.handle(events.OpenReceiver(transfer, 4, 60.0), 0.0)
+    with pytest.raises(IllegalEvent, match="in a pool of 3 slots"):
+        exchange.handle(events.Publish(transfer, (1,), 0, slot), 0.0)
+    assert exchange.phase(transfer) is KVPoll.WAITING_FOR_INPUT
+    exchange.handle(events.Publish(transfer, (1,), 0, 2), 0.0)

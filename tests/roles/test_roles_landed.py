@@ -1,0 +1,455 @@
+"""What follows a hand-off at decode, and what each half asks of its own: budgets, hints, ranks, credits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+from pair import FRONT, VOCAB, Node, Pair
+from test_local_prompts import at_decode
+from test_retained_prompts import ask, decode_dies, hold, until_computed
+
+from segue.core.control import Submit
+from segue.core.errors import AbortedByClient, ErrorCode, MetadataMismatch
+from segue.core.request import RankHints, Request, SamplingParams, Ticket
+from segue.core.types import OPEN_RANK, KVPoll, LeaderId, TransferId
+from segue.handoff import events
+from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
+from segue.handoff.messages import Drained, Gone, Metadata
+from segue.roles.decode import DecodeScheduler
+from segue.roles.local_prompts import LocalPrompts
+from segue.roles.request_state import first_usage
+from segue.sim.engine import reference
+
+LEFT = AbortedByClient("left").info
+
+
+def decode_of(pair: Pair) -> DecodeScheduler:
+    assert isinstance(pair.decode.scheduler, DecodeScheduler)
+    return pair.decode.scheduler
+
+
+class Posted:
+    """Notes what a node's handles say to the protocol."""
+
+    def __init__(self, node: Node) -> None:
+        self.events: list[Any] = []
+        normal = node.post
+
+        def post(*batch: events.Event) -> None:
+            self.events += batch
+            normal(*(e for e in batch if not isinstance(e, events.AnnounceRoom)))
+
+        node.post = post  # type: ignore[method-assign]
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+# ---- what came is looked at ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "retryable"),
+    [
+        ({"first_token": VOCAB}, True),
+        ({"first_token": -1}, True),
+        ({"prompt_hash": 5}, False),
+    ],
+)
+def test_what_prefill_says_of_the_first_token_and_the_prompt_is_compared_and_nothing_is_given_to_the_client(
+    changes: dict[str, int], retryable: bool
+) -> None:
+    pair = Pair()
+
+    def lie(effect: events.Effect) -> bool:
+        if not isinstance(effect, events.Send) or not isinstance(effect.message, Metadata):
+            return False
+        pair.lose = lambda _effect: False
+        said = structs.replace(effect.message, **changes)
+        pair.decode.post(events.Received(pair.prefill.me, said))
+        return True
+
+    pair.lose = lie
+    pair.submit("r", list(range(9)), 3)
+    pair.run()
+    [error] = [out.error for out in pair.outputs["r"] if out.error is not None]
+    assert (error.code, error.retryable) == (ErrorCode.METADATA_MISMATCH, retryable)
+    assert pair.tokens("r") == []
+    assert len(decode_of(pair).cache.tree.match(list(range(9))).pages) == 0, "nobody else gets these pages"
+    pair.assert_at_rest()
+
+
+def test_an_end_without_metadata_or_reason_is_a_bug_of_that_request() -> None:
+    pair = Pair()
+    for name in ("success", "failed"):
+        pair.submit(name, list(range(9)), 3, to=(False, True))
+    first, second = decode_of(pair).table
+    pair.decode.scheduler.on_change(events.Phase(first, KVPoll.SUCCESS), 0.0)
+    pair.decode.scheduler.on_change(events.Phase(second, KVPoll.FAILED), 0.0)
+    pair.run()
+    assert (pair.errors("success"), pair.errors("failed")) == (["INTERNAL"], ["INTERNAL"])
+    pair.assert_at_rest()
+
+
+def test_a_hand_off_that_lands_after_its_client_has_left_gives_nothing_and_keeps_nothing() -> None:
+    pair = Pair()
+    held: list[events.Effect] = []
+
+    def late(effect: events.Effect) -> bool:
+        if isinstance(effect, events.Phase | events.Release) and effect.transfer.decode == pair.decode.me:
+            if isinstance(effect, events.Phase) and effect.phase is KVPoll.SUCCESS and effect.metadata:
+                held.append(effect)
+                return True
+            if held and isinstance(effect, events.Release) and len(held) == 1:
+                held.append(effect)
+                return True
+        return False
+
+    pair.lose = late
+    pair.submit("r", list(range(9)), 3)
+    pair.run()
+    assert [type(effect) for effect in held] == [events.Phase, events.Release]
+    pair.decode.scheduler.cancel(FRONT, "r", LEFT, 0.0)
+    pair.lose = lambda _effect: False
+    for effect in held:
+        pair.decode.changed(effect)  # type: ignore[arg-type]
+    pair.run()
+    assert "r" not in pair.outputs
+    assert len(decode_of(pair).batch) == 0
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decode", "prefill", "expected"),
+    [
+        (10, 0, 0, (0, 0, 10)),
+        (10, 4, 0, (0, 0, 10)),
+        (10, 0, 4, (0, 4, 6)),
+        (10, 4, 8, (4, 4, 2)),
+        (10, 8, 4, (4, 0, 6)),
+        (10, 12, 12, (10, 0, 0)),
+        (10, 4, 16, (4, 6, 0)),
+    ],
+)
+def test_where_each_token_s_kv_came_from_adds_up(
+    prompt: int, decode: int, prefill: int, expected: tuple[int, int, int]
+) -> None:
+    """What decode had and prefill computed all the same was computed."""
+    usage = first_usage(prompt, decode, prefill)
+    assert usage.prompt_tokens == prompt
+    assert (usage.decode_cached, usage.prefill_cached, usage.computed) == expected
+
+
+def test_a_prefix_that_has_landed_serves_the_next_request_while_the_first_still_generates() -> None:
+    pair = Pair()
+    pair.submit("first", list(range(20)), 40)
+    while len(decode_of(pair).batch.running) < 1:
+        pair.pump()
+        pair.prefill.turn()
+        pair.decode.turn()
+    pair.submit("second", [*range(20), 7], 1)
+    pair.run()
+    usage = pair.outputs["second"][0].usage
+    assert usage is not None
+    assert usage.decode_cached == 20
+    assert len(pair.tokens("first")) == 40
+    pair.assert_at_rest()
+
+
+def test_what_a_hand_off_adds_is_counted_without_what_prefill_took_for_the_prompt() -> None:
+    pair = Pair()
+    waits: list[float] = []
+
+    class Noted(LocalPrompts):
+        def handed_over(self, wait_s: float) -> None:
+            waits.append(wait_s)
+
+    decode_of(pair).local = Noted(0)
+    pair.submit("r", list(range(9)), 1)
+    pair.pump()
+    pair.clock.advance(1.0)
+    pair.decode.turn()
+    pair.pump()  # prefill knows where to write: its queue begins
+    pair.clock.advance(2.0)
+    steps = pair.prefill.scheduler.plan(pair.clock.now())  # and its forward
+    pair.clock.advance(4.0)
+    pair.prefill.scheduler.launched(steps)
+    results = pair.prefill.engine.collect(
+        pair.prefill.engine.launch(steps, pair.prefill.scheduler.stored, lambda: None)
+    )
+    pair.prefill.scheduler.complete(results, pair.clock.now())
+    pair.clock.advance(0.5)
+    pair.run()
+    assert waits == [1.5], "of 7.5 s prefill's queue took 2 and its forward 4"
+    pair.submit("again", list(range(9)), 1)
+    pair.run()
+    assert waits[1:] == [0.0]
+
+
+# ---- what each half asks for ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hints", [RankHints(), RankHints(disagg_prefill_dp_rank=2), RankHints(force_query_prefill_dp_rank=True)]
+)
+def test_both_halves_wait_no_longer_than_the_request_has_and_decode_passes_the_client_s_hints_on(
+    hints: RankHints,
+) -> None:
+    pair = Pair()
+    posted = {node: Posted(node) for node in (pair.prefill, pair.decode)}
+    pair.clock.advance(5.0)
+    ticket = Ticket(room=9, attempt=0, prefill=pair.prefill.me, decode=pair.decode.me, budget_s=30.0)
+    request = Request(request_id="r", prompt=[1, 2, 3], sampling=SamplingParams(), output=[4], ranks=hints)
+    for node in posted:
+        node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    [sender] = posted[pair.prefill].of(events.OpenSender)
+    [receiver] = posted[pair.decode].of(events.OpenReceiver)
+    for opened in (sender, receiver):
+        assert (opened.prompt_tokens, opened.deadline) == (4, 35.0)
+    assert (receiver.hint, receiver.force_query) == (
+        hints.disagg_prefill_dp_rank,
+        hints.force_query_prefill_dp_rank,
+    )
+
+
+PLAIN, FOLLOWS = DpRanks(size=4), DpRanks(size=4, load_balance=FOLLOW_BOOTSTRAP_ROOM)
+FORCED = structs.replace(FOLLOWS, force_query=True)
+OURS, ANOTHER = 100, 101  # rooms that name DP rank 0, which is asked, and rank 1
+
+
+@pytest.mark.parametrize(
+    ("dp", "named", "room", "hints", "announced", "conflict"),
+    [
+        (DpRanks(), OPEN_RANK, ANOTHER, {}, False, False),
+        (PLAIN, OPEN_RANK, OURS, {}, True, False),
+        (PLAIN, OPEN_RANK, ANOTHER, {"disagg_prefill_dp_rank": 0}, False, False),
+        (PLAIN, OPEN_RANK, OURS, {"disagg_prefill_dp_rank": 2}, True, True),
+        (PLAIN, 0, ANOTHER, {}, False, False),
+        (FOLLOWS, OPEN_RANK, OURS, {}, False, False),
+        (FOLLOWS, OPEN_RANK, ANOTHER, {}, True, True),
+        (FOLLOWS, OPEN_RANK, OURS, {"force_query_prefill_dp_rank": True}, True, False),
+        (FORCED, OPEN_RANK, OURS, {}, True, False),
+        (FOLLOWS, 0, OURS, {}, False, False),
+        (FOLLOWS, 0, ANOTHER, {}, False, True),
+    ],
+)
+@pytest.mark.parametrize("rule", [REDIRECT, FAIL])
+def test_prefill_registers_a_room_that_decode_cannot_infer_and_ends_a_conflict_only_where_it_is_told_to(
+    dp: DpRanks, named: int, room: int, hints: dict[str, Any], announced: bool, conflict: bool, rule: str
+) -> None:
+    pair = Pair()
+    node = pair.prefill
+    node.scheduler.config = replace(node.scheduler.config, dp=structs.replace(dp, on_conflict=rule))
+    pair.clock.advance(5.0)
+    posted = Posted(node)
+    prefill = LeaderId(node.me.incarnation, named)
+    ticket = Ticket(room=room, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=30.0)
+    request = Request(request_id="r", prompt=[1, 2], sampling=SamplingParams(), ranks=RankHints(**hints))
+    node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    name = TransferId(room, 0, node.me, pair.decode.me)
+    assert [event.transfer for event in posted.of(events.OpenSender)] == [name]
+    announcements = [(event.transfer, event.ttl_s) for event in posted.of(events.AnnounceRoom)]
+    assert announcements == ([(name, 30.0)] if announced else [])
+    errors = [out.error.code for _, out in node.scheduler.outbox if out.error is not None]
+    assert errors == ([ErrorCode.DP_RANK_CONFLICT] if conflict and rule == FAIL else [])
+    assert [event.transfer for event in posted.of(events.AbortTransfer)] == [name] * len(errors)
+    pair.pump()
+    if errors:
+        pair.assert_at_rest()
+
+
+def test_a_hint_that_names_no_rank_of_ours_is_refused_before_anything_is_opened() -> None:
+    pair = Pair()
+    node = pair.prefill
+    node.scheduler.config = replace(node.scheduler.config, dp=PLAIN)
+    prefill = LeaderId(node.me.incarnation, OPEN_RANK)
+    ticket = Ticket(room=OURS, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=30.0)
+    hints = RankHints(disagg_prefill_dp_rank=4)
+    request = Request(request_id="r", prompt=[1, 2], sampling=SamplingParams(), ranks=hints)
+    node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    pair.pump()
+    assert pair.errors("r") == ["DP_RANK_OUT_OF_RANGE"]
+    assert not node.handles
+    pair.assert_at_rest()
+
+
+# ---- who may be given pages -------------------------------------------------------------------------
+
+
+def drive(pair: Pair) -> None:
+    """Decode alone takes steps."""
+    for _ in range(20):
+        pair.pump()
+        pair.decode.turn()
+
+
+def test_what_waits_in_quarantine_takes_no_credits_from_those_who_may_still_be_served() -> None:
+    """Two hand-offs of this prefill whose proof never comes: the third goes on."""
+    pair = Pair(decode_pages=16)
+    pair.fences_proven = False
+    pair.lose = lambda e: isinstance(e, events.Send) and isinstance(e.message, Drained | Gone)
+    for name in ("a", "b"):
+        pair.submit(name, list(range(9)), 2)
+    drive(pair)
+    for name in ("a", "b"):
+        for node in (pair.decode, pair.prefill):
+            node.scheduler.cancel(FRONT, name, LEFT, 0.0)
+    pair.run()
+    assert pair.decode.pool.quarantined == 6
+    sampling = pair.submit("c", list(range(50, 59)), 2)
+    pair.run()
+    assert pair.tokens("c") == reference(list(range(50, 59)), sampling, VOCAB, 2)
+    for transfer in list(decode_of(pair).table):
+        pair.decode.post(events.Received(pair.prefill.me, Drained(transfer)))
+    pair.run()
+    pair.assert_at_rest()
+
+
+def test_a_room_whose_pages_wait_for_a_proof_is_in_use_though_its_ticket_is_forgotten() -> None:
+    pair = Pair()
+    pair.fences_proven = False
+    pair.lose = lambda e: isinstance(e, events.Send) and isinstance(e.message, Drained | Gone)
+    pair.submit("r", list(range(9)), 2, budget_s=5.0)
+    drive(pair)
+    pair.clock.advance(5.0)
+    pair.run()
+    assert pair.decode.pool.quarantined == 3
+    [transfer] = decode_of(pair).table
+    pair.rooms -= 1
+    pair.submit("again", list(range(9)), 2, to=(False, True))
+    pair.pump()
+    assert pair.errors("again") == ["INVALID_REQUEST"]
+    assert pair.decode.pool.quarantined == 3
+    pair.decode.post(events.Received(pair.prefill.me, Drained(transfer)))
+    pair.run()
+    pair.assert_at_rest()
+
+
+def test_pages_that_decode_has_cached_take_no_credits() -> None:
+    pair = Pair(prefill_pages=256, decode_pages=64)
+    prefix = list(range(40))
+    pair.submit("first", prefix, 1)
+    pair.run()
+    for n in range(9):
+        pair.submit(f"r{n}", [*prefix, 100 + n], 1)
+    drive(pair)
+    # 11 pages each, of which 10 are shared: one of their own, and 16 may be reserved ahead.
+    assert decode_of(pair).sizes()["preallocation"] == 0
+    pair.run()
+    pair.assert_at_rest()
+
+
+def test_a_prompt_at_decode_that_came_later_holds_no_earlier_hand_off_up() -> None:
+    pair = Pair(decode_pages=16)
+    pair.part()
+    pair.pump()
+    pair.submit("first", [1, 2], 1)
+    held = pair.decode.pool.allocate(14)
+    at_decode(pair, "large", list(range(40)), 1)
+    pair.decode.turn()
+    assert decode_of(pair).queue.short is not None
+    pair.join()
+    pair.run()
+    assert set(pair.outputs) == {"first"}
+    pair.decode.pool.release(held)
+    pair.run()
+    assert set(pair.outputs) == {"first", "large"}
+    pair.assert_at_rest()
+
+
+def test_a_hand_off_that_lacks_pages_and_came_later_holds_no_earlier_prompt_at_decode_up() -> None:
+    """Nor does one that has ended hold up anybody."""
+    pair = Pair(decode_pages=16)
+    held = pair.decode.pool.allocate(11)
+    at_decode(pair, "first", list(range(16)), 1)
+    pair.submit("large", list(range(100, 140)), 1)
+    pair.run()
+    assert set(pair.outputs) == {"first"}
+    at_decode(pair, "next", [5, 6], 1)
+    pair.run()
+    assert set(pair.outputs) == {"first"}, "the large one came before it"
+    for node in (pair.decode, pair.prefill):
+        node.scheduler.cancel(FRONT, "large", LEFT, 0.0)
+    pair.run()
+    assert set(pair.outputs) == {"first", "next"}
+    pair.decode.pool.release(held)
+    pair.assert_at_rest()
+
+
+def test_hand_offs_leave_a_page_to_grow_to_a_prompt_that_decode_computes() -> None:
+    pair = Pair(decode_pages=8)
+    wanted = at_decode(pair, "here", list(range(20)), 4)
+    pair.decode.turn()
+    assert len(decode_of(pair).queue.running) == 1, "five pages, and the sixth is for its answer"
+    prompt = list(range(50, 61))  # three pages, as many as are free
+    sampling = pair.submit("there", prompt, 1)
+    pair.run()
+    assert decode_of(pair).batch.retractions == 0
+    assert pair.tokens("here") == wanted
+    assert pair.tokens("there") == reference(prompt, sampling, VOCAB, 1)
+    pair.assert_at_rest()
+
+
+def test_who_waits_for_a_place_in_the_batch_gives_its_pages_up_before_anybody_who_runs() -> None:
+    pair = Pair(decode_pages=7, max_batch=1)
+    sampling = {name: pair.submit(name, [ord(name)] * 4, 20) for name in "ab"}
+    generation = decode_of(pair).batch
+    seen = False
+    for _ in range(60):
+        pair.pump()
+        pair.prefill.turn()
+        pair.decode.turn()
+        if generation.retracted:
+            assert [state.request.request_id for state, _ in generation.retracted] == ["b"]
+            assert [state.request.request_id for state in generation.running] in (["a"], [])
+            seen = True
+    assert seen
+    pair.run()
+    for name, how in sampling.items():
+        assert pair.tokens(name) == reference([ord(name)] * 4, how, VOCAB, 20)
+    pair.assert_at_rest()
+
+
+# ---- what prefill keeps -----------------------------------------------------------------------------
+
+
+def test_what_was_in_doubt_for_its_metadata_is_computed_again() -> None:
+    pair, prompt = Pair(), list(range(18))
+    pair.lose = hold(Metadata)
+    ask(pair, "first", prompt)
+    until_computed(pair, 18)
+    pair.pump()
+    for node in (pair.prefill, pair.decode):
+        node.scheduler.cancel(FRONT, "first", MetadataMismatch("a doubt").info, 0.0)
+    pair.lose = lambda _effect: False
+    pair.run()
+    assert len(pair.prefill.scheduler.retained) == 0  # type: ignore[attr-defined]
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert pair.tokens("again") == wanted
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole_and_not_kept() -> None:
+    pair, prompt = Pair(), list(range(18))
+    ask(pair, "before", prompt)
+    pair.run()
+    computed = pair.prefill.engine.computed_tokens
+    pair.lose = hold(Metadata)
+    pair.rooms += 1
+    ticket = Ticket(
+        room=pair.rooms, attempt=0, prefill=pair.prefill.me, decode=pair.decode.me, budget_s=100.0
+    )
+    sampling = SamplingParams(max_tokens=3, seed=5, prompt_logprobs=1)
+    for node in (pair.prefill, pair.decode):
+        request = Request(request_id="r", prompt=prompt, sampling=sampling)
+        node.scheduler.submit(FRONT, Submit(request, ticket), 0.0)
+    until_computed(pair, computed + 18)
+    [state] = pair.prefill.scheduler.admission.requests.values()
+    assert len(state.prompt_logprobs) == 18, "nothing of it was taken from the cache"
+    assert state.cached == 0
+    decode_dies(pair)
+    assert len(pair.prefill.scheduler.retained) == 0  # type: ignore[attr-defined]
+    pair.assert_at_rest()

@@ -1,0 +1,311 @@
+"""Single children of a process tree: their lines, their reports, their end; shell scripts without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import select
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from segue.core.types import Role
+from segue.serve import children as module
+from segue.serve import lifeline as lifeline_module
+from segue.serve import process_tree
+from segue.serve.children import LAST_LINES, Child, ChildSpec, Console
+from segue.serve.lifeline import Lifeline, Ready
+from segue.serve.process_tree import THREAD_VARIABLES, ProcessTree, ServeResult, lifeline
+
+#: Says `$1` over the pipe of reports.
+REPORT = "say() { eval \"echo '$1' >&$fd\"; }; fd=${1#--report-fd=}; "
+READY = REPORT + 'say \'{"type":"Ready","url":"http://x:1"}\'; '
+
+
+class Out(io.StringIO):
+    """A terminal that stops after its first line until `go_on`, or that nobody reads any more."""
+
+    def __init__(self, *, gone: bool = False, tty: bool = False) -> None:
+        super().__init__()
+        self.asked, self.go_on = threading.Event(), threading.Event()
+        self.gone, self.tty = gone, tty
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str) -> int:
+        self.asked.set()
+        assert self.go_on.wait(30)
+        if self.gone:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+# ---- the console -------------------------------------------------------------------------------------
+
+
+def test_a_terminal_that_stands_still_stops_nobody_and_what_was_left_out_is_counted() -> None:
+    out = Out()
+    console = Console(out, limit=2)
+    console.line("one", "first")
+    assert out.asked.wait(30)
+    for number in range(5):  # two wait, and three are too many
+        console.line("one", f"line {number}")
+    assert console.dropped == 3
+    out.go_on.set()
+    while out.getvalue().count("\n") < 3:
+        pass
+    console.close()
+    assert out.getvalue().splitlines() == [
+        "one        | first",
+        "one        | line 0",
+        "one        | line 1",
+        "serve      | event=log_lines_dropped count=3",
+    ]
+
+
+def test_a_terminal_that_is_gone_ends_the_writer_and_not_the_service() -> None:
+    out = Out(gone=True)
+    out.go_on.set()
+    console = Console(out, limit=2)
+    console.line("one", "first")
+    console._thread.join(30)
+    assert not console._thread.is_alive()
+    for _ in range(3):
+        console.line("one", "nobody reads it")
+    console.close(0.0)
+    assert console.dropped >= 1
+
+
+def test_on_a_terminal_each_child_has_a_colour_of_its_own_and_keeps_it() -> None:
+    out = Out(tty=True)
+    out.go_on.set()
+    console = Console(out)
+    for name in ("one", "two", "one"):
+        console.line(name, "text")
+    console.close()
+    first, second, third = out.getvalue().splitlines()
+    assert first == third
+    assert first.partition("one")[0] != second.partition("two")[0]
+    assert all(line.startswith("\x1b[") and line.endswith("\x1b[0mtext") for line in (first, second))
+
+
+# ---- a child -----------------------------------------------------------------------------------------
+
+
+def script(text: str, name: str = "child") -> ChildSpec:
+    return ChildSpec(name, Role.DECODE, ["/bin/bash", "-c", text], {"PATH": os.environ["PATH"]})
+
+
+def run(text: str, look: Callable[[Child], Awaitable[None]] | None = None) -> tuple[Child, list[str]]:
+    """A child with this script, looked at while it runs; with the lines that were written of it."""
+    out = io.StringIO()
+
+    async def main() -> Child:
+        console = Console(out)
+        with lifeline() as fd:
+            child = await Child.start(script(text), console, fd)
+            try:
+                async with asyncio.timeout(30):
+                    if look is not None:
+                        await look(child)
+                    await child.exited
+            finally:
+                if child.process.returncode is None:
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                child.listens.cancel()
+                await asyncio.gather(child.listens, return_exceptions=True)
+        console.close()
+        return child
+
+    child = asyncio.run(main())
+    return child, [line.partition("| ")[2] for line in out.getvalue().splitlines()]
+
+
+def test_lines_are_passed_on_whole_bounded_and_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 8)
+    child, lines = run(r"printf 'a\r\nb\377c\n\n0123456789abcdef0123\nthe end'")
+    assert lines[:3] == ["a", "b\ufffdc", ""]
+    assert "".join(lines[3:-1]) == "0123456789abcdef0123the end"[: -len(lines[-1])]
+    assert lines[-1] == "the end", "the last line has no end of its own"
+    assert all(len(line) < 16 for line in lines), "one endless line is not kept until it ends"
+    assert list(child.last_lines) == lines
+    assert child.exit_text() == "exit status 0"
+
+
+def test_of_a_child_that_says_much_the_last_lines_are_kept() -> None:
+    child, lines = run(f"i=0; while [ $i -lt {LAST_LINES + 5} ]; do echo $i; i=$((i+1)); done")
+    assert list(child.last_lines) == [str(number) for number in range(5, LAST_LINES + 5)]
+    assert len(lines) == LAST_LINES + 5
+
+
+def test_a_grandchild_that_keeps_the_output_open_does_not_hide_the_end_of_the_child() -> None:
+    child, lines = run("sleep 60 & echo $!; exit 3")
+    try:
+        assert child.exit_text() == "exit status 3"
+        assert len(lines) == 1
+    finally:
+        os.kill(int(lines[0]), signal.SIGKILL)
+
+
+def test_a_kill_takes_what_the_child_has_started_along_and_another_signal_does_not() -> None:
+    fds: list[int] = []
+
+    async def look(child: Child) -> None:
+        while not child.last_lines:  # noqa: ASYNC110  nobody is told
+            await asyncio.sleep(0.01)
+        fds.append(os.pidfd_open(int(child.last_lines[0])))
+        child.signal(signal.SIGCONT)
+        assert not select.select(fds, [], [], 0)[0]
+        child.signal(signal.SIGKILL)
+        await child.exited
+        child.signal(signal.SIGKILL)  # it has ended
+
+    child, _ = run("sleep 60 & echo $!; wait", look)
+    assert select.select(fds, [], [], 30)[0], "a grandchild outlives the kill"
+    os.close(fds[0])
+    assert child.exit_text() == "signal 9 (SIGKILL)"
+    assert not child.alive
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert run("kill -s 40 $$; sleep 60")[0].exit_text() == "signal 40 (unknown)"
+
+
+@pytest.mark.parametrize(
+    ("says", "first"),
+    [
+        (READY, Ready("http://x:1")),
+        (READY + 'say \'{"type":"Ready","role":"prefill"}\';', Ready("http://x:1")),
+        (REPORT + "say nonsense;" + READY, None),
+        (REPORT + "say \"$(head -c 20000 /dev/zero | tr '\\0' x)\";" + READY, None),
+        ("", None),
+    ],
+    ids=["ready", "and later switched", "nonsense", "endless", "nothing"],
+)
+def test_the_first_report_counts_and_what_is_none_ends_them(says: str, first: Ready | None) -> None:
+    async def look(child: Child) -> None:
+        assert await child.report == first
+        await child.listens
+
+    child, _ = run(says + "exit 0", look)
+    assert child.role is (Role.PREFILL if "role" in says else Role.DECODE)
+    assert child.name == ("child-as-prefill" if "role" in says else "child")
+
+
+def test_a_child_that_cannot_be_started_leaves_no_descriptor() -> None:
+    async def main() -> None:
+        before = os.listdir("/proc/self/fd")
+        spec = ChildSpec("x", Role.DECODE, ["/no/such/program"], {})
+        with pytest.raises(FileNotFoundError):
+            await Child.start(spec, console, 0)
+        assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+    console = Console(io.StringIO())
+    asyncio.run(main())
+    console.close()
+
+
+# ---- their tree --------------------------------------------------------------------------------------
+
+
+class Tree(ProcessTree):
+    """Children of shell scripts; `then` is what is done once all are ready."""
+
+    def __init__(self, then: Callable[[Tree], None], **options: Any) -> None:
+        super().__init__(5.0, console=Console(io.StringIO()), **options)
+        self.then = then
+        self.urls: list[tuple[Role, str]] = []
+
+    def ready(self, urls: Sequence[tuple[Role, str]]) -> None:
+        self.urls = list(urls)
+        self.then(self)
+
+
+def keep(*scripts: str, then: Callable[[Tree], None] = lambda tree: tree.stop()) -> tuple[Tree, ServeResult]:
+    async def main() -> tuple[Tree, ServeResult]:
+        tree = Tree(then)
+        with lifeline() as fd:
+            async with asyncio.timeout(60):
+                return tree, await tree.keep([script(text, f"c{n}") for n, text in enumerate(scripts)], fd)
+
+    tree, result = asyncio.run(main())
+    assert not any(child.alive for child in tree.children)
+    return tree, result
+
+
+def test_a_child_that_ends_by_the_very_signal_that_asks_it_to_leave_has_left_well() -> None:
+    """It had no time to say how it wants to hear of it: it was still loading."""
+    tree, result = keep(READY + "exec sleep 60", "trap 'kill $!; exit 0' TERM;" + READY + "sleep 60 & wait")
+    assert result == ServeResult(0)
+    assert tree.urls == [(Role.DECODE, "http://x:1")] * 2
+    assert tree.children[0].exit_text() == "signal 15 (SIGTERM)"
+
+
+def test_a_child_that_ends_by_another_signal_when_asked_to_leave_has_not() -> None:
+    _, result = keep("trap 'kill $!; kill -s KILL $$' TERM;" + READY + "sleep 60 & wait")
+    assert result.status == 1
+
+
+def test_a_child_that_lives_and_closes_its_reports_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_tree, "ABORT_S", 0.2)
+    _, result = keep(READY + "exec sleep 60", 'eval "exec ${1#--report-fd=}>&-"; exec sleep 60')
+    assert result == ServeResult(1, "c1 closed its report pipe without a report")
+
+
+def test_a_child_that_says_nothing_and_ends_is_told_by_how_it_ended() -> None:
+    _, result = keep("exit 7")
+    assert result == ServeResult(1, "c0 ended during the start with exit status 7: it wrote nothing")
+
+
+def test_the_settings_of_the_parent_are_not_those_of_a_child() -> None:
+    async def main() -> ChildSpec:
+        environ = {"SEGUE_PORT": "9", "PATH": "/bin", "OMP_NUM_THREADS": "64", "HOME": "/root"}
+        tree = Tree(lambda _: None, environ=environ)
+        return tree.spec("x", Role.DECODE, ["x"], 3, (5,))
+
+    spec = asyncio.run(main())
+    assert spec.pass_fds == (5,)
+    assert dict(spec.environ) == {
+        "PATH": "/bin",
+        "HOME": "/root",
+        **dict.fromkeys(THREAD_VARIABLES, "3"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+# ---- the lifeline ------------------------------------------------------------------------------------
+
+
+def test_a_process_whose_supervisor_is_gone_is_asked_to_leave_and_then_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[object] = []
+    over = threading.Event()
+
+    def ended(status: int) -> None:
+        steps.append(status)
+        over.set()
+
+    monkeypatch.setattr(lifeline_module.os, "_exit", ended)
+    read, write = os.pipe()
+    Lifeline(read).watch(0.0, lambda: steps.append("asked"))
+    assert steps == []
+    os.close(write)
+    assert over.wait(30)
+    assert steps == ["asked", 1]
+    os.close(read)
+
+
+def test_a_process_started_by_hand_has_nobody_to_lose_and_nobody_to_tell() -> None:
+    before = threading.active_count()
+    alone = Lifeline()
+    alone.watch(0.0, lambda: pytest.fail("nobody is lost"))
+    alone.report(Ready())
+    assert not alone.supervised
+    assert threading.active_count() == before

@@ -1,0 +1,481 @@
+"""Direct mode: both legs of a request posted to the doors of real instances, as foreign routers post them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+from deployment import Deployment, deployment
+
+from segue.core.types import Role
+from segue.frontend.tokenizer import ModelTokenizer
+from segue.roles.prefill import PrefillScheduler
+from segue.serve.instance import Instance
+
+sys.path.append(str(Path(__file__).parent.parent / "e2e"))
+import tiny_model
+
+PROMPT = "a prompt of some pages, which both legs carry"
+ASK = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0, "seed": 5, "return_token_ids": True}
+#: What vllm-router asks prefill for.
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
+Answer = httpx.Response
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return tiny_model.save(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[Deployment]:
+    with deployment(Role.PREFILL, Role.DECODE, http_port=0, model=str(folder)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _at_rest(pair: Deployment) -> Iterator[None]:
+    yield
+    pair.assert_comes_to_rest()
+    for role in (Role.PREFILL, Role.DECODE):
+        until = time.monotonic() + 10
+        while any((held := of(pair, role)._door.tables()).values()):  # type: ignore[union-attr]
+            assert time.monotonic() < until, held
+
+
+def of(made: Deployment, role: Role) -> Instance:
+    [found] = made.by_role(role)
+    return found
+
+
+def url(made: Deployment, role: Role) -> str:
+    http = of(made, role).http
+    assert http is not None
+    return "http://{}:{}".format(*http.address)
+
+
+def run(made: Deployment, work: Callable[[Legs], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with httpx.AsyncClient(timeout=30) as client:
+            await work(Legs(made, client))
+
+    asyncio.run(main())
+
+
+class Legs:
+    """A router without any logic."""
+
+    def __init__(self, made: Deployment, client: httpx.AsyncClient) -> None:
+        self.prefill, self.decode = url(made, Role.PREFILL), url(made, Role.DECODE)
+        self.client = client
+        config = of(made, Role.PREFILL).config
+        self.address = {"bootstrap_host": "127.0.0.1", "bootstrap_port": config.bootstrap_port}
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        return ASK | self.address | {"bootstrap_room": secrets.randbelow(2**62) + 1} | more
+
+    async def both(self, body: dict[str, Any], path: str = "/v1/completions") -> tuple[Answer, Answer]:
+        return await asyncio.gather(self.one(self.prefill, body, path), self.one(self.decode, body, path))
+
+    async def one(self, at: str, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
+        return await self.client.post(at + path, json=body)
+
+    async def prefill_first(self, body: dict[str, Any]) -> Answer:
+        return await self.one(
+            self.prefill, body | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": REMOTE}
+        )
+
+
+def tokens(answer: Answer) -> list[list[int]]:
+    assert answer.status_code == 200, answer.text
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+def code(answer: Answer) -> str:
+    return f"{answer.status_code} {answer.json()['error']['code']}"
+
+
+def expected(made: Deployment, prompt: str = PROMPT, **sampling: Any) -> list[int]:
+    """The same request as a frontend of ours places it."""
+    name = secrets.token_hex(4)
+    options = {"max_tokens": 9, "temperature": 0.0, **sampling}
+    prefill = of(made, Role.PREFILL)
+    ids = ModelTokenizer.load(prefill.config.model).encode(prompt, special=True)
+    made.front.submit(name, ids, prefill, of(made, Role.DECODE), **options)
+    return made.front.tokens(name)
+
+
+# ---- SGLang's style --------------------------------------------------------------------------------
+
+
+def test_both_legs_give_the_tokens_of_the_paired_mode_and_prefill_answers_a_short_json(
+    pair: Deployment,
+) -> None:
+    wanted = expected(pair)
+
+    async def work(legs: Legs) -> None:
+        prefill, decode = await legs.both(legs.body(model="unknown", no_stop_trim=False, rid=None))
+        assert tokens(decode) == [wanted]
+        assert prefill.status_code == 200
+        assert prefill.json()["choices"] == []
+
+    run(pair, work)
+
+
+def test_a_stream_is_relayed_while_prefill_answers_whole(pair: Deployment) -> None:
+    wanted = expected(pair)
+
+    async def work(legs: Legs) -> None:
+        prefill, decode = await legs.both(legs.body(stream=True))
+        assert prefill.json()["object"] == "prefill"
+        lines = [line.removeprefix("data: ") for line in decode.text.splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        assert [t for line in lines for t in json.loads(line)["choices"][0]["token_ids"]] == wanted
+
+    run(pair, work)
+
+
+def test_several_samples_and_prompts_carry_lists(pair: Deployment) -> None:
+    one, other = expected(pair), expected(pair, "another prompt")
+
+    async def work(legs: Legs) -> None:
+        lists = {key: [value] * 2 for key, value in legs.address.items()}
+        _, decode = await legs.both(legs.body(**lists, bootstrap_room=[41, 42], n=2))
+        assert tokens(decode) == [one, one]
+        prompts = legs.body(**lists, bootstrap_room=[43, 44], prompt=[PROMPT, "another prompt"])
+        _, decode = await legs.both(prompts)
+        assert tokens(decode) == [one, other]
+
+    run(pair, work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sglang_s_own_endpoint_answers_in_its_form(pair: Deployment, stream: bool) -> None:
+    wanted = expected(pair, max_tokens=4)
+
+    async def work(legs: Legs) -> None:
+        native = {
+            "text": PROMPT,
+            "sampling_params": {"max_new_tokens": 4, "temperature": 0},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+            "stream": stream,
+            "rid": "mine",
+            **legs.address,
+        }
+        prefill, decode = await legs.both(native | {"bootstrap_room": 51}, "/generate")
+        assert prefill.status_code == 200
+        text = decode.text.removesuffix("data: [DONE]\n\n").strip().split("data: ")[-1]
+        answer = json.loads(text)
+        assert answer["output_ids"] == wanted
+        meta = answer["meta_info"]
+        assert (meta["id"], meta["completion_tokens"], len(meta["output_token_logprobs"])) == ("mine", 4, 4)
+        assert meta["finish_reason"] == {"type": "length", "length": 4}
+        assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 4
+        batch = native | {"text": [PROMPT, PROMPT], "stream": False, "bootstrap_room": [52, 53]}
+        _, decode = await legs.both(batch, "/generate")
+        assert [one["output_ids"] for one in decode.json()] == [wanted, wanted]
+
+    run(pair, work)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sampling_params": {"ebnf": "x"}},
+        {"image_data": "x"},
+        {"text": None},
+        {"input_ids": [1]},
+        {"sampling_params": {"max_new_tokens": 0}},
+        {"sampling_params": {"temperature": "hot"}},
+    ],
+)
+def test_what_generate_cannot_do_is_refused_by_both_legs(pair: Deployment, wrong: dict[str, Any]) -> None:
+    async def work(legs: Legs) -> None:
+        body = {"text": "x", **legs.address, "bootstrap_room": secrets.randbelow(2**60) + 1} | wrong
+        for answer in await legs.both(body, "/generate"):
+            assert code(answer) == "400 INVALID_REQUEST"
+
+    run(pair, work)
+
+
+def test_lesson_19_a_bootstrap_host_that_is_not_registered_is_never_contacted(
+    pair: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    looked_up = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *more, **options: asked.append(host) or looked_up(host, *more, **options),
+    )
+    with socket.create_server(("127.0.0.2", 0)) as trap:
+        trap.setblocking(False)
+
+        async def work(legs: Legs) -> None:
+            port = trap.getsockname()[1]
+            for host, at in (("nowhere.example", port), ("127.0.0.1", port), ("10.1.2.3", None)):
+                for answer in await legs.both(legs.body(bootstrap_host=host, bootstrap_port=at)):
+                    assert code(answer) == "503 BOOTSTRAP_UNREACHABLE"
+
+        monkeypatch.setattr("segue.serve.meetings.FIND_S", 0.01)
+        run(pair, work)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+    assert set(asked) <= {"127.0.0.1", b"127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bootstrap_room": 0},
+        {"bootstrap_room": 2**63},
+        {"bootstrap_room": []},
+        {"bootstrap_host": None},
+        {"bootstrap_host": ["127.0.0.1", "10.0.0.1"], "bootstrap_room": [1, 2]},
+        {"bootstrap_room": "x"},
+        {"bootstrap_room": None},
+    ],
+)
+def test_a_body_without_a_proper_room_is_refused_by_both_legs(
+    pair: Deployment, wrong: dict[str, Any]
+) -> None:
+    async def work(legs: Legs) -> None:
+        for answer in await legs.both(legs.body(**wrong)):
+            assert code(answer) == "400 INVALID_REQUEST"
+
+    run(pair, work)
+
+
+def test_what_decode_refuses_reaches_the_prefill_leg_at_once(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        for answer in await legs.both(legs.body(prompt="x" * 5000)):
+            assert answer.status_code == 400
+            assert "4096" in answer.text
+
+    run(pair, work)
+
+
+def test_a_prefill_that_breaks_answers_500_and_decode_ends_at_once(
+    pair: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = of(pair, Role.PREFILL).engine
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the engine is broken")
+
+    async def work(legs: Legs) -> None:
+        for answer in await legs.both(legs.body(prompt="nobody has cached this")):
+            assert code(answer) == "500 INTERNAL"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "launch", broken)
+        run(pair, work)
+    assert_serves(pair)
+
+
+def assert_serves(made: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        _, decode = await legs.both(legs.body())
+        assert decode.status_code == 200
+
+    run(made, work)
+
+
+def test_a_client_that_leaves_the_prefill_leg_ends_the_decode_leg(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        body = legs.body()
+        with pytest.raises(httpx.ReadTimeout):
+            await legs.client.post(legs.prefill + "/v1/completions", json=body, timeout=0.2)
+        decode = await legs.one(legs.decode, body)
+        assert code(decode) == "499 ABORTED_BY_CLIENT"
+
+    run(pair, work)
+
+
+def test_a_client_that_leaves_the_decode_leg_ends_the_prefill_leg(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        body = legs.body()
+        with pytest.raises(httpx.ReadTimeout):
+            await legs.client.post(legs.decode + "/v1/completions", json=body, timeout=0.2)
+        prefill = await legs.one(legs.prefill, body)
+        assert code(prefill) == "499 ABORTED_BY_CLIENT"
+
+    run(pair, work)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_abandoned_leg_ends_by_its_deadline_and_is_a_metric(
+    pair: Deployment, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = of(pair, Role.PREFILL).frontends.rooms
+    assert rooms is not None
+
+    async def work(legs: Legs) -> None:
+        async def abandoned() -> float:
+            text = (await legs.client.get(url(pair, Role.PREFILL) + "/metrics")).text
+            [line] = [line for line in text.splitlines() if '"door_abandoned"' in line]
+            return float(line.split()[1])
+
+        before = await abandoned()
+        answer = await legs.one(url(pair, role), legs.body())
+        assert code(answer) == "504 BOOTSTRAP_TIMEOUT"
+        assert await abandoned() == before + 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rooms, "meet_s", 0.05)
+        run(pair, work)
+
+
+def test_a_room_that_is_in_use_is_refused_and_the_first_request_goes_on(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        body = legs.body()
+        first = asyncio.get_running_loop().create_task(legs.one(legs.prefill, body))
+        while not of(pair, Role.PREFILL).frontends.rooms.sizes()["legs"]:  # type: ignore[union-attr]  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert code(await legs.one(legs.prefill, body)) == "400 INVALID_REQUEST"
+        assert (await legs.one(legs.decode, body)).status_code == 200
+        assert (await first).status_code == 200
+
+    run(pair, work)
+
+
+# ---- vLLM's style ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 2},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "seed": None},
+        {"min_tokens": 4},
+        {"logprobs": 1},
+        {"max_completion_tokens": 9},
+        {"prompt": "one"},
+        {"prompt": "x" * 64},
+    ],
+    ids=str,
+)
+def test_prefill_first_gives_the_tokens_of_the_paired_mode_without_computing_twice(
+    pair: Deployment, more: dict[str, Any]
+) -> None:
+    sampling = {"temperature": float(more.get("temperature", 0)), "min_tokens": more.get("min_tokens", 0)}
+    wanted = expected(pair, more.get("prompt", PROMPT), seed=more.get("seed", 5) or 5, **sampling)
+
+    async def work(legs: Legs) -> None:
+        body = ASK | more
+        prefill = await legs.prefill_first(body)
+        params = prefill.json()["kv_transfer_params"]
+        assert params["do_remote_prefill"] is True
+        assert not any("host" in key or "port" in key for key in params)
+        decode = await legs.one(legs.decode, body | {"kv_transfer_params": params})
+        got = tokens(decode)
+        assert len(got) == more.get("n", 1)
+        if body["seed"] is not None:
+            assert got[0] == wanted
+        assert got[0][:1] == tokens(prefill)[0]
+        prompt_tokens = decode.json()["usage"]["prompt_tokens"]
+        cached = decode.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert prompt_tokens - cached in ((0,) if not sampling["min_tokens"] else range(17))
+
+    run(pair, work)
+
+
+def test_a_ticket_is_good_once_here_and_only_as_it_was_given(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        params = (await legs.prefill_first(ASK)).json()["kv_transfer_params"]
+        ticket = params["segue_ticket"]
+        for wrong in ("", "AAAA", ticket[:-8], "ä", 7, None, "x" * 5000):
+            answer = await legs.one(
+                legs.decode, ASK | {"kv_transfer_params": params | {"segue_ticket": wrong}}
+            )
+            assert code(answer) == "400 INVALID_REQUEST"
+        good = ASK | {"kv_transfer_params": params}
+        assert (await legs.one(legs.decode, good)).status_code == 200
+        again = await legs.one(legs.decode, good)
+        assert code(again) == "400 INVALID_REQUEST"
+        assert "used already" in again.text
+
+    run(pair, work)
+
+
+def test_what_nobody_comes_for_ends_with_its_ticket_and_is_a_metric(
+    pair: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = of(pair, Role.PREFILL).scheduler
+    assert isinstance(scheduler, PrefillScheduler)
+    door = of(pair, Role.PREFILL)._door
+    assert door is not None
+    assert door.door is not None
+    server = door.door
+    limits = msgspec.structs.replace(server.settings.limits, request_budget_s=0.5)
+
+    async def work(legs: Legs) -> None:
+        before = door.counts()["door_abandoned"]
+        params = (await legs.prefill_first(ASK | {"seed": 77})).json()["kv_transfer_params"]
+        text = (await legs.client.get(legs.prefill + "/metrics")).text
+        assert 'segue_instance_table{table="retained_prompts"} 1.0' in text
+        assert 'segue_instance_table{table="door_tickets"} 1.0' in text
+        while len(scheduler.retained) or door.counts()["door_tickets"]:  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0)
+        assert door.counts()["door_abandoned"] == before + 1
+        late = await legs.one(legs.decode, ASK | {"kv_transfer_params": params})
+        assert code(late) == "400 INVALID_REQUEST"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "settings", dataclasses.replace(server.settings, limits=limits))
+        run(pair, work)
+
+
+def test_neither_leg_answers_a_plain_request(pair: Deployment) -> None:
+    async def work(legs: Legs) -> None:
+        for answer in await legs.both(dict(ASK)):
+            assert code(answer) == "400 INVALID_REQUEST"
+            assert "bootstrap_room" in answer.text
+
+    run(pair, work)
+
+
+# ---- the rest of the door --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_the_door_answers_what_routers_ask_and_names_no_path(
+    pair: Deployment, role: Role, folder: Path
+) -> None:
+    async def work(legs: Legs) -> None:
+        at, client = url(pair, role), legs.client
+        for path in ("health", "health_generate", "get_server_info", "model_info", "v1/models", "metrics"):
+            answer = await client.get(f"{at}/{path}")
+            assert answer.status_code == 200
+            assert str(folder) not in answer.text
+        [load] = (await client.get(f"{at}/get_load")).json()
+        assert set(load) == {"dp_rank", "num_reqs", "num_waiting_reqs", "num_tokens"}
+        assert (await client.get(f"{at}/v1/loads")).json()["loads"][0]["dp_rank"] == 0
+        rendered = (await client.post(f"{at}/v1/completions/render", json={"prompt": "abc"})).json()
+        told = (await client.post(f"{at}/tokenize", json={"prompt": "abc"})).json()
+        assert rendered["token_ids"] == told["tokens"]
+        assert (await client.post(f"{at}/flush_cache")).status_code == 200
+
+    tree = of(pair, role).scheduler.cache.tree
+    assert_serves(pair)
+    assert tree.pages
+    run(pair, work)
+    until = time.monotonic() + 10
+    while tree.pages:
+        assert time.monotonic() < until

@@ -1,0 +1,363 @@
+"""The real sglang-router and vllm-router in front of real instances, in a network of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from deployment import Running, deployment
+
+sys.path.append(str(Path(__file__).parent.parent / "e2e"))
+import tiny_model
+
+from segue.cli.main import main
+from segue.core.kv_events_config import KVEventsConfig
+from segue.core.types import Role
+
+pytestmark = pytest.mark.slow
+
+ROUTERS = Path(os.environ.get("ROUTERS_VENV") or Path(sys.prefix) / "routers") / "bin"
+PREFILL, DECODE, FRONTEND, SGLANG, VLLM, BOOTSTRAP = 18101, 18111, 18103, 18120, 18130, 18998
+WORKERS, KV_AWARE = (18201, 18211), 18140
+CLONE_NEWNET = 0x40000000
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+#: What a request may take here at most: what a leg waits for the other one.
+BUDGET_S = 6.0
+ASK = {"model": "tiny", "prompt": "hello there, this is a prompt", "max_tokens": 12, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """Nothing here can reach another host, not even by a bug: only loopback, and nobody else's ports."""
+    if not (ROUTERS / "vllm-router").exists():
+        pytest.skip("the routers are not installed: make routers")
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as before:
+        if libc.unshare(CLONE_NEWNET):
+            pytest.skip(f"no network namespace: {os.strerror(ctypes.get_errno())}")
+        try:
+            with socket.socket() as any_socket:
+                fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 1 | 64))
+            yield
+        finally:
+            assert libc.setns(before.fileno(), CLONE_NEWNET) == 0
+
+
+@dataclass
+class Parts:
+    """Processes by name."""
+
+    folder: Path
+    dp: int
+    running: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        words = {
+            "prefill": self._segue("prefill", PREFILL, "--bootstrap-port", str(BOOTSTRAP)),
+            "decode": self._segue("decode", DECODE, "--registry", f"http://127.0.0.1:{BOOTSTRAP}"),
+            "frontend": [
+                *(sys.executable, "-m", "segue.cli.main", "frontend", "--port", str(FRONTEND)),
+                *("--registry", f"http://127.0.0.1:{BOOTSTRAP}"),
+            ],
+            "sglang": [
+                *(str(ROUTERS / "python"), "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+                *("--prefill", f"http://127.0.0.1:{PREFILL}", str(BOOTSTRAP)),
+                *("--decode", f"http://127.0.0.1:{DECODE}", "--host", "127.0.0.1", "--port", str(SGLANG)),
+                *("--policy", "round_robin", "--prometheus-port", "18121", "--disable-circuit-breaker"),
+            ],
+            "vllm": [
+                *(str(ROUTERS / "vllm-router"), "--vllm-pd-disaggregation", "--policy", "round_robin"),
+                *("--prefill", f"http://127.0.0.1:{PREFILL}", "--decode", f"http://127.0.0.1:{DECODE}"),
+                *("--host", "127.0.0.1", "--port", str(VLLM), "--prometheus-port", "18131"),
+                *(("--intra-node-data-parallel-size", str(self.dp)) if self.dp > 1 else ()),
+            ],
+            "kv-aware": [
+                *(str(ROUTERS / "vllm-router"), "--policy", "kv_aware", "--kv-event-model", "tiny"),
+                *("--worker-urls", *(f"http://127.0.0.1:{port}" for port in WORKERS)),
+                *(word for port in WORKERS for word in _events_of(port)),
+                *("--host", "127.0.0.1", "--port", str(KV_AWARE), "--prometheus-port", "18141"),
+                *("--log-level", "debug", "--worker-startup-check-interval", "1"),
+            ],
+        }[name]
+        with (self.folder / f"{name}.log").open("a") as log:
+            self.running[name] = subprocess.Popen(
+                words,
+                stdout=subprocess.PIPE if words[1:3] == ["-m", "segue.cli.main"] else log,
+                stderr=log,
+                text=True,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )
+
+    def ready(self, name: str) -> None:
+        process = self.running[name]
+        if process.stdout is not None:
+            line = process.stdout.readline()
+            assert line.startswith("ready "), (self.folder / f"{name}.log").read_text()[-3000:]
+            return
+        at = {"sglang": f"{SGLANG}/readiness", "vllm": f"{VLLM}/health", "kv-aware": f"{KV_AWARE}/health"}[
+            name
+        ]
+        until = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{at}").status_code == 200:
+                    return
+            assert process.poll() is None
+            assert time.monotonic() < until, (self.folder / f"{name}.log").read_text()[-3000:]
+            time.sleep(0.05)
+
+    def end(self, name: str, number: int = signal.SIGTERM) -> None:
+        process = self.running.pop(name)
+        process.send_signal(number)
+        process.wait(60)
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def _segue(self, role: str, door: int, *more: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "segue.cli.main", role, "--model", str(self.folder)),
+            *("--served-model-name", "tiny", "--dtype", "float32", "--kv-gib", "0.05"),
+            *("--threads-per-worker", "1"),
+            *("--transport", "shm", "--dp", str(self.dp), "--http-port", str(door)),
+            *("--request-budget-s", str(BUDGET_S), *more),
+        ]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["dp1", "dp2"])
+def parts(
+    alone: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Parts]:
+    folder = tiny_model.save(tmp_path_factory.mktemp("tiny"))
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    made = Parts(folder, request.param)
+    try:
+        for name in ("prefill", "decode", "frontend"):
+            made.start(name)
+        for name in ("prefill", "decode", "frontend"):
+            made.ready(name)
+        for name in ("sglang", "vllm"):
+            made.start(name)
+        for name in ("sglang", "vllm"):
+            made.ready(name)
+        yield made
+    finally:
+        for name in list(made.running)[::-1]:
+            made.end(name)
+
+
+def post(port: int, path: str, body: dict[str, Any], timeout_s: float = 60) -> httpx.Response:
+    return httpx.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=timeout_s)
+
+
+def said(answer: httpx.Response) -> list[Any]:
+    """What a client reads of an answer, without ids, dates and the numbers of caches; a stream whole."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [_rounded(answer.json()["choices"])]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    texts: dict[int, str] = {}
+    ends: dict[int, str] = {}
+    for line in lines:
+        for choice in json.loads(line)["choices"]:
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+            ends |= {choice["index"]: choice["finish_reason"]} if choice["finish_reason"] else {}
+    return [texts, ends]
+
+
+def _rounded(value: Any) -> Any:
+    """Log-probabilities differ by what a batch of other rows does to the last bits."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def at_rest(role_port: int) -> None:
+    until = time.monotonic() + 20
+    while True:
+        state = httpx.get(f"http://127.0.0.1:{role_port}/integrity").json()
+        if state["at_rest"] and not state["problems"]:
+            return
+        assert time.monotonic() < until, state
+        time.sleep(0.05)
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0}
+BODIES = {
+    "text": ("/v1/completions", ASK),
+    "n": ("/v1/completions", ASK | {"n": 3}),
+    "prompts": ("/v1/completions", ASK | {"prompt": ["one prompt", "and another one"]}),
+    "logprobs": ("/v1/completions", ASK | {"logprobs": 1}),
+    "echo": ("/v1/completions", ASK | {"logprobs": 1, "echo": True, "max_tokens": 4}),
+    "seed": ("/v1/completions", ASK | {"temperature": 0.8, "seed": 4}),
+    "min_tokens": ("/v1/completions", ASK | {"min_tokens": 5}),
+    "long": ("/v1/completions", ASK | {"prompt": "many words " * 150}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat n": ("/v1/chat/completions", CHAT | {"n": 2, "logprobs": True, "top_logprobs": 2}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("router", [SGLANG, VLLM], ids=["sglang", "vllm"])
+def test_every_answer_is_that_of_the_paired_mode(parts: Parts, router: int, name: str, stream: bool) -> None:
+    path, body = BODIES[name]
+    body = body | {"stream": stream}
+    wanted = said(post(FRONTEND, path, body))
+    for _ in range(parts.dp):
+        assert said(post(router, path, body)) == wanted
+    at_rest(PREFILL)
+    at_rest(DECODE)
+
+
+@pytest.mark.parametrize("router", [SGLANG, VLLM], ids=["sglang", "vllm"])
+def test_a_request_that_is_wrong_is_a_400_at_once(parts: Parts, router: int) -> None:
+    began = time.monotonic()
+    assert post(router, "/v1/completions", ASK | {"prompt": "x" * 5000}).status_code == 400
+    assert time.monotonic() - began < BUDGET_S
+
+
+@pytest.mark.parametrize("router", [SGLANG, VLLM], ids=["sglang", "vllm"])
+def test_a_client_that_leaves_and_a_router_that_is_killed_leave_nothing(parts: Parts, router: int) -> None:
+    name = "sglang" if router == SGLANG else "vllm"
+    slow = ASK | {"max_tokens": 3000, "stream": True}
+    url = f"http://127.0.0.1:{router}/v1/completions"
+    with httpx.stream("POST", url, json=slow, timeout=60) as answer:
+        assert next(answer.iter_lines())
+    at_rest(PREFILL)
+    at_rest(DECODE)
+    with httpx.stream("POST", url, json=slow, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        parts.end(name, signal.SIGKILL)
+        with contextlib.suppress(httpx.TransportError):
+            for _ in lines:
+                pass
+    at_rest(PREFILL)
+    at_rest(DECODE)
+    parts.start(name)
+    parts.ready(name)
+    assert post(router, "/v1/completions", ASK).status_code == 200
+
+
+@pytest.mark.parametrize("parts", [1], indirect=True, ids=["dp1"])
+@pytest.mark.parametrize("role_port", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("router", [SGLANG, VLLM], ids=["sglang", "vllm"])
+def test_a_leg_that_is_refused_ends_the_other_one_and_leaves_no_room(
+    parts: Parts, router: int, role_port: int
+) -> None:
+    """A drained instance answers its leg with 503 while the other one waits: a worker's error."""
+    wanted = said(post(FRONTEND, "/v1/completions", ASK))
+    name = httpx.get(f"http://127.0.0.1:{role_port}/integrity").json()["incarnation"]
+    registry = ("--registry", f"http://127.0.0.1:{BOOTSTRAP}")
+    assert main(["drain", name, *registry, "--timeout", "30"]) == 0
+    try:
+        began = time.monotonic()
+        answer = post(router, "/v1/completions", ASK, timeout_s=10 * BUDGET_S)
+        assert answer.status_code >= 500, answer.text
+        assert time.monotonic() - began < 10 * BUDGET_S
+        at_rest(PREFILL)
+        at_rest(DECODE)
+    finally:
+        assert main(["resume", name, *registry, "--timeout", "30"]) == 0
+    until = time.monotonic() + 60
+    while (answer := post(router, "/v1/completions", ASK)).status_code != 200:
+        assert time.monotonic() < until, answer.text
+        time.sleep(0.2)
+    assert said(answer) == wanted
+
+
+def test_prefill_that_is_killed_and_comes_back_at_its_address_serves_again(parts: Parts) -> None:
+    wanted = said(post(FRONTEND, "/v1/completions", ASK))
+    parts.end("prefill", signal.SIGKILL)
+    began = time.monotonic()
+    for router in (SGLANG, VLLM):
+        assert post(router, "/v1/completions", ASK).status_code >= 500
+    assert time.monotonic() - began < 10 * BUDGET_S
+    parts.start("prefill")
+    parts.ready("prefill")
+    until = time.monotonic() + 60
+    for router in (SGLANG, VLLM):
+        while (answer := post(router, "/v1/completions", ASK)).status_code != 200:
+            assert time.monotonic() < until, answer.text
+            time.sleep(0.2)
+        assert said(answer) == wanted
+
+
+# ---- KV events -------------------------------------------------------------------------------------
+
+
+def _events_of(door: int) -> list[str]:
+    """What tells vllm-router where the worker with this door publishes them."""
+    url = f"http://127.0.0.1:{door}=tcp://127.0.0.1:"
+    return ["--kv-event-source", f"{url}{door + 1}", "--kv-event-replay-source", f"{url}{door + 2}"]
+
+
+def test_vllm_router_sends_a_prompt_where_our_kv_events_say_its_prefix_is(
+    alone: None, tmp_path: Path
+) -> None:
+    """The router asks nobody: its index is made of the events, and what its worker had cached shows it."""
+    folder, said_by = tiny_model.save(tmp_path / "tiny"), tmp_path / "kv-aware.log"
+    made = Parts(tmp_path, 1)
+    #: the number of each worker's latest batch; the first one says that it has nothing
+    told = dict.fromkeys(WORKERS, 0)
+
+    def cached(port: int, name: str) -> int:
+        answer = post(port, "/v1/completions", ASK | {"prompt": f"{name} prompt " * 20})
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def ask_at(worker: int, name: str) -> None:
+        assert cached(worker, name) == 0
+        told[worker] += 1
+
+    def log() -> str:
+        return re.sub(r"\x1b\[\d+m", "", said_by.read_text())
+
+    def heard() -> None:
+        lines = [f"source=http://127.0.0.1:{worker} rank=0 seq={told[worker]}\n" for worker in told]
+        until = time.monotonic() + 60
+        while not all(line in log() for line in lines):
+            assert time.monotonic() < until, log()[-3000:]
+            time.sleep(0.02)
+
+    with deployment() as here:
+        for port in WORKERS:
+            events = KVEventsConfig(kv_events_port=port + 1, kv_events_replay_port=port + 2)
+            url = f"http://127.0.0.1:{here.registry.port}"
+            named: dict[str, Any] = {"model": str(folder), "http_port": port, "events": events}
+            here.running.append(Running(Role.UNIFIED, url, **named))
+        made.start("kv-aware")
+        try:
+            made.ready("kv-aware")
+            for number in range(4):
+                ask_at(WORKERS[number % 2], f"{number}th")
+            heard()
+            for number in range(4):
+                assert cached(KV_AWARE, f"{number}th") > 100, number
+            assert post(WORKERS[0], "/flush_cache", {}).status_code == 200
+            told[WORKERS[0]] += 1
+            heard()
+            assert cached(KV_AWARE, "0th") == 0
+            assert re.findall(r"credited_prefix_tokens=(\d+)", log())[-1] == "0", "it is known to be gone"
+        finally:
+            made.end("kv-aware")

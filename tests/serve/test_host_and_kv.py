@@ -1,0 +1,102 @@
+"""What this host offers, and with what each rank of an instance hands KV over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from segue.conn.config import KVConfig
+from segue.core.config import InstanceConfig
+from segue.core.errors import ConfigError
+from segue.core.types import ChecksumMode, Incarnation, LeaderId
+from segue.serve import host, kv
+from segue.serve.host import this_host
+from segue.sim.engine import lineage_spec
+from segue.transport.probe import SCRATCH_BYTES
+
+ME = LeaderId(Incarnation("a" * 32), 1)
+SPEC = lineage_spec(8)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "free_bytes"),
+    [
+        ({}, 4, 1000),
+        ({"cpu.max": "max 100000", "memory.max": "max", "memory.current": "5"}, 4, 1000),
+        ({"cpu.max": "250000 100000"}, 2, 1000),
+        ({"cpu.max": "50000 100000"}, 1, 1000),
+        ({"cpu.max": "900000 100000"}, 4, 1000),
+        ({"memory.max": "900\n", "memory.current": "300\n"}, 4, 600),
+        ({"memory.max": "9000", "memory.current": "300"}, 4, 1000),
+        ({"memory.max": "300", "memory.current": "900"}, 4, 0),
+        ({"memory.max": "300"}, 4, 1000),
+    ],
+    ids=str,
+)
+def test_a_process_has_what_both_its_host_and_its_cgroup_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int, free_bytes: int
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _pid: {1, 3, 5, 7})
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    found = this_host(tmp_path)
+    assert (found.cores, found.free_bytes) == (cores, free_bytes)
+
+
+def made(
+    rank: int = 0, transports: tuple[str, ...] = ("shm", "tcp"), extra: int = 0, **set_: Any
+) -> KVConfig:
+    config = InstanceConfig(model="m", registry="http://127.0.0.1:1", dp=2, **set_)
+    memory: Any = SimpleNamespace(nbytes=SPEC.nbytes + extra)
+    return kv.kv_config(
+        config, ME, model="print", spec=SPEC, memory=memory, transports=transports, tls=None, rank=rank
+    )
+
+
+def test_each_rank_listens_at_the_next_port_of_its_own_and_of_what_peers_are_told() -> None:
+    ports = [made(rank, data_port=7000, advertise_data_port=8000) for rank in range(3)]
+    assert [(one.transport_port, one.advertise_transport_port) for one in ports] == [
+        (7000, 8000),
+        (7001, 8001),
+        (7002, 8002),
+    ]
+    free = made(2)
+    assert (free.transport_port, free.advertise_transport_port) == (0, None)
+
+
+def test_what_an_instance_was_set_to_reaches_its_sessions() -> None:
+    one = made(host="127.0.0.2", port=5, advertise_host="10.0.0.1", advertise_port=6, secret=b"s" * 32)
+    assert (one.host, one.port, one.advertise, one.advertise_port) == ("127.0.0.2", 5, "10.0.0.1", 6)
+    assert (one.me, one.secret, one.model, one.dp.size) == (ME, b"s" * 32, "print", 2)
+    assert made().secret is None, "an empty one is none"
+
+
+def test_only_bytes_that_move_have_checksums() -> None:
+    assert made().kv_checksum is ChecksumMode.FULL
+    assert made(kv_checksum="sampled").kv_checksum is ChecksumMode.SAMPLED
+    assert made(transports=("fake",)).kv_checksum is ChecksumMode.OFF
+    assert made(transports=("shm", "fake")).kv_checksum is ChecksumMode.OFF
+
+
+def test_pairs_measure_where_there_is_a_choice_and_room_for_it() -> None:
+    assert made(extra=SCRATCH_BYTES, transport="auto").scratch_bytes == SCRATCH_BYTES
+    assert made(extra=SCRATCH_BYTES, transport="tcp,shm").scratch_bytes == SCRATCH_BYTES
+    assert made(extra=SCRATCH_BYTES - 1, transport="auto").scratch_bytes == 0
+    assert made(extra=SCRATCH_BYTES, transport="tcp").scratch_bytes == 0
+
+
+def test_of_several_transports_those_that_work_are_offered_and_without_one_it_is_a_wrong_setting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = {"shm": "no memfd here", "tcp": kv.OK}
+    monkeypatch.setattr(kv, "KINDS", SimpleNamespace(offered=lambda *_: found))
+    memory: Any = None
+    assert kv.usable_transports("auto", memory) == ("tcp",)
+    assert "shm cannot be used, only tcp is offered: no memfd here" in caplog.text
+    found["tcp"] = "no network"
+    with pytest.raises(ConfigError, match="segue doctor"):
+        kv.usable_transports("auto", memory)

@@ -1,0 +1,113 @@
+"""What an instance's own HTTP server says: alive or not, what it holds, and its numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from segue.conn.peers import PathSpeed
+from segue.core.control import Load
+from segue.core.errors import DeadlineExceeded
+from segue.core.paths import PathCandidate, PathChoice, PathFigures
+from segue.observe.integrity import NodeState
+from segue.serve.http import InstanceStatus, start_http
+
+LOAD = Load(
+    dp_rank=0,
+    running=2,
+    waiting=3,
+    tokens=9,
+    pages_free=5,
+    pages_total=16,
+    pages_quarantined=4,
+    slots_total=0,
+)
+STATE = NodeState(role="decode", incarnation="a", at_rest=True, problems=[], tables={"x": 1}, sessions=[])
+
+
+class Status:
+    """What the server shows, as a test sets it."""
+
+    def __init__(self) -> None:
+        self.load: Load | None = None
+        self.alive = True
+        self.stuck = False
+        self.paths: dict[str, PathSpeed] = {}
+
+    async def _integrity(self) -> NodeState:
+        if self.stuck:
+            raise DeadlineExceeded("the leader did not answer")
+        return STATE
+
+    def ask(self, *paths: str) -> list[httpx.Response]:
+        status = InstanceStatus(
+            about={"served_model_name": "tiny"},
+            load=lambda: self.load,
+            counts=lambda: {"transfers": 7},
+            alive=lambda: self.alive,
+            integrity=self._integrity,
+            paths=lambda: self.paths,
+        )
+
+        async def main() -> list[httpx.Response]:
+            server = start_http(status, "127.0.0.1", 0, 5.0)
+            try:
+                url = "http://{}:{}".format(*server.address)
+                async with httpx.AsyncClient() as client:
+                    return [await client.get(url + path) for path in paths]
+            finally:
+                await server.stop()
+
+        return asyncio.run(main())
+
+
+def test_an_instance_that_is_not_alive_or_does_not_answer_says_so_by_its_status() -> None:
+    status = Status()
+    health, state, about = status.ask("/health", "/integrity", "/server_info")
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    assert (state.status_code, state.json()["tables"]) == (200, {"x": 1})
+    assert about.json()["served_model_name"] == "tiny"
+    assert about.json()["version"]
+    status.alive, status.stuck = False, True
+    health, state = status.ask("/health", "/integrity")
+    assert (health.status_code, health.json()) == (503, {"status": "dead"})
+    assert (state.status_code, state.json()["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
+
+
+def series(answer: httpx.Response) -> dict[str, float]:
+    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    found: dict[str, Any] = {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)
+    }
+    return {name.removeprefix("segue_instance_"): value for name, value in found.items()}
+
+
+def test_its_numbers_are_those_of_the_leader_and_of_the_paths_that_it_measured() -> None:
+    """The path to `q` has carried nothing."""
+    status = Status()
+    assert series(status.ask("/metrics")[0]) == {'table{table="transfers"}': 7.0}
+    status.load = LOAD
+    figures = {
+        "shm": PathFigures(page_s=1e-5, bytes_per_s=3e9),
+        "tcp": PathFigures(page_s=2e-5, bytes_per_s=1e9),
+    }
+    candidates = [PathCandidate(transport=name, figures=figure) for name, figure in figures.items()]
+    choice = PathChoice(
+        transport="shm", candidates=[*candidates, PathCandidate(transport="nixl", why_not="is away")]
+    )
+    status.paths = {"p": PathSpeed("shm", 20, 5.0, choice), "q": PathSpeed("tcp")}
+    assert series(status.ask("/metrics")[0]) == {
+        'requests{state="running"}': 2.0,
+        'requests{state="waiting"}': 3.0,
+        'pages{state="used"}': 7.0,
+        'pages{state="free"}': 5.0,
+        'pages{state="quarantined"}': 4.0,
+        'table{table="transfers"}': 7.0,
+        'path_bytes_per_second{peer="p",transport="shm"}': 4.0,
+        'probe_page_seconds{chosen="true",peer="p",transport="shm"}': 1e-5,
+        'probe_page_seconds{chosen="false",peer="p",transport="tcp"}': 2e-5,
+        'probe_bytes_per_second{chosen="true",peer="p",transport="shm"}': 3e9,
+        'probe_bytes_per_second{chosen="false",peer="p",transport="tcp"}': 1e9,
+    }

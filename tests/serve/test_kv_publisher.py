@@ -1,0 +1,287 @@
+"""KV events over ZMQ, read as a router reads those of vLLM."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from segue.core.errors import ConfigError
+from segue.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, page_hashes
+from segue.core.kv_events_config import KVEventsConfig
+from segue.engine.pages import PagePool
+from segue.engine.prefix import PrefixTree
+from segue.engine.prefix_journal import PrefixJournal
+from segue.serve import kv_publisher
+from segue.serve.kv_publisher import END, KVPublisher
+
+zmq = pytest.importorskip("zmq", reason="no pyzmq: pip install 'segue[zmq]'")
+
+
+# The fields and options of vllm/distributed/kv_events.py, v0.28.0, as test data.
+class VBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[VStored | VRemoved | VCleared]
+    data_parallel_rank: int | None = None
+
+
+class VStored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored"):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class VRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockRemoved"):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+
+
+class VCleared(msgspec.Struct, omit_defaults=True, gc=False, tag="AllBlocksCleared"):
+    pass
+
+
+EVENTS: list[KVEvent] = [
+    BlockStored([2**64 - 1, 5], None, [1, 2, 3, 128255], 2),
+    BlockStored([6], 5, [4, 5], 2),
+    BlockRemoved([6]),
+    AllBlocksCleared(),
+]
+
+
+class Subscriber:
+    """A router: a SUB socket, and a REQ socket for what it missed."""
+
+    def __init__(self, port: int, replay: int, topic: str) -> None:
+        self.context = zmq.Context()
+        self.sub, self.req = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
+        for one in (self.sub, self.req):
+            one.setsockopt(zmq.RCVTIMEO, 20_000)
+            one.setsockopt(zmq.LINGER, 0)
+        self.sub.subscribe(topic)
+        self.sub.connect(f"tcp://127.0.0.1:{port}")
+        self.req.connect(f"tcp://127.0.0.1:{replay}")
+
+    def next(self) -> tuple[bytes, int, VBatch]:
+        topic, number, payload = self.sub.recv_multipart()
+        return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=VBatch)
+
+    def missed(self, number: int) -> list[tuple[int, VBatch]]:
+        self.req.send_multipart((b"", number.to_bytes(8, "big")))
+        found = []
+        while (frames := self.req.recv_multipart())[1] != END:
+            batch = msgspec.msgpack.decode(frames[2], type=VBatch)
+            found.append((int.from_bytes(frames[1], "big"), batch))
+        return found
+
+
+@pytest.fixture
+def ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as two:
+        for sock in (one, two):
+            sock.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], two.getsockname()[1]
+
+
+@pytest.fixture
+def pair(ports: tuple[int, int]) -> Iterator[tuple[KVPublisher, Subscriber]]:
+    port, replay = ports
+    config = KVEventsConfig(kv_events_port=port, kv_events_replay_port=replay, kv_events_topic="kv@x@tiny")
+    publisher = KVPublisher(config, "localhost", 0)
+    subscriber = Subscriber(port, replay, "kv@")
+    # Nothing tells a publisher of its subscribers: publish until one arrives.
+    while True:
+        publisher.publish([AllBlocksCleared()])
+        if subscriber.sub.poll(50):
+            break
+    yield publisher, subscriber
+    publisher.close()
+    subscriber.context.destroy()
+
+
+def test_a_subscriber_with_the_structs_of_vllm_reads_our_events(
+    pair: tuple[KVPublisher, Subscriber],
+) -> None:
+    publisher, subscriber = pair
+    publisher.publish(EVENTS)
+    while (heard := subscriber.next())[2].events == [VCleared()]:
+        pass
+    topic, number, batch = heard
+    assert topic == b"kv@x@tiny"
+    assert batch.data_parallel_rank == 0
+    assert batch.events == [
+        VStored([2**64 - 1, 5], None, [1, 2, 3, 128255], 2, None, "GPU", None),
+        VStored([6], 5, [4, 5], 2, None, "GPU", None),
+        VRemoved([6], "GPU"),
+        VCleared(),
+    ]
+    publisher.publish(EVENTS[2:3])
+    assert subscriber.next()[1] == number + 1
+
+
+def test_what_was_missed_can_be_asked_for_as_long_as_it_is_kept(
+    pair: tuple[KVPublisher, Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, subscriber = pair
+    publisher.publish(EVENTS[2:3])
+    while subscriber.next()[2].events != [VRemoved([6], "GPU")]:
+        pass
+    everything = subscriber.missed(0)
+    assert [number for number, _ in everything] == list(range(len(everything)))
+    assert everything[0][1].events == [VCleared()], "a new process begins with nothing"
+    assert subscriber.missed(len(everything) - 1) == everything[-1:]
+    assert subscriber.missed(2**63) == []
+    monkeypatch.setattr(kv_publisher, "KEPT_BATCHES", 2)
+    publisher.publish(EVENTS[:1])
+    while not isinstance(subscriber.next()[2].events[0], VStored):
+        pass
+    assert [number for number, _ in subscriber.missed(0)] == [len(everything) - 1, len(everything)]
+    subscriber.req.send_multipart((b"nonsense",))
+    assert len(subscriber.missed(0)) == 2
+
+
+def test_a_port_that_is_taken_is_one_sentence(ports: tuple[int, int]) -> None:
+    config = KVEventsConfig(kv_events_port=ports[0])
+    publisher = KVPublisher(config, "127.0.0.1", 0)
+    with pytest.raises(ConfigError, match=f"--kv-events-port {ports[0]}"):
+        KVPublisher(config, "127.0.0.1", 0)
+    publisher.close()
+    publisher.close()
+    with pytest.raises(ConfigError, match="need --kv-events-port"):
+        KVEventsConfig(kv_events_topic="x")
+
+
+class Stranger:
+    """A subscriber as vLLM's example is one: SUB and REQ sockets, msgpack without our types. `index` has the
+    tokens of each block, from the prompt's start on, by its hash."""
+
+    def __init__(self, port: int, replay: int) -> None:
+        self.context = zmq.Context()
+        self.context.setsockopt(zmq.RCVTIMEO, 20_000)
+        self.context.setsockopt(zmq.LINGER, 0)
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, "kv")
+        self.sub.connect(f"tcp://127.0.0.1:{port}")
+        self.replay = f"tcp://127.0.0.1:{replay}"
+        self.last, self.index = -1, dict[int, list[int]]()
+
+    def lose(self) -> None:
+        """One message never arrives."""
+        self.sub.recv_multipart()
+
+    def hear(self) -> None:
+        _, seq_bytes, payload = self.sub.recv_multipart()
+        seq = int.from_bytes(seq_bytes, "big")
+        if 0 <= self.last < seq - 1:
+            for missed in range(self.last + 1, seq):
+                # A REQ socket takes one answer, and what follows would be in the way of its next question.
+                with self.context.socket(zmq.REQ) as replay:
+                    replay.connect(self.replay)
+                    replay.send(missed.to_bytes(8, "big"))
+                    at, found = replay.recv_multipart()
+                assert int.from_bytes(at, "big") == missed
+                self._process(found)
+        self._process(payload)
+        self.last = seq
+
+    def _process(self, payload: bytes) -> None:
+        _ts, events, *_rank = msgspec.msgpack.decode(payload)
+        for event in events:
+            match event.pop("type"):
+                case "BlockStored":
+                    before = self.index[parent] if (parent := event["parent_block_hash"]) is not None else []
+                    tokens, size = event["token_ids"], event["block_size"]
+                    for end, block in enumerate(event["block_hashes"], 1):
+                        self.index[block] = before + tokens[: end * size]
+                case "BlockRemoved":
+                    for block in event["block_hashes"]:
+                        del self.index[block]
+                case "AllBlocksCleared":
+                    self.index.clear()
+
+
+def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(ports: tuple[int, int]) -> None:
+    rng = random.Random(3)
+    pool = PagePool(24, 4)
+    tree = PrefixTree(pool, 4)
+    journal = PrefixJournal(tree, 4)
+    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
+    publisher, stranger = KVPublisher(config, "127.0.0.1", 0), Stranger(*ports)
+    try:
+        while not stranger.sub.poll(50):
+            publisher.publish([AllBlocksCleared()])
+        while stranger.sub.poll(50):
+            stranger.hear()
+        lost = 0
+        for number in range(60):
+            tokens = [rng.randrange(2) for _ in range(4 * rng.randint(1, 6))]
+            tree.evict(max(0, len(tokens) // 4 - pool.free))
+            pages = pool.allocate(len(tokens) // 4)
+            tree.insert(tokens, pages)
+            pool.release(pages)
+            if number % 20 == 19:
+                tree.clear()
+            if not journal.pending:
+                continue
+            publisher.publish(journal.take())
+            if number % 3 and number < 57:
+                stranger.lose()
+                lost += 1
+                continue
+            stranger.hear()
+            held = [event for event in journal.whole() if isinstance(event, BlockStored)]
+            assert stranger.index.keys() == {block for event in held for block in event.block_hashes}
+            for block, prompt in stranger.index.items():
+                assert list(page_hashes(prompt, 4))[-1] == block
+        assert lost > 10
+    finally:
+        stranger.context.destroy()
+        publisher.close()
+
+
+def test_what_is_kept_for_who_missed_it_is_bounded_in_batches_and_in_bytes(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "KEPT_BYTES", 10)
+    monkeypatch.setattr(kv_publisher, "KEPT_BATCHES", 3)
+    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), "127.0.0.1", 0)
+    publisher.close()
+    publisher._kept.clear()
+    publisher._kept_bytes = 0
+    for number, payload in enumerate((b"xxxx", b"yyy", b"zzz", b"w", b"v")):
+        publisher._keep(number, payload)
+    assert [number for number, _ in publisher._kept] == [2, 3, 4]
+    publisher._keep(5, b"u" * 9)
+    assert [number for number, _ in publisher._kept] == [4, 5]
+    publisher._keep(6, b"t" * 11)
+    assert (list(publisher._kept), publisher._kept_bytes) == ([], 0)
+
+
+def test_each_dp_rank_has_ports_of_its_own_and_says_which_it_is(ports: tuple[int, int]) -> None:
+    port, replay = sorted(ports)
+    if replay - port < 4:
+        replay = port + 4
+    config = KVEventsConfig(kv_events_port=port - 3, kv_events_replay_port=replay - 3, kv_events_topic="kv")
+    publisher, subscriber = KVPublisher(config, "127.0.0.1", 3), Subscriber(port, replay, "kv")
+    try:
+        while not subscriber.sub.poll(50):
+            publisher.publish([AllBlocksCleared()])
+        assert subscriber.next()[2].data_parallel_rank == 3
+        assert subscriber.missed(0)[0][1].data_parallel_rank == 3
+    finally:
+        publisher.close()
+        subscriber.context.destroy()

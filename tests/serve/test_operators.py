@@ -1,0 +1,216 @@
+"""`segue ps`, `drain` and `resume` on instances in one process, with real sessions and a real registry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deployment import LIMITS, VOCAB, Deployment, Running, deployment
+
+from segue.bootstrap.records import InstanceRecord, ReplicaRecord
+from segue.cli import operate
+from segue.cli.main import main
+from segue.conn.peers import PathSpeed
+from segue.core.errors import ErrorCode
+from segue.core.operate import PairSight, Sight
+from segue.core.types import Role, new_incarnation
+from segue.fleet import operator as operators
+from segue.fleet.operator import Operator, operator
+from segue.observe.integrity import NodeState
+from segue.serve import http
+from segue.serve.http import InstanceStatus
+from segue.sim.engine import reference
+
+PROMPT = list(range(40))
+
+
+@pytest.fixture
+def made() -> Iterator[Deployment]:
+    with deployment(Role.PREFILL, Role.DECODE) as running:
+        yield running
+
+
+def url(made: Deployment) -> str:
+    return f"http://127.0.0.1:{made.registry.port}"
+
+
+def one(made: Deployment, role: Role) -> Running:
+    [found] = [running for running in made.running if running.instance.config.role is role]
+    return found
+
+
+def name(running: Running) -> str:
+    return running.instance.me.incarnation[:8]
+
+
+def serve_one(made: Deployment, request: str) -> None:
+    p, d = one(made, Role.PREFILL).instance, one(made, Role.DECODE).instance
+    sampling = made.front.submit(request, PROMPT, p, d)
+    assert made.front.tokens(request) == reference(PROMPT, sampling, VOCAB, 4)
+
+
+async def listed(op: Operator, *, draining: bool) -> None:
+    """Once the registry knows."""
+    version = None
+    while True:
+        answer = await op._registry.instances(Role.DECODE, version, 10)
+        if answer.instances[0].draining is draining:
+            return
+        assert answer.version != version, "the registry was not told"
+        version = answer.version
+
+
+def test_ps_shows_leaders_and_pairs_with_what_they_carried(
+    made: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for request in ("a", "b", "c"):
+        serve_one(made, request)
+    made.assert_comes_to_rest()
+    assert main(["ps", "--registry", url(made)]) == 0
+    text = capsys.readouterr().out
+    assert "INSTANCE" in text
+    assert name(one(made, Role.PREFILL)) in text
+    assert "serving" in text
+    assert main(["ps", "--registry", url(made), "--json"]) == 0
+    rows = {row["role"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == {"prefill", "decode"}
+    [pair] = rows["prefill"]["sight"]["pairs"]
+    assert pair["peer"] == str(one(made, Role.DECODE).instance.me)
+    assert (pair["transport"], pair["succeeded"], pair["failed"]) == ("shm", 3, 0)
+    assert pair["nbytes"] > 0
+    assert pair["bytes_per_s"] > 0
+    assert rows["decode"]["sight"]["frontends"] == [made.front.me.incarnation]
+    assert rows["decode"]["sight"]["load"]["pages_quarantined"] == 0
+
+
+def test_what_has_carried_nothing_is_shown_no_speed() -> None:
+    """Decode never knows one, and prefill none before the first write: 0.00 GB/s would be a wrong figure."""
+    assert operate._pair(PairSight(peer="x", transport="shm"))[:3] == ("shm", "-", "-")
+    carried = PairSight(peer="x", transport="shm", bytes_per_s=2.5e9, nbytes=10**9)
+    assert operate._pair(carried)[:3] == ("shm", "2.50", "1.000")
+
+    async def nothing() -> NodeState:
+        raise NotImplementedError
+
+    paths = {"idle": PathSpeed("shm"), "used": PathSpeed("tcp", 100, 2.0)}
+    status = InstanceStatus({}, lambda: None, dict, lambda: True, nothing, lambda: paths)
+    samples = [sample for family in http._StatusCollector(status).collect() for sample in family.samples]
+    told = [s for s in samples if s.name == "segue_instance_path_bytes_per_second"]
+    assert [(s.labels, s.value) for s in told] == [({"peer": "used", "transport": "tcp"}, 50.0)]
+
+
+def test_a_drain_waits_for_what_runs_and_resume_takes_requests_again(made: Deployment) -> None:
+    p, d = one(made, Role.PREFILL), one(made, Role.DECODE)
+    # Decode alone hears of it: it stays until it is cancelled.
+    made.front.submit("held", PROMPT, p.instance, d.instance, only=d.instance)
+
+    async def scenario() -> list[str]:
+        states: list[str] = []
+        async with operator(url(made), secret=None, limits=LIMITS.limits(), tls=None) as op:
+            record = await op.named(name(d))
+
+            def say(_where: ReplicaRecord, sight: Sight) -> None:
+                states.append(sight.state)
+                if sight.state == "draining":
+                    assert sight.load.waiting == 1
+                    # New ones are refused, and nothing of what is there ends.
+                    made.front.submit("late", PROMPT, p.instance, d.instance, only=d.instance)
+                    [output] = made.front.wait("late")
+                    assert output.error is not None
+                    assert output.error.code is ErrorCode.DRAINING
+                    assert "held" not in made.front.outputs
+                    made.front.cancel("held", d.instance)
+
+            await op.steer(record, draining=True, timeout_s=20, say=say)
+            await listed(op, draining=True)
+            [row] = [row for row in await op.ps() if row.role is Role.DECODE]
+            assert row.sight is not None
+            assert row.sight.state == "drained"
+            await op.steer(record, draining=False, timeout_s=20, say=say)
+            await listed(op, draining=False)
+        return states
+
+    assert asyncio.run(scenario()) == ["draining", "drained", "serving"]
+    serve_one(made, "after")
+    made.assert_comes_to_rest()
+
+
+def test_a_drain_that_does_not_end_in_time_says_what_is_left(
+    made: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    p, d = one(made, Role.PREFILL), one(made, Role.DECODE)
+    made.front.submit("held", PROMPT, p.instance, d.instance, only=d.instance)
+    assert main(["drain", name(d), "--registry", url(made), "--timeout", "0.3"]) == 1
+    said = capsys.readouterr()
+    assert "draining: running 0, waiting 1" in said.out
+    assert "is draining after 0.3 s: 1 requests are left" in said.err
+    assert said.err.count("\n") == 1
+    made.front.cancel("held", d.instance)
+    assert main(["drain", name(d), "--registry", url(made)]) == 0
+    assert "drained" in capsys.readouterr().out
+    assert main(["resume", name(d), "--registry", url(made)]) == 0
+    serve_one(made, "after")
+
+
+def test_an_instance_that_does_not_answer_is_a_row_that_says_so(
+    made: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operators, "ASK_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        where = ReplicaRecord(dp_rank=0, host="127.0.0.1", port=port)
+        record = InstanceRecord(
+            incarnation=new_incarnation(),
+            role=Role.DECODE,
+            model="m",
+            served_model="test",
+            context_tokens=9,
+            replicas=[where],
+        )
+        made.io.call(_registered(made, record), 5)
+        assert main(["ps", "--registry", url(made), "--json"]) == 0
+        rows = {row["instance"]: row for row in json.loads(capsys.readouterr().out)}
+        assert main(["ps", "--registry", url(made)]) == 0
+        assert "no answer" in capsys.readouterr().out
+    silent = rows.pop(record.incarnation)
+    assert silent["sight"] is None
+    assert "within 0.3 s" in silent["trouble"]
+    assert all(row["sight"] is not None for row in rows.values())
+
+
+async def _registered(made: Deployment, record: InstanceRecord) -> None:
+    made.registry.store.register(record, 0)
+
+
+def test_who_has_another_secret_steers_nobody(made: Deployment, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        secret = b"another secret than theirs"
+        async with operator(url(made), secret=secret, limits=LIMITS.limits(), tls=None) as op:
+            rows = await op.ps()
+            assert len(rows) == 2
+            assert all(row.sight is None and row.trouble for row in rows), rows
+            record = await op.named(name(one(made, Role.DECODE)))
+            with pytest.raises(Exception, match="secret"):
+                await op.steer(record, draining=True, timeout_s=5)
+
+    asyncio.run(scenario())
+    assert not one(made, Role.DECODE).instance.scheduler.admission.draining
+
+
+def test_names_that_fit_none_or_several_are_refused(
+    made: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["drain", "zzzz", "--registry", url(made)]) == 1
+    assert "no instance 'zzzz' is registered" in capsys.readouterr().err
+    for too_short in ("", name(one(made, Role.DECODE))[:3]):
+        assert main(["drain", too_short, "--registry", url(made)]) == 1
+        assert f"no instance {too_short!r} is registered" in capsys.readouterr().err
+    assert main(["drain", "zzzz", "--registry", url(made), "--timeout", "soon"]) == 2
+    assert "--timeout must be a number of seconds" in capsys.readouterr().err
+    assert main(["ps", "--registry", "http://127.0.0.1:1"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err
+    assert main(["ps"]) == 2

@@ -1,0 +1,218 @@
+"""`segue switch`: an instance comes back in another role while requests run, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment import LIMITS, VOCAB, deployment, lineage_engine
+from killable import Cluster, cluster, save_tokenizer
+
+from segue.bootstrap.records import InstanceRecord
+from segue.cli.main import main
+from segue.core.config import InstanceConfig, ModelConfig
+from segue.core.operate import Steer
+from segue.core.request import SamplingParams
+from segue.core.types import Role, new_incarnation
+from segue.fleet.operator import Operator
+from segue.serve.instance import Instance
+from segue.serve.turns import Turns
+from segue.serve.workers import OpenedReplica
+from segue.sim.engine import LineageEngine, reference
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("switched")
+    save_tokenizer(made, 97)
+    return made
+
+
+class Switchable:
+    """One leader of an instance in a thread of its own, as `segue prefill` runs it in a process."""
+
+    def __init__(self, role: Role, registry: str, **of_dp: Any) -> None:
+        engine, memory = lineage_engine()
+        self._engine, self._memory = engine, memory
+        config = InstanceConfig(
+            model="test",
+            role=role,
+            registry=registry,
+            transport="shm",
+            limit=LIMITS,
+            name=f"{role}-0",
+            engine=ModelConfig(page_tokens=engine.spec.page_tokens),
+            **of_dp,
+        )
+        self.turns = Turns(config, OpenedReplica(engine, memory))
+        self.served: list[Instance] = []
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self.turns.run, args=(self._ready,))
+        self.thread.start()
+        assert self.ready.wait(10)
+
+    def _ready(self, instance: Instance) -> None:
+        self.served.append(instance)
+        self.ready.set()
+
+    @property
+    def name(self) -> str:
+        return self.turns.instance.me.incarnation[:8]
+
+    def close(self) -> None:
+        self.turns.drain()
+        self.thread.join(20)
+        assert not self.thread.is_alive(), "it did not drain"
+        assert isinstance(self._engine, LineageEngine)
+        self._engine.memory.release()
+        self._memory.close()
+
+
+@contextmanager
+def switchable(made: Cluster, role: Role, dp: int = 1) -> Iterator[list[Switchable]]:
+    """All leaders of one instance."""
+    incarnation = new_incarnation()
+    of_dp = [{"dp": dp, "dp_rank": rank, "incarnation": incarnation} for rank in range(dp)]
+    with ExitStack() as stack:
+        leaders = [Switchable(role, made.url, **(one if dp > 1 else {})) for one in of_dp]
+        for leader in leaders:
+            stack.callback(leader.close)
+        yield leaders
+
+
+def ask(made: Cluster, number: int) -> None:
+    """One request; its tokens must be those of an undisturbed run."""
+    prompt = [3 + (number * 7 + i) % 90 for i in range(40 + number % 5)]
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "seed": 1}
+    content = json.dumps({"model": "tiny", "return_token_ids": True, **body})
+    answer = made.http.post("/v1/completions", content=content, headers={"x-request-id": f"r{number}"})
+    assert answer.status_code == 200, answer.text
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, seed=1)
+    wanted = reference(prompt, sampling, VOCAB, TOKENS)
+    assert answer.json()["choices"][0]["token_ids"] == wanted
+
+
+def later(before: Role, after: Role, dp: int) -> Any:
+    return pytest.param(before, after, dp, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "dp"),
+    [
+        (Role.DECODE, Role.PREFILL, 1),
+        later(Role.PREFILL, Role.UNIFIED, 1),
+        later(Role.UNIFIED, Role.DECODE, 1),
+        later(Role.DECODE, Role.PREFILL, 2),
+        later(Role.PREFILL, Role.DECODE, 3),
+    ],
+)
+def test_a_role_is_switched_under_load_and_back_and_nothing_is_lost(
+    folder: Path, capsys: pytest.CaptureFixture[str], before: Role, after: Role, dp: int
+) -> None:
+    with cluster(folder, Role.PREFILL, Role.DECODE) as made, switchable(made, before, dp) as leaders:
+        one = leaders[0]
+        made.seen(dp + (before is not Role.UNIFIED), before)
+        stop = threading.Event()
+        served: list[int] = []
+
+        def load(lane: int) -> None:
+            number = lane
+            while not stop.is_set():
+                ask(made, number)
+                served.append(number)
+                number += 4
+
+        with ThreadPoolExecutor(4) as pool:
+            lanes = [pool.submit(load, lane) for lane in range(4)]
+            try:
+                for old, new in ((before, after), (after, before)):
+                    name = one.name
+                    assert main(["switch", name, new, "--registry", made.url, "--timeout", "30"]) == 0
+                    said = capsys.readouterr().out
+                    for rank in range(dp):
+                        assert f"{old} {name} dp{rank} drained" in said
+                    assert f"{new} {one.name} serving, before it {old}" in said
+                    assert one.name != name
+                    there = {leader.turns.instance.me for leader in leaders}
+                    assert len(there) == dp
+                    made.until(lambda there=there: there <= {  # type: ignore[misc]
+                        r.leader for r in made.fleet.membership.replicas.values() if r.usable})  # fmt: skip
+                    for number in range(10_000, 10_008):
+                        ask(made, number)
+            finally:
+                stop.set()
+            for lane in lanes:
+                lane.result(30)
+        assert len(served) > 8
+        for leader in leaders:
+            assert [instance.config.role for instance in leader.served] == [before, after, before]
+        assert made.metric("segue_requests_total", endpoint="completions", outcome="ok") == len(served) + 16
+        # What it did in its first role is still known.
+        assert main(["explain", "r0", "--registry", made.url]) == 0
+
+
+def test_a_switch_waits_for_what_is_there_and_resume_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        # Decode alone hears of it: it stays until it is cancelled.
+        made.front.submit("held", [1, 2, 3], p, d, only=d)
+        name, url = d.me.incarnation[:8], f"http://127.0.0.1:{made.registry.port}"
+        assert main(["switch", name, "prefill", "--registry", url, "--timeout", "0.3"]) == 1
+        assert f"decode {name} dp0 is draining after 0.3 s: 1 requests" in capsys.readouterr().err
+        assert main(["resume", name, "--registry", url]) == 0
+        made.front.cancel("held", d)
+        made.front.submit("next", [1, 2, 3], p, d)
+        assert len(made.front.tokens("next")) == 4
+        made.assert_comes_to_rest()
+        assert d.leader.running
+        assert d.follows is None
+
+
+def test_an_instance_that_was_resumed_after_its_drain_does_not_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    each = Operator._each
+
+    async def and_resumed(self: Operator, record: InstanceRecord, *rest: Any) -> None:
+        await each(self, record, *rest)
+        await each(self, record, Steer(draining=False), "serving", 10, lambda _where, _sight: None)
+
+    monkeypatch.setattr(Operator, "_each", and_resumed)
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        name, url = d.me.incarnation[:8], f"http://127.0.0.1:{made.registry.port}"
+        assert main(["switch", name, "prefill", "--registry", url]) == 1
+        assert "takes requests again: somebody has resumed it" in capsys.readouterr().err
+        made.front.submit("next", [1, 2, 3], p, d)
+        assert len(made.front.tokens("next")) == 4
+
+
+@pytest.mark.parametrize(
+    ("role", "why"),
+    [
+        ("decode", "cannot become decode: it is decode"),
+        ("prefill", "shares its experts with other DP ranks"),
+        ("frontend", "invalid choice: 'frontend'"),
+    ],
+)
+def test_a_role_that_cannot_be_is_refused_and_the_instance_serves_on(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str, why: str
+) -> None:
+    with cluster(folder, Role.PREFILL, Role.DECODE) as made:
+        [d] = made.by_role(Role.DECODE)
+        name = d.instance.me.incarnation[:8]
+        with monkeypatch.context() as patched:
+            patched.setattr(d.instance, "companions", object())
+            status = main(["switch", name, role, "--registry", made.url])
+        assert status == (2 if role == "frontend" else 1)
+        assert why in capsys.readouterr().err
+        assert not d.instance.scheduler.admission.draining
+        ask(made, 1)

@@ -1,0 +1,84 @@
+"""A deadline that moves: it passes once, when it is due, and needs few timers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from segue.session.deadline import Deadline
+
+
+class Loop:
+    """Timers that fire when time is told to pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[Timer] = []
+        self.made = 0
+
+    def call_at(self, when: float, call: Callable[[], None]) -> Timer:
+        self.made += 1
+        self.timers.append(timer := Timer(self, when, call))
+        return timer
+
+    def pass_to(self, now: float) -> None:
+        while due := [timer for timer in self.timers if timer.when <= now]:
+            timer = min(due, key=lambda t: t.when)
+            self.timers.remove(timer)
+            self.now = timer.when
+            timer.call()
+        self.now = now
+
+
+class Timer:
+    def __init__(self, loop: Loop, when: float, call: Callable[[], None]) -> None:
+        self.loop, self.when, self.call = loop, when, call
+
+    def cancel(self) -> None:
+        self.loop.timers.remove(self)
+
+
+def made() -> tuple[Any, Deadline, list[float]]:
+    loop, passed = Loop(), list[float]()
+    return loop, Deadline(loop, lambda: passed.append(loop.now)), passed  # type: ignore[arg-type]
+
+
+def test_it_passes_once_at_its_last_time() -> None:
+    loop, deadline, passed = made()
+    deadline.set(5.0)
+    deadline.set(9.0)
+    loop.pass_to(8.0)
+    assert deadline.is_set
+    assert not passed
+    deadline.set(12.0)
+    deadline.set(11.0)
+    loop.pass_to(20.0)
+    assert passed == [11.0]
+    assert not deadline.is_set
+
+
+def test_an_earlier_time_comes_in_time() -> None:
+    loop, deadline, passed = made()
+    deadline.set(75.0)
+    deadline.set(10.0)
+    loop.pass_to(75.0)
+    assert passed == [10.0]
+
+
+def test_one_that_is_lifted_in_time_makes_no_timer_of_its_own() -> None:
+    loop, deadline, passed = made()
+    for request in range(100):
+        deadline.set(10.0 + request * 0.01)
+        deadline.lift()
+    loop.pass_to(1000.0)
+    assert not passed
+    assert loop.made == 1
+
+
+def test_nothing_is_left_of_one_that_was_closed() -> None:
+    loop, deadline, passed = made()
+    deadline.set(5.0)
+    deadline.close()
+    assert not loop.timers
+    loop.pass_to(10.0)
+    assert not passed

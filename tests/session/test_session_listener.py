@@ -1,0 +1,212 @@
+"""Whoever accepts connections goes on whatever one of them does, and whatever the system lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from session_peers import DEADLINE_S
+
+from segue.core.errors import BootstrapUnreachable, OutOfCapacity, PeerRefused, SegueError
+from segue.session import listener as module
+from segue.session.listen import listening, url_of
+from segue.session.listener import GuardedListener
+
+
+class Stranger(asyncio.Protocol):
+    """One incoming connection, and what became of it."""
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self.refused: SegueError | None = None
+        self.why_cut: SegueError | None = None
+        self.news = asyncio.Event()
+
+    def refuse_when_made(self, error: SegueError) -> None:
+        assert self.transport is None
+        self.refused = error
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self.news.set()
+
+    def cut(self, error: SegueError) -> None:
+        self.why_cut = self.why_cut or error
+        self.news.set()
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class Door:
+    """A listener with what it made and counted; `lacks` are what it gets in the place of the next clients."""
+
+    def __init__(self, *, tls: Any = None, handshake_s: float = 30.0, limit: int = 8) -> None:
+        self.made: list[Stranger] = []
+        self.counts: Counter[str] = Counter()
+        self.rooms = 0
+        self.lacks: list[OSError] = []
+        self.listener = GuardedListener(
+            self._make,
+            server_tls=tls,
+            handshake_s=handshake_s,
+            count=lambda what: self.counts.update([what]),
+            max_pending=limit,
+            make_room=self._make_room,
+        )
+        self.sock = listening("127.0.0.1", 0, what="a test", flag="port")
+        self.clients: list[socket.socket] = []
+
+    def _make(self) -> Stranger:
+        self.made.append(Stranger())
+        return self.made[-1]
+
+    def _make_room(self) -> None:
+        self.rooms += 1
+
+    async def come(self, said: bytes = b"") -> Stranger:
+        """One more client; returns once it is being let in."""
+        before, client = len(self.made), socket.create_connection(self.sock.getsockname())
+        self.clients.append(client)
+        client.sendall(said)
+        while len(self.made) == before:  # noqa: ASYNC110  nobody is told
+            await asyncio.sleep(0)
+        return self.made[-1]
+
+    async def is_lost(self) -> None:
+        """One more client, whom nobody can let in."""
+        with socket.create_connection(self.sock.getsockname()):
+            before = len(self.lacks)
+            while len(self.lacks) == before:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+
+async def told(one: Stranger) -> Stranger:
+    await one.news.wait()
+    return one
+
+
+def run(test: Callable[[Door], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        loop, door = asyncio.get_running_loop(), Door(**options)
+        accept = loop.sock_accept
+
+        async def or_lacks(sock: socket.socket) -> Any:
+            client, where = await accept(sock)
+            if door.lacks:
+                client.close()
+                raise door.lacks.pop(0)
+            return client, where
+
+        loop.sock_accept = or_lacks  # type: ignore[method-assign]
+        async with asyncio.timeout(DEADLINE_S):
+            door.listener.open(door.sock)
+            try:
+                await test(door)
+            finally:
+                await door.listener.close()
+                door.sock.close()
+                for client in door.clients:
+                    client.close()
+        assert not door.listener._admissions
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_without_descriptors_the_oldest_that_has_proven_nothing_goes_and_then_whom_the_owner_chooses(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+
+    async def test(door: Door) -> None:
+        first, second, third = [await told(await door.come()) for _ in range(3)]
+        door.lacks += [OSError(code, "none left")] * 3
+        for _ in range(2):
+            await door.is_lost()
+        for one in (first, second):
+            assert isinstance(one.why_cut, OutOfCapacity)
+        assert third.why_cut is None
+        assert (door.counts, door.rooms) == ({"pending_dropped": 2}, 0)
+        door.listener.authenticated(third)
+        await door.is_lost()
+        assert door.rooms == 1
+        assert third.why_cut is None
+        assert (await told(await door.come())).why_cut is None
+
+    run(test)
+
+
+def test_a_connection_that_is_lost_while_it_is_accepted_costs_nobody_else_anything() -> None:
+    async def test(door: Door) -> None:
+        first = await told(await door.come())
+        door.lacks += [
+            ConnectionAbortedError(errno.ECONNABORTED, "aborted"),
+            OSError(errno.EPERM, "firewall"),
+        ]
+        for _ in range(2):
+            await door.is_lost()
+        await told(await door.come())
+        assert first.why_cut is None
+        assert (door.counts, door.rooms) == ({}, 0)
+
+    run(test)
+
+
+TLS: Any = object()  # it is not used before there is a first byte of TLS
+
+
+def test_who_says_nothing_before_tls_is_cut_in_time_and_who_leaves_at_once() -> None:
+    async def test(door: Door) -> None:
+        mute = await told(await door.come())
+        assert isinstance(mute.why_cut, BootstrapUnreachable)
+        assert len(door.listener.pending) == 0
+        gone = await door.come()
+        door.clients[-1].close()
+        assert isinstance((await told(gone)).why_cut, BootstrapUnreachable)
+        assert door.counts == {}, "nobody was refused"
+
+    run(test, tls=TLS, handshake_s=0.05)
+
+
+def test_a_first_byte_that_is_not_tls_is_refused_in_plain_bytes_and_is_still_there_to_be_read() -> None:
+    async def test(door: Door) -> None:
+        plain = await told(await door.come(b"GET /"))
+        assert isinstance(plain.refused, PeerRefused)
+        assert plain.why_cut is None
+        assert plain in door.listener.pending
+
+    run(test, tls=TLS)
+
+
+def test_who_is_still_being_let_in_goes_for_others_and_at_the_end_like_everybody() -> None:
+    async def test(door: Door) -> None:
+        mute = [await door.come() for _ in range(3)]
+        assert isinstance((await told(mute[0])).why_cut, OutOfCapacity)
+        assert door.clients[0].recv(1) == b"", "its socket is closed, too"
+        assert door.counts == {"pending_dropped": 2}, "half of all may be from one address"
+        await door.listener.close()
+        for one in mute[1:]:
+            assert (await told(one)).why_cut is not None
+        await door.listener.close()
+
+    run(test, tls=TLS, limit=2)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("fd00::1", "http://[fd00::1]:80"),
+        ("node-1", "http://node-1:80"),
+    ],
+)
+def test_the_url_of_what_listens_is_one_that_this_host_can_use(host: str, url: str) -> None:
+    assert url_of("http", host, 80) == url

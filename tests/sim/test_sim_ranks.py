@@ -1,0 +1,172 @@
+"""What ranks do to one another: one that diverges or is late, conflicts of DP ranks, forced queries."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from segue.core.types import Incarnation, LeaderId, Role, TransferId
+from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT
+from segue.handoff.events import ComputeChecksum
+from segue.layout.content import Content, Plane
+from segue.roles.prefill import PrefillScheduler
+from segue.sim.bit_flips import BitFlips
+from segue.sim.run import Outcome, run_scenario
+from segue.sim.scenario import Fault, Scenario, make_scenario
+from segue.sim.splits import EQUAL, UNEQUAL
+
+REQUESTS = 24
+
+
+def calm(leaders: int) -> Scenario:
+    """The first scenario without faults whose prefill instances have so many leaders each, or one."""
+    for seed in range(2000):
+        scenario = make_scenario(seed)
+        prefill = {node.dp_size for node in scenario.nodes if node.role is Role.PREFILL}
+        decode = {node.role for node in scenario.nodes} == {Role.PREFILL, Role.DECODE}
+        if not scenario.features and prefill == {leaders} and decode:
+            scenario.requests = scenario.requests[:REQUESTS]
+            return scenario
+    raise AssertionError("there is none")
+
+
+def struck(kind: str, role: Role, *, workers: bool, amount: int = 1) -> Outcome:
+    """What comes of one fault at an instance of several ranks."""
+    scenario = replace(calm(1), splits=(EQUAL, UNEQUAL[0])[workers], workers=workers)
+    node = next(node.name for node in scenario.nodes if node.role is role)
+    fault = Fault("f0", kind, 0.1, node, seconds=0.3, amount=amount)
+    outcome = run_scenario(replace(scenario, features=frozenset({kind}), faults=[fault]))
+    assert not outcome.failed, outcome.text
+    assert outcome.struck[kind] == 1
+    return outcome
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_what_a_rank_has_stored_that_carried_out_another_order_reaches_no_client(workers: bool) -> None:
+    """Its replica ends with a typed error, and another life of it serves who comes then."""
+    for amount in (0, 1):
+        outcome = struck("rank diverges", Role.PREFILL, workers=workers, amount=amount)
+        assert outcome.counts["ranks that diverged"] == 1
+        assert outcome.counts["done"] > 0
+
+
+def test_a_rank_that_is_late_for_less_than_a_silence_costs_nobody_his_answer() -> None:
+    outcome = struck("rank late", Role.PREFILL, workers=True)
+    assert outcome.counts["done"] == outcome.counts["succeeded"] > 0
+
+
+def test_a_leader_that_was_stopped_itself_is_given_time_to_notice_that_its_rank_says_nothing() -> None:
+    scenario = replace(calm(1), splits=UNEQUAL[0], workers=True)
+    for index, wanted in enumerate(scenario.requests):
+        wanted.at = 0.06 + 0.01 * index
+    node = next(node.name for node in scenario.nodes if node.role is Role.PREFILL)
+    faults = [Fault("f0", "rank lost", 0.1, node, seconds=0.3), Fault("f1", "pause", 0.25, node, seconds=3.0)]
+    outcome = run_scenario(replace(scenario, features=frozenset({"rank lost"}), faults=faults))
+    assert not outcome.failed, outcome.text
+
+
+def of_two_leaders(on_conflict: str, *, force_query: bool = False) -> Scenario:
+    """Without faults."""
+    return by_the_room(calm(2), on_conflict, force_query=force_query)
+
+
+def by_the_room(scenario: Scenario, on_conflict: str, *, force_query: bool = False) -> Scenario:
+    """Every client asks for a rank, and the instance goes by the room."""
+    scenario.nodes = [
+        replace(node, load_balance=FOLLOW_BOOTSTRAP_ROOM, on_conflict=on_conflict, force_query=force_query)
+        for node in scenario.nodes
+    ]
+    for index, wanted in enumerate(scenario.requests):
+        wanted.prefill_dp_rank, wanted.force_query = index % 2, False
+    return scenario
+
+
+def test_a_conflict_of_dp_ranks_ends_requests_where_the_instance_says_so_and_no_others() -> None:
+    fails, redirects = (run_scenario(of_two_leaders(rule)) for rule in (FAIL, REDIRECT))
+    for outcome in (fails, redirects):
+        assert not outcome.failed, outcome.text
+    conflicts = fails.counts["ended by a conflict of ranks"]
+    assert 0 < conflicts < REQUESTS
+    assert fails.counts["failed"] == conflicts
+    assert "failed" not in redirects.counts
+    assert redirects.counts["done"] > fails.counts["done"]
+    assert redirects.counts["sent on to another DP rank"] > 0
+
+
+@pytest.mark.slow
+def test_rooms_are_followed_to_another_rank_under_faults() -> None:
+    seeds = (make_scenario(seed) for seed in range(6_100_000, 6_200_000))
+    several = (s for s in seeds if any(n.dp_size > 1 and n.role is Role.PREFILL for n in s.nodes))
+    moved = under_faults = 0
+    for scenario in itertools.islice(several, 12):
+        outcome = run_scenario(by_the_room(scenario, REDIRECT))
+        assert not outcome.failed, (scenario.seed, outcome.text)
+        moved += outcome.counts.get("sent on to another DP rank", 0)
+        under_faults += outcome.under_faults
+    assert min(moved, under_faults) >= 30
+
+
+def test_where_decode_is_to_ask_it_infers_nothing_and_everybody_is_served() -> None:
+    outcome = run_scenario(of_two_leaders(REDIRECT, force_query=True))
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["forced queries"] == outcome.counts["open ranks"] > 0
+    assert "failed" not in outcome.counts
+    scenario = of_two_leaders(REDIRECT)
+    for wanted in scenario.requests:
+        wanted.force_query = True
+    outcome = run_scenario(scenario)
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["open ranks"] == 2 * outcome.counts["hand-offs"]  # both halves
+
+
+def test_a_request_that_is_served_in_spite_of_a_conflict_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefillScheduler, "_looked_for", lambda *_: None)
+    assert run_scenario(of_two_leaders(FAIL)).rule == "conflict"
+
+
+@pytest.mark.parametrize(("tokens", "beside"), [(1, False), (2, True)])
+def test_a_flip_beside_the_prompt_strikes_no_token_of_another_rank(tokens: int, beside: bool) -> None:
+    """The prompt's six tokens are in pages 7 and 3; a rank has sent so many of the last page, and another
+    one the rest."""
+    transfer = TransferId(5, 0, LeaderId(Incarnation("p")), LeaderId(Incarnation("d")))
+    machine = SimpleNamespace(pages=(7, 3), prompt_tokens=6)
+    engine = SimpleNamespace(spec=SimpleNamespace(page_tokens=4), memory=bytearray(64))
+    node: Any = SimpleNamespace(engine=engine, exchange=SimpleNamespace(_machines={transfer: machine}))
+    rng: Any = SimpleNamespace(random=lambda: 0.0, randrange=lambda _: 0)
+    content = Content((Plane(0, 1, 1, 4, 1, 1),), ((12, tokens),), 4)
+    flips = BitFlips(Counter())
+    flips.page(node, ComputeChecksum(transfer, 0, 1, content), rng)
+    assert (transfer not in flips.spoiled) is beside
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [
+        ("noise", (3, 2)),
+        *(
+            pytest.param(kind, which, marks=pytest.mark.slow)
+            for kind, which in (("flip", (3, 2)), ("cut", (3, 2)), ("loss", (0, 0)), ("impostor", (2, 2)))
+        ),
+    ],
+)
+def test_a_room_of_which_the_registry_is_not_told_in_time_fails_for_a_cause_that_is_known(
+    kind: str, which: tuple[int, int]
+) -> None:
+    """Nobody has just started. Queries (3) and answers (2) are struck in turn."""
+    scenario, at = of_two_leaders(REDIRECT, force_query=True), 40.0
+    prefill = next(node.name for node in scenario.nodes if node.role is Role.PREFILL)
+    scenario.requests = scenario.requests[: REQUESTS if kind == "flip" else 6]
+    faults = []
+    for index, wanted in enumerate(scenario.requests):
+        wanted.at, wanted.leg_budget_s = at + 0.01 + 0.2 * index, (None, 0.06)
+        amount = which[index % 2]
+        faults.append(Fault(f"f{index}", f"registry {kind}", wanted.at - 0.01, prefill, "", 2.0, amount))
+    outcome = run_scenario(replace(scenario, features=frozenset({"registry"}), faults=faults))
+    assert not outcome.failed, outcome.text
+    assert outcome.counts["retries"] > 0
+    assert ("mismatches" in outcome.counts) is (kind in ("flip", "noise"))

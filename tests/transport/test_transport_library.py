@@ -1,0 +1,332 @@
+"""The base of transports over a library, over one that fails in the worst way (`library_double`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from areas import whole
+from library_double import FAULTS, DoubleTransport
+from ranks import options, rank
+from segue.core.errors import BootstrapTimeout, PeerLost, TransferFailed
+from segue.core.types import RankId
+from segue.layout.blocks import CopyBlock
+from segue.transport import library_wire
+from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.library_out import MAX_IN_FLIGHT_BYTES, pieces
+from segue.transport.memory import Memory, host_region
+
+MiB = 2**20
+E = TypeVar("E", bound=TransportEvent)
+PATIENCE_S = 20.0
+
+
+class End:
+    """A transport over memory that numpy allocated, and what it told."""
+
+    def __init__(self, me: RankId, sizes: tuple[int, ...], stall_s: float) -> None:
+        self.me = me
+        self.arrays = [np.zeros(n, np.uint8) for n in sizes]
+        self.memory = Memory([host_region(array) for array in self.arrays])
+        self.log: list[TransportEvent] = []
+        self._changed = threading.Condition()
+        self.transport = DoubleTransport(self._event, options(me, stall_s=stall_s))
+        self.endpoint = self.transport.register(self.memory)
+
+    def _event(self, event: TransportEvent) -> None:
+        with self._changed:
+            self.log.append(event)
+            self._changed.notify_all()
+
+    def take(self, kind: type[E], **fields: object) -> E:
+        def found() -> list[E]:
+            events = [event for event in self.log if isinstance(event, kind)]
+            return [e for e in events if all(getattr(e, k) == v for k, v in fields.items())]
+
+        with self._changed:
+            assert self._changed.wait_for(found, PATIENCE_S), (kind, fields, self.log)
+            return found()[0]
+
+    def fenced(self, peer: RankId, epoch: int) -> Fenced:
+        self.transport.fence(peer, epoch)
+        return self.take(Fenced, peer=peer, epoch=epoch)
+
+
+Ends = Callable[..., tuple[End, End]]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Makes a writer and a reader, connected; afterwards no thread is left."""
+    before = set(threading.enumerate())
+    made: list[End] = []
+
+    def make(
+        sizes: tuple[int, ...] = (4 * MiB,), *, connect: bool = True, stall_s: float = 10
+    ) -> tuple[End, End]:
+        writer, reader = (End(rank(word), sizes, stall_s) for word in ("aaaa", "bbbb"))
+        made.extend((writer, reader))
+        if connect:
+            writer.transport.connect(reader.me, reader.endpoint, 5)
+        return writer, reader
+
+    yield make
+    FAULTS.running.set()
+    FAULTS.closing.set()
+    for end in made:
+        end.transport.close()
+    FAULTS.reset()
+    assert set(threading.enumerate()) <= before
+
+
+def start(writer: End, reader: End, epoch: int, *blocks: CopyBlock) -> None:
+    """Grant an epoch and write for it."""
+    reader.transport.grant(writer.me, epoch, whole(reader.memory.nbytes))
+    writer.transport.write(reader.me, epoch, 1, blocks)
+
+
+def posted(count: int = 1) -> None:
+    """Wait until the library has been given so many posts."""
+    for _ in range(count):
+        assert FAULTS.taken.acquire(timeout=PATIENCE_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that tells nobody."""
+    for _ in range(int(PATIENCE_S * 1000)):
+        if condition():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it never came")
+
+
+def lands_nothing(reader: End) -> None:
+    """What is still under way, if anything, does not land."""
+    for array in reader.arrays:
+        array[:] = 0
+    FAULTS.running.set()
+    assert not any(array.any() for array in reader.arrays)
+
+
+@pytest.mark.parametrize("how", ["the post raises", "what landed is said to have failed"])
+def test_an_error_of_the_library_ends_the_path_and_no_page_is_free_before_the_readers_end_is_closed(
+    ends: Ends, how: str
+) -> None:
+    writer, reader = ends()
+    writer.arrays[0][:] = 1
+    if how == "the post raises":
+        FAULTS.fail_after = 0
+        FAULTS.running.clear()
+    else:
+        FAULTS.says_failed = True
+    start(writer, reader, 3, CopyBlock(0, 0, 1, 4 * MiB))
+    failed = writer.take(WriteFailed, epoch=3)
+    assert isinstance(failed.error, TransferFailed)
+    assert not writer.take(PeerGone, peer=reader.me).proven
+    assert writer.fenced(reader.me, 3)
+    assert reader.take(PeerGone, peer=writer.me).proven
+    assert reader.fenced(writer.me, 3).proven
+    lands_nothing(reader)
+    FAULTS.reset()
+    writer.transport.connect(reader.me, reader.endpoint, 5)
+    start(writer, reader, 4, CopyBlock(0, 0, 1, 100))
+    writer.take(Written, epoch=4)
+
+
+def test_a_fence_at_the_reader_waits_for_the_writers_own_success(ends: Ends) -> None:
+    writer, reader = ends()
+    writer.arrays[0][:] = 1
+    FAULTS.running.clear()
+    start(writer, reader, 3, CopyBlock(0, 0, 1, MiB))
+    posted()
+    reader.transport.grant(writer.me, 4, whole(MiB))
+    reader.transport.fence(writer.me, 3)
+    assert reader.fenced(writer.me, 4).proven, "one of which nothing is in flight"
+    assert not [e for e in reader.log if isinstance(e, Fenced) and e.epoch == 3]
+    FAULTS.running.set()
+    assert reader.take(Fenced, epoch=3).proven
+    assert reader.arrays[0][:MiB].all()
+    writer.take(Written, epoch=3)
+
+
+def test_a_peer_that_answers_no_fence_loses_its_path(ends: Ends) -> None:
+    writer, reader = ends(stall_s=0.2)
+    FAULTS.running.clear()
+    start(writer, reader, 3, CopyBlock(0, 0, 1, MiB))
+    posted()
+    assert reader.fenced(writer.me, 3).proven
+    assert isinstance(writer.take(PeerGone).error, PeerLost)
+    writer.take(WriteFailed, epoch=3)
+    lands_nothing(reader)
+
+
+def test_where_nothing_proves_an_end_the_fence_is_never_answered_and_new_hand_offs_work(ends: Ends) -> None:
+    writer, reader = ends()
+    FAULTS.unproven = True
+    FAULTS.fail_after = 0
+    start(writer, reader, 3, CopyBlock(0, 0, 1, 100))
+    writer.take(WriteFailed, epoch=3)
+    assert not reader.take(PeerGone).proven
+    FAULTS.fail_after = None
+    writer.transport.connect(reader.me, reader.endpoint, 5)
+    start(writer, reader, 4, CopyBlock(0, 0, 1, 100))
+    writer.take(Written, epoch=4)
+    reader.transport.fence(writer.me, 3)
+    assert reader.fenced(writer.me, 4).proven
+    assert not [e for e in reader.log if isinstance(e, Fenced) and e.epoch == 3]
+    writer.transport.close()
+    reader.fenced(writer.me, 5)
+    assert not [e for e in reader.log if isinstance(e, PeerGone) and e.proven], "epoch 3 is not over"
+
+
+def test_a_goodbye_is_a_proof_whatever_the_library_can_prove(ends: Ends) -> None:
+    writer, reader = ends()
+    FAULTS.unproven = True
+    start(writer, reader, 3, CopyBlock(0, 0, 1, 100))
+    writer.take(Written, epoch=3)
+    writer.transport.close()
+    assert reader.take(PeerGone).proven
+    assert reader.fenced(writer.me, 3).proven
+
+
+def test_a_reader_that_cannot_make_its_end_refuses_the_path(ends: Ends) -> None:
+    writer, reader = ends(connect=False)
+    FAULTS.refuse = "no memory to register with"
+    with pytest.raises(PeerLost):
+        writer.transport.connect(reader.me, reader.endpoint, 5)
+    FAULTS.refuse = ""
+    writer.transport.connect(reader.me, reader.endpoint, 5)
+    assert not [e for e in writer.log if isinstance(e, PeerGone)], "who asked was told"
+
+
+def test_connect_has_a_deadline_while_the_library_loads(ends: Ends) -> None:
+    FAULTS.loading = threading.Event()
+    writer, reader = ends(connect=False)
+    with pytest.raises(BootstrapTimeout):
+        writer.transport.connect(reader.me, reader.endpoint, 0.1)
+    FAULTS.loading.set()
+    writer.transport.connect(reader.me, reader.endpoint, 5)
+    start(writer, reader, 3, CopyBlock(0, 0, 1, 1))
+    writer.take(Written, epoch=3)
+
+
+def test_a_library_that_is_not_loaded_in_time_is_said_to_be_missing_from_choices(
+    ends: Ends, caplog: pytest.LogCaptureFixture
+) -> None:
+    FAULTS.loading = threading.Event()
+    writer, _ = ends(connect=False)
+    writer.transport.loaded(0.0)
+    assert "library is not loaded after 0 s" in caplog.text
+    caplog.clear()
+    FAULTS.loading.set()
+    writer.transport.loaded(30.0)
+    assert not caplog.text
+
+
+def test_regions_that_somebody_else_allocated_on_both_sides(ends: Ends) -> None:
+    writer, reader = ends((1000, 5000, 300))
+    rng = np.random.default_rng(1)
+    for array in writer.arrays:
+        array[:] = rng.integers(1, 256, array.nbytes, np.uint8)
+    starts = writer.memory.starts
+    start(
+        writer,
+        reader,
+        3,
+        CopyBlock(starts[0] + 10, starts[1] + 20, 9, 100, 110, 500),
+        CopyBlock(starts[2], starts[0], 1, 300),
+    )
+    writer.take(Written, epoch=3)
+    for i in range(9):
+        expected = writer.arrays[0][10 + 110 * i : 110 + 110 * i]
+        assert np.array_equal(reader.arrays[1][20 + 500 * i : 120 + 500 * i], expected)
+    assert np.array_equal(reader.arrays[0][:300], writer.arrays[2])
+    start(writer, reader, 4, CopyBlock(starts[1], starts[0] + 900, 1, 101))
+    assert "outside the regions" in str(writer.take(WriteFailed, epoch=4).error)
+    assert not reader.arrays[0][900:].any()
+
+
+def test_posts_are_bounded_and_neighbours_are_one_row(ends: Ends) -> None:
+    writer, reader = ends((64 * MiB,))
+    start(writer, reader, 3, CopyBlock(0, 0, 64, MiB, MiB, MiB), CopyBlock(1, 3, 9000, 1, 3, 5))
+    writer.take(Written, epoch=3)
+    assert sum(nbytes for _, nbytes in FAULTS.posts) == 64 * MiB + 9000
+    assert all(rows <= 2000 and nbytes <= 8 * MiB for rows, nbytes in FAULTS.posts)
+    assert [rows for rows, _ in FAULTS.posts][:8] == [1] * 8
+    FAULTS.reset()
+    FAULTS.running.clear()
+    start(writer, reader, 4, CopyBlock(0, 0, 1, 64 * MiB))
+    posted(4)
+    writer.fenced(reader.me, 99)
+    assert sum(nbytes for _, nbytes in FAULTS.posts) == MAX_IN_FLIGHT_BYTES
+
+
+def test_rows_that_touch_on_one_side_only_stay_apart() -> None:
+    (rows,) = pieces([CopyBlock(0, 0, 3, 10, 10, 20), CopyBlock(30, 50, 2, 5, 5, 5)], MiB, 100)
+    assert rows.source.tolist() == [[0, 10], [10, 10], [20, 20]]
+    assert rows.target.tolist() == [[0, 10], [20, 10], [40, 20]]
+    assert rows.nbytes == 40
+
+
+def test_a_writer_that_connects_anew_keeps_its_grants(ends: Ends) -> None:
+    writer, reader = ends()
+    reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
+    again = End(writer.me, (4 * MiB,), 10)
+    try:
+        again.transport.connect(reader.me, reader.endpoint, 5)
+        again.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+        again.take(Written, epoch=3)
+        writer.take(PeerGone)
+        assert not [e for e in reader.log if isinstance(e, PeerGone)]
+    finally:
+        again.transport.close()
+
+
+def test_a_path_that_is_ending_is_no_path_to_who_connects(ends: Ends) -> None:
+    writer, reader = ends()
+    FAULTS.closing.clear()
+    reader.transport.close()
+    old = writer.transport._paths.of[reader.me]
+    until(lambda: old.error is not None)
+    with pytest.raises(BootstrapTimeout, match="old library path"):
+        writer.transport.connect(reader.me, reader.endpoint, 0.05)
+    FAULTS.closing.set()
+    again = End(reader.me, (4 * MiB,), 10)
+    try:
+        writer.transport.connect(again.me, again.endpoint, 5)
+        writer.take(PeerGone)
+        start(writer, again, 4, CopyBlock(0, 0, 1, 100))
+        writer.take(Written, epoch=4)
+    finally:
+        again.transport.close()
+
+
+# ---- the control stream ----------------------------------------------------------------------------
+
+
+def test_messages_arrive_whole_however_their_bytes_are_cut() -> None:
+    sent = [
+        library_wire.ReceiverReady((library_wire.RegionAt(1 << 46, 77, "cuda:0"),), bytes(5000)),
+        library_wire.GrantEpoch(2**64 - 1),
+        library_wire.AskAnswer(3, False),
+        library_wire.Goodbye(),
+    ]
+    data = b"".join(map(library_wire.frame, sent))
+    for step in (1, 7, 4096, len(data)):
+        frames, found = library_wire.ControlFrames(), []
+        for at in range(0, len(data), step):
+            found += frames.feed(data[at : at + step])
+        assert found == sent
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff\xff\xff", b"\x01\x00\x00\x00\xc1", library_wire.frame(library_wire.Goodbye())[:-1] + b"x"],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(TransferFailed):
+        library_wire.ControlFrames().feed(data)

@@ -1,0 +1,39 @@
+"""The control stream of `library`: what is lost when a peer goes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from ranks import rank
+from segue.core.errors import SegueError
+from segue.transport.channel import PlainChannel
+from segue.transport.ioloop import IoLoop
+from segue.transport.library_wire import AskAnswer, ControlStream, Goodbye, Message, frame
+
+
+def test_a_goodbye_is_heard_though_nobody_reads_our_answer_any_more() -> None:
+    """The peer says goodbye and closes; we have not read that yet, and what we say to it fails."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    told: list[Message] = []
+    ended: list[SegueError] = []
+    over = threading.Event()
+
+    def end(error: SegueError) -> None:
+        ended.append(error)
+        over.set()
+
+    loop = IoLoop("test", lambda exc: None)
+    stream = ControlStream(loop, PlainChannel(ours), rank("aaaa"), told.append, end, 10.0)
+    theirs.sendall(frame(Goodbye()))
+    theirs.close()
+    loop.start()
+    loop.post(lambda: stream.send(AskAnswer(3, True)))
+    loop.post(stream.open)
+    try:
+        assert over.wait(10)
+    finally:
+        loop.stop(stream.close, 5)
+    assert told == [Goodbye()]
+    assert len(ended) == 1

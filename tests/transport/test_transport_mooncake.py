@@ -1,0 +1,208 @@
+"""`mooncake` over an engine that does what it is told; `tests/conformance` has the real one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from ranks import options, rank
+from segue.core.errors import ConfigError, PeerRefused, TransferFailed
+from segue.layout.blocks import CopyBlock
+from segue.transport import mooncake
+from segue.transport.library_out import pieces
+from segue.transport.memory import Memory, host_region
+
+PEER = rank("aaaa")
+
+
+class Engine:
+    """Mooncake's, as far as it is used: a piece runs until `end` says how it ended."""
+
+    made: ClassVar[list[Engine]] = []
+    answers: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.started: tuple[str, ...] = ()
+        self.registered: list[tuple[int, int]] = []
+        self.running: deque[int] = deque()
+        self.ends: dict[int, int] = {}
+        self.most = self._last = 0
+        self.taken: list[tuple[int, int, int]] = []
+        self.takes = True
+        Engine.made.append(self)
+
+    def initialize(self, *how: str) -> int:
+        self.started = how
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return 15000
+
+    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
+        self.registered += zip(addresses, lengths, strict=True)
+        return 0
+
+    def send_probe(self, name: str) -> int:
+        return 0 if self.answers else -102
+
+    def batch_transfer_sync_write(self, name: str, *lists: list[int]) -> int:
+        assert lists == ([], [], [])
+        return 0
+
+    def transfer_submit_write(self, name: str, source: int, target: int, nbytes: int) -> int:
+        if not self.takes:
+            return 0
+        self._last += 1
+        self.running.append(self._last)
+        self.taken.append((source, target, nbytes))
+        self.most = max(self.most, len(self.running))
+        return self._last
+
+    def transfer_check_status(self, number: int) -> int:
+        """Frees what has ended: a second question would be about memory of somebody else."""
+        assert number in self.running or number in self.ends, "asked again"
+        return self.ends.pop(number, 0)
+
+    def end(self, status: int = 1, count: int = 1) -> None:
+        for _ in range(count):
+            self.ends[self.running.popleft()] = status
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(mooncake, "_engines", lambda: Engine)
+    monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
+    Engine.made, Engine.answers = [], True
+    return
+
+
+def library() -> mooncake.MooncakeLibrary:
+    made = mooncake.MooncakeLibrary("10.0.0.1")
+    made.load()
+    return made
+
+
+def memories(nbytes: int) -> tuple[Memory, Memory]:
+    a, b = (Memory([host_region(np.zeros(nbytes, np.uint8))]) for _ in range(2))
+    return a, b
+
+
+def writing(nbytes: int = 1 << 20) -> tuple[Any, Engine, Memory, Memory]:
+    source, target = memories(nbytes)
+    end = library().writing(PEER, source, target, b"10.0.0.2:15001")
+    return end, Engine.made[-1], source, target
+
+
+def rows(count: int, nbytes: int = 8) -> Any:
+    [made] = pieces([CopyBlock(0, 0, count, nbytes, 2 * nbytes, 2 * nbytes)], 1 << 20, 5000)
+    return made
+
+
+def test_an_engine_has_few_pieces_at_once_and_a_post_is_done_when_the_last_has_landed() -> None:
+    end, engine, source, target = writing()
+    post = end.post(rows(1000))
+    while not end.done(post):
+        assert engine.running
+        engine.end(count=min(100, len(engine.running)))
+    assert engine.most == 256
+    starts = source.regions[0].address, target.regions[0].address
+    assert engine.taken == [(starts[0] + 16 * i, starts[1] + 16 * i, 8) for i in range(1000)]
+
+
+def test_a_post_of_which_nothing_has_begun_is_not_done() -> None:
+    end, engine, *_ = writing()
+    first, second = end.post(rows(256)), end.post(rows(3))
+    assert len(engine.running) == 256, "the first one has all the room"
+    assert not end.done(second)
+    engine.end(count=256)
+    assert end.done(first)
+    assert not end.done(second)
+    engine.end(count=3)
+    assert end.done(second)
+
+
+@pytest.mark.parametrize("status", [-1, -2])
+def test_a_piece_that_did_not_succeed_ends_the_path_and_is_not_asked_for_again(status: int) -> None:
+    end, engine, *_ = writing()
+    post = end.post(rows(3))
+    engine.end()
+    engine.end(status)
+    with pytest.raises(TransferFailed, match=str(status)):
+        end.done(post)
+    del engine
+    Engine.made.clear()
+    assert end.close()
+
+
+def test_a_piece_that_is_not_taken_ends_the_path() -> None:
+    end, engine, *_ = writing()
+    engine.takes = False
+    with pytest.raises(TransferFailed, match="does not take"):
+        end.post(rows(3))
+
+
+@pytest.mark.parametrize("blob", [b"", b"host", b"host:", b"host\n:1", b"\xff:1", b"host:x"])
+def test_what_is_no_address_of_an_engine_is_refused(blob: bytes) -> None:
+    with pytest.raises(PeerRefused, match="address of its engine"):
+        library().writing(PEER, *memories(64), blob)
+
+
+def test_an_engine_that_does_not_answer_makes_no_path() -> None:
+    Engine.answers = False
+    with pytest.raises(TransferFailed, match=r"10\.0\.0\.2:15001 does not answer"):
+        writing()
+
+
+def test_over_tcp_only_the_receiver_registers_and_its_end_is_a_proof() -> None:
+    _, engine, _, target = writing()
+    assert engine.registered == []
+    end = library().receiving(PEER, target, b"")
+    region = target.regions[0]
+    assert Engine.made[-1].registered == [(region.address, region.nbytes)]
+    assert Engine.made[-1].started == ("10.0.0.1", "P2PHANDSHAKE", "tcp", "")
+    assert end.blob == b"10.0.0.1:15000"
+    Engine.made.clear()
+    assert end.close()
+
+
+def test_an_engine_that_somebody_else_holds_too_lives_on_and_its_end_is_no_proof() -> None:
+    end = library().receiving(PEER, memories(64)[0], b"")
+    assert Engine.made
+    assert not end.close()
+
+
+def test_over_another_protocol_both_register_and_no_end_is_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.setenv("MOONCAKE_DEVICE", "mlx5_0")
+    end, engine, source, target = writing()
+    assert [nbytes for _, nbytes in engine.registered] == [source.nbytes]
+    assert engine.started[2:] == ("rdma", "mlx5_0")
+    end.post(rows(3))
+    assert not end.close()
+    assert not library().receiving(PEER, target, b"").close()
+
+
+def test_an_address_of_version_6_is_refused() -> None:
+    with pytest.raises(ConfigError, match="IPv4"):
+        mooncake.MooncakeTransport(lambda _event: None, options(PEER, host="::1"))
+
+
+def test_a_protocol_that_says_written_too_early_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(ConfigError, match="unset it"):
+        mooncake.MooncakeTransport(lambda _event: None, options(PEER))
+
+
+def test_a_host_without_the_package_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(mooncake, "_engines", missing)
+    assert mooncake.MooncakeTransport.unusable() == (
+        "Mooncake cannot be loaded (libibverbs.so.1: cannot open shared object file); pip install "
+        "'segue[mooncake]', which needs libibverbs, libnuma and libcurl of the system"
+    )

@@ -1,0 +1,125 @@
+"""What a probe writes, what follows from what it took, and which transport is taken."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import count
+
+import pytest
+
+from segue.core.paths import PathCandidate, PathChoice, PathFigures
+from segue.transport import probe
+from segue.transport.probe import (
+    Effort,
+    HostSpeed,
+    Measurement,
+    PageShape,
+    Scratch,
+    decide,
+    memory_speed,
+    page_writes,
+    slow,
+)
+
+SHAPE = PageShape(60, 12 * 1024)
+SOURCE, TARGET = Scratch(2**20, 4 * 2**20), Scratch(3 * 2**20, 2**20)
+
+
+def candidate(name: str, gb_per_s: float, page_us: float = 100.0) -> PathCandidate:
+    return PathCandidate(
+        transport=name, figures=PathFigures(page_s=page_us / 1e6, bytes_per_s=gb_per_s * 1e9)
+    )
+
+
+@pytest.mark.parametrize("shape", [SHAPE, PageShape(4, 32), PageShape(2, 8 * 2**20)])
+@pytest.mark.parametrize("pages", [1, 7, 32])
+def test_a_probe_writes_only_into_scratch_and_no_row_touches_another(shape: PageShape, pages: int) -> None:
+    blocks = page_writes(SOURCE, TARGET, shape)(pages)
+    assert sum(block.rows for block in blocks) == shape.rows * pages
+    for block in blocks:
+        assert block.row_bytes == min(shape.row_bytes, TARGET.nbytes // 2)
+        assert block.src_stride == block.dst_stride == 2 * block.row_bytes
+        for start, scratch in ((block.src_offset, SOURCE), (block.dst_offset, TARGET)):
+            end = start + (block.rows - 1) * block.src_stride + block.row_bytes
+            assert scratch.offset <= start
+            assert end <= scratch.offset + scratch.nbytes
+
+
+def test_a_slow_path_is_measured_with_few_writes_and_a_fast_one_with_large_ones() -> None:
+    def measured(byte_s: float) -> tuple[PathFigures, list[int]]:
+        sizes, measurement = [], Measurement(page_writes(SOURCE, TARGET, SHAPE))
+        while (figures := measurement.figures) is None:
+            sizes.append(sum(block.nbytes for block in measurement.write))
+            measurement.took(sizes[-1] * byte_s)
+        return figures, sizes
+
+    page = SHAPE.rows * SHAPE.row_bytes
+    figures, sizes = measured(1e-6)
+    assert sizes == [page, page, page]
+    assert figures.bytes_per_s == pytest.approx(1e6)
+    figures, sizes = measured(1e-10)
+    assert max(sizes) == Effort().bulk_bytes // page * page
+    assert figures.page_s == pytest.approx(page * 1e-10)
+
+
+def test_a_preferred_transport_stays_unless_another_is_clearly_faster() -> None:
+    assert decide([candidate("shm", 5), candidate("tcp", 2)], SHAPE) == "shm"
+    assert decide([candidate("shm", 5), candidate("tcp", 6)], SHAPE) == "shm", "noise"
+    assert decide([candidate("shm", 5), candidate("tcp", 5), candidate("nixl", 12)], SHAPE) == "nixl"
+    assert decide([candidate("tcp", 5, page_us=90_000), candidate("nixl", 5)], SHAPE) == "nixl", "latency"
+
+
+def test_what_was_not_measured_is_taken_only_where_nothing_was() -> None:
+    failed = PathCandidate(transport="shm", why_not="no memory")
+    late = PathCandidate(transport="tcp", why_not="was not measured in time", late=True)
+    assert decide([failed, late, candidate("nixl", 0.001)], SHAPE) == "nixl"
+    assert decide([failed, late], SHAPE) == "tcp", "the other one has failed"
+    assert decide([failed], SHAPE) == "shm", "its error is told when it is opened"
+
+
+def test_a_path_is_compared_with_what_the_host_does_in_memory_or_over_a_socket() -> None:
+    host = HostSpeed(memory_bytes_per_s=10e9, socket_bytes_per_s=1e9)
+    figures = PathFigures(page_s=1e-4, bytes_per_s=0.1e9)
+    assert "a copy in memory has 10.00 GB/s" in slow(figures, host, in_memory=True)
+    assert slow(figures, host, in_memory=False) == ""
+    assert memory_speed() > 0
+
+
+def test_what_this_host_can_do_is_the_best_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured once, while a deployment starts, and kept."""
+    turns = iter([1e9, 3e9, 2e9])
+    monkeypatch.setattr(probe, "_socket_speed", lambda: next(turns))
+    monkeypatch.setattr(probe, "memory_speed", lambda: 9e9)
+    assert probe._host_speed.__wrapped__().socket_bytes_per_s == 3e9
+
+
+def test_pairs_that_ask_at_once_what_this_host_can_do_measure_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two measurements at the same time would each see half of it."""
+    second, turns = threading.Event(), count(1)
+
+    def counted() -> float:
+        if (turn := next(turns)) == 1:
+            second.wait(0.1)
+        else:
+            second.set()
+        return turn * 1e9
+
+    monkeypatch.setattr(probe, "memory_speed", counted)
+    monkeypatch.setattr(probe, "_socket_speed", lambda: 1e9)
+    monkeypatch.setattr(probe, "_host_speed", cache(probe._host_speed.__wrapped__))
+    with ThreadPoolExecutor(2) as pool:
+        found = [asked.result(30) for asked in [pool.submit(probe.host_speed) for _ in range(2)]]
+    assert not second.is_set()
+    assert {speed.memory_bytes_per_s for speed in found} == {1e9}
+
+
+def test_a_choice_is_one_line() -> None:
+    left_out = PathCandidate(transport="nixl", why_not="is not offered by both")
+    choice = PathChoice(transport="tcp", candidates=[candidate("shm", 1), candidate("tcp", 2), left_out])
+    assert choice.told() == (
+        "tcp 2.00 GB/s, 100 us a page; shm 1.00 GB/s, 100 us a page; nixl is not offered by both"
+    )

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# What tests need of the system and pip cannot install: the shared libraries that the mooncake package loads, and
+# etcd. `make test` and `make test-slow` run this. Without them nothing else is missing: the tests of mooncake
+# and of etcd are skipped.
+set -euo pipefail
+
+ldconfig=$(command -v ldconfig || echo /sbin/ldconfig)
+present=$("$ldconfig" -p)
+packages=()
+for pair in libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4; do
+    grep -qF "${pair%=*}" <<<"$present" || packages+=("${pair#*=}")
+done
+command -v etcd >/dev/null || packages+=(etcd-server)
+((${#packages[@]})) || exit 0
+
+run=()
+((EUID == 0)) || run=(sudo -n)
+if ! command -v apt-get >/dev/null || ! "${run[@]}" true 2>/dev/null; then
+    echo "The tests of the mooncake transport or of etcd are skipped: install ${packages[*]} (apt-get install; elsewhere the same)." >&2
+    exit 0
+fi
+"${run[@]}" apt-get update -qq
+# RUNLEVEL=1: the service of a server is not started.
+for package in "${packages[@]}"; do
+    "${run[@]}" env RUNLEVEL=1 apt-get install -y -qq --no-install-recommends "$package" ||
+        echo "$package cannot be installed: its tests are skipped." >&2
+done
