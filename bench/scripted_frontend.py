@@ -15,10 +15,9 @@ from segue.core.errors import ErrorInfo, SegueError, Starting
 from segue.core.limits import Limits
 from segue.core.records import Path as Steps
 from segue.core.records import Records, RequestRecord
-from segue.core.request import Output, Request
+from segue.core.request import Output, Request, Wait
 from segue.core.types import FinishReason
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.backend import Wait
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics

@@ -19,10 +19,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from segue.core.errors import Draining, ErrorInfo, SegueError, Starting
 from segue.core.limits import Limits
-from segue.core.request import Output, Request, TokenLogprob, Usage
+from segue.core.request import Output, Request, TokenLogprob, Usage, Wait
 from segue.core.types import FinishReason
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.backend import Wait
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.keys import ApiKeys
 from segue.frontend.tokenizer import ModelTokenizer

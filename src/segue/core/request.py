@@ -5,12 +5,16 @@ Pure msgspec structs; they travel on the control channel as they are.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
 
 from segue.core.errors import ErrorInfo
 from segue.core.types import FinishReason, LeaderId
+
+#: From who takes outputs and whose client is behind: to be awaited before the next output.
+Wait = Callable[[], Awaitable[None]]
 
 
 class Grammar(msgspec.Struct, frozen=True):

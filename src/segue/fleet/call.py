@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from segue.balance.attempts import Attempts, Next
@@ -25,7 +25,7 @@ from segue.core.errors import (
     SegueError,
 )
 from segue.core.records import Path, Records, RequestRecord
-from segue.core.request import Output, Request, Ticket
+from segue.core.request import Output, Request, Ticket, Wait
 from segue.core.types import OPEN_RANK, Incarnation, LeaderId
 from segue.fleet.membership import Membership
 from segue.fleet.replica import REASONS, Replica, Route
@@ -33,9 +33,6 @@ from segue.fleet.router import Router
 from segue.fleet.settings import FleetSettings
 from segue.fleet.vacancies import Vacancies
 from segue.observe.metrics import Metrics
-
-#: What is to be awaited before there may be more.
-Wait = Callable[[], Awaitable[None]]
 
 
 class Signal:

@@ -30,7 +30,8 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.records import Records, RequestRecord, Step
-from segue.frontend.backend import Backend, Generator, Wait
+from segue.core.request import Wait
+from segue.frontend.backend import Backend, Generator
 from segue.frontend.chat import chat_prompt
 from segue.frontend.generate import Meter, Piece, generate
 from segue.frontend.http_call import BodyBudget, HttpCall, Receive, Scope, Send, request_id_of

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from segue.core.errors import ErrorInfo, SegueError
-from segue.core.request import Output, Request
-
-#: What is to be awaited before there may be more: the client is behind.
-Wait = Callable[[], Awaitable[None]]
+from segue.core.request import Output, Request, Wait
 
 
 class Generation(Protocol):

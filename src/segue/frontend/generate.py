@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, Internal
-from segue.core.request import Output, Request, TokenLogprob, Usage
+from segue.core.request import Output, Request, TokenLogprob, Usage, Wait
 from segue.core.types import FinishReason
-from segue.frontend.backend import Generator, Wait
+from segue.frontend.backend import Generator
 from segue.frontend.detokenize import Detokenizer, StopStrings
 from segue.frontend.params import Text
 from segue.frontend.tokenizer import ModelTokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from segue.core.errors import AbortedByClient, OutOfCapacity, RequestTimeout, RequestTooLarge, SegueError
-from segue.frontend.backend import Wait
+from segue.core.request import Wait
 from segue.frontend.problems import body_of
 from segue.frontend.trace_context import NO_TRACE
 from segue.session.http_exchange import EXCHANGE, Header, HttpExchange

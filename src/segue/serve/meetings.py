@@ -23,11 +23,11 @@ from segue.core.errors import (
     OutOfCapacity,
     SegueError,
 )
-from segue.core.request import Output, Request
+from segue.core.request import Output, Request, Wait
 from segue.core.types import Incarnation, Role
 from segue.fleet.fleet import Fleet
 from segue.fleet.replica import Replica
-from segue.frontend.backend import Generation, Wait
+from segue.frontend.backend import Generation
 from segue.frontend.legs import Bootstrap, RetainedTicket
 from segue.serve.rooms import MEET_S
 
