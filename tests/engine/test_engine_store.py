@@ -116,6 +116,14 @@ def test_a_gguf_file_becomes_a_complete_folder_with_its_exact_weights(tiny):
     np.testing.assert_array_equal(weights["model.embed_tokens.weight"], tensors["token_embd.weight"])
 
 
+def test_a_folder_without_weights_is_enough_for_who_reads_none(tiny, tmp_path):
+    folder = shutil.copytree(tiny[3], tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    assert resolve_model(str(folder), weights=False) == folder
+    with pytest.raises(ConfigError, match="has no weights"):
+        resolve_model(str(folder))
+
+
 def test_the_manifest_has_every_files_hash(tiny):
     folder = tiny[3]
     manifest = json.loads((folder / MANIFEST).read_text())

@@ -22,8 +22,8 @@ def located(model: str) -> str:
 
 
 def resolve(model: str, cache: str | None, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The local folder of `model`. Raises ConfigError for an unknown or broken one. Without `weights`, what
-    is fetched of a model of the Hub is its tokenizer alone."""
+    """The local folder of `model`. Raises ConfigError for an unknown or broken one. Without `weights` a
+    folder may lack them, and of a model of the Hub its tokenizer alone is fetched."""
     from segue.engine.store import resolve_model
 
     console = Console(stderr=True)

@@ -71,7 +71,7 @@ def resolve_model(
     """The Hugging Face folder (weights, tokenizer, chat template) of a model.
 
     `name_or_path` is `smollm2`, a folder, a `.gguf` file, or a name of the Hub with its `revision`; what is
-    here wins over the Hub. Without `weights` a folder of the Hub may lack them. Raises ConfigError, in one
+    here wins over the Hub. Without `weights` a folder may lack them. Raises ConfigError, in one
     sentence that says what is wrong and what to do; `deadline_s` bounds making the default model, or
     converting a file.
     """
@@ -83,7 +83,7 @@ def resolve_model(
         target = _target(cache, "SmolLM2-135M-Instruct", _SHA256)
         return target if _complete(target) else _obtain(cache, DEFAULT_MODEL, target, progress, deadline_s)
     if name_or_path and path.is_dir():  # Path("") is the working directory
-        return check_folder(path.absolute())
+        return check_folder(path.absolute(), weights=weights)
     if path.suffix == ".gguf" and path.is_file():
         path = path.absolute()
         target = _target(cache, path.stem, _hash_gguf(path, progress))
