@@ -145,6 +145,7 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "create_connection",
         "open_connection",
         "AsyncClient",
+        "ClosableClient",
         "Client",
         "urlopen",
         "connect",

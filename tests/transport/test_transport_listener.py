@@ -187,8 +187,6 @@ def test_plain_bytes_and_a_stranger_s_certificate_end_a_connection_before_any_ch
     with contextlib.suppress(OSError), other.wrap_socket(made.comes(), server_hostname="127.0.0.1") as sock:
         challenge = sock.recv(handshake.CHALLENGE_BYTES)
     assert challenge == b""
-    refused = [record.message for record in caplog.records if "connection was refused" in record.message]
-    assert len(refused) == 2
     good, plain_writer = (
         make_tcp(made.events.put, ROGUE, tls=ours.issue().load()),
         make_tcp(made.events.put, ROGUE),
@@ -200,6 +198,9 @@ def test_plain_bytes_and_a_stranger_s_certificate_end_a_connection_before_any_ch
         plain_writer.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 30)
     plain_writer.close()
     good.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 30)
+    # A peer reads its alert before the loop has logged why; whoever came later was let in after that.
+    refused = [record.message for record in caplog.records if "connection was refused" in record.message]
+    assert len(refused) == 2
     good.close()
     memory.close()
     made.close()
