@@ -28,7 +28,7 @@ def main() -> int:
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     lifeline = Lifeline(fds["lifeline-fd"], fds["report-fd"])
-    lifeline.watch(grace_s=5.0)
+    lifeline.watch(grace_s=60.0)
     note(f"pid={os.getpid()} threads={os.environ['OMP_NUM_THREADS']} port={os.environ.get('SEGUE_PORT')}")
     say(f"hello of {name}")
     if behaviour == "crash":

@@ -303,9 +303,10 @@ def test_a_process_whose_supervisor_is_gone_is_asked_to_leave_and_then_ended(
 
 
 def test_a_process_started_by_hand_has_nobody_to_lose_and_nobody_to_tell() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     alone = Lifeline()
     alone.watch(0.0, lambda: pytest.fail("nobody is lost"))
     alone.report(Ready())
     assert not alone.supervised
-    assert threading.active_count() == before
+    # One of an earlier test may end meanwhile.
+    assert set(threading.enumerate()) <= before

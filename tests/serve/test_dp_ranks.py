@@ -24,7 +24,8 @@ from segue.serve.children import Child, Console
 from segue.serve.dp_ranks import RankProcesses, leaders
 from segue.serve.process_tree import ServeResult
 
-FAST = LimitsConfig(drain_s=0.1)
+#: All of them leave by themselves.
+PATIENT = LimitsConfig(drain_s=60)
 
 
 def run(
@@ -40,7 +41,7 @@ def run(
         return [sys.executable, str(supervised.FAKE), str(journal), name, (behaviours or {}).get(name, "ok")]
 
     async def main() -> ServeResult:
-        config = InstanceConfig(model="m", registry="http://127.0.0.1:9", dp=3, limit=FAST)
+        config = InstanceConfig(model="m", registry="http://127.0.0.1:9", dp=3, limit=PATIENT)
         ranks = RankProcesses(
             config, command, lambda urls: announce(ranks, urls), console=Console(io.StringIO())
         )

@@ -17,16 +17,16 @@ import pytest
 import supervised
 
 from segue.core.access_config import AccessConfig
-from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.core.config import FrontendConfig, InstanceConfig
 from segue.core.errors import ConfigError
 from segue.core.kv_events_config import KVEventsConfig
 from segue.core.ranks_config import RanksConfig
 from segue.core.settings import argv
 from segue.core.types import Role
+from segue.serve import process_tree
 from segue.serve.process_tree import ServeResult, secret_fd
 from segue.serve.supervisor import Supervisor, check_port
 
-FAST = LimitsConfig(drain_s=0.1)
 Announce = Callable[[Supervisor, str], None]
 
 
@@ -42,7 +42,8 @@ def run(journal: Path, announce: Announce = stop_at_once, **settings: Any) -> Se
         return made[0]
 
     before = set(os.listdir("/proc/self/fd"))
-    outcome = asyncio.run(supervised.run(make))
+    with asyncio.Runner(loop_factory=supervised.Ahead) as runner:
+        outcome = runner.run(supervised.run(make))
     assert [c.name for c in made[0].children if c.process.returncode is None] == []
     assert len(os.listdir("/proc/self/fd")) <= len(before)
     return outcome
@@ -172,9 +173,20 @@ def test_a_child_that_cannot_start_ends_everything_with_its_reason(
     assert outcome == ServeResult(status, reason)
 
 
-def test_a_child_that_never_reports_is_named_after_the_deadline(tmp_path: Path) -> None:
-    outcome = run(tmp_path / "j", behaviours={"frontend": "silent"}, startup_s=1.5)
-    assert outcome == ServeResult(1, "frontend did not start within 1.5 s")
+def test_a_child_that_never_reports_is_named_after_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = {"prefill-0", "decode-0"}
+
+    def told(text: str, *about: object) -> None:
+        if text.startswith("event=ready"):
+            loading.discard(str(about[0]))
+            if not loading:
+                supervised.move_on()
+
+    monkeypatch.setattr(process_tree.log, "info", told)
+    outcome = run(tmp_path / "j", behaviours={"frontend": "silent"})
+    assert outcome == ServeResult(1, "frontend did not start within 60 s")
 
 
 def test_a_death_is_loud_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,8 +249,22 @@ def test_who_does_not_leave_in_time_is_killed_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stubborn: str
 ) -> None:
     """The others drain all the same, also those that are asked after it."""
-    monkeypatch.setattr("segue.serve.process_tree.MARGIN_S", 0.2)
-    outcome = run(tmp_path / "j", behaviours={stubborn: "stubborn"}, limit=FAST)
+    monkeypatch.setattr(process_tree, "MARGIN_S", 600.0)
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        beside = {"decode-0": "prefill-0"}.get(stubborn)  # who is asked together with it
+
+        def look() -> None:
+            others = [child for child in supervisor.children if child.name == beside]
+            if stubborn in events(tmp_path / "j", "asked") and not any(child.alive for child in others):
+                supervised.move_on()
+            else:
+                asyncio.get_running_loop().call_later(0.01, look)  # nobody is told
+
+        supervisor.stop()
+        look()
+
+    outcome = run(tmp_path / "j", announce, behaviours={stubborn: "stubborn"})
     assert outcome.status == 1
     assert "not everything drained" in outcome.reason
     assert sorted(events(tmp_path / "j", "left")) == sorted(
