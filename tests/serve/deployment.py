@@ -43,7 +43,7 @@ class Front:
         self.sessions: dict[LeaderId, Session] = {}
         self.loads: dict[LeaderId, Load] = {}
         self.io.start()
-        self.node = self.io.call(self._make(), 5)
+        self.node = self.io.call(self._make(), 60)
 
     async def _make(self) -> SessionNode:
         return SessionNode(
@@ -57,8 +57,8 @@ class Front:
 
     def join(self, instance: Instance) -> None:
         host, port = instance.plane.address
-        connect = self.node.connect(host, port, expect=instance.me, timeout_s=5)
-        self.sessions[instance.me] = self.io.call(connect, 6)
+        connect = self.node.connect(host, port, expect=instance.me, timeout_s=60)
+        self.sessions[instance.me] = self.io.call(connect, 70)
 
     def submit(
         self,
@@ -96,7 +96,7 @@ class Front:
             reason = AbortedByClient("left").info
             self.io.post(self.sessions[instance.me].send, Cancel(name, reason))
 
-    def wait(self, name: str, timeout_s: float = 30) -> list[Output]:
+    def wait(self, name: str, timeout_s: float = 60) -> list[Output]:
         assert self.done[name].wait(timeout_s), f"{name} did not end"
         return self.outputs[name]
 
@@ -106,7 +106,7 @@ class Front:
         return [t for o in outputs for t in o.token_ids]
 
     def close(self) -> None:
-        self.io.call(self.node.close(), 5)
+        self.io.call(self.node.close(), 60)
         self.io.stop()
 
     # SessionHandler
@@ -195,18 +195,18 @@ class Running:
                 done.set()
 
         self.instance.leader.inbox.put(Inspect(inspect))
-        assert done.wait(10)
+        assert done.wait(60)
         assert sizes, "the integrity check failed"
         manager = self.instance.manager
         if manager is not None:
             wire = threading.Event()
             manager.io.post(lambda: (sizes.update(manager.sizes()), wire.set()))
-            assert wire.wait(10)
+            assert wire.wait(60)
         return {k: v for k, v in sizes.items() if k not in ("peers", "ended", "deadlines")}
 
     def close(self) -> None:
         self.instance.drain()
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive(), "the leader did not drain"
         self.instance.close()
         if isinstance(self.engine, LineageEngine):
@@ -221,7 +221,7 @@ class Deployment:
         self.io = IoThread()
         self.io.start()
         limits = LIMITS.limits()
-        self.registry = self.io.call(serve_registry("127.0.0.1", 0, secret=None, limits=limits), 5)
+        self.registry = self.io.call(serve_registry("127.0.0.1", 0, secret=None, limits=limits), 60)
         url = f"http://127.0.0.1:{self.registry.port}"
         self.running = [Running(role, url, **options) for role in roles]
         self.front = Front()
@@ -231,9 +231,16 @@ class Deployment:
     def by_role(self, role: Role) -> list[Instance]:
         return [r.instance for r in self.running if r.instance.config.role is role]
 
+    def has(self, instance: Instance, count: int = 1) -> None:
+        """Wait until so many requests have reached `instance`: a session sends them, and nobody is told."""
+        until = time.monotonic() + 60
+        while len(instance.scheduler.admission.requests) < count:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
     def assert_comes_to_rest(self) -> None:
         """Every table of every instance empties by itself, within a bounded time."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while any(any(r.ask().values()) for r in self.running):
             assert time.monotonic() < until, [r.ask() for r in self.running]
 
@@ -241,7 +248,7 @@ class Deployment:
         self.front.close()
         for running in self.running:
             running.close()
-        self.io.call(self.registry.close(), 5)
+        self.io.call(self.registry.close(), 60)
         self.io.stop()
 
 

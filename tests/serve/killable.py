@@ -86,13 +86,13 @@ class Cluster:
         self.limits = LIMITS.limits()
         self.metrics = Metrics()
         self._options = options
-        self.registry = self.io.call(serve_registry("127.0.0.1", 0, secret=None, limits=self.limits), 5)
+        self.registry = self.io.call(serve_registry("127.0.0.1", 0, secret=None, limits=self.limits), 60)
         self.url = f"http://127.0.0.1:{self.registry.port}"
         self.running: list[Running] = []
         self.steps: dict[LeaderId, Steps] = {}
         for role in roles:
             self.add(role)
-        self._backend = self.io.call(self._open(tokenizer), 10)
+        self._backend = self.io.call(self._open(tokenizer), 60)
         self.http = httpx.Client(base_url=self._backend, timeout=60)
 
     def add(self, role: Role) -> Running:
@@ -133,7 +133,7 @@ class Cluster:
 
     # ---- what tests do --------------------------------------------------------------------------
 
-    def until(self, condition: Callable[[], bool], within_s: float = 15) -> None:
+    def until(self, condition: Callable[[], bool], within_s: float = 60) -> None:
         """Wait until the frontend's view of the fleet satisfies `condition`."""
 
         async def wait() -> None:
@@ -170,7 +170,7 @@ class Cluster:
 
         tasks: list[asyncio.Task[None]] = []
         plane.io.post(lambda: tasks.append(asyncio.ensure_future(cut())))
-        assert done.wait(10)
+        assert done.wait(60)
 
     def cut(self, running: Running) -> None:
         """Cut the sockets of its sessions without a word; it lives, and others come back to it."""
@@ -183,7 +183,7 @@ class Cluster:
             done.set()
 
         plane.io.post(snap)
-        assert done.wait(10)
+        assert done.wait(60)
 
     def kill_at(self, running: Running, step: int) -> None:
         """Kill it in its `step`-th step from now."""
@@ -213,10 +213,10 @@ class Cluster:
 
     def close(self) -> None:
         self.http.close()
-        self.io.call(self._shut(), 10)
+        self.io.call(self._shut(), 60)
         for running in self.running:
             running.close()
-        self.io.call(self.registry.close(), 5)
+        self.io.call(self.registry.close(), 60)
         self.io.stop()
 
 

@@ -14,8 +14,9 @@ from deployment import Running, deployment
 from killable import Cluster, cluster, save_tokenizer
 
 from segue.cli.main import main
+from segue.core.control import Explain
 from segue.core.types import Role
-from segue.fleet import operator as operators
+from segue.fleet.operator import Operator
 
 BODY = {"prompt": list(range(3, 43)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 VOCAB = 97
@@ -155,22 +156,22 @@ def test_a_request_that_waited_shows_where(made: Cluster, capsys: pytest.Capture
 
     def hold() -> None:
         blocked.set()
-        assert go.wait(10)
+        assert go.wait(60)
 
     held.act, held.at = hold, held.count + 1
     first = threading.Thread(target=ask, args=(made, "first"))
     first.start()
-    assert blocked.wait(10)
+    assert blocked.wait(60)
     second = threading.Thread(target=ask, args=(made, "second"), kwargs={"prompt": list(range(50, 90))})
     second.start()
     [d] = made.by_role(Role.DECODE)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while len(d.instance.scheduler.admission.requests) < 2:
         assert time.monotonic() < until
     released = time.monotonic()
     go.set()
     for thread in (first, second):
-        thread.join(20)
+        thread.join(60)
     life, _ = explain(made, capsys, "second")
     [part] = of(life, "prefill")
     # The test and the instance share a clock.
@@ -186,10 +187,17 @@ def test_a_request_that_waited_shows_where(made: Cluster, capsys: pytest.Capture
 def test_what_goes_on_is_told_so_far_and_a_silent_frontend_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "ASK_S", 0.3)
+    asked = Operator._ask
+
+    async def ask(self: Operator, record: Any, where: Any, question: Explain, done: Any, _: float) -> Any:
+        # The frontend answers nothing; the instances may take their time.
+        return await asked(self, record, where, question, done, 0.3 if question.frontend else 60.0)
+
+    monkeypatch.setattr(Operator, "_ask", ask)
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         made.front.submit("held", list(range(9)), p, d, only=d)
+        made.has(d)
         words = ["explain", "held", "--registry", f"http://127.0.0.1:{made.registry.port}"]
         assert main(words) == 0
         text = capsys.readouterr().out
