@@ -214,6 +214,21 @@ class Running:
             self.memory.close()
 
 
+def generates_only_with(decode: Instance, count: int) -> None:
+    """It computes nothing until `count` sequences are there to generate: that they compete for its pages is
+    not left to the speed of who sends them."""
+    scheduler: Any = decode.scheduler
+    plan, batch = scheduler.plan, scheduler.batch
+
+    def waits(now: float) -> Any:
+        if len(batch.running) + len(batch.waiting) < count:
+            return []
+        del scheduler.plan
+        return plan(now)
+
+    scheduler.plan = waits
+
+
 class Deployment:
     """Registry, instances by role, one frontend that knows them all."""
 

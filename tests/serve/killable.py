@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +153,13 @@ class Cluster:
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def counted(self, name: str, value: float, **labels: str) -> None:
+        """Wait until a counter has this value: a request is counted after its client has its answer."""
+        until = time.monotonic() + 60
+        while (found := self.metric(name, **labels)) < value and time.monotonic() < until:
+            time.sleep(0.001)
+        assert found == value
 
     @property
     def replaced(self) -> float:

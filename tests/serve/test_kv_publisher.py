@@ -70,7 +70,7 @@ class Subscriber:
         self.context = zmq.Context()
         self.sub, self.req = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
         for one in (self.sub, self.req):
-            one.setsockopt(zmq.RCVTIMEO, 20_000)
+            one.setsockopt(zmq.RCVTIMEO, 60_000)
             one.setsockopt(zmq.LINGER, 0)
         self.sub.subscribe(topic)
         self.sub.connect(f"tcp://127.0.0.1:{port}")
@@ -171,7 +171,7 @@ class Stranger:
 
     def __init__(self, port: int, replay: int) -> None:
         self.context = zmq.Context()
-        self.context.setsockopt(zmq.RCVTIMEO, 20_000)
+        self.context.setsockopt(zmq.RCVTIMEO, 60_000)
         self.context.setsockopt(zmq.LINGER, 0)
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt_string(zmq.SUBSCRIBE, "kv")
@@ -224,8 +224,11 @@ def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(ports: 
     try:
         while not stranger.sub.poll(50):
             publisher.publish([AllBlocksCleared()])
-        while stranger.sub.poll(50):
+        publisher.publish([BlockStored([7], None, [0] * 4, 4)])
+        while not stranger.index:  # it has heard all of these, and nothing else is on its way
             stranger.hear()
+        publisher.publish([AllBlocksCleared()])
+        stranger.hear()
         lost = 0
         for number in range(60):
             tokens = [rng.randrange(2) for _ in range(4 * rng.randint(1, 6))]

@@ -132,12 +132,16 @@ def test_lesson_24_every_metric_moves_under_a_real_run(folder: Path) -> None:
             watch.look()
         assert [a.result() for a in answers] == [200] * 2
 
-        # A client that leaves after its first token.
+        # A client that leaves after its first token, which comes before decode's first step: none ends here.
         content = json.dumps({"model": NAME, "stream": True, **body(prompts[0], max_tokens=300)})
-        with made.http.stream("POST", "/v1/completions", content=content) as answer:
-            next(answer.iter_lines())
-            watch.look()
-        assert watch.of("segue_generations_running") >= 1
+        with held(made, decodes[0]), held(made, decodes[1]):
+            with made.http.stream("POST", "/v1/completions", content=content) as answer:
+                lines = answer.iter_lines()  # kept: dropping it closes the connection
+                next(lines)
+                watch.look()
+                assert made.metric("segue_generations_running") == 1
+            while not watch.of("segue_aborts_total"):
+                watch.look()
 
         # Reports of load come at most every 100 ms: work until one was sent in the middle of it.
         for _ in range(20):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from deployment import Deployment, deployment
+from deployment import Deployment, deployment, generates_only_with
 
 from segue.core.request import Usage
 from segue.core.types import Role
@@ -348,8 +348,9 @@ def test_retraction_keeps_the_tokens_equal(
         return engine, engine.memory
 
     with deployment(*ONE_ONE, make_engine=make, chunk_tokens=64) as made:
-        retracted = answer(made, asked, "r", 60, **how)
         [decode] = made.by_role(Role.DECODE)
+        generates_only_with(decode, 3)  # each of which comes to need half of the pages
+        retracted = answer(made, asked, "r", 60, **how)
         assert decode.scheduler.batch.retractions > 0, "the pool was too large to need one"
     greedy = generate(path, asked, 60)
     if not how:
