@@ -29,13 +29,13 @@ config = KVConfig(role=role, model="demo", spec=SPEC, transports=[transport], me
 manager = KVManager(config, memory, on_change=changes.put)
 _host, port = manager.start()
 handle = manager.sender(transfer) if role is Role.PREFILL else manager.receiver(transfer)
-handle.init(TOKENS, budget_s=10)
+handle.init(TOKENS, budget_s=60)
 
 
 def wait(handle, phase):
     while handle.poll() is not phase:
         assert handle.poll() is not KVPoll.FAILED, handle.error
-        changes.get(timeout=10)
+        changes.get(timeout=60)
 
 
 if role is Role.PREFILL:  # the child: decode starts this file again

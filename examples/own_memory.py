@@ -37,15 +37,15 @@ class Engine:
     def wait(self, handle, phase):
         while handle.poll() is not phase:
             assert handle.poll() is not KVPoll.FAILED, handle.error
-            self.changes.get(timeout=10)
+            self.changes.get(timeout=60)
 
 
 prefill, decode = Engine(Role.PREFILL, theirs), Engine(Role.DECODE, ours)
 decode.manager.add_peer(prefill.me, *prefill.address)
 transfer = TransferId(new_room(), 0, prefill.me, decode.me)
 sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
-sender.init(TOKENS, budget_s=10)
-receiver.init(TOKENS, budget_s=10)
+sender.init(TOKENS, budget_s=60)
+receiver.init(TOKENS, budget_s=60)
 
 count = -(-TOKENS // SIZE)
 from_pages, to_pages = range(3, 3 + count), range(count, 0, -1)  # any pages, in any order

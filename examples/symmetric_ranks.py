@@ -56,7 +56,7 @@ def run(rank, store):
     senders = {room: prefill.manager.sender(transfer) for room, transfer in transfers.items()}
     receivers = {room: decode.manager.receiver(transfer) for room, transfer in transfers.items()}
     for handle in (*senders.values(), *receivers.values()):
-        handle.init(TOKENS, budget_s=10)
+        handle.init(TOKENS, budget_s=60)
     pages = {room: range(COUNT * (room - 1), COUNT * room) for room in rooms}
 
     published, running, failed, free = set(), [], {}, set()

@@ -51,11 +51,11 @@ class Registry:
 
     def open(self) -> None:
         serve = serve_registry("127.0.0.1", self.port, secret=None, limits=self._limits)
-        self._server = self._io.call(serve, 10)
+        self._server = self._io.call(serve, 60)
 
     def shut(self) -> None:
         if self._server is not None:
-            self._io.call(self._server.close(), 10)
+            self._io.call(self._server.close(), 60)
             self._server = None
 
     def stir(self) -> None:
@@ -70,7 +70,7 @@ class Registry:
             context_tokens=1,
             replicas=[ReplicaRecord(dp_rank=0, host="127.0.0.1", port=1)],
         )
-        self._io.call(self._come_and_go(record), 5)
+        self._io.call(self._come_and_go(record), 60)
 
     async def _come_and_go(self, record: InstanceRecord) -> None:
         assert self._server is not None
@@ -154,7 +154,7 @@ class Cluster:
             *words,
             command=role,
             wait=False,
-            start_s=60,
+            start_s=180,
             stderr=log,
             door_port=self._doors.get(name),
         )
@@ -168,7 +168,7 @@ class Cluster:
         """Start a part that was killed, at its old ports; returns when it serves."""
         self.launch(name).ready()
 
-    def rest(self, within_s: float = 30) -> dict[str, State]:
+    def rest(self, within_s: float = 60) -> dict[str, State]:
         """See `served.rest`; every part must be alive."""
         return rest(list(self.parts.values()), within_s)
 
@@ -188,7 +188,7 @@ class Cluster:
                     continue
                 if kind is not None and part.process.poll() is None:
                     part.process.kill()
-                    part.process.wait(30)
+                    part.process.wait(60)
                 part.line = ""
                 part.__exit__(kind, error, trace)
         finally:

@@ -12,7 +12,7 @@ from served import Served
 MARK = "E2E_TEST_RUN"
 
 
-def strangers(within_s: float = 5) -> list[psutil.Process]:
+def strangers(within_s: float = 30) -> list[psutil.Process]:
     """Processes of this run that are no part of a command that still runs, once `within_s` are over."""
     ours = {process.pid for part in Served.live for process in part.family()}
     found = [p for p in psutil.process_iter() if p.pid not in ours and _marked(p.pid)]

@@ -21,7 +21,7 @@ import httpx
 import psutil
 from holdings import State
 
-REST_S = 30.0
+REST_S = 60.0
 _DOOR = re.compile(r"http server at (\S+):(\d+)")
 _DRAINING = re.compile(r"event=draining")
 _STARTED = re.compile(r"event=started child=(\S+) pid=(\d+)")
@@ -118,7 +118,7 @@ class Served:
         found = {line.split("|")[0].strip().split("-as-")[0]: _DOOR.search(line) for line in lines}
         return {name: f"http://{door[1]}:{door[2]}" for name, door in found.items() if door}
 
-    def logged(self, pattern: re.Pattern[str], count: int = 1, within_s: float = 10) -> list[str]:
+    def logged(self, pattern: re.Pattern[str], count: int = 1, within_s: float = 60) -> list[str]:
         """The log's lines that hold `pattern`, once there are `count`; nobody tells a test of a line."""
         until = time.monotonic() + within_s
         while len(lines := [line for line in self.log().splitlines() if pattern.search(line)]) < count:
@@ -176,7 +176,7 @@ class Served:
             self.process.send_signal(signal.SIGINT)
         status = self.process.wait(within_s)
         self._forget()
-        gone, alive = psutil.wait_procs(family[1:], timeout=5)
+        gone, alive = psutil.wait_procs(family[1:], timeout=30)
         assert not alive, f"left behind: {alive} (ended: {len(gone)})"
         left = sockets & _unix_sockets().keys()
         assert not left, f"unix sockets left behind: {left}"
@@ -185,7 +185,7 @@ class Served:
     def kill(self) -> None:
         """kill -9, and reap."""
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
         self._forget()
 
     def _forget(self) -> None:
@@ -235,7 +235,7 @@ class Served:
             for process in family:
                 process.kill()
             raise
-        _, alive = psutil.wait_procs(family[1:], timeout=5)
+        _, alive = psutil.wait_procs(family[1:], timeout=30)
         assert not alive, f"left behind: {alive}"
         assert not sockets & _unix_sockets().keys(), "unix sockets left behind"
 
@@ -283,7 +283,7 @@ def _value(arguments: tuple[str, ...], flag: str, default: str) -> str:
 
 
 def _state(url: str) -> State:
-    answer = httpx.get(f"{url}/integrity", timeout=30)
+    answer = httpx.get(f"{url}/integrity", timeout=60)
     assert answer.status_code == 200, f"{url}: {answer.text}"
     return dict(answer.json())
 

@@ -25,8 +25,8 @@ async def held(manager):
     return busy(manager.sizes()), manager.problems()
 
 def checked(manager):
-    until = time.monotonic() + 10
-    while any(found := manager.io.call(held(manager), 10)) and time.monotonic() < until:
+    until = time.monotonic() + 60
+    while any(found := manager.io.call(held(manager), 60)) and time.monotonic() < until:
         time.sleep(0.01)
     assert not any(found), found
     close(manager)
@@ -50,7 +50,7 @@ def test_handover(transport: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "handover.py"), transport]
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     environ = os.environ | {"PYTHONPATH": path, "CHECKED": str(checked)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "first token 42, KV equal\n"
     # Prefill ends first; on a busy machine decode has the time to dial it once more.
@@ -65,7 +65,7 @@ def test_the_example_is_short() -> None:
 
 def test_own_memory() -> None:
     command = [sys.executable, str(ROOT / "examples" / "own_memory.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "KV equal\n"), done.stderr
 
 

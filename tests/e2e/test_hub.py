@@ -40,9 +40,9 @@ def test_a_name_of_the_hub_is_served_under_that_name(hub: hub_server.Hub, tmp_pa
     with Served(NAME, *SMALL, "--port", "0", environ=environ(hub, tmp_path)) as served:
         answer = ask(served.url, NAME)
         assert answer.status_code == 200, answer.text
-        [listed] = httpx.get(f"{served.url}/v1/models", timeout=30).json()["data"]
+        [listed] = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
         assert listed["id"] == NAME
-        assert httpx.get(f"{served.url}/v1/models/{NAME}", timeout=30).json()["id"] == NAME
+        assert httpx.get(f"{served.url}/v1/models/{NAME}", timeout=60).json()["id"] == NAME
         assert f"served_model={NAME}" in served.log()
         assert "segue: download tiny" in served.log()
         assert served.stop() == 0
@@ -92,7 +92,7 @@ def test_parts_by_hand_take_the_name_too_and_the_frontend_only_the_tokenizer(
 def test_a_pool_as_small_as_the_sentence_says_serves(tiny: Path) -> None:
     words = ["--model", str(tiny), "--dtype", "float32", "--port", "0", "--page-tokens", "128"]
     command = [sys.executable, "-m", "segue.cli.main", "serve", *words, "--kv-gib", "0.00001"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=os.environ)
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert "--kv-gib 1e-05 holds" in last
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_one_sentence(
         command,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         env=os.environ | environ(hub, tmp_path),
     )

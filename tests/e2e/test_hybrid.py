@@ -54,7 +54,7 @@ def test_a_hybrid_folder_is_served(tmp_path: Path, family: str, transport: str) 
         # Once more: the pages of before are worth nothing without the state that was behind them.
         assert answer(asked[-1]) == wanted[-1]
         # A frontend sees how many more sequences fit.
-        seen = httpx.get(f"{made.url}/metrics").text
+        seen = httpx.get(f"{made.url}/metrics", timeout=60).text
         assert re.search(r'^segue_slots\{.*role="decode".*state="free"\} [1-9]', seen, re.MULTILINE), seen
         assert made.stop() == 0
 
@@ -97,7 +97,7 @@ def test_retracted_and_continued_sequences_have_the_tokens_of_generate(
 
         results = asyncio.run(one_dies())
         assert [(result.error, result.tokens) for result in results] == [("", tokens) for tokens in wanted]
-        metrics = httpx.get(f"{cluster.url}/metrics", timeout=30).text
+        metrics = httpx.get(f"{cluster.url}/metrics", timeout=60).text
         retracted = any("retracted" in steps_of(cluster, f"r{at}", capsys) for at in range(len(asks)))
         del cluster.parts["decode-0"]  # what is left has to be at rest
     continued = [line for line in metrics.splitlines() if line.startswith("segue_continuations_total{")]

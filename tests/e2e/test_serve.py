@@ -232,7 +232,7 @@ def test_bad_input_is_one_typed_error(served: Served, change: dict[str, object],
     assert answer.status_code == status, answer.text
     if status != 200:
         assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
-    assert httpx.get(f"{served.url}/ready", timeout=10).status_code == 200
+    assert httpx.get(f"{served.url}/ready", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{", b"{", b"[" * 100_000, b'{"a": "' + b"x" * 10**7 + b'"}'])
@@ -240,7 +240,7 @@ def test_bytes_that_are_no_request(served: Served, content: bytes) -> None:
     answer = httpx.post(f"{served.url}/v1/chat/completions", content=content, timeout=60)
     assert answer.status_code == (413 if len(content) > 10**6 else 400)
     assert answer.json()["error"]["message"]
-    assert httpx.get(f"{served.url}/health", timeout=10).status_code == 200
+    assert httpx.get(f"{served.url}/health", timeout=60).status_code == 200
 
 
 def test_a_client_that_leaves_frees_both_sides(served: Served) -> None:
@@ -256,7 +256,7 @@ def test_a_client_that_leaves_frees_both_sides(served: Served) -> None:
         next(lines)
     # With the long generation gone, the next answer comes at once and alone.
     assert len(token_ids(completion(served.url, [1, 2, 3], 3))) == 3
-    metrics = httpx.get(f"{served.url}/metrics", timeout=10).text
+    metrics = httpx.get(f"{served.url}/metrics", timeout=60).text
     assert "segue_aborts" in metrics
 
 

@@ -117,8 +117,8 @@ def test_the_log_names_a_switched_instance_by_its_role(served: Served) -> None:
         [name] = re.findall(rf"^(\w+) .* {old} ", served.operate("ps"), re.M)
         assert f"serving, before it {old}" in served.operate("switch", name, new)
         shown = "prefill-0" if new == "prefill" else "prefill-0-as-unified"
-        lines = served.logged(re.compile(rf"^{shown} +\| .*serving role={new}"), 1)
-        assert len(lines) == (2 if new == "prefill" else 1), "once at the start"
+        count = 2 if new == "prefill" else 1  # once at the start
+        assert len(served.logged(re.compile(rf"^{shown} +\| .*serving role={new}"), count)) == count
         ask(served, f"by-{new}", 300)
     assert placed(served)["unified"] >= 1
     served.logged(re.compile(r"^prefill-0-as-unified +\| .*event=kv_events at="), 1)

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cluster import free_ports
 from served import Served
 from test_served_ranks import PROMPTS, reference
 
@@ -57,7 +58,7 @@ def test_two_prefill_ranks_and_one_decode_rank_answer_as_the_reference_does(tiny
             refused = ask(made.url, PROMPTS[0], **way)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, "DP_RANK_OUT_OF_RANGE")
         assert ask(made.url, PROMPTS[0], {"X-Data-Parallel-Rank": "7"}).status_code == 400
-        about = {n: httpx.get(f"{url}/server_info").json() for n, url in made.doors(3).items()}
+        about = {n: httpx.get(f"{url}/server_info", timeout=60).json() for n, url in made.doors(3).items()}
         assert {name: (info["dp_rank"], info["dp_size"]) for name, info in about.items()} == {
             "prefill-0.dp0": (0, 2),
             "prefill-0.dp1": (1, 2),
@@ -91,7 +92,7 @@ class OneRegistry:
     """A registry that can be killed and started anew at its address."""
 
     def __init__(self) -> None:
-        self.port = 0
+        [self.port] = free_ports(1)  # nobody takes it, nor is connected to itself there, while it is away
         self.open()
 
     @property
@@ -102,7 +103,7 @@ class OneRegistry:
         command = [sys.executable, "-c", REGISTRY, str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
+        assert int(self.process.stdout.readline()) == self.port
 
     def kill(self) -> None:
         """kill -9: it says goodbye to nobody."""

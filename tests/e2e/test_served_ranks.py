@@ -39,7 +39,7 @@ def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: P
     with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:
         answers = [ask(made.url, prompt).json()["choices"][0]["token_ids"] for prompt in PROMPTS]
         assert answers == reference(tiny)
-        about = {n: httpx.get(f"{url}/server_info").json() for n, url in made.doors(2).items()}
+        about = {n: httpx.get(f"{url}/server_info", timeout=60).json() for n, url in made.doors(2).items()}
         assert {name: info["tp_size"] for name, info in about.items()} == {"prefill-0": 2, "decode-0": 1}
         made.at_rest()
         # One rank dies: its instance reports itself gone, and with the only prefill the service ends.

@@ -32,7 +32,7 @@ def speaks_tls(port: int) -> bool:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", port), 10) as sock:
+    with socket.create_connection(("127.0.0.1", port), 60) as sock:
         try:
             with context.wrap_socket(sock) as wrapped:
                 return wrapped.version() == "TLSv1.3"
@@ -74,7 +74,7 @@ def test_wrong_tls_settings_are_one_sentence(flags: list[str], says: str) -> Non
         [sys.executable, "-m", "segue.cli.main", "serve", *SMALL, *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2

@@ -53,7 +53,7 @@ def make(
 
 
 class Ahead(asyncio.SelectorEventLoop):
-    """A loop whose time a test moves on: what may take minutes on a starved machine is late when it says so."""
+    """A loop whose time a test moves on: a child is late when the test says so."""
 
     ahead_s = 0.0
 

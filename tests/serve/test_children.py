@@ -39,7 +39,7 @@ class Out(io.StringIO):
 
     def write(self, text: str) -> int:
         self.asked.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(60)
         if self.gone:
             raise BrokenPipeError
         return super().write(text)
@@ -52,7 +52,7 @@ def test_a_terminal_that_stands_still_stops_nobody_and_what_was_left_out_is_coun
     out = Out()
     console = Console(out, limit=2)
     console.line("one", "first")
-    assert out.asked.wait(30)
+    assert out.asked.wait(60)
     for number in range(5):  # two wait, and three are too many
         console.line("one", f"line {number}")
     assert console.dropped == 3
@@ -73,7 +73,7 @@ def test_a_terminal_that_is_gone_ends_the_writer_and_not_the_service() -> None:
     out.go_on.set()
     console = Console(out, limit=2)
     console.line("one", "first")
-    console._thread.join(30)
+    console._thread.join(60)
     assert not console._thread.is_alive()
     for _ in range(3):
         console.line("one", "nobody reads it")
@@ -110,7 +110,7 @@ def run(text: str, look: Callable[[Child], Awaitable[None]] | None = None) -> tu
         with lifeline() as fd:
             child = await Child.start(script(text), console, fd)
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     if look is not None:
                         await look(child)
                     await child.exited
@@ -297,7 +297,7 @@ def test_a_process_whose_supervisor_is_gone_is_asked_to_leave_and_then_ended(
     Lifeline(read).watch(0.0, lambda: steps.append("asked"))
     assert steps == []
     os.close(write)
-    assert over.wait(30)
+    assert over.wait(60)
     assert steps == ["asked", 1]
     os.close(read)
 

@@ -116,7 +116,7 @@ class Parts:
         until = time.monotonic() + 60
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{at}").status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{at}", timeout=60).status_code == 200:
                     return
             assert process.poll() is None
             assert time.monotonic() < until, (self.folder / f"{name}.log").read_text()[-3000:]
@@ -193,9 +193,9 @@ def _rounded(value: Any) -> Any:
 
 
 def at_rest(role_port: int) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while True:
-        state = httpx.get(f"http://127.0.0.1:{role_port}/integrity").json()
+        state = httpx.get(f"http://127.0.0.1:{role_port}/integrity", timeout=60).json()
         if state["at_rest"] and not state["problems"]:
             return
         assert time.monotonic() < until, state
@@ -268,7 +268,7 @@ def test_a_leg_that_is_refused_ends_the_other_one_and_leaves_no_room(
 ) -> None:
     """A drained instance answers its leg with 503 while the other one waits: a worker's error."""
     wanted = said(post(FRONTEND, "/v1/completions", ASK))
-    name = httpx.get(f"http://127.0.0.1:{role_port}/integrity").json()["incarnation"]
+    name = httpx.get(f"http://127.0.0.1:{role_port}/integrity", timeout=60).json()["incarnation"]
     registry = ("--registry", f"http://127.0.0.1:{BOOTSTRAP}")
     assert main(["drain", name, *registry, "--timeout", "30"]) == 0
     try:

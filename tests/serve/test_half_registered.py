@@ -46,7 +46,7 @@ def test_decode_dials_an_instance_only_when_its_last_rank_has_registered() -> No
             client = RegistryClient(
                 f"http://127.0.0.1:{made.registry.port}", secret=None, limits=LIMITS.limits()
             )
-            made.io.call(client.register(first), 10)
+            made.io.call(client.register(first), 60)
             # A hand-off with it alone ends typed, by its deadline.
             made.front.submit("half", [1, 2, 3], Named(LeaderId(first.incarnation)), d, budget_s=0.4, only=d)
             error = made.front.wait("half")[-1].error
@@ -62,12 +62,12 @@ def test_decode_dials_an_instance_only_when_its_last_rank_has_registered() -> No
                 listener.setblocking(False)
                 with pytest.raises(BlockingIOError):
                     listener.accept()
-                listener.settimeout(20)
-            made.io.call(client.register(second), 10)
+                listener.settimeout(60)
+            made.io.call(client.register(second), 60)
             dialled, _ = listeners[0].accept()
             dialled.close()
-            made.io.call(client.leave(LeaderId(first.incarnation)), 10)
-            made.io.call(client.aclose(), 10)
+            made.io.call(client.leave(LeaderId(first.incarnation)), 60)
+            made.io.call(client.aclose(), 60)
             made.assert_comes_to_rest()
     finally:
         for listener in listeners:

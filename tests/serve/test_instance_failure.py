@@ -32,7 +32,7 @@ def test_whatever_ends_the_keep_alive_ends_the_instance_loudly(role: Role, error
 
         assert instance._status().alive()
         instance.plane.io.post(lambda: instance._spawn(ends(), "keep-alive"))
-        running.thread.join(20)
+        running.thread.join(60)
         assert not running.thread.is_alive(), "it goes on without what it cannot be without"
         assert instance.failure is not None
         expected = error.info.code if isinstance(error, Draining) else ErrorCode.INTERNAL
@@ -59,10 +59,10 @@ def test_a_registry_that_does_not_hear_of_the_drain_is_told_once_and_not_for_eve
 
         registry, instance._registry = instance._registry, Deaf()  # type: ignore[assignment]
         instance.drain()
-        running.thread.join(20)
-        made.io.call(asyncio.sleep(0), 10)
+        running.thread.join(60)
+        made.io.call(asyncio.sleep(0), 60)
         for _ in range(5):
-            instance.plane.io.call(asyncio.sleep(0), 10)
+            instance.plane.io.call(asyncio.sleep(0), 60)
         instance._registry = registry
         assert asked == [1]
         assert instance.failure is None, "an ordinary drain is no failure"
@@ -76,7 +76,7 @@ def test_an_http_server_that_dies_is_not_hidden() -> None:
         assert http is not None
         assert http._task is not None
         instance.plane.io.post(http._task.cancel)
-        running.thread.join(20)
+        running.thread.join(60)
         assert instance.failure is not None
 
 

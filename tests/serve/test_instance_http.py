@@ -55,7 +55,7 @@ class Status:
             server = start_http(status, "127.0.0.1", 0, 5.0)
             try:
                 url = "http://{}:{}".format(*server.address)
-                async with httpx.AsyncClient() as client:
+                async with httpx.AsyncClient(timeout=60) as client:
                     return [await client.get(url + path) for path in paths]
             finally:
                 await server.stop()

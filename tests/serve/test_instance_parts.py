@@ -432,13 +432,13 @@ def test_an_instance_without_a_registry_runs_one_for_as_long_as_it_is_there() ->
         with registry.registry_of(config) as found:
             assert found is not None
             assert found.registry == f"http://127.0.0.1:{port}"
-            assert httpx.get(f"{found.registry}/v1/health").status_code == 200
+            assert httpx.get(f"{found.registry}/v1/health", timeout=60).status_code == 200
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         serves()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://127.0.0.1:{port}/v1/health")
+        httpx.get(f"http://127.0.0.1:{port}/v1/health", timeout=60)
 
 
 def test_a_signal_ends_the_wait_for_a_registry_and_is_the_process_s_again_afterwards(
@@ -446,7 +446,7 @@ def test_a_signal_ends_the_wait_for_a_registry_and_is_the_process_s_again_afterw
 ) -> None:
     async def waits(_config: InstanceConfig, _tls: object, stop: asyncio.Event) -> bool:
         signal.raise_signal(number)
-        await asyncio.wait_for(stop.wait(), 30)
+        await asyncio.wait_for(stop.wait(), 60)
         return False
 
     monkeypatch.setattr(registry, "wait_for_registry", waits)

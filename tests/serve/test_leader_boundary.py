@@ -74,7 +74,7 @@ def test_a_bug_ends_its_own_request_at_once_and_typed(
         break_once(broken.scheduler, method, when)
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
         # Its budget is a minute; the answer comes long before.
-        error = made.front.wait("bad", 10)[-1].error
+        error = made.front.wait("bad", 50)[-1].error
         assert error is not None
         assert error.code is ErrorCode.INTERNAL, error
         assert "a bug" in error.text
@@ -106,7 +106,7 @@ def test_a_last_word_on_which_the_role_breaks_gives_the_pages_back_all_the_same(
         )  # it computes nothing: decode has published its pages and takes them back
         published = told(p.scheduler, "on_change", phase_is(KVPoll.WAITING_FOR_INPUT))
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
-        assert published.wait(10)
+        assert published.wait(60)
         made.front.cancel("bad", p, d)
         made.assert_comes_to_rest()
         assert said, "it never broke"
@@ -123,7 +123,7 @@ def test_a_frontend_s_end_on_which_the_role_breaks_ends_its_requests_all_the_sam
         other.join(p)
         other.join(d)
         other.submit("r", list(range(40)), p, d, max_tokens=900)
-        assert landed.wait(10)
+        assert landed.wait(60)
         other.close()
         made.assert_comes_to_rest()
         assert said, "it never broke"
@@ -152,7 +152,7 @@ def test_a_step_that_cannot_be_planned_ends_what_is_there_and_not_the_loop(
             broken.scheduler, method, lambda *_: bool(broken.scheduler.admission.requests), late
         )
         made.front.submit("bad", list(range(40)), p, d, max_tokens=900)
-        error = made.front.wait("bad", 10)[-1].error
+        error = made.front.wait("bad", 50)[-1].error
         assert error is not None
         assert said
         assert (error.code, "planning a step" in error.text) == (ErrorCode.INTERNAL, True), error
@@ -169,7 +169,7 @@ def test_an_engine_that_breaks_on_a_late_request_does_not_end_the_loop() -> None
         said = break_once(p.engine, "close")
         p.scheduler.plan = lambda _now: []  # it computes nothing: the request ends by its deadline
         made.front.submit("late", list(range(40)), p, d, max_tokens=9, budget_s=0.3)
-        error = made.front.wait("late", 10)[-1].error
+        error = made.front.wait("late", 50)[-1].error
         assert error is not None
         made.assert_comes_to_rest()
         del p.scheduler.plan
@@ -213,6 +213,6 @@ def test_what_is_wrong_is_said() -> None:
 
 def look(instance: Any) -> dict[str, Any]:
     host, port = instance.http.address
-    answer = httpx.get(f"http://{host}:{port}/integrity", timeout=20)
+    answer = httpx.get(f"http://{host}:{port}/integrity", timeout=60)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())

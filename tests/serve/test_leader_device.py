@@ -332,7 +332,7 @@ def test_a_loop_and_a_device_on_threads_of_their_own_give_every_token() -> None:
         return handle
 
     def device() -> None:
-        while launched.get(timeout=20) is not None:
+        while launched.get(timeout=60) is not None:
             engine.compute()
             engine.finish()
 
@@ -343,9 +343,9 @@ def test_a_loop_and_a_device_on_threads_of_their_own_give_every_token() -> None:
     for thread in threads:
         thread.start()
     stage.leader.inbox.put(Drain())
-    threads[1].join(20)
+    threads[1].join(60)
     launched.put(None)
-    threads[0].join(20)
+    threads[0].join(60)
     for name, sampling in wanted.items():
         tokens = [t for output in stage.sent if output.request_id == name for t in output.token_ids]
         assert tokens == reference(prompts[name], sampling, VOCAB, 3)

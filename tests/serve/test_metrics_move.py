@@ -81,7 +81,7 @@ def held(made: Cluster, running: Running) -> Iterator[threading.Event]:
 
     def stop() -> None:
         there.set()
-        assert go.wait(30)
+        assert go.wait(60)
 
     steps.act, steps.at = stop, steps.count + 1
     try:
@@ -116,16 +116,16 @@ def test_lesson_24_every_metric_moves_under_a_real_run(folder: Path) -> None:
         prefills, decodes = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         with held(made, prefills[0]) as one, held(made, prefills[1]) as other:
             answers = [pool.submit(ask, made, p) for p in prompts[1:5]]
-            assert one.wait(30)
-            assert other.wait(30)
+            assert one.wait(60)
+            assert other.wait(60)
             while watch.of("segue_generations_waiting") < 4:
                 watch.look()
         assert [a.result() for a in answers] == [200] * 4
         limits = made.fleet.limits
         with held(made, decodes[0]) as one, held(made, decodes[1]) as other:
             answers = [pool.submit(ask, made, p) for p in prompts[1:3]]
-            assert one.wait(30)
-            assert other.wait(30)
+            assert one.wait(60)
+            assert other.wait(60)
             made.fleet.limits = msgspec.structs.replace(limits, max_queue=1)
             assert ask(made, prompts[5]) == 429
             made.fleet.limits = limits

@@ -37,9 +37,9 @@ def two_ranks(**settings: Any) -> Iterator[Two]:
 
 def restart_registry(made: Deployment) -> None:
     port = made.registry.port
-    made.io.call(made.registry.close(), 5)
+    made.io.call(made.registry.close(), 60)
     serve = serve_registry("127.0.0.1", port, secret=None, limits=LIMITS.limits())
-    made.registry = made.io.call(serve, 5)
+    made.registry = made.io.call(serve, 60)
 
 
 def answer_is_right(made: Deployment, name: str, sampling: Any) -> None:
@@ -122,7 +122,7 @@ def test_a_registry_that_restarts_is_told_the_rooms_again() -> None:
 def test_with_the_registry_away_who_must_ask_waits_for_it_and_no_longer_than_its_deadline() -> None:
     with two_ranks() as (made, two, decode):
         port = made.registry.port
-        made.io.call(made.registry.close(), 5)
+        made.io.call(made.registry.close(), 60)
         made.front.submit("late", PROMPT, two[0], decode, is_open=True, budget_s=1.0, only=decode)
         sampling = made.front.submit("r", PROMPT, two[0], decode, is_open=True)
         told = made.front.submit("told", PROMPT, two[0], decode)
@@ -130,7 +130,7 @@ def test_with_the_registry_away_who_must_ask_waits_for_it_and_no_longer_than_its
         assert failure(made, "late").code in TOO_LATE
         assert not made.front.done["r"].is_set()
         serve = serve_registry("127.0.0.1", port, secret=None, limits=LIMITS.limits())
-        made.registry = made.io.call(serve, 5)
+        made.registry = made.io.call(serve, 60)
         answer_is_right(made, "r", sampling)
         made.assert_comes_to_rest()
 

@@ -57,7 +57,7 @@ async def listed(op: Operator, *, draining: bool) -> None:
     """Once the registry knows."""
     version = None
     while True:
-        answer = await op._registry.instances(Role.DECODE, version, 10)
+        answer = await op._registry.instances(Role.DECODE, version, 60)
         if answer.instances[0].draining is draining:
             return
         assert answer.version != version, "the registry was not told"
@@ -182,7 +182,7 @@ def test_an_instance_that_does_not_answer_is_a_row_that_says_so(
             context_tokens=9,
             replicas=[where],
         )
-        made.io.call(_registered(made, record), 5)
+        made.io.call(_registered(made, record), 60)
         assert main(["ps", "--registry", url(made), "--json"]) == 0
         rows = {row["instance"]: row for row in json.loads(capsys.readouterr().out)}
         assert main(["ps", "--registry", url(made)]) == 0
@@ -206,7 +206,7 @@ def test_who_has_another_secret_steers_nobody(made: Deployment, tmp_path: Path) 
             assert all(row.sight is None and row.trouble for row in rows), rows
             record = await op.named(name(one(made, Role.DECODE)))
             with pytest.raises(Exception, match="secret"):
-                await op.steer(record, draining=True, timeout_s=5)
+                await op.steer(record, draining=True, timeout_s=60)
 
     asyncio.run(scenario())
     assert not one(made, Role.DECODE).instance.scheduler.admission.draining

@@ -21,7 +21,7 @@ async def until(fleet: Fleet, leader: LeaderId, tokens: range) -> None:
     """What the frontend knows to be cached there is in `tokens`."""
     index = fleet.membership._index
     assert index is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while index.cached([leader], PROMPT).get(leader, -1) not in tokens:  # noqa: ASYNC110 (nobody is told)
             await asyncio.sleep(0.01)
 
@@ -47,7 +47,7 @@ def test_a_frontend_follows_what_is_stored_flushed_and_computed_again() -> None:
                 fleet.start()
                 both.append(fleet)
             fleet, other = both
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not (fleet.can_serve and other.can_serve):
                     await asyncio.wait({asyncio.ensure_future(f.changed()) for f in both}, timeout=0.1)
             await until(fleet, prefill, range(1))

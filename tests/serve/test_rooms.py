@@ -276,7 +276,7 @@ def test_it_is_said_which_leg_is_missing_and_a_leg_that_has_failed_is_not_missed
         for lost in (BROKEN, PeerLost("and what came of it")):
             rooms.over(door.session, Over(room=ROOM + 2, error=lost.info))
         assert rooms._rooms
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while rooms._rooms:  # noqa: ASYNC110  nothing tells of it
                 await asyncio.sleep(0)
         assert rooms.abandoned == 2, "nobody came for it because it had ended"

@@ -326,7 +326,7 @@ def test_children_leave_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         fds = [os.pidfd_open(pid) for pid in pids]
         process.kill()
     for fd in fds:  # a pidfd is readable once its process has ended
-        assert select.select([fd], [], [], 30)[0], "a child outlived its supervisor"
+        assert select.select([fd], [], [], 60)[0], "a child outlived its supervisor"
         os.close(fd)
     assert sorted(events(journal, "left")) == ["decode-0", "frontend", "prefill-0"]
 
@@ -338,5 +338,5 @@ def test_a_signal_drains_and_the_status_is_0(tmp_path: Path, number: signal.Sign
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(number)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     assert sorted(events(tmp_path / "j", "left")) == ["decode-0", "frontend", "prefill-0"]

@@ -222,7 +222,7 @@ def carried_bytes(prefill: Instance) -> int:
         heard.set()
 
     manager.io.post(count)
-    assert heard.wait(10)
+    assert heard.wait(60)
     return done[0]
 
 

@@ -53,7 +53,7 @@ def test_one_leader_ends_its_sessions_and_paths_and_only_its_own_requests_fail(d
         # Decode alone is asked: what waits for either leader's part waits.
         for rank, prefill in enumerate(two):
             made.front.submit(f"waits{rank}", PROMPT, prefill, decode, only=decode, budget_s=30)
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while made.running[0].ask()["handles"] < 2:
             assert time.monotonic() < until
         kill(two[dies])
@@ -78,5 +78,5 @@ def kill(instance: Instance) -> None:
         done.set()
 
     manager.io.post(lambda: manager.io.loop.create_task(cut()))
-    assert done.wait(10)
+    assert done.wait(60)
     manager._ranks.close()

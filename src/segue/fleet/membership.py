@@ -230,6 +230,8 @@ class Membership:
             first = replica.load is None
             replica.load = message
             self._metrics.load(replica.role, replica.name, message)
+            if message.draining != draining:
+                log.info("%s %s", replica.name, "drains" if message.draining else "takes requests again")
             if first or message.draining != draining:
                 self._changed()
         elif isinstance(message, Prefixes) and self._index is not None:

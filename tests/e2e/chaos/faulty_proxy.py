@@ -64,19 +64,19 @@ class FaultyProxy:
         self._changed = asyncio.Condition()
         self._rng = random.Random(seed)
         self._pipes: dict[_Pipe, asyncio.Task[None]] = {}
-        self._server = io.call(asyncio.start_server(self._serve, "127.0.0.1", self.port), 5)
+        self._server = io.call(asyncio.start_server(self._serve, "127.0.0.1", self.port), 60)
 
     def break_(self, mode: Mode, caller: str = "") -> None:
         """From now on, also for connections that run."""
-        self._io.call(self._set(mode, caller.encode()), 5)
+        self._io.call(self._set(mode, caller.encode()), 60)
 
     def mend(self) -> None:
         """New connections are fine again. What was cut stays cut, what swallows goes on swallowing."""
-        self._io.call(self._set(Mode.NONE, b""), 5)
+        self._io.call(self._set(Mode.NONE, b""), 60)
 
     def close(self) -> None:
         """End everything."""
-        self._io.call(self._close(), 5)
+        self._io.call(self._close(), 60)
 
     async def struck(self, count: int, within_s: float) -> None:
         """Wait until the fault has met `count` pieces (in the caller's loop). TimeoutError if not."""

@@ -80,9 +80,10 @@ async def run(
     total: int,
     acts: int,
     clients: int,
+    met: Callable[[Spread], bool] = lambda _: True,
 ) -> tuple[Report, Spread]:
     """Have `clients` stream until `total` requests have ended well, and `act` until then, at least `acts`
-    times."""
+    times and until it has `met` somebody."""
     report = Report()
     reference = await references(cluster.url, asks)
     report.before = await asyncio.to_thread(cluster.rest)
@@ -95,7 +96,7 @@ async def run(
     try:
         for number in itertools.count(1):
             await act(traffic)
-            if number >= acts and enough.done():
+            if number >= acts and enough.done() and met(traffic):
                 break
             # At any moment of a request, not at a chosen one.
             await asyncio.wait([enough], timeout=rng.uniform(0.1, 1.0))
@@ -120,6 +121,7 @@ def frontend_killer(cluster: Cluster, killed: list[dict[str, float]]) -> Callabl
         name = list(traffic.urls)[-1]
         streams, at = await traffic.streams_at(name), time.monotonic()
         del traffic.urls[name]
+        cluster.parts[name].process.kill()  # now, before a stream ends: `streams` are open
         await asyncio.to_thread(cluster.kill, name)
         del cluster.parts[name]
         follower = f"frontend-{next(numbers)}"

@@ -146,7 +146,8 @@ async def run(
     calm_s: float = 0.3,
     think_s: float = 0.0,
 ) -> Report:
-    """Kill a random instance `kills` times; each is started again at its ports before the next dies."""
+    """Kill a random instance `kills` times, or more often until one had something to do; each is started
+    again at its ports before the next dies."""
     rng, report = random.Random(seed), Report()
     reference = await references(cluster.url, asks)
     report.before = await asyncio.to_thread(cluster.rest)
@@ -155,7 +156,7 @@ async def run(
     running = [asyncio.create_task(traffic.client(i)) for i in range(clients)]
     running.append(asyncio.create_task(traffic.prober()))
     try:
-        for _ in range(kills):
+        while len(report.kills) < kills or (len(report.kills) < 4 * kills and not await moved(cluster.url)):
             await traffic.success_since(time.monotonic(), WITHIN_S)
             await asyncio.sleep(rng.uniform(0, calm_s))  # any moment of a request, not a chosen one
             name = rng.choice(cluster.names)
@@ -177,10 +178,16 @@ async def run(
     return report
 
 
+async def moved(url: str) -> bool:
+    """Whether a kill has met a request."""
+    found = Report(healed=await asyncio.to_thread(healed, url))
+    return count(found, CONTINUED) + count(found, RETRIED) > 0
+
+
 def healed(url: str) -> dict[str, float]:
     """The frontend's own counts of continuations and retries, and of what their prompts cost."""
     found = {}
-    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
+    for line in httpx.get(f"{url}/metrics", timeout=60).text.splitlines():
         name, _, value = line.rpartition(" ")
         if name.startswith(tuple(f"segue_{counter}_total{{" for counter in HEALING)):
             found[name.removeprefix("segue_")] = float(value)
@@ -194,7 +201,7 @@ def count(report: Report, counter: str) -> float:
 
 def check(report: Report, kills: int) -> None:
     """What must hold, whatever the numbers are."""
-    assert len(report.kills) == kills
+    assert len(report.kills) >= kills
     assert all(kill.first_success_s is not None for kill in report.kills)
     assert report.wrong == [], "\n".join(report.wrong[:5])
     assert report.untyped == [], "\n".join(report.untyped[:5])
@@ -212,7 +219,7 @@ def check_healed(report: Report, kills: int) -> None:
         assert continued > 0, report.healed
         assert retried > 0, report.healed
         assert report.healed.get(KEPT, 0) > 0, report.healed
-    elif report.spanned:
+    else:
         assert continued + retried > 0, report.healed
 
 

@@ -24,7 +24,7 @@ from engine_models import HYBRIDS
 pytestmark = pytest.mark.timeout(300)
 
 #: No request ends by its deadline before a test does: who holds nothing in the end has been told so.
-LIMITS = ("--keepalive-s", "0.5", "--peer-silence-s", "3", "--request-budget-s", "200")
+LIMITS = ("--request-budget-s", "200")
 PLAN = [
     ("decode-1", Role.PREFILL),
     ("decode-1", Role.UNIFIED),
@@ -40,9 +40,9 @@ def fleet(_nobody_outlives_its_module: None, tiny: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-async def changed(cluster: Cluster, act: Any, acts: int) -> tuple[Report, soak_changes.Spread]:
+async def changed(cluster: Cluster, act: Any, acts: int, **more: Any) -> tuple[Report, soak_changes.Spread]:
     asks = traffic.asks(61, 24, vocab=tiny_model.VOCAB - 8, longest=200, max_tokens=40)
-    return await soak_changes.run(cluster, asks, act, total=TOTAL, acts=acts, clients=8)
+    return await soak_changes.run(cluster, asks, act, total=TOTAL, acts=acts, clients=8, **more)
 
 
 def check(report: Report) -> None:
@@ -56,7 +56,8 @@ def check(report: Report) -> None:
 
 def test_frontends_are_killed_under_load_and_what_they_had_begun_is_ended_everywhere(fleet: Cluster) -> None:
     killed: list[dict[str, float]] = []
-    report, load = asyncio.run(changed(fleet, soak_changes.frontend_killer(fleet, killed), 2))
+    act = soak_changes.frontend_killer(fleet, killed)
+    report, load = asyncio.run(changed(fleet, act, 2, met=lambda load: any(load.cut.values())))
     check(report)
     assert len(killed) >= 2
     assert sum(load.cut.values()) > 0, "no frontend streamed when it was killed"

@@ -59,12 +59,12 @@ def stream(url: str, prompt: list[int], begun: threading.Event | None = None) ->
     return tokens, ""
 
 
-def wait_until_served(url: str, prompt: list[int], within_s: float) -> float:
-    """Seconds until a request succeeds again."""
-    started = time.monotonic()
-    while time.monotonic() - started < within_s:
+def wait_until_served(url: str, prompt: list[int], within_s: float) -> None:
+    """Until a request succeeds again."""
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
         if stream(url, prompt)[1] == "":
-            return time.monotonic() - started
+            return
     raise AssertionError(f"nobody served within {within_s} s")
 
 
@@ -89,7 +89,7 @@ def test_lesson_09_a_killed_instance_costs_only_what_it_held(victim: str, tiny: 
                 assert tokens == wanted
                 completed += 1
         assert completed > 0, "one of two instances died, and nothing was completed"
-        assert wait_until_served(made.url, asked[0], 20) < 20
+        wait_until_served(made.url, asked[0], 60)
         with ThreadPoolExecutor(8) as pool:
             again = list(pool.map(lambda p: stream(made.url, p), asked))
         assert again == [(wanted, "") for wanted in expected]
@@ -106,7 +106,7 @@ def test_lesson_10_a_paused_prefill_is_noticed_and_may_come_back(tiny: Path) -> 
             assert error, f"a paused prefill answered: {tokens}"
         finally:
             prefill.send_signal(signal.SIGCONT)
-        wait_until_served(made.url, prompt, 30)
+        wait_until_served(made.url, prompt, 60)
         assert stream(made.url, prompt) == (expected, "")
         assert prefill.status() != psutil.STATUS_ZOMBIE
         assert made.stop() == 0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 import soak_kills
 import traffic
 from cluster import Cluster
+from served import Served
 from soak_kills import WITHIN_S, Kill, Traffic
 from test_kills import TWO_AND_TWO
 from tiny_model import VOCAB
@@ -19,6 +23,13 @@ pytestmark = pytest.mark.timeout(300)
 
 CLIENTS = 16
 REFUSED = 'retries_total{code="DRAINING"}'
+DRAINS = re.compile(r"(prefill|decode) \w+ dp0 drains$")
+
+
+def asked(part: Served) -> None:
+    """Any answer of an instance, or none as it has left."""
+    with contextlib.suppress(httpx.TransportError):
+        httpx.get(f"{part.door}/integrity", timeout=60)
 
 
 @pytest.mark.parametrize("name", [pytest.param("prefill-0", marks=pytest.mark.soak), "decode-0"])
@@ -33,8 +44,12 @@ def test_a_leaving_instance_ends_its_streams_and_gets_no_new_ones(name: str, tin
             left = Kill(name, time.monotonic())
             load.report.kills.append(left)
             leaving = asyncio.create_task(asyncio.to_thread(leave, cluster, name))
-            # One request that began after the signal has gone all the way: the frontend knows.
             left.first_success_s = await load.success_since(left.at, WITHIN_S)
+            # The frontend knows, and has heard of what was on its way there when it came to know: the
+            # instance has answered somebody else since, and then the frontend answers.
+            frontend = cluster.parts["frontend"]
+            await asyncio.to_thread(frontend.logged, DRAINS, within_s=WITHIN_S)
+            await asyncio.to_thread(asked, leaver)
             known = (await asyncio.to_thread(soak_kills.healed, cluster.url)).get(REFUSED, 0)
             await leaving
             refused = (await asyncio.to_thread(soak_kills.healed, cluster.url)).get(REFUSED, 0)

@@ -55,7 +55,7 @@ async def killed_in_the_middle(
 
 
 async def serves_again(
-    cluster: Cluster, ask: traffic.Ask, reference: dict[traffic.Ask, list[int]], within_s: float = 20
+    cluster: Cluster, ask: traffic.Ask, reference: dict[traffic.Ask, list[int]], within_s: float = 60
 ) -> None:
     until = time.monotonic() + within_s
     while (result := await traffic.stream(cluster.url, MODEL, ask)).error:
