@@ -13,6 +13,9 @@ import uvloop
 
 T = TypeVar("T")
 
+#: See `LoopIo.wait`.
+SLICE_S = 0.5
+
 
 class MonotonicClock:
     """The host's monotonic clock (`time.monotonic`), the same one that asyncio uses."""
@@ -59,8 +62,21 @@ class LoopIo:
             raise
 
     def wait(self, future: Future[T], timeout_s: float) -> T:
-        """The result of `future`. TimeoutError if it is not there in time."""
-        return future.result(timeout_s)
+        """The result of `future`. TimeoutError if it is not there in time.
+
+        It is waited for in slices, of which each counts as what it should have taken: while this process
+        stands still (stopped, or starved) the loop has no time either.
+        """
+        while True:
+            slice_s = min(timeout_s, SLICE_S)
+            try:
+                return future.result(slice_s)
+            except TimeoutError:
+                if future.done():
+                    return future.result(0)  # its own error, or the result of this very moment
+                timeout_s -= slice_s
+                if timeout_s <= 0:
+                    raise
 
     def yield_gil(self) -> None:
         """Give the interpreter's lock once to a thread that waits for it. One that was just woken would
