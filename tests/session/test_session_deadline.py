@@ -16,6 +16,16 @@ class Loop:
         self.timers: list[Timer] = []
         self.made = 0
 
+    def time(self) -> float:
+        return self.now
+
+    def stand_still_to(self, now: float) -> None:
+        """Nothing fires meanwhile, and all that is due does then."""
+        self.now = now
+        for timer in [timer for timer in self.timers if timer.when <= now]:
+            self.timers.remove(timer)
+            timer.call()
+
     def call_at(self, when: float, call: Callable[[], None]) -> Timer:
         self.made += 1
         self.timers.append(timer := Timer(self, when, call))
@@ -73,6 +83,23 @@ def test_one_that_is_lifted_in_time_makes_no_timer_of_its_own() -> None:
     loop.pass_to(1000.0)
     assert not passed
     assert loop.made == 1
+
+
+def test_who_could_not_be_heard_as_we_stood_still_is_not_late_yet() -> None:
+    loop, deadline, passed = made()
+    deadline.set(5.0)
+    loop.stand_still_to(20.0)
+    assert deadline.is_set, "what has come meanwhile has not been read"
+    deadline.lift()
+    loop.pass_to(30.0)
+    assert passed == []
+    deadline.set(40.0)
+    loop.stand_still_to(60.0)
+    loop.stand_still_to(80.0)
+    assert passed == [80.0], "once"
+    deadline.set(90.0)
+    loop.stand_still_to(90.5)
+    assert passed == [80.0, 90.5], "no timer comes to the point"
 
 
 def test_nothing_is_left_of_one_that_was_closed() -> None:

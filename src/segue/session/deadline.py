@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+#: A timer that comes later than that was kept from it: the process was stopped, or its loop was blocked.
+#: What has come meanwhile has not been read, and gets as long again.
+STOOD_STILL_S = 1.0
+
 
 class Deadline:
     """Calls `passed` once when the deadline has come, on the clock of `loop`, in seconds.
 
     A timer is made for the earliest of its times alone; when it fires it is made again for what the deadline
     is by then. So one that is always lifted in time costs a comparison and no timer.
+    If it was we who stood still when it came, it is moved once, by `STOOD_STILL_S`.
     """
 
-    __slots__ = ("_at_s", "_looks_s", "_loop", "_passed", "_timer")
+    __slots__ = ("_at_s", "_looks_s", "_loop", "_moved", "_passed", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, passed: Callable[[], None]) -> None:
         self._loop = loop
         self._passed = passed
         self._at_s: float | None = None
+        self._moved = False
         self._timer: asyncio.TimerHandle | None = None
         #: when the timer fires. Kept here: of a timer that is due already uvloop makes one that has no time.
         self._looks_s = 0.0
@@ -30,7 +36,7 @@ class Deadline:
 
     def set(self, at_s: float) -> None:
         """It is this one now, and no other any more."""
-        self._at_s = at_s
+        self._at_s, self._moved = at_s, False
         if self._timer is None or at_s < self._looks_s:
             self._drop()
             self._look_at(at_s)
@@ -60,6 +66,9 @@ class Deadline:
             return
         if at_s > self._looks_s:
             self._look_at(at_s)
+        elif not self._moved and self._loop.time() > at_s + STOOD_STILL_S:
+            self._moved, self._at_s = True, self._loop.time() + STOOD_STILL_S
+            self._look_at(self._at_s)
         else:
             self._at_s = None
             self._passed()
