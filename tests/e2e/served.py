@@ -101,7 +101,7 @@ class Served:
 
     def instances(self, word: str) -> list[psutil.Process]:
         """Descendants whose command has `word` as its subcommand."""
-        return [p for p in self.family()[1:] if word in p.cmdline()[:5]]
+        return [p for p in self.family()[1:] if word in _words(p)[:5]]
 
     @property
     def door(self) -> str:
@@ -286,6 +286,14 @@ def _state(url: str) -> State:
     answer = httpx.get(f"{url}/integrity", timeout=60)
     assert answer.status_code == 200, f"{url}: {answer.text}"
     return dict(answer.json())
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Its command line; none of one that has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # a zombie is one, too
+        return []
 
 
 def _alive(pid: int) -> bool:

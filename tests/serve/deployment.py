@@ -29,7 +29,7 @@ from segue.sim.engine import LineageEngine, lineage_spec
 from segue.transport.memory import Memory, allocate
 
 VOCAB = 1000
-LIMITS = LimitsConfig(keepalive_s=0.5, peer_silence_s=5, drain_s=5, max_queue=4096)
+LIMITS = LimitsConfig(keepalive_s=0.5, peer_silence_s=20, drain_s=5, max_queue=4096)
 
 
 class Front:

@@ -7,13 +7,15 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deployment as module
 import psutil
 import pytest
 import torch
-from deployment import Deployment, Running, deployment, generates_only_with
+from deployment import LIMITS, Deployment, Running, deployment, generates_only_with
 from test_tokens import carried_bytes
 
 from segue.core.errors import ErrorCode, SegueError
@@ -189,8 +191,11 @@ def test_retracted_sequences_come_back_on_every_rank(llama: Path) -> None:
 
 
 @pytest.fixture(params=["tp2", later("pp2")])
-def generating(request: pytest.FixtureRequest, llama: Path) -> Iterator[tuple[Deployment, Running]]:
+def generating(
+    request: pytest.FixtureRequest, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Deployment, Running]]:
     """A decode instance of two ranks in the middle of a long answer."""
+    monkeypatch.setattr(module, "LIMITS", replace(LIMITS, peer_silence_s=5))
     with deployment(*SIDES, model=str(llama), ranks=sizes("", request.param), kv_gib=0.2) as made:
         [prefill], [decode] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
         made.front.submit(

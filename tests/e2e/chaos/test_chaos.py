@@ -97,7 +97,7 @@ def test_lesson_09_a_killed_instance_costs_only_what_it_held(victim: str, tiny: 
 
 def test_lesson_10_a_paused_prefill_is_noticed_and_may_come_back(tiny: Path) -> None:
     [prompt, other] = prompts(6, 2)
-    with Served(*ARGUMENTS, str(tiny), "--keepalive-s", "0.5", "--peer-silence-s", "2") as made:
+    with Served(*ARGUMENTS, str(tiny), "--keepalive-s", "0.5", "--peer-silence-s", "4") as made:
         expected = stream(made.url, prompt)[0]
         [prefill] = made.instances("prefill")
         prefill.send_signal(signal.SIGSTOP)
