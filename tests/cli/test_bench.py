@@ -148,7 +148,7 @@ def test_an_idle_connection_that_the_server_closed_is_opened_again() -> None:
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         connection = ClientConnection(Target("127.0.0.1", server.sockets[0].getsockname()[1], "", None))
-        results = [await stream(connection, "/", b"{}", 5.0) for _ in range(2)]
+        results = [await stream(connection, "/", b"{}", 60.0) for _ in range(2)]
         server.close()
         await server.wait_closed()
         return results[0].error, results[1].error
@@ -291,7 +291,7 @@ def test_a_stream_that_ends_well_without_a_token_is_an_error() -> None:
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             connection = ClientConnection(Target(*server.sockets[0].getsockname(), "", None))
-            return (await stream(connection, "/", b"{}", 5.0)).error
+            return (await stream(connection, "/", b"{}", 60.0)).error
 
     assert asyncio.run(main()) == "no_tokens"
 

@@ -38,7 +38,7 @@ def test_on_a_terminal_a_bar_says_which_stage_and_how_far(monkeypatch: pytest.Mo
     def shown(stage: str, _done: int) -> None:
         seen = ""
         while f"{stage} m" not in seen or "50.0/100.0 MB" not in seen.split(f"{stage} m")[-1]:
-            assert select.select([ours], [], [], 10)[0], f"nothing of {stage} in {seen!r}"
+            assert select.select([ours], [], [], 60)[0], f"nothing of {stage} in {seen!r}"
             seen += os.read(ours, 65536).decode()
         assert "━" in seen, "there is no bar"
 

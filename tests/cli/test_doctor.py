@@ -251,7 +251,8 @@ def test_a_listener_of_a_process_with_mooncake_in_it_is_found(monkeypatch: pytes
 # ---- transports ------------------------------------------------------------------------------------
 
 
-def test_a_transport_is_measured_between_two_processes() -> None:
+def test_a_transport_is_measured_between_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_probe, "LIMIT_S", 240.0)
     speed = transport_probe.measure("shm")
     assert isinstance(speed, Speed), speed
     assert (speed.transport, speed.page_us > 0, speed.gb_per_s > 0) == ("shm", True, True)

@@ -283,7 +283,10 @@ def _value(arguments: tuple[str, ...], flag: str, default: str) -> str:
 
 
 def _state(url: str) -> State:
-    answer = httpx.get(f"{url}/integrity", timeout=60)
+    until = time.monotonic() + REST_S
+    while (answer := httpx.get(f"{url}/integrity", timeout=60)).status_code == 504:
+        # Its leader has not answered within seconds: it stands still, on a machine that is busy elsewhere.
+        assert time.monotonic() < until, f"{url}: {answer.text}"
     assert answer.status_code == 200, f"{url}: {answer.text}"
     return dict(answer.json())
 
