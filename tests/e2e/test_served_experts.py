@@ -133,7 +133,9 @@ def test_a_stopped_rank_ends_its_instance_within_its_silence_and_another_one_con
         victim = made.instances("decode")[0]
         os.kill(victim.pid, signal.SIGSTOP)
         assert [tokens(answer.result(120)) for answer in answers] == wanted
-        made.logged(re.compile(r"a rank of this replica is lost: .*has said nothing for 10 s"), 1, within_s=60)
+        made.logged(
+            re.compile(r"a rank of this replica is lost: .*has said nothing for 10 s"), 1, within_s=60
+        )
         assert tokens(ask(made.url, PROMPTS[0])) == wanted[0][:COUNT]
         os.kill(victim.pid, signal.SIGCONT)
         made.logged(re.compile(r"event=died child=decode-0"), 2, within_s=60)
