@@ -452,9 +452,7 @@ class Checks:
             answers = max(node.no_answer_until, getattr(other, "no_answer_until", 0.0))
             since = max(awake, half.ended_at, answers, 0.0 if other.alive else other.died_at)
             connected = peer in node.peers and (other.alive and me in getattr(other, "peers", {}))
-            if now - since > self.bound_s + (0.0 if connected or not other.alive else 5.0) and (
-                connected or not other.alive
-            ):
+            if (connected or not other.alive) and now - since > self.bound_s:
                 raise Violation(
                     "18", f"{node.name} still holds {transfer}, which has ended", (transfer.room,)
                 )

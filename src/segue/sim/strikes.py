@@ -285,7 +285,9 @@ class Strikes:
         transport, until = self._rng.choice(list(node.transports.values())), self.world.now + fault.seconds
         match fault.kind:
             case "deaf port":
+                # A session without its paths is not ready: what is asked over it is answered afterwards.
                 transport.net.deaf_until = until
+                node.no_answer_until = max(node.no_answer_until, until)
             case "no data descriptors":
                 transport.net.full_until = until
             case "write astray":
@@ -368,7 +370,9 @@ class Strikes:
 
     def _all_meet_anew(self, node: KVNode) -> None:
         for peer in list(node.peers):
-            self.deployment.break_session(node, self.deployment.by_leader[peer])
+            other = self.deployment.by_leader[peer]
+            if isinstance(other, KVNode):  # a visitor's session is for its visit to end
+                self.deployment.break_session(node, other)
         self.world.after(0.2, None, self._cut_unused, node)
 
     def _cut_unused(self, node: KVNode) -> None:
