@@ -39,6 +39,13 @@ class Loop:
             timer[1]()
         self.now = until
 
+    def stand_still(self, seconds: float) -> None:
+        """What is due meanwhile happens afterwards."""
+        self.now += seconds
+        for timer in [timer for timer in self.timers if timer[0] <= self.now]:
+            self.timers.remove(timer)
+            timer[1]()
+
 
 class Wire:
     """An asyncio transport that notes what is written to it; what is not read stays in its buffer."""
@@ -130,6 +137,21 @@ def test_who_is_silent_for_too_long_is_given_up_once_and_its_end_is_told_when_it
         rig.channel.connection_lost(None)
         rig.channel.connection_lost(None)
         assert rig.ended == [(error, False), (error, True)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("stood_s", [2.5, 30.0])
+def test_who_stood_still_itself_for_more_than_a_question_takes_no_other_for_silent(stood_s: float) -> None:
+    def test() -> None:
+        rig = Rig()
+        rig.loop.advance(4.0)  # it may be silent for 5
+        rig.loop.stand_still(stood_s)
+        assert rig.ended == []
+        rig.loop.advance(5.0)
+        assert rig.ended == []
+        rig.loop.advance(1.0)
+        assert [over for _, over in rig.ended] == [False], "it was asked anew, and has said nothing since"
 
     run(test)
 
