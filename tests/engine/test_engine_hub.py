@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import resource
+import selectors
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -399,12 +401,12 @@ def test_a_child_that_says_nothing_is_ended_unless_it_waits(
         "import os, pathlib, signal\npathlib.Path('pid').write_text(str(os.getpid()))\nsignal.pause()\n"
     )
     (tmp_path / "waits.py").write_text(
-        "import json, signal\n"
+        "import json, os\n"
         "print(json.dumps({'stage': 'wait', 'done': 0, 'total': 0}), flush=True)\n"
-        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
-        "signal.setitimer(signal.ITIMER_REAL, 1.5)\nsignal.pause()\n"
+        "with open('go') as go: go.read()\n"
         "print(json.dumps({'result': 'x'}), flush=True)\n"
     )
+    os.mkfifo(tmp_path / "go")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TimeoutError):
@@ -412,5 +414,38 @@ def test_a_child_that_says_nothing_is_ended_unless_it_waits(
     if (tmp_path / "pid").exists():  # it had begun
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), 0)
-    waits = child.run("waits", [], {}, lambda *_: None, deadline_s=60, silence_s=1)
+    patience: list[float | None] = []
+
+    class Noted(selectors.DefaultSelector):
+        """Notes how long a line is waited for. The child goes on once more than its first is waited for."""
+
+        def select(self, timeout: float | None = None) -> Any:
+            patience.append(timeout)
+            if patience[-1] != patience[0] and (tmp_path / "go").exists():
+                with open(tmp_path / "go", "w"):
+                    (tmp_path / "go").unlink()
+            return super().select(timeout)
+
+    monkeypatch.setattr(child.selectors, "DefaultSelector", Noted)
+    waits = child.run("waits", [], {}, lambda *_: None, deadline_s=600, silence_s=60)
     assert (waits.status, waits.result) == (0, "x")
+    assert patience[0] == 60
+    assert any(each is not None and each > 400 for each in patience), "another process works"
+
+
+def test_what_a_child_said_while_its_parent_was_stopped_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait that a stop has outlasted ends without a look."""
+    (tmp_path / "says.py").write_text('print(\'{"result": "x"}\', flush=True)\n')
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    class Stopped(selectors.DefaultSelector):
+        def select(self, timeout: float | None = None) -> Any:
+            found = super().select(60)
+            return [] if timeout else found
+
+    monkeypatch.setattr(child.selectors, "DefaultSelector", Stopped)
+    said = child.run("says", [], {}, lambda *_: None, deadline_s=600, silence_s=60)
+    assert (said.status, said.result) == (0, "x")

@@ -130,7 +130,9 @@ class _Lines:
             selector.register(self._child.stderr, selectors.EVENT_READ, "err")
             while selector.get_map():
                 left_s = self._deadline - time.monotonic()
-                ready = selector.select(max(0.0, min(self.silence_s, left_s)))
+                wait_s = max(0.0, min(self.silence_s, left_s))
+                # Twice: whoever was stopped for longer is told of nothing, and what was said meanwhile waits.
+                ready = selector.select(wait_s) or selector.select(0.0)
                 if not ready:
                     raise TimeoutError
                 for key, _ in ready:
