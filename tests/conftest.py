@@ -11,10 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from segue.serve.gc import frozen_imports
+
+# How long an example takes says how busy the machine is: 0.2 s each, and 1 s to draw ten of them, are over
+# when it stands still for a moment.
+settings.register_profile("segue", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("segue")
 
 #: Whole deployments: several processes each, some of them judged by how long a silence lasts.
 DEPLOYMENTS = "tests/e2e/"
