@@ -22,7 +22,8 @@ from segue.core.types import LeaderId, Role
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
 
-LIMITS = Limits(connect_s=2.0)
+#: An address that is slow to answer is waited for: nobody is shown without it.
+LIMITS = Limits(connect_s=60.0, handshake_s=60.0)
 
 
 @pytest.fixture(autouse=True)

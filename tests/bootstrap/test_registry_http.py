@@ -24,6 +24,7 @@ from segue.bootstrap.records import InstanceList, RoomRecord
 from segue.bootstrap.server import MAX_BODY_BYTES, registry_app, serve
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
+from segue.core.clock import VirtualClock
 from segue.core.errors import (
     BootstrapUnreachable,
     ConfigError,
@@ -42,7 +43,7 @@ from tls_files import Authority
 async def api(
     secret: bytes | None = None, *, token: str | None = None, client: tuple[str, int] = ("127.0.0.1", 1)
 ) -> AsyncIterator[tuple[httpx.AsyncClient, RegistryStore]]:
-    store = RegistryStore(SystemClock(), ttl_s=10.0)
+    store = RegistryStore(SystemClock(), ttl_s=600.0)
     waiter = StoreWaiter(store, SystemClock())
     app = registry_app(store, secret, Limits(), waiter=waiter)
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
@@ -302,12 +303,12 @@ def test_a_room_query_is_released_by_its_registration() -> None:
             last = f"/v1/rooms/{2**64 - 1}"
             waiting = asyncio.create_task(http.get(f"{last}?wait_s={DEADLINE_S}"))
             await _until_subscribed(store, 2**64 - 1)
-            body = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=3, ttl_s=5))
+            body = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=3, ttl_s=600))
             assert (await http.put("/v1/rooms/7", content=body)).status_code == 200
             assert not waiting.done()
             assert (await http.put(last, content=body)).status_code == 200
             assert msgspec.json.decode((await waiting).content, type=LeaderId) == LeaderId(A, 3)
-            other = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=1, ttl_s=5))
+            other = msgspec.json.encode(RoomRecord(incarnation=A, dp_rank=1, ttl_s=600))
             assert (await http.put("/v1/rooms/7", content=other)).status_code == 409
 
     asyncio.run(main())
@@ -362,11 +363,15 @@ def test_a_query_whose_time_is_over_gives_its_place_back_and_one_that_waits_for_
 
 def test_expiry_wakes_a_waiting_query_by_itself() -> None:
     async def main() -> None:
-        store = RegistryStore(SystemClock(), ttl_s=0.05)
-        waiter = StoreWaiter(store, SystemClock())
+        clock = VirtualClock()
+        store = RegistryStore(clock, ttl_s=10.0)
+        waiter = StoreWaiter(store, clock)
         store.register(record(), 0)
         seen = store.instances()
-        gone = await waiter.instances(None, seen.version, DEADLINE_S)
+        waiting = asyncio.create_task(waiter.instances(None, seen.version, DEADLINE_S))
+        await _until_subscribed(store)
+        clock.advance(10.1)
+        gone = await waiting
         assert seen.instances
         assert not gone.instances
         waiter.close()

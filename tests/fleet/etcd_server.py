@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ports import HeldPort
 from tls_files import TlsFiles
 
 ETCD = shutil.which("etcd")
@@ -28,10 +28,8 @@ class EtcdServer:
         self._tls = tls
         self._verify = tls.load().client if tls is not None else False
         self._seconds = seconds
-        with socket.socket() as one, socket.socket() as two:
-            for sock in (one, two):
-                sock.bind(("127.0.0.1", 0))
-            self.port, self._peer_port = (int(sock.getsockname()[1]) for sock in (one, two))
+        self._held = HeldPort(), HeldPort()
+        self.port, self._peer_port = (held.port for held in self._held)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

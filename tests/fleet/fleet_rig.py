@@ -21,7 +21,10 @@ from segue.observe.metrics import Metrics
 from segue.session.node import SessionNode
 
 SECRET = b"a secret of enough bytes"
-LIMITS = Limits(max_queue=8)
+#: Nobody is late on a machine that stands still for a while.
+LIMITS = Limits(max_queue=8, handshake_s=60.0, connect_s=60.0)
+#: When a test is given up, and what a request has that is to be answered.
+DEADLINE_S = 60.0
 
 
 class Leader:
@@ -98,7 +101,7 @@ class Leader:
                 session.send(Outputs([Output(request_id=rid, position=i, token_ids=[i + 5], finish=finish)]))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self.news.clear()
                 await self.news.wait()
@@ -160,7 +163,7 @@ class Rig:
         return leader
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 await self.fleet.changed()
 
@@ -172,7 +175,7 @@ class Rig:
             sampling=SamplingParams(max_tokens=max_tokens),
         )
 
-    async def run(self, request: Request | None = None, budget_s: float = 10.0) -> list[int]:
+    async def run(self, request: Request | None = None, budget_s: float = DEADLINE_S) -> list[int]:
         stream = self.fleet.submit(request or self.request(), budget_s=budget_s)
         return [t async for output in stream for t in output.token_ids]
 
@@ -187,7 +190,7 @@ def run(test: Callable[[Rig], Awaitable[None]], **settings: Any) -> None:
         rig = Rig(**settings)
         rig.fleet.start()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(3 * DEADLINE_S):
                 await test(rig)
             assert rig.at_rest(), "something of a request was left behind"
         finally:

@@ -7,8 +7,9 @@ import weakref
 
 import msgspec
 import pytest
-from fleet_rig import Leader, Rig, run
+from fleet_rig import DEADLINE_S, Leader, Rig, run
 
+from jumps import Jumps
 from segue.balance.attempts import Next
 from segue.core.control import Load
 from segue.core.errors import (
@@ -26,6 +27,7 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.types import Role
+from segue.fleet import router
 from segue.frontend.ready import keep_proving
 
 
@@ -34,7 +36,10 @@ def test_both_halves_get_the_same_signed_ticket_and_decode_is_streamed() -> None
         p, d = await rig.add(Role.PREFILL), await rig.add(Role.DECODE)
         assert rig.fleet.can_serve
         assert not rig.fleet.proven
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         assert await rig.run() == [5, 6, 7]
+        took_s = loop.time() - began
         assert rig.fleet.proven
         await p.until(lambda: len(p.submits) == 1)
         assert p.submits == d.submits
@@ -43,7 +48,7 @@ def test_both_halves_get_the_same_signed_ticket_and_decode_is_streamed() -> None
             p.node.me,
             d.node.me,
         )
-        assert 9 < ticket.budget_s <= 10
+        assert DEADLINE_S - took_s <= ticket.budget_s <= DEADLINE_S
         assert p.cancels == d.cancels == []
         assert rig.fleet.context_tokens == 100
 
@@ -54,7 +59,7 @@ def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector() -> N
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL)
         await rig.add(Role.DECODE)
-        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         assert [output.position async for output in stream] == [0, 1, 2]
         seen = weakref.ref(stream)
         del stream
@@ -131,7 +136,9 @@ def test_an_error_on_decode_ends_prefill_at_once() -> None:
     run(test, retry_budget=0.0)
 
 
-def test_before_the_first_token_a_failure_is_tried_on_another_worker() -> None:
+def test_before_the_first_token_a_failure_is_tried_on_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "FIRST_COOL_S", router.LONGEST_COOL_S)  # for all that follows
+
     async def test(rig: Rig) -> None:
         p = await rig.add(Role.PREFILL)
         bad = await rig.add(Role.DECODE, "fail:TRANSFER_FAILED")
@@ -184,7 +191,7 @@ def test_a_lost_session_fails_exactly_its_requests() -> None:
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL)
         d1, d2 = await rig.add(Role.DECODE, "one"), await rig.add(Role.DECODE, "one")
-        streams = [rig.fleet.submit(rig.request(), budget_s=10) for _ in range(4)]
+        streams = [rig.fleet.submit(rig.request(), budget_s=DEADLINE_S) for _ in range(4)]
         for stream in streams:
             await anext(stream)
         on_d1 = {s.request.request_id for s in d1.submits}
@@ -227,14 +234,14 @@ def test_a_request_waits_a_little_for_a_worker_to_come() -> None:
         await rig.add(Role.DECODE)
         assert await task == [5, 6, 7]
 
-    run(test, no_replica_wait_s=10.0)
+    run(test, no_replica_wait_s=DEADLINE_S)
 
 
 def test_a_request_whose_client_left_while_it_waited_for_a_worker_is_given_to_nobody() -> None:
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL)
         left = rig.request()
-        reading = asyncio.ensure_future(anext(rig.fleet.submit(left, budget_s=10)))
+        reading = asyncio.ensure_future(anext(rig.fleet.submit(left, budget_s=DEADLINE_S)))
         await asyncio.sleep(0)  # it waits now
         rig.fleet.cancel(left.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="left"))
         d = await rig.add(Role.DECODE)
@@ -243,7 +250,7 @@ def test_a_request_whose_client_left_while_it_waited_for_a_worker_is_given_to_no
         with contextlib.suppress(StopAsyncIteration, SegueError):
             await reading
 
-    run(test, no_replica_wait_s=10.0)
+    run(test, no_replica_wait_s=DEADLINE_S)
 
 
 def test_draining_workers_are_not_chosen() -> None:
@@ -273,9 +280,9 @@ def test_a_full_fleet_and_a_full_worker_are_429() -> None:
         assert len(d.submits) == 1, "the only worker said it is full; asking again at once helps nobody"
         requests = [rig.request() for _ in range(9)]
         for request in requests[:8]:
-            rig.fleet.submit(request, budget_s=10)
+            rig.fleet.submit(request, budget_s=DEADLINE_S)
         with pytest.raises(OutOfCapacity, match="8 requests"):
-            rig.fleet.submit(requests[8], budget_s=10)
+            rig.fleet.submit(requests[8], budget_s=DEADLINE_S)
         for request in requests:
             rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="x"))
 
@@ -286,7 +293,7 @@ def test_a_client_that_leaves_ends_both_halves() -> None:
     async def test(rig: Rig) -> None:
         p, d = await rig.add(Role.PREFILL), await rig.add(Role.DECODE, "one")
         request = rig.request()
-        stream = rig.fleet.submit(request, budget_s=10)
+        stream = rig.fleet.submit(request, budget_s=DEADLINE_S)
         await anext(stream)
         rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="left"))
         await p.until(lambda: bool(p.cancels))
@@ -298,9 +305,14 @@ def test_a_client_that_leaves_ends_both_halves() -> None:
 
 def test_the_deadline_ends_a_request_in_any_phase() -> None:
     async def test(rig: Rig) -> None:
+        jumps = Jumps()
         p, d = await rig.add(Role.PREFILL, "hang"), await rig.add(Role.DECODE, "hang")
+        running = asyncio.ensure_future(rig.run())
+        for leader in (p, d):
+            await leader.until(lambda at=leader: bool(at.submits))  # type: ignore[misc]
+        jumps.over(DEADLINE_S)
         with pytest.raises(DeadlineExceeded, match="prefill"):
-            await rig.run(budget_s=0.05)
+            await running
         await p.until(lambda: bool(p.cancels))
         await d.until(lambda: bool(d.cancels))
 
@@ -311,7 +323,7 @@ def test_a_reader_that_falls_behind_is_ended_and_not_kept_in_memory() -> None:
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL)
         d = await rig.add(Role.DECODE, "flood")
-        stream = rig.fleet.submit(rig.request(max_tokens=50), budget_s=10)
+        stream = rig.fleet.submit(rig.request(max_tokens=50), budget_s=DEADLINE_S)
         # It asks for the first output and then never again, while fifty arrive.
         await anext(stream)
         await d.until(lambda: bool(d.cancels))
@@ -328,7 +340,7 @@ def test_a_burst_that_comes_before_the_reader_has_a_turn_is_not_the_readers_faul
         await rig.add(Role.PREFILL)
         d = await rig.add(Role.DECODE, "flood")
         request = rig.request(max_tokens=50)
-        stream = rig.fleet.submit(request, budget_s=10)
+        stream = rig.fleet.submit(request, budget_s=DEADLINE_S)
         for _ in range(45):
             await anext(stream)
         await asyncio.sleep(0.1)  # the limit's wait is over, and it has caught up
@@ -346,7 +358,7 @@ def test_draining_takes_nothing_new() -> None:
         rig.fleet.drain()
         assert not rig.fleet.can_serve
         with pytest.raises(Draining):
-            rig.fleet.submit(rig.request(), budget_s=10)
+            rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
 
     run(test)
 
@@ -384,11 +396,11 @@ def test_lesson_09_ready_comes_from_a_canary_and_goes_with_the_workers() -> None
 def test_a_request_id_in_use_is_a_bug_of_whoever_gives_it_twice() -> None:
     async def test(rig: Rig) -> None:
         request = rig.request()
-        rig.fleet.submit(request, budget_s=10)
+        rig.fleet.submit(request, budget_s=DEADLINE_S)
         with pytest.raises(Internal, match="in use"):
-            rig.fleet.submit(request, budget_s=10)
+            rig.fleet.submit(request, budget_s=DEADLINE_S)
         rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
-        rig.fleet.submit(request, budget_s=10)
+        rig.fleet.submit(request, budget_s=DEADLINE_S)
         rig.fleet.cancel(request.request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="enough"))
 
     run(test)
@@ -396,13 +408,20 @@ def test_a_request_id_in_use_is_a_bug_of_whoever_gives_it_twice() -> None:
 
 def test_a_deadline_says_in_which_phase_it_passed() -> None:
     async def test(rig: Rig) -> None:
+        jumps = Jumps()
         await rig.add(Role.PREFILL)
         d = await rig.add(Role.DECODE, "hang")
+        running = asyncio.ensure_future(rig.run())
+        await d.until(lambda: bool(d.submits))
+        jumps.over(DEADLINE_S)
         with pytest.raises(DeadlineExceeded) as before:
-            await rig.run(budget_s=0.05)
+            await running
         d.behave = "one"
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
+        await anext(stream)
+        jumps.over(DEADLINE_S)
         with pytest.raises(DeadlineExceeded) as after:
-            await rig.run(budget_s=0.05)
+            await anext(stream)
         assert (before.value.info.phase, after.value.info.phase) == ("first token", "stream")
 
     run(test)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_rig import Leader, Rig, run
+from fleet_rig import DEADLINE_S, Leader, Rig, run
 from msgspec import structs
 
 from segue.core.control import Explain, Load, Outputs, Submit
@@ -39,7 +39,7 @@ async def seen(*leaders: Leader) -> None:
 
 async def begun(rig: Rig, *leaders: Leader, request: Any = None) -> Any:
     """A stream whose request has come to `leaders`, and a task that waits for its first output."""
-    stream = rig.fleet.submit(request or rig.request(), budget_s=10)
+    stream = rig.fleet.submit(request or rig.request(), budget_s=DEADLINE_S)
     task = asyncio.ensure_future(anext(stream))
     await seen(*leaders)
     return stream, task
@@ -132,7 +132,7 @@ def test_what_the_attempt_before_says_late_is_no_word_of_the_one_that_runs() -> 
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL, "hang")
         decodes = [await rig.add(Role.DECODE, "hang") for _ in range(2)]
-        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         task = asyncio.ensure_future(anext(stream))
         waits = [asyncio.ensure_future(d.until(lambda at=d: bool(at.submits))) for d in decodes]  # type: ignore[misc]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +187,7 @@ def test_a_client_that_left_while_nobody_was_there_hears_that_it_left() -> None:
 
     async def test(rig: Rig) -> None:
         request = rig.request()
-        task = asyncio.ensure_future(anext(rig.fleet.submit(request, budget_s=10)))
+        task = asyncio.ensure_future(anext(rig.fleet.submit(request, budget_s=DEADLINE_S)))
         await asyncio.sleep(0)
         rig.fleet.cancel(request.request_id, LEFT)
         with pytest.raises(AbortedByClient):
@@ -223,14 +223,14 @@ def test_a_request_that_waits_for_a_worker_hears_at_once_that_its_frontend_drain
         with pytest.raises(Draining):
             await task
 
-    run(test, no_replica_wait_s=60.0)
+    run(test, no_replica_wait_s=DEADLINE_S)
 
 
 def test_one_whose_client_has_tokens_waits_longer_for_a_worker_than_one_that_has_none() -> None:
     async def test(rig: Rig) -> None:
         await rig.add(Role.PREFILL, "hang")
         d = await rig.add(Role.DECODE, "one")
-        stream = rig.fleet.submit(rig.request(), budget_s=20)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         await anext(stream)
         rig.registry.drop(d.node.me.incarnation)
         await rig.until(lambda: not rig.fleet.can_serve)
@@ -246,7 +246,7 @@ def test_one_whose_client_has_tokens_waits_longer_for_a_worker_than_one_that_has
         assert (await task).token_ids == [6]
         assert [out async for out in stream] == []
 
-    run(test, no_replica_wait_s=0.02, replacement_wait_s=60.0)
+    run(test, no_replica_wait_s=0.02, replacement_wait_s=DEADLINE_S)
 
 
 def test_what_is_told_of_a_request_names_its_attempts_and_why_each_ended() -> None:
@@ -306,7 +306,7 @@ def test_one_that_comes_back_to_the_list_while_it_is_still_needed_is_kept() -> N
         leader = await rig.add(Role.UNIFIED, "one")
         me = leader.node.me.incarnation
         record = rig.registry.records[me]
-        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         await anext(stream)
         rig.registry.drop(me)
         await rig.until(lambda: not rig.fleet.can_serve)
@@ -363,7 +363,7 @@ def test_a_leader_that_asks_for_a_request_is_told_with_the_name_of_who_asks() ->
 def test_a_replica_lost_with_a_request_is_named_in_its_error() -> None:
     async def test(rig: Rig) -> None:
         leader = await rig.add(Role.UNIFIED, "one")
-        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         await anext(stream)
         leader.session.close(PeerLost("the cable"))
         with pytest.raises((PeerLost, BootstrapUnreachable)) as caught:

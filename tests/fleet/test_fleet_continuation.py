@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from fleet_rig import Leader, Rig, run
+from fleet_rig import DEADLINE_S, Leader, Rig, run
 
+from jumps import Jumps
 from segue.core.control import Cancel, Outputs, Submit
 from segue.core.errors import (
     BootstrapUnreachable,
@@ -92,7 +93,7 @@ def request(name: str = "r", count: int = COUNT, **sampling: Any) -> Request:
     )
 
 
-async def outputs(rig: Rig, asked: Request, budget_s: float = 10.0) -> list[Output]:
+async def outputs(rig: Rig, asked: Request, budget_s: float = DEADLINE_S) -> list[Output]:
     return [output async for output in rig.fleet.submit(asked, budget_s=budget_s)]
 
 
@@ -182,7 +183,7 @@ def test_workers_that_die_one_after_the_other() -> None:
         assert last.submits[0].request.output == WANTED[:2]
         assert value(rig, "segue_continuations_total", code="PEER_LOST") == 2
 
-    run(test, no_replica_wait_s=5.0)
+    run(test, no_replica_wait_s=DEADLINE_S)
 
 
 def test_the_attempts_of_one_request_are_bounded_and_its_error_is_one_record() -> None:
@@ -209,7 +210,7 @@ def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> N
     async def test(rig: Rig) -> None:
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut=2)
-        stream = rig.fleet.submit(request(), budget_s=20)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         found = [await anext(stream), await anext(stream)]
         # It listens still, so it would take the request again; but it is said to be gone.
         rig.registry.drop(dying.node.me.incarnation)
@@ -221,14 +222,14 @@ def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> N
         assert len(dying.submits) == 1
         assert [s.request.output for s in successor.submits] == [WANTED[:2]]
 
-    run(test, no_replica_wait_s=5.0)
+    run(test, no_replica_wait_s=DEADLINE_S)
 
 
 def test_nobody_left_is_said_with_what_came_before() -> None:
     async def test(rig: Rig) -> None:
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut=2)
-        stream = rig.fleet.submit(request(), budget_s=20)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         await anext(stream)
         rig.registry.drop(dying.node.me.incarnation)
         await anext(stream)
@@ -268,26 +269,31 @@ def test_what_no_other_worker_could_heal_ends_the_stream() -> None:
 
 def test_the_deadline_stays_the_one_of_the_request() -> None:
     async def test(rig: Rig) -> None:
+        jumps = Jumps()
         await add(rig, Role.PREFILL)
         dying = await add(rig, Role.DECODE, cut=2)
         rig.leaders.append(silent := Leader(Role.DECODE, "hang"))
-        stream = rig.fleet.submit(request(), budget_s=0.4)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         await anext(stream)
+        jumps.over(DEADLINE_S / 6)
         rig.registry.put(await silent.start())
         rig.registry.drop(dying.node.me.incarnation)
         await anext(stream)
+        last = asyncio.ensure_future(anext(stream))
+        await silent.until(lambda: bool(silent.submits))
+        assert silent.submits[0].ticket.budget_s < DEADLINE_S * 5 / 6
+        jumps.over(DEADLINE_S * 5 / 6)
         with pytest.raises(DeadlineExceeded, match=r"during decode.*after 2 tokens"):
-            await anext(stream)
-        assert silent.submits[0].ticket.budget_s < 0.4
+            await last
 
-    run(test, no_replica_wait_s=5.0)
+    run(test, no_replica_wait_s=DEADLINE_S)
 
 
 def test_prefills_end_after_the_first_token_changes_nothing() -> None:
     async def test(rig: Rig) -> None:
         p = await add(rig, Role.PREFILL)
         d = await rig.add(Role.DECODE, "one")
-        stream = rig.fleet.submit(request(), budget_s=10)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         await anext(stream)
         assert not next(r for r in rig.fleet.membership.replicas.values() if r.role is Role.PREFILL).running
         p.session.close(PeerLost("killed"))
@@ -305,7 +311,7 @@ def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_ne
     async def test(rig: Rig) -> None:
         prefills = [await add(rig, Role.PREFILL, cut=0) for _ in range(2)]
         silent = await rig.add(Role.DECODE, "hang")
-        stream = rig.fleet.submit(request(), budget_s=10)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         task = stream.__anext__()
         coming = asyncio.ensure_future(task)
         await silent.until(lambda: len(silent.cancels) == 2)
@@ -321,7 +327,7 @@ def test_a_prefill_that_dies_before_the_first_token_is_replaced_and_so_is_the_ne
         assert [o async for o in stream] == []
         assert value(rig, "segue_retries_total", code="PEER_LOST") == 2
 
-    run(test, retry_budget=0.0, no_replica_wait_s=5.0)
+    run(test, retry_budget=0.0, no_replica_wait_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(("gone", "kept"), [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)])
@@ -330,7 +336,7 @@ def test_who_says_that_its_peer_is_gone_is_not_the_one_to_avoid(gone: Role, kept
         pairs = {
             role: [await rig.add(role, "hang") for _ in range(2)] for role in (Role.PREFILL, Role.DECODE)
         }
-        stream = rig.fleet.submit(request(), budget_s=10)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         coming = asyncio.ensure_future(stream.__anext__())
         said = {role: await first_asked(leaders) for role, leaders in pairs.items()}
         there, lost = said[kept], said[gone]
@@ -390,7 +396,7 @@ def test_a_frontend_that_drains_still_continues_what_it_began() -> None:
     async def test(rig: Rig) -> None:
         await add(rig, Role.PREFILL)
         dying, other = await add(rig, Role.DECODE, cut=1), await add(rig, Role.DECODE, cut=1)
-        stream = rig.fleet.submit(request(), budget_s=10)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         found = [await anext(stream)]
         rig.fleet.drain()
         for worker in (dying, other):
@@ -426,7 +432,7 @@ def test_a_reported_loss_of_the_only_pair_costs_a_moment_and_not_the_request() -
             origin=f"decode {d.node.me}",
             peer=f"prefill {p.node.me}",
         )
-        stream = rig.fleet.submit(request(), budget_s=10)
+        stream = rig.fleet.submit(request(), budget_s=DEADLINE_S)
         found = [await anext(stream), await anext(stream)]
         d.cut = None
         found += [output async for output in stream]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fleet_rig import Leader, Rig, run
+from fleet_rig import DEADLINE_S, Leader, Rig, run
 
 from segue.core.errors import ErrorCode, PeerLost, SegueError
 from segue.core.types import Role
@@ -63,7 +63,7 @@ def test_lesson_11_a_session_that_breaks_counts_against_its_worker() -> None:
         await rig.add(Role.PREFILL)
         decode = await rig.add(Role.DECODE, "hang")
         [replica] = rig.fleet.router.usable(Role.DECODE)
-        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         task = asyncio.ensure_future(anext(aiter(stream)))
         await decode.until(lambda: bool(decode.submits))
         decode.session.close(PeerLost("the cable"))
@@ -81,7 +81,7 @@ def test_lesson_11_a_pair_is_a_transaction_what_ends_one_half_ends_the_other(bro
         halves = {role: await rig.add(role, "hang") for role in (Role.PREFILL, Role.DECODE)}
         bad: Leader = halves.pop(broken)
         [other] = halves.values()
-        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         task = asyncio.ensure_future(anext(aiter(stream)))
         for leader in (bad, other):
             await leader.until(lambda at=leader: bool(at.submits))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from fleet_rig import LIMITS, Leader, Rig
+from fleet_rig import DEADLINE_S, LIMITS, Leader, Rig
 
 from segue.bootstrap.client import LocalRegistry
 from segue.bootstrap.records import InstanceRecord
@@ -59,7 +59,7 @@ async def a_fleet(real: bool, **settings: float) -> AsyncIterator[tuple[Rig, Loc
         rig.fleet.membership._registry = registry
     rig.fleet.start()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(3 * DEADLINE_S):
             yield rig, registry
         assert rig.at_rest()
     finally:
@@ -156,7 +156,7 @@ def test_a_request_that_waits_is_placed_as_soon_as_the_second_rank_registers(rea
         assert await waiting == [5, 6, 7]
         assert sum(halves.asked) == 1
 
-    run(test, real, no_replica_wait_s=25.0)
+    run(test, real, no_replica_wait_s=DEADLINE_S)
 
 
 @real_or_not
@@ -166,4 +166,4 @@ def test_a_request_that_waits_for_half_an_instance_ends_by_its_own_deadline(real
             await rig.run(budget_s=0.1)
         assert halves.asked == [0, 0]
 
-    run(test, real, no_replica_wait_s=25.0)
+    run(test, real, no_replica_wait_s=DEADLINE_S)

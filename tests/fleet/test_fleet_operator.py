@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from jumps import Jumps
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.control import Explain, Explained, Load
 from segue.core.errors import DeadlineExceeded, InvalidRequest, NotFound, PeerLost, SegueError
@@ -21,7 +22,9 @@ from segue.fleet.operator import Operator
 from segue.session.node import SessionNode
 
 SECRET = b"a secret of enough bytes"
-LIMITS = Limits()
+LIMITS = Limits(handshake_s=60.0, connect_s=60.0)
+#: When a test is given up.
+DEADLINE_S = 60.0
 
 
 class Listed:
@@ -80,7 +83,7 @@ class Told:
         self.news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self.news.clear()
                 await self.news.wait()
@@ -126,7 +129,7 @@ def run(test: Callable[[World], Awaitable[None]]) -> None:
     async def main() -> None:
         world = World()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(3 * DEADLINE_S):
                 await test(world)
             assert not any(world.operator._inboxes.values()), "somebody still waits for an answer"
         finally:
@@ -168,9 +171,9 @@ def test_each_leader_is_a_row_and_one_that_refuses_says_so_in_its_own() -> None:
     run(test)
 
 
-@pytest.mark.slow
 def test_a_leader_that_is_silent_or_leaves_is_told_apart() -> None:
     async def test(world: World) -> None:
+        jumps = Jumps()
         record = await world.add("a", ranks=2)
         silent, leaving = world.leaders
 
@@ -180,9 +183,13 @@ def test_a_leader_that_is_silent_or_leaves_is_told_apart() -> None:
 
         leaving.answers[Look] = leave
         with pytest.raises(PeerLost, match="decode aaaaaaaa dp1 left"):
-            await world.operator._ask(record, record.replicas[1], Look(), lambda _: None, 10.0)
-        with pytest.raises(DeadlineExceeded, match=r"decode aaaaaaaa dp0 did not answer within 1 s"):
-            await world.operator._ask(record, record.replicas[0], Look(), lambda _: None, 1.0)
+            await world.operator._ask(record, record.replicas[1], Look(), lambda _: None, DEADLINE_S)
+        asking = world.operator._ask(record, record.replicas[0], Look(), lambda _: None, DEADLINE_S)
+        asked = asyncio.ensure_future(asking)
+        await silent.until(lambda: bool(silent.asked))
+        jumps.over(DEADLINE_S)
+        with pytest.raises(DeadlineExceeded, match=r"decode aaaaaaaa dp0 did not answer within 60 s"):
+            await asked
         assert len(silent.asked) == 1
 
     run(test)
@@ -200,7 +207,9 @@ def test_a_drain_is_over_when_every_leader_is_drained_and_not_before() -> None:
 
         for leader in world.leaders:
             leader.answers[Steer] = lambda asked: [sight("draining" if asked.draining else "serving")]
-        steering = asyncio.ensure_future(world.operator.steer(record, draining=True, timeout_s=20.0, say=say))
+        steering = asyncio.ensure_future(
+            world.operator.steer(record, draining=True, timeout_s=DEADLINE_S, say=say)
+        )
         for leader in world.leaders:
             await leader.until(lambda at=leader: at.asked == [Steer(True)])  # type: ignore[misc]
         first, second = world.leaders
@@ -213,7 +222,7 @@ def test_a_drain_is_over_when_every_leader_is_drained_and_not_before() -> None:
         second.session.send(sight("drained"))
         await steering
         assert sorted(set(heard)) == [(0, "drained"), (0, "draining"), (1, "drained"), (1, "draining")]
-        await world.operator.steer(record, draining=False, timeout_s=20.0)
+        await world.operator.steer(record, draining=False, timeout_s=DEADLINE_S)
         assert [leader.asked[-1] for leader in world.leaders] == [Steer(False)] * 2
 
     run(test)
@@ -221,12 +230,19 @@ def test_a_drain_is_over_when_every_leader_is_drained_and_not_before() -> None:
 
 def test_a_drain_that_takes_too_long_says_what_is_left_of_the_leader_that_is_late() -> None:
     async def test(world: World) -> None:
+        jumps, told = Jumps(), asyncio.Semaphore(0)
         record = await world.add("a", ranks=2)
         world.leaders[0].answers[Steer] = lambda _: [sight("drained")]
         world.leaders[1].answers[Steer] = lambda _: [sight("draining", 6)]
+        steering = asyncio.ensure_future(
+            world.operator.steer(record, draining=True, timeout_s=DEADLINE_S, say=lambda *_: told.release())
+        )
+        for _ in world.leaders:
+            await told.acquire()
+        jumps.over(DEADLINE_S)
         with pytest.raises(DeadlineExceeded) as caught:
-            await world.operator.steer(record, draining=True, timeout_s=0.5)
-        assert "decode aaaaaaaa dp1 is draining after 0.5 s: 7 requests are left and 3 pages" in str(
+            await steering
+        assert "decode aaaaaaaa dp1 is draining after 60 s: 7 requests are left and 3 pages" in str(
             caught.value
         )
 
@@ -253,7 +269,7 @@ def test_a_switched_instance_is_told_to_turn_once_all_have_drained_and_is_awaite
     async def test(world: World) -> None:
         record = await world.add("a", ranks=2)
         switching(world, {})
-        after = asyncio.ensure_future(world.operator.switch(record, Role.PREFILL, timeout_s=20.0))
+        after = asyncio.ensure_future(world.operator.switch(record, Role.PREFILL, timeout_s=DEADLINE_S))
         for leader in world.leaders:
             await leader.until(lambda at=leader: len(at.asked) == 2)  # type: ignore[misc]
             assert leader.asked == [Switch(Role.PREFILL), Switch(Role.PREFILL, turn=True)]
@@ -281,7 +297,7 @@ def test_a_leader_that_has_work_again_before_it_turns_is_drained_and_told_again(
             record, incarnation=successor(record.incarnation, Role.PREFILL), role=Role.PREFILL
         )
         world.registry.put(record, back)
-        found = await world.operator.switch(record, Role.PREFILL, timeout_s=20.0)
+        found = await world.operator.switch(record, Role.PREFILL, timeout_s=DEADLINE_S)
         assert found == back
         assert [asked.turn for asked in world.leaders[0].asked] == [False, True, False, True]
 
@@ -293,18 +309,21 @@ def test_one_that_somebody_has_resumed_does_not_turn() -> None:
         record = await world.add("a")
         switching(world, {0: ["serving"]})
         with pytest.raises(InvalidRequest, match="somebody has resumed it"):
-            await world.operator.switch(record, Role.PREFILL, timeout_s=20.0)
+            await world.operator.switch(record, Role.PREFILL, timeout_s=DEADLINE_S)
 
     run(test)
 
 
-@pytest.mark.slow
 def test_one_that_does_not_come_back_is_said_so_in_time() -> None:
     async def test(world: World) -> None:
+        jumps = Jumps()
         record = await world.add("a")
         switching(world, {})
-        with pytest.raises(DeadlineExceeded, match=r"has drained, but is not back as prefill after 1 s"):
-            await world.operator.switch(record, Role.PREFILL, timeout_s=1.0)
+        switched = asyncio.ensure_future(world.operator.switch(record, Role.PREFILL, timeout_s=DEADLINE_S))
+        await world.registry.asked.acquire()  # it has left, and its successor is looked for
+        jumps.over(DEADLINE_S)
+        with pytest.raises(DeadlineExceeded, match=r"has drained, but is not back as prefill after 60 s"):
+            await switched
 
     run(test)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fleet_rig import FakeRegistry, Leader, Rig, run
+from fleet_rig import DEADLINE_S, FakeRegistry, Leader, Rig, run
 
 from segue.bootstrap.records import InstanceRecord
 from segue.core.control import Outputs
@@ -105,7 +105,7 @@ def test_a_session_that_ends_is_opened_again() -> None:
 def test_a_replica_that_leaves_the_list_is_forgotten_when_nothing_runs_on_it_any_more() -> None:
     async def test(rig: Rig) -> None:
         leader = await rig.add(Role.UNIFIED, "one")
-        stream = rig.fleet.submit(rig.request(), budget_s=10)
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
         await anext(stream)
         rig.registry.drop(leader.node.me.incarnation)
         await rig.until(lambda: not rig.fleet.can_serve)
@@ -126,7 +126,9 @@ def test_a_leader_that_the_registry_does_not_list_is_refused() -> None:
         rig.leaders.append(stranger)
         host, port = await stranger.node.listen("127.0.0.1", 0)
         with pytest.raises(Exception, match="not in the registry's list"):
-            await rig.fleet.membership._node.connect(host, port, expect=stranger.node.me, timeout_s=5)
+            await rig.fleet.membership._node.connect(
+                host, port, expect=stranger.node.me, timeout_s=DEADLINE_S
+            )
         assert list(rig.fleet.membership.replicas) == [listed.node.me]
 
     run(test)

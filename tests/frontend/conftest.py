@@ -6,17 +6,20 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
+import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from jumps import Jumps
 from segue.core.errors import Draining, ErrorInfo, SegueError, Starting
 from segue.core.limits import Limits
 from segue.core.request import Output, Request, TokenLogprob, Usage, Wait
@@ -36,6 +39,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONTEXT = 512
+#: When a test is given up.
+DEADLINE_S = 60.0
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
@@ -227,7 +232,9 @@ class Running:
         self.server = server
         self.url = url
         self.loop = loop
-        self.http = httpx.Client(base_url=url, timeout=30)
+        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        #: the clock of the loop, of a server that was served with one
+        self.jumps: Jumps | None = None
 
     @property
     def port(self) -> int:
@@ -245,15 +252,26 @@ class Running:
         async def call() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(DEADLINE_S)
+
+    def over(self, seconds: float) -> None:
+        """The server has read what it was sent, and then so much time passes for it at once."""
+        for _ in range(20):  # each turn accepts, makes and reads of what is there
+            self.on_loop(lambda: None)
+        assert self.jumps is not None
+        self.on_loop(partial(self.jumps.over, seconds))
 
 
 @contextlib.contextmanager
-def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[Running]:
+def serve(
+    backend: Any, tokenizer: ModelTokenizer, *, jumping: bool = False, **settings: Any
+) -> Iterator[Running]:
+    """`jumping`: on asyncio's own loop, whose clock the test moves on (`Running.over`)."""
     started: threading.Event = threading.Event()
     box: dict[str, Any] = {}
 
     async def main() -> None:
+        box["jumps"] = Jumps() if jumping else None
         limits = settings.pop("limits", Limits(max_body_bytes=2**20, drain_s=2))
         guard, keys = settings.pop("guard", None), ApiKeys(settings.pop("keys", ()))
         door = OpenAIServer(
@@ -278,9 +296,7 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
 
     def run() -> None:
         try:
-            import uvloop
-
-            uvloop.run(main())
+            (asyncio.run if jumping else uvloop.run)(main())
         except BaseException as error:
             box["error"] = error
             started.set()
@@ -288,16 +304,17 @@ def serve(backend: Any, tokenizer: ModelTokenizer, **settings: Any) -> Iterator[
 
     thread = threading.Thread(target=run, name="door")
     thread.start()
-    assert started.wait(10)
+    assert started.wait(DEADLINE_S)
     assert "error" not in box, box["error"]
     host, port = box["address"]
     running = Running(box["door"], box["server"], f"http://{host}:{port}", box["loop"])
+    running.jumps = box["jumps"]
     try:
         yield running
     finally:
         running.http.close()
         box["loop"].call_soon_threadsafe(box["stop"].set)
-        thread.join(20)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
 
 

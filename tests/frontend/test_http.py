@@ -4,12 +4,13 @@ import json
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
-from conftest import CONTEXT, FakeBackend, Running, serve
+from conftest import CONTEXT, DEADLINE_S, FakeBackend, Running, serve
 from segue.core.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
@@ -418,8 +419,12 @@ def test_a_bug_is_one_requests_error(door: Running, backend: FakeBackend) -> Non
 
 def test_the_door_has_a_deadline_of_its_own(tokenizer: ModelTokenizer) -> None:
     backend = FakeBackend(tokenizer, hang_at=0)
-    with serve(backend, tokenizer, limits=Limits(request_budget_s=0.05, drain_s=2), grace_s=0.05) as door:
-        answer = door.post("/v1/chat/completions", chat())
+    limits = Limits(request_budget_s=DEADLINE_S, drain_s=2)
+    with serve(backend, tokenizer, jumping=True, limits=limits) as door, ThreadPoolExecutor(1) as client:
+        asked = client.submit(door.post, "/v1/chat/completions", chat())
+        assert backend.reached.wait(DEADLINE_S)
+        door.over(DEADLINE_S + door.door.settings.grace_s)
+        answer = asked.result()
         assert answer.status_code == 504
         assert backend.cancelled
 
@@ -437,11 +442,11 @@ def test_a_client_that_leaves_ends_the_work(door: Running, backend: FakeBackend,
     backend.hang_at = 2
     with socket.create_connection(("127.0.0.1", door.port)) as sock:
         sock.sendall(raw_request(chat(stream=stream)))
-        assert backend.reached.wait(10)
-    assert backend.ended.wait(10)
+        assert backend.reached.wait(DEADLINE_S)
+    assert backend.ended.wait(DEADLINE_S)
     assert [r for r, _ in backend.cancelled] == [backend.requests[0].request_id]
     assert backend.cancelled[0][1].code is ErrorCode.ABORTED_BY_CLIENT
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_S
     while door.on_loop(lambda: door.door.calls) and time.monotonic() < deadline:
         pass
     outcome = {"endpoint": "chat", "outcome": "ABORTED_BY_CLIENT"}
@@ -459,7 +464,7 @@ def test_a_client_that_does_not_read_is_bounded_and_then_cut(tokenizer: ModelTok
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", door.port))
         sock.sendall(raw_request(chat(stream=True, max_tokens=1_000_000)))
-        assert backend.ended.wait(30)
+        assert backend.ended.wait(DEADLINE_S)
         # What was generated is what fits into socket buffers, not the million that was asked for.
         assert backend.sent < 200_000
         assert door.post("/v1/chat/completions", chat(max_tokens=3)).status_code == 200

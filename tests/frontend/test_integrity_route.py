@@ -16,7 +16,7 @@ def test_the_door_is_at_rest_only_when_nothing_runs(door: Running, backend: Fake
         assert not state["at_rest"]
         assert (state["tables"]["calls"], state["tables"]["streams"]) == (1, 1)
         assert state["tables"]["bodies"] >= 0
-    assert backend.ended.wait(10)
+    assert backend.ended.wait(60)
     # The call ends right after its backend was told; nothing else tells of it.
     for _ in range(200):
         state = door.http.get("/integrity").json()

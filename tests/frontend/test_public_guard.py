@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from conftest import FakeBackend, Running, serve
+from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.core.limits import Limits
 from segue.frontend.http_server import public_guard
 from segue.frontend.tokenizer import ModelTokenizer
@@ -33,7 +33,8 @@ CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 HALF = b"GET /health HTTP/1.1\r\nhost: x\r\nx: "
 WHOLE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-DEADLINE_S = 30.0
+#: What is to be late in these tests has so long; on a clock that they move on.
+LATE_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +80,7 @@ class Client:
 
 @contextlib.contextmanager
 def guarded(tokenizer: ModelTokenizer, backend: FakeBackend | None = None, **kw: Any) -> Iterator[Running]:
-    settings = {key: kw.pop(key) for key in ("body_timeout_s", "limits") if key in kw}
+    settings = {key: kw.pop(key) for key in ("body_timeout_s", "limits", "jumping") if key in kw}
     bounds = {key: kw.pop(key) for key in ("max_members",) if key in kw}
     guard = dataclasses.replace(public_guard(**kw), **bounds)
     clients: list[Client] = []
@@ -112,9 +113,10 @@ def error_of(raw: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def test_300_half_sent_requests_end_at_their_deadline(tokenizer: ModelTokenizer) -> None:
-    with guarded(tokenizer, head_s=0.3) as running:
+    with guarded(tokenizer, head_s=LATE_S, jumping=True) as running:
         half = [Client(running, HALF) for _ in range(300)]
         assert running.http.get("/health").status_code == 200
+        running.over(LATE_S)
         for client in half:
             status, error = error_of(client.rest())
             assert status == 408
@@ -127,17 +129,14 @@ def test_300_half_sent_requests_end_at_their_deadline(tokenizer: ModelTokenizer)
 def test_a_head_that_trickles_has_no_longer_and_a_silent_connection_is_just_closed(
     tokenizer: ModelTokenizer,
 ) -> None:
-    with guarded(tokenizer, head_s=0.3) as running:
+    with guarded(tokenizer, head_s=LATE_S, jumping=True) as running:
         silent, crlf, trickle = Client(running), Client(running, b"\r\n"), Client(running, HALF)
-        trickle.sock.settimeout(0.02)
-        got, until = b"", time.monotonic() + DEADLINE_S
-        while not got:
-            assert time.monotonic() < until
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                trickle.say(b"x")
-                got = trickle.sock.recv(1000)
-                break
-        trickle.sock.close()
+        running.over(0.0)
+        for _ in range(6):
+            assert held(running) == (3, 0), "none has had its time"
+            trickle.say(b"x")
+            running.over(LATE_S / 6)
+        assert error_of(trickle.rest())[0] == 408
         assert silent.rest() == b""
         assert crlf.rest() == b""
         until_empty(running)
@@ -210,13 +209,15 @@ def test_what_is_no_http_gets_the_error_body(tokenizer: ModelTokenizer) -> None:
 
 
 def test_a_later_request_has_the_same_deadline(tokenizer: ModelTokenizer) -> None:
-    with guarded(tokenizer, head_s=0.3) as running:
+    with guarded(tokenizer, head_s=LATE_S, idle_s=3 * LATE_S, jumping=True) as running:
         apart = Client(running, WHOLE)
         assert apart.answer()[0] == 200
         apart.say(HALF)
+        running.over(LATE_S)
         assert error_of(apart.rest())[0] == 408
         # Its beginning came in the read that ended the first one, and nothing after it.
         together = Client(running, WHOLE + HALF)
+        running.over(LATE_S)
         raw = together.rest()
         assert raw.startswith(b"HTTP/1.1 200")
         assert b"HTTP/1.1 408" in raw
@@ -224,27 +225,32 @@ def test_a_later_request_has_the_same_deadline(tokenizer: ModelTokenizer) -> Non
 
 
 def test_an_idle_connection_ends_after_its_time_and_a_reused_one_goes_on(tokenizer: ModelTokenizer) -> None:
-    with guarded(tokenizer, idle_s=0.3, head_s=5.0) as running:
+    with guarded(tokenizer, idle_s=LATE_S, head_s=3 * LATE_S, jumping=True) as running:
         client = Client(running, WHOLE)
         assert client.answer()[0] == 200
+        running.over(LATE_S / 2)
         client.say(WHOLE)
         assert client.answer()[0] == 200
+        running.over(LATE_S)
         assert client.rest() == b""
         until_empty(running)
 
 
 def test_a_body_that_trickles_is_408(tokenizer: ModelTokenizer) -> None:
-    with guarded(tokenizer, body_timeout_s=0.3) as running:
+    with guarded(tokenizer, body_timeout_s=LATE_S, head_s=3 * LATE_S, jumping=True) as running:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{{".encode()
-        status, error = error_of(Client(running, head).rest())
+        client = Client(running, head)
+        running.over(LATE_S)
+        status, error = error_of(client.rest())
         assert (status, error["code"]) == (408, "REQUEST_TIMEOUT")
         assert running.metric("segue_requests_total", endpoint="chat", outcome="REQUEST_TIMEOUT") == 1
         until_empty(running)
 
 
 def test_a_body_that_nobody_reads_does_not_hold_its_connection(tokenizer: ModelTokenizer) -> None:
-    with guarded(tokenizer, head_s=0.2, request_s=0.5) as running:
+    with guarded(tokenizer, head_s=LATE_S, request_s=2 * LATE_S, jumping=True) as running:
         client = Client(running, b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        running.over(2 * LATE_S)
         raw = client.rest()
         assert raw.startswith(b"HTTP/1.1 200")
         assert raw.count(b"HTTP/1.1") == 1
@@ -254,15 +260,15 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection(tokenizer: ModelT
 def test_what_comes_while_an_answer_runs_does_not_end_it(tokenizer: ModelTokenizer) -> None:
     """An old client's line break after its body, or the next request's beginning, are no reason."""
     backend = FakeBackend(tokenizer, hang_at=2)
-    with guarded(tokenizer, backend, head_s=0.1) as running:
+    with guarded(tokenizer, backend, head_s=LATE_S, jumping=True) as running:
         body = json.dumps(HI | {"stream": True, "max_tokens": 8}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         clients = [Client(running, head + body + more) for more in (b"\r\n", HALF)]
         assert backend.reached.wait(DEADLINE_S)
-        other = Client(running, HALF)
-        assert error_of(other.rest())[0] == 408  # more time than a head has is over
-        other = Client(running, HALF)
-        assert error_of(other.rest())[0] == 408
+        for _ in range(2):
+            other = Client(running, HALF)
+            running.over(LATE_S)
+            assert error_of(other.rest())[0] == 408  # more time than a head has is over
         for client in clients:
             client.sock.settimeout(0.1)
             got = b""
@@ -324,7 +330,7 @@ def test_bounds_follow_from_the_descriptors() -> None:
 
 
 def test_silent_connections_of_one_address_make_room_among_themselves(tokenizer: ModelTokenizer) -> None:
-    with guarded(tokenizer, descriptors=RESERVED_DESCRIPTORS + 40) as running:
+    with guarded(tokenizer, descriptors=RESERVED_DESCRIPTORS + 40, head_s=3600.0) as running:
         silent = [Client(running) for _ in range(60)]
         assert running.http.get("/health").status_code == 200
         strangers, members = held(running)

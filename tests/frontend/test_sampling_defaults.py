@@ -75,12 +75,12 @@ def test_a_frontend_reads_them_beside_its_tokenizer(
         frontend = asyncio.create_task(
             frontend_of(folder, registry, stop, on_ready=ready.put_nowait, model_defaults=model_defaults)
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             prefill, decode = Leader(Role.PREFILL), Leader(Role.DECODE)
             for leader in (prefill, decode):
                 registry.put(await leader.start())
             url = await ready.get()
-            async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
                 path = "/v1/chat/completions"
                 assert (await http.post(path, json=BODIES[path])).status_code == 200
             stop.set()

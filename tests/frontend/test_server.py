@@ -35,7 +35,7 @@ async def frontend_of(
     **kw: Any,
 ) -> None:
     """A frontend over a fleet, as `segue frontend` puts them together."""
-    kw.setdefault("limits", Limits(drain_s=5))
+    kw.setdefault("limits", Limits(drain_s=60))
     settings = FrontendSettings(model_folder=folder, served_model="tiny", port=0, **kw)
     metrics = Metrics()
     fleet = Fleet(
@@ -76,9 +76,9 @@ def test_ready_after_the_canary_then_serving_then_a_drain(model_folder: Path) ->
         frontend = asyncio.create_task(
             frontend_of(model_folder, registry, stop, on_listening=urls.put_nowait, on_ready=ready.put_nowait)
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             url = await urls.get()
-            async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
                 assert (await http.get("/health")).status_code == 200
                 answer = await http.get("/ready")
                 assert answer.status_code == 503
@@ -146,7 +146,7 @@ def test_an_open_door_is_warned_of_and_its_url_can_be_used(
             keys=ApiKeys(keys),
         )
         frontend = asyncio.create_task(made)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             url = await urls.get()
             assert url.startswith("http://127.0.0.1:")
             async with httpx.AsyncClient(base_url=url) as http:
@@ -178,9 +178,9 @@ def test_what_does_not_end_within_the_drain_time_is_ended(model_folder: Path) ->
             frontend_of(model_folder, registry, stop, on_ready=ready.put_nowait, limits=Limits(drain_s=0.1))
         )
         leader = Leader(Role.UNIFIED)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             registry.put(await leader.start())
-            async with httpx.AsyncClient(base_url=await ready.get(), timeout=30) as http:
+            async with httpx.AsyncClient(base_url=await ready.get(), timeout=60) as http:
                 leader.behave = "hang"
                 asked = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
                 await leader.until(lambda: len(leader.submits) == 2)

@@ -35,7 +35,9 @@ from segue.session.handshake import Handshake, Progress, session_key
 from segue.session.node import SessionNode
 
 SECRET = b"a secret of the tests"
-DEADLINE_S = 10.0
+#: When a test is given up: no machine stands still for so long. Nor is a peer that does not get a turn.
+DEADLINE_S = 60.0
+PATIENT = Limits(handshake_s=60.0, connect_s=60.0)
 LOOPS: dict[str, Callable[[Coroutine[Any, Any, Any]], Any]] = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
 
@@ -115,7 +117,7 @@ def node(letter: str, handler: Events, **changes: Any) -> SessionNode:
         "secret": SECRET,
         "handlers": dict.fromkeys(Role, handler),
         "message_type": Message,
-        "limits": Limits(),
+        "limits": PATIENT,
     }
     return SessionNode(**(settings | changes))
 
