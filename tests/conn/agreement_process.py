@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 from agreement_handles import receiver
@@ -43,13 +44,17 @@ def main() -> None:
     store = FileStore(path, size)
     answer("ready")
     agreements: dict[str, Agreement] = {}
+    groups: dict[str, TorchGroup] = {}
     for line in sys.stdin:
         told = json.loads(line)
-        if "timeout_s" in told:
+        if "ranks" in told:
             ranks = told["ranks"]
             group = TorchGroup(store, told["group"], ranks.index(rank), len(ranks), told["timeout_s"])
-            agreements[told["group"]] = Agreement(group)
+            groups[told["group"]], agreements[told["group"]] = group, Agreement(group)
             answer("made")
+        elif "timeout_s" in told:  # from now on
+            groups[told["group"]]._gloo._set_default_timeout(timedelta(seconds=told["timeout_s"]))
+            answer("hurried")
         else:
             answer(polled(agreements[told["group"]], told["rooms"]))
 

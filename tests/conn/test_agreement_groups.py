@@ -23,7 +23,7 @@ from segue.core.errors import PeerLost
 
 PROCESS = Path(__file__).with_name("agreement_process.py")
 #: For what must not run out, and for what must.
-LONG_S, SHORT_S = 60.0, 4.0
+LONG_S, SHORT_S = 60.0, 2.0
 
 
 class Ranks:
@@ -58,6 +58,13 @@ class Ranks:
         for rank in members:
             self.tell(rank, group=name, timeout_s=timeout_s, ranks=members)
         assert [self.answer(rank) for rank in members] == ["made"] * len(members)
+
+    def hurry(self, name: str, ranks: Sequence[int] | None = None) -> None:
+        """An exchange of this group may take no longer than `SHORT_S`; to meet it had more."""
+        members = list(range(len(self.processes))) if ranks is None else ranks
+        for rank in members:
+            self.tell(rank, group=name, timeout_s=SHORT_S)
+        assert [self.answer(rank) for rank in members] == ["hurried"] * len(members)
 
     def poll(self, name: str, held: dict[int, list[tuple[int, str, str]]]) -> dict[int, Any]:
         """What each rank of `held` hears when they poll these rooms together."""
@@ -117,7 +124,8 @@ def assert_lost(answers: dict[int, Any]) -> None:
 
 
 def test_a_rank_that_polls_too_late_costs_the_others_an_error_by_the_deadline(ranks: Ranks) -> None:
-    ranks.form("late", SHORT_S)
+    ranks.form("late")
+    ranks.hurry("late")
     rooms = [(5, "SUCCESS", "")]
     others = dict.fromkeys(range(1, len(ranks.processes)), rooms)
     assert_lost(ranks.poll("late", others))
@@ -129,12 +137,13 @@ def test_a_rank_that_polls_too_late_costs_the_others_an_error_by_the_deadline(ra
 
 @pytest.mark.slow
 def test_a_stopped_rank_costs_the_others_an_error_by_the_deadline(ranks: Ranks) -> None:
-    ranks.form("stopped", 5.0)
+    ranks.form("stopped")
     rooms = [(5, "SUCCESS", "")]
     stopped = ranks.processes[0]
     ranks.tell(0, group="stopped", rooms=rooms)
     assert list(ranks.poll("stopped", dict.fromkeys(range(1, len(ranks.processes)), rooms)).values())
     assert ranks.answer(0) == {"5": ["SUCCESS", ""]}
+    ranks.hurry("stopped")
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         ranks.tell(0, group="stopped", rooms=rooms)
@@ -184,7 +193,8 @@ def test_the_others_of_a_killed_rank_are_told_at_once(tmp_path: Path, size: int)
 @pytest.mark.slow
 def test_two_groups_of_two_ranks_know_nothing_of_each_other(tmp_path: Path) -> None:
     with ranks_of(tmp_path, 4) as ranks:
-        ranks.form("first", SHORT_S, ranks=[0, 1])
+        ranks.form("first", ranks=[0, 1])
+        ranks.hurry("first", ranks=[0, 1])
         ranks.form("second", LONG_S, ranks=[2, 3])
         rooms = [(5, "SUCCESS", "")]
         assert_lost(ranks.poll("first", {0: rooms}))

@@ -39,13 +39,6 @@ class Loop:
             timer[1]()
         self.now = until
 
-    def stand_still(self, seconds: float) -> None:
-        """What is due meanwhile happens afterwards."""
-        self.now += seconds
-        for timer in [timer for timer in self.timers if timer[0] <= self.now]:
-            self.timers.remove(timer)
-            timer[1]()
-
 
 class Wire:
     """An asyncio transport that notes what is written to it; what is not read stays in its buffer."""
@@ -141,21 +134,6 @@ def test_who_is_silent_for_too_long_is_given_up_once_and_its_end_is_told_when_it
     run(test)
 
 
-@pytest.mark.parametrize("stood_s", [2.5, 30.0])
-def test_who_stood_still_itself_for_more_than_a_question_takes_no_other_for_silent(stood_s: float) -> None:
-    def test() -> None:
-        rig = Rig()
-        rig.loop.advance(4.0)  # it may be silent for 5
-        rig.loop.stand_still(stood_s)
-        assert rig.ended == []
-        rig.loop.advance(5.0)
-        assert rig.ended == []
-        rig.loop.advance(1.0)
-        assert [over for _, over in rig.ended] == [False], "it was asked anew, and has said nothing since"
-
-    run(test)
-
-
 def test_one_that_need_not_speak_is_never_given_up() -> None:
     def test() -> None:
         rig = Rig(silence_s=0.0)
@@ -233,7 +211,7 @@ def test_one_that_was_never_connected_says_nothing_and_is_closed_at_once() -> No
         rig = Rig()
         rig.channel._transport = None
         rig.channel.send(DONE)
-        await asyncio.wait_for(rig.channel.closed(60.0), 10)
+        await asyncio.wait_for(rig.channel.closed(60.0), 60)
         assert rig.wire.said == []
 
     run(test)
@@ -259,7 +237,7 @@ def test_what_takes_too_long_on_the_io_thread_is_cancelled_there() -> None:
     assert io.running
     with pytest.raises(TimeoutError):
         io.call(for_ever(), 0.05)
-    assert cancelled.wait(20)
+    assert cancelled.wait(60)
     assert io.call(answer(), 20) == 7
     io.stop()
     io.stop()

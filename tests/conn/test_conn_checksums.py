@@ -167,22 +167,22 @@ def test_an_abort_while_bytes_are_read_releases_them_after_the_reading(
 
     def stall(memory: memoryview, content: Content) -> None:
         reading.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     with sides() as (prefill, decode):
         mine = prefill if side is Role.PREFILL else decode
         hook.side, hook.before = mine, stall
         transfer, sender, receiver = send_all(prefill, decode)
-        assert reading.wait(10)
+        assert reading.wait(60)
         handle = sender if side is Role.PREFILL else receiver
         handle.abort()
         while handle.poll() is not KVPoll.FAILED:
-            mine.changes.get(timeout=10)
+            mine.changes.get(timeout=60)
         # The other side learns, and its word comes back, while the reading goes on.
         other, others = (decode, receiver) if side is Role.PREFILL else (prefill, sender)
         while others.poll() is not KVPoll.FAILED:
-            other.changes.get(timeout=10)
-        mine.manager.io.call(_settle(), 10)
+            other.changes.get(timeout=60)
+        mine.manager.io.call(_settle(), 60)
         assert not handle.released
         go_on.set()
         hook.before = None
@@ -238,7 +238,7 @@ def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
 
     def slow(regions: Sequence[memoryview], content: Content) -> int:
         started.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return checksum(regions, content)
 
     digester = Digester(memory, answers.append, max_waiting=2)
@@ -248,7 +248,7 @@ def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
     monkeypatch.setattr(conn_digest, "checksum", slow)
     large = INLINE_BYTES + 1
     digester.submit(digest_of(2, large))
-    assert started.wait(10)
+    assert started.wait(60)
     for tag in (3, 4, 5):
         digester.submit(digest_of(tag, large))
     assert [a.tag for a in answers] == [1, 5]
@@ -257,7 +257,7 @@ def test_the_digester_is_bounded_answers_each_once_and_closes_while_it_reads(
     closing = threading.Thread(target=digester.close)
     closing.start()
     go_on.set()
-    closing.join(10)
+    closing.join(60)
     assert not closing.is_alive()
     assert not any(t.name == "segue-digest" for t in threading.enumerate())
     count = len(answers)

@@ -126,7 +126,7 @@ class Rig:
 
 def run(role: Role, test: Callable[[Rig], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await test(Rig(role))
 
     asyncio.run(main())

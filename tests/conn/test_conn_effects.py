@@ -283,7 +283,7 @@ def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Ri
     rig.manager._on_change = lambda change: over.set() if handle.poll().terminal else None
     handle.init(4, 0.01)
     rig.turn()
-    rig.manager.io.loop.run_until_complete(asyncio.wait_for(over.wait(), 10))
+    rig.manager.io.loop.run_until_complete(asyncio.wait_for(over.wait(), 60))
     assert handle.error is not None
     assert handle.error.code is ErrorCode.DEADLINE_EXCEEDED
 

@@ -51,7 +51,7 @@ def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why_o
             there = _over_tcp(decode)
             decode.manager.start()
             decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
-            assert there.wait(30)
+            assert there.wait(60)
             for _ in range(2):
                 assert_handed_over(prefill, decode, 33, 8)
             assert_at_rest(decode)
@@ -80,7 +80,7 @@ def test_the_end_of_a_path_of_an_earlier_session_costs_the_session_that_goes_ove
             prefill.manager.plane.sessions[decode.me].close(error)
 
         prefill.manager.io.post(meet_anew)
-        assert there.wait(30)
+        assert there.wait(60)
         assert_handed_over(prefill, decode, 33, 8)
         gone = PeerGone(RankId(decode.me), False, PeerLost("its socket was closed"))
         prefill.manager.io.post(prefill.manager._moved, 0, "shm", gone)
@@ -110,7 +110,7 @@ def test_a_fence_that_was_not_taken_is_asked_again_of_the_transport_that_has_the
     try:
         prefill.manager.start()
         prefill.manager.io.post(refuse)
-        assert asked.get(timeout=10) == "shm"
+        assert asked.get(timeout=60) == "shm"
     finally:
         prefill.close()
 

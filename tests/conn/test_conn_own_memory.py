@@ -163,8 +163,8 @@ def test_kv_goes_from_one_engines_tensors_into_anothers_without_a_copy(
     with handing_over(transport, source, target) as (prefill, decode):
         transfer = TransferId(new_room(), 0, prefill.me, decode.me)
         sender, receiver = prefill.manager.sender(transfer), decode.manager.receiver(transfer)
-        sender.init(TOKENS, budget_s=20)
-        receiver.init(TOKENS, budget_s=20)
+        sender.init(TOKENS, budget_s=60)
+        receiver.init(TOKENS, budget_s=60)
         decode.wait(receiver, KVPoll.WAITING_FOR_INPUT)
         receiver.send_metadata(pages[1])
         prefill.wait(sender, KVPoll.WAITING_FOR_INPUT)

@@ -31,13 +31,13 @@ TRANSFER = TransferId(1, 0, PEER, LeaderId(Incarnation("b" * 32)))
 
 def test_a_call_that_hangs_holds_up_no_other_one_and_each_gives_what_came_of_it() -> None:
     calls, go_on = ThreadPerCall("a-test"), threading.Event()
-    hangs = calls.submit(go_on.wait, 20)
-    assert calls.submit(divmod, 7, 2).result(20) == (3, 1)
+    hangs = calls.submit(go_on.wait, 60)
+    assert calls.submit(divmod, 7, 2).result(60) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        calls.submit(divmod, 7, 0).result(20)
+        calls.submit(divmod, 7, 0).result(60)
     assert not hangs.done()
     go_on.set()
-    assert hangs.result(20) is True
+    assert hangs.result(60) is True
 
 
 def test_a_call_that_was_cancelled_before_it_began_is_not_made() -> None:
@@ -65,7 +65,7 @@ def test_a_worker_does_its_work_as_often_as_it_is_woken_and_none_after_its_end()
         worker.wake()
     worker.start()
     for _ in range(3):
-        assert turns.acquire(timeout=20)
+        assert turns.acquire(timeout=60)
     worker.end()
     worker.end()
     worker.wake()

@@ -133,7 +133,7 @@ def test_a_bug_while_a_path_is_opened_ends_that_session_typed_and_no_other(bug: 
             side.manager.start()
         decode.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         good.manager.add_peer(prefill.me, *prefill.manager.plane.address)
-        assert ended.wait(20)
+        assert ended.wait(60)
         assert errors[0].info.code is ErrorCode.INTERNAL
         assert repr(bug)[:12] in errors[0].info.text
         assert_handed_over(prefill, good, 8, 8)
@@ -195,7 +195,7 @@ def test_peers_whose_data_ports_swallow_packets_keep_no_other_from_joining() -> 
                 side.manager.start()
                 side.manager.add_peer(prefill.me, *prefill.manager.plane.address)
             for _ in bad:
-                assert began.acquire(timeout=20), "a peer's connect waits for another's"
+                assert began.acquire(timeout=60), "a peer's connect waits for another's"
             assert not ended, "the port swallows nothing"
             good.manager.start()
             good.manager.add_peer(prefill.me, *prefill.manager.plane.address)
@@ -235,7 +235,7 @@ class Slow:
             self.running[peer] = self.running.get(peer, 0) + 1
             self.most = max(self.most, self.running[peer])
         self.began.release()
-        self.let_go.wait(20)
+        self.let_go.wait(60)
         with self._lock:
             self.running[peer] -= 1
 
@@ -290,7 +290,7 @@ def test_a_bug_does_not_end_the_dialling_of_a_peer(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("segue.session.tasks.FIRST_PAUSE_S", 0.001)
         dialer = Dialer(connect, "here", refused=told.append, patience_s=5.0)
         dialer.start(asyncio.get_running_loop())
-        await asyncio.wait_for(there.wait(), 20)
+        await asyncio.wait_for(there.wait(), 60)
         dialer.stop()
 
     asyncio.run(main())
@@ -307,9 +307,9 @@ def test_a_port_that_is_none_is_a_typed_refusal_of_what_waits_for_that_peer(port
         transfer = TransferId(new_room(), 0, absent, decode.me)
         receiver = decode.manager.receiver(transfer)
         ask(decode, lambda: decode.manager.plane._dialers[absent])._patience_s = 0.0
-        receiver.init(8, 60)
+        receiver.init(8, 120)
         while receiver.poll() is not KVPoll.FAILED:
-            decode.changes.get(timeout=20)
+            decode.changes.get(timeout=60)
         assert receiver.error is not None
         assert receiver.error.code is ErrorCode.BOOTSTRAP_UNREACHABLE
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +14,14 @@ from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 from test_conn_new_transport import Board
-from test_manager import Side, ask, assert_at_rest, assert_handed_over, spec
+from test_manager import LIMITS, Side, ask, assert_at_rest, assert_handed_over, spec
 
 from segue.conn import opening
 from segue.conn.config import HOST
 from segue.core.errors import OutOfCapacity, PeerLost, TransferFailed
-from segue.core.limits import Limits
 from segue.core.paths import PathCandidate, PathChoice
 from segue.core.types import RankId, Role
 from segue.handoff.messages import PathChosen
@@ -143,8 +144,28 @@ def transports_of(prefill: Side, decode: Side) -> tuple[str, str]:
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "PROBE_SHARE", 12.0)  # of 5 s
+    probing(monkeypatch, 60.0)
     monkeypatch.setattr(opening, "EACH_S", 30.0)
+
+
+def probing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """So long may a probe take."""
+    monkeypatch.setattr(opening, "PROBE_SHARE", seconds / LIMITS.connect_s)
+
+
+def hurried(prefill: Side, monkeypatch: pytest.MonkeyPatch, times: float = math.inf) -> None:
+    """What is written to measure the transport `first` has 0.2 s to land, so often; to measure others, and to
+    open paths, there is time."""
+    rank: Any = prefill.manager._ranks[0]
+    measure, left = rank.measure, [times]
+
+    async def within(name: str, *given: Any) -> Any:
+        *rest, left_s = given
+        if name == "first" and left[0] > 0:
+            left[0], left_s = left[0] - 1, 0.2
+        return await measure(name, *rest, left_s)
+
+    monkeypatch.setattr(rank, "measure", within)
 
 
 @pytest.mark.parametrize(("first", "taken"), [(First, "first"), (Slow, "second"), (Full, "second")])
@@ -185,7 +206,7 @@ def test_one_line_of_the_log_says_what_was_chosen_and_what_was_not(caplog: pytes
     prefill = choosing(Role.PREFILL, Slow)
     decode = choosing(Role.DECODE, Slow, transports=("first",))
     with chosen_lines(caplog) as lines, met(prefill, decode):
-        line = lines.get(timeout=30)
+        line = lines.get(timeout=60)
     assert line.levelno == logging.WARNING
     assert "transport=first: first 0.01 GB/s" in line.getMessage()
     assert "second is not offered by both" in line.getMessage()
@@ -210,23 +231,22 @@ def test_a_transport_that_does_not_answer_is_not_chosen_and_another_pair_goes_on
     prefill = choosing(Role.PREFILL, Silent)
     stuck, named = choosing(Role.DECODE, Silent), choosing(Role.DECODE, Silent, transports=("second",))
     with met(prefill, stuck):
-        assert Silent.begun.acquire(timeout=30), "it is being measured, for 30 s from now on"
+        assert Silent.begun.acquire(timeout=60), "it is being measured, for 30 s from now on"
         named.manager.start()
         named.manager.add_peer(prefill.me, *prefill.manager.plane.address)
         assert_handed_over(prefill, named, 33, 8)
         assert ask(prefill, lambda: prefill.manager._peers[stuck.me].choosing)
         assert str(stuck.me) not in ask(prefill, prefill.manager.paths), "it has no transport to be shown"
         named.close()
-    monkeypatch.setattr(opening, "EACH_S", 0.2)
-    monkeypatch.setattr(opening, "PROBE_SHARE", 0.2)
     prefill, decode = choosing(Role.PREFILL, Silent), choosing(Role.DECODE, Silent)
+    hurried(prefill, monkeypatch)
     with chosen_lines(caplog) as lines, met(prefill, decode):
         assert_handed_over(prefill, decode, 33, 8)
         assert transports_of(prefill, decode) == ("second", "second")
         choice = choice_of(prefill, decode)
         assert choice is not None
         assert choice.candidates[0].late
-        line = lines.get(timeout=30)
+        line = lines.get(timeout=60)
     assert line.levelno == logging.WARNING, "it may be far better than the one that was taken"
     assert "first was not measured in time: its writes did not land" in line.getMessage()
 
@@ -251,7 +271,7 @@ class OpensLate(First):
     """Its path is open only after the other transport has been measured."""
 
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
-        assert Second.measured.wait(30)
+        assert Second.measured.wait(60)
         super().connect(peer, endpoint, timeout_s)
 
 
@@ -260,11 +280,22 @@ def test_a_transport_that_was_late_once_is_measured_again_and_taken(
     first: type[First], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A busy host must not cost a pair its best transport for as long as the session lasts."""
-    monkeypatch.setattr(opening, "EACH_S", 0.2)
     monkeypatch.setattr(Second, "measured", threading.Event())
     monkeypatch.setattr(LateOnce, "held", [], raising=False)
     monkeypatch.setattr(LateOnce, "writes", count(), raising=False)
     prefill, decode = choosing(Role.PREFILL, first), choosing(Role.DECODE, first)
+    if first is LateOnce:
+        hurried(prefill, monkeypatch, times=1)
+    else:
+        candidate = prefill.manager.opening._candidate
+
+        async def soon(*given: Any) -> PathCandidate:
+            *rest, name, until = given
+            if name == "first" and not Second.measured.is_set():
+                until = asyncio.get_running_loop().time() + 0.2
+            return await candidate(*rest, name, until)
+
+        monkeypatch.setattr(prefill.manager.opening, "_candidate", soon)
     with chosen_lines(caplog) as lines, met(prefill, decode):
         assert_handed_over(prefill, decode, 33, 8)
         assert transports_of(prefill, decode) == ("first", "first")
@@ -274,7 +305,7 @@ def test_a_transport_that_was_late_once_is_measured_again_and_taken(
         assert Second.measured.is_set()
         assert_at_rest(prefill)
         assert_at_rest(decode)
-        line = lines.get(timeout=30)
+        line = lines.get(timeout=60)
     assert line.levelno == logging.INFO
     assert "not measured" not in line.getMessage(), "the line says how it ended"
 
@@ -288,7 +319,7 @@ class Mapped(First):
 
     def connect(self, peer: RankId, endpoint: Endpoint, timeout_s: float) -> None:
         self.begun.set()
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(60)
         super().connect(peer, endpoint, timeout_s)
 
 
@@ -303,7 +334,7 @@ def test_a_pool_that_takes_long_to_map_is_waited_for_and_nothing_is_measured_mea
         monkeypatch.setattr(Mapped, name, threading.Event(), raising=False)
     prefill, decode = choosing(Role.PREFILL, Mapped), choosing(Role.DECODE, Mapped)
     with met(prefill, decode):
-        assert Mapped.begun.wait(30)
+        assert Mapped.begun.wait(60)
         assert not Second.measured.wait(3 * opening.EACH_S)
         Mapped.may_end.set()
         assert_handed_over(prefill, decode, 33, 8)
@@ -343,7 +374,7 @@ def test_what_decode_does_before_it_lets_anybody_write_is_no_time_of_a_transport
 def test_a_decode_that_cannot_let_anybody_measure_is_said_to_be_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(opening, "PROBE_SHARE", 0.05)
+    probing(monkeypatch, 0.25)
     prefill, decode = choosing(Role.PREFILL), choosing(Role.DECODE)
 
     async def full(*_: Any) -> None:
@@ -353,7 +384,7 @@ def test_a_decode_that_cannot_let_anybody_measure_is_said_to_be_the_reason(
     with chosen_lines(caplog) as lines, met(prefill, decode):
         assert_handed_over(prefill, decode, 33, 8)
         assert transports_of(prefill, decode) == ("first", "first")
-        line = lines.get(timeout=30)
+        line = lines.get(timeout=60)
     assert line.levelno == logging.WARNING
     assert "first was not measured: decode was not ready for it in time" in line.getMessage()
 
@@ -387,9 +418,9 @@ def test_decode_keeps_no_grant_of_a_probe_whether_it_ends_or_its_prefill_dies(
 
     monkeypatch.setattr(ranks[0], "fence", noted)
     with met(prefill, decode):
-        assert Silent.begun.acquire(timeout=30)
+        assert Silent.begun.acquire(timeout=60)
         prefill.manager.close()
-        assert left.wait(30), "nobody is left to choose"
+        assert left.wait(60), "nobody is left to choose"
         assert fenced == ["first", "second"]
         for name in ("first", "second"):
             assert not ranks[0]._by_name[name]._granted  # type: ignore[attr-defined]
@@ -408,14 +439,14 @@ def ends(side: Side, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(side.manager, "closed", noted)
     yield ended
-    assert over.wait(30)
+    assert over.wait(60)
 
 
 def test_a_choice_that_there_is_not_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Silent, "begun", threading.Semaphore(0), raising=False)
     prefill, decode = choosing(Role.PREFILL, Silent), choosing(Role.DECODE, Silent)
     with met(prefill, decode), ends(decode, monkeypatch) as ended:
-        assert Silent.begun.acquire(timeout=30)
+        assert Silent.begun.acquire(timeout=60)
         peer = ask(decode, lambda: decode.manager._peers[prefill.me])
         decode.manager.io.post(decode.manager.received, peer.session, PathChosen("carrier pigeon"))
     assert "has chosen what there is not" in ended[0]
@@ -426,7 +457,7 @@ def test_a_prefill_that_never_chooses_keeps_decode_waiting_until_its_deadline(
 ) -> None:
     monkeypatch.setattr(Silent, "begun", threading.Semaphore(0), raising=False)
     monkeypatch.setattr(opening, "OPENING_S", 0.0)
-    limits = Limits(keepalive_s=0.5, peer_silence_s=3.0, connect_s=1.0)
+    limits = msgspec.structs.replace(LIMITS, connect_s=1.0)
     prefill, decode = choosing(Role.PREFILL, Silent), choosing(Role.DECODE, Silent, limits=limits)
     with met(prefill, decode), ends(decode, monkeypatch) as ended:
         pass

@@ -207,7 +207,7 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
         "admit ['shm'] 6",
         "grant 5 [3, 1] 2",
     ]
-    assert isinstance(gone.get(timeout=10), PeerLost)
+    assert isinstance(gone.get(timeout=60), PeerLost)
     worker.close()
 
 
@@ -217,7 +217,7 @@ def test_a_worker_closes_its_channel_only_after_its_transports() -> None:
     answering = Answering()
     worker = RankWorker(answering, theirs, IoThread(), Limits(), lambda _: None)  # type: ignore[arg-type]
     worker.start()
-    ours.settimeout(10)
+    ours.settimeout(60)
     ours.recv(64 * 1024)
     closing: list[str] = []
 
@@ -230,7 +230,7 @@ def test_a_worker_closes_its_channel_only_after_its_transports() -> None:
     answering.close = close  # type: ignore[method-assign]
     worker.close()
     assert closing == ["the channel was open"]
-    ours.settimeout(10)
+    ours.settimeout(60)
     assert ours.recv(1) == b""
     ours.close()
 

@@ -84,7 +84,7 @@ def test_both_hand_over_at_the_same_time_and_each_pool_gets_its_own_bytes(transp
             assert kv_of(decode, 4 * rank) == kv_of(prefill, source)
         for (_, sender, receiver), (prefill, _) in zip(begun, pairs, strict=True):
             while not sender.released:
-                prefill.changes.get(timeout=20)
+                prefill.changes.get(timeout=60)
             sender.clear()
             receiver.clear()
         for side in (*two, one):
@@ -102,7 +102,7 @@ def test_one_dies_and_only_its_own_hand_offs_fail(transport: str, pair: Role, di
         lost, survives = begun[dies], begun[1 - dies]
         handle = lost[2] if pair is Role.PREFILL else lost[1]
         while not handle.poll().terminal:
-            one.changes.get(timeout=20)
+            one.changes.get(timeout=60)
         assert handle.error is not None
         assert handle.error.code in (ErrorCode.PEER_LOST, ErrorCode.DRAINING)
         assert handle.error.peer == f"{pair} {two[dies].me}"
