@@ -148,7 +148,7 @@ class DoubleWritingEnd(WritingEnd):
         return handle.landed
 
     def close(self) -> bool:
-        return FAULTS.closing.wait(30)
+        return FAULTS.closing.wait(60)
 
 
 class DoubleLibrary(Library):
@@ -156,7 +156,7 @@ class DoubleLibrary(Library):
 
     def load(self) -> None:
         if FAULTS.loading is not None:
-            FAULTS.loading.wait(30)
+            FAULTS.loading.wait(60)
 
     def greeting(self) -> bytes:
         return b"double"

@@ -20,9 +20,10 @@ def rank(word: str, dp_rank: int = 0, number: int = 0) -> RankId:
 
 
 def options(
-    me: RankId, *, stall_s: float = 10.0, handshake_s: float = 5.0, **fields: Any
+    me: RankId, *, stall_s: float = 60.0, handshake_s: float = 60.0, **fields: Any
 ) -> TransportOptions:
-    """What a transport of `me` is made from."""
+    """What a transport of `me` is made from: patient, so that nobody is given up where the machine stands
+    still for a while."""
     limits = Limits(peer_silence_s=stall_s, handshake_s=handshake_s)
     return TransportOptions(me=me, limits=limits, **fields)
 

@@ -26,7 +26,7 @@ from segue.layout.spec import PlaneSpec, PoolSpec
 from segue.transport.base import Endpoint, Fenced, Transport, TransportEvent, WriteFailed, Written
 from segue.transport.memory import Memory, MemoryKind
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 E = TypeVar("E", bound=TransportEvent)
 
 
@@ -111,7 +111,7 @@ class Pair:
     def __init__(self, name: str, nbytes: int, target_bytes: int | None = None) -> None:
         self.writer = Side(name, rank("aaaa"), nbytes)
         self.reader = Side(name, rank("bbbb"), target_bytes or nbytes)
-        self.writer.transport.connect(self.reader.me, self.reader.endpoint, 5)
+        self.writer.transport.connect(self.reader.me, self.reader.endpoint, PATIENCE_S)
 
     def grant(self, epoch: int) -> None:
         self.reader.transport.grant(self.writer.me, epoch, whole(self.reader.memory.nbytes))

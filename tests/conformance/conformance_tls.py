@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from segue.core.limits import Limits
 from segue.core.types import RankId
 from segue.session.tls import load
 from segue.transport.base import EventSink, Transport
@@ -15,6 +16,8 @@ from segue.transport.options import TransportOptions
 
 TCP_TLS = "tcp+tls"
 _VARIABLE = "CONFORMANCE_TLS_FOLDER"
+#: A process that is slow to be given a turn is let in all the same.
+LIMITS = Limits(handshake_s=60.0)
 
 
 def make_by_name(name: str, sink: EventSink, me: RankId) -> Transport:
@@ -22,16 +25,16 @@ def make_by_name(name: str, sink: EventSink, me: RankId) -> Transport:
     if name == "library":
         from library_double import DoubleTransport  # which another process has not in its path
 
-        return DoubleTransport(sink, TransportOptions(me=me))
+        return DoubleTransport(sink, TransportOptions(me=me, limits=LIMITS))
     if "+double" in name:
         import conformance_doubles  # which another process has not in its path
 
         return conformance_doubles.make(name, sink, me)
     if name != TCP_TLS:
-        return KINDS.create(name, sink, TransportOptions(me=me))
+        return KINDS.create(name, sink, TransportOptions(me=me, limits=LIMITS))
     folder = Path(os.environ[_VARIABLE])
     tls = load(*(str(folder / f"{part}.pem") for part in ("cert", "key", "ca")))
-    return KINDS.create("tcp", sink, TransportOptions(me=me, tls=tls))
+    return KINDS.create("tcp", sink, TransportOptions(me=me, limits=LIMITS, tls=tls))
 
 
 def memory_by_name(name: str, nbytes: int) -> Memory:

@@ -28,7 +28,7 @@ from segue.core.types import KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff.messages import Metadata
 from segue.transport.memory import Memory, allocate
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Opened:
@@ -44,7 +44,7 @@ class Opened:
             model="m",
             spec=self.specs[0],
             transports=[transport],
-            limits=Limits(connect_s=PATIENCE_S),
+            limits=Limits(connect_s=PATIENCE_S, handshake_s=PATIENCE_S, peer_silence_s=PATIENCE_S),
         )
         ranks = [
             local_rank(replace(config, spec=spec), memory, HOST, index)

@@ -44,7 +44,7 @@ def main(name: str, me: RankId, nbytes: int) -> None:
             case "connect":
                 try:
                     endpoint = msgspec.json.decode(command["endpoint"], type=Endpoint)
-                    transport.connect(peer, endpoint, 5)
+                    transport.connect(peer, endpoint, 60)
                     say(connect="ok")
                 except SegueError as exc:
                     say(connect=str(exc))

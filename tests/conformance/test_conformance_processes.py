@@ -56,7 +56,7 @@ def test_writes_from_another_process(peer: Peers, side: Sides) -> None:
 def test_writes_into_another_process(peer: Peers, side: Sides) -> None:
     writer, reader = side(rank("aaaa"), 8 * MiB), peer(rank("bbbb"), 8 * MiB)
     writer.array[:] = 6
-    writer.transport.connect(reader.me, reader.endpoint, 5)
+    writer.transport.connect(reader.me, reader.endpoint, 60)
     reader.ask("grant", peer=writer.me, epoch=3)
     writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 17, 1, 5 * MiB)])
     assert isinstance(writer.outcome(3, 1), Written)
@@ -117,7 +117,7 @@ def test_lesson_06_a_writer_killed_while_the_reader_stands_still(peer: Peers) ->
 
 def test_a_reader_killed_in_mid_write(peer: Peers, side: Sides) -> None:
     writer, reader = side(rank("aaaa"), 256 * MiB), peer(rank("bbbb"), 256 * MiB)
-    writer.transport.connect(reader.me, reader.endpoint, 5)
+    writer.transport.connect(reader.me, reader.endpoint, 60)
     reader.ask("grant", peer=writer.me, epoch=3)
     for tag in range(200):  # more than can land before the kill, however late that comes
         writer.transport.write(reader.me, 3, tag, [CopyBlock(0, 0, 1, 256 * MiB)])

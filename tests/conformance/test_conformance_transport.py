@@ -176,7 +176,7 @@ def test_concurrent_writes_of_many_hand_offs(pair: Pairs) -> None:
 def test_both_ways_at_once(pair: Pairs) -> None:
     p = pair(MiB)
     fill(p.writer)
-    p.reader.transport.connect(p.writer.me, p.writer.endpoint, 5)
+    p.reader.transport.connect(p.writer.me, p.writer.endpoint, 60)
     p.grant(3)
     p.writer.transport.grant(p.reader.me, 4, whole(MiB))
     assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 1000)), Written)
@@ -280,11 +280,11 @@ def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
         address["key"] = bytes(len(address["key"]))
         forged = Endpoint(p.reader.endpoint.transport, MiB, msgspec.msgpack.encode(address))
         with pytest.raises(PeerRefused, match="wrong key"):
-            stranger.transport.connect(p.reader.me, forged, 5)
+            stranger.transport.connect(p.reader.me, forged, 60)
         p.reader.transport.grant(stranger.me, 3, whole(MiB))
         stranger.transport.write(p.reader.me, 3, 1, [CopyBlock(0, 0, 1, 1)])
         assert isinstance(stranger.outcome(3, 1), WriteFailed)
-        stranger.transport.connect(p.reader.me, p.reader.endpoint, 5)
+        stranger.transport.connect(p.reader.me, p.reader.endpoint, 60)
         stranger.transport.write(p.reader.me, 3, 2, [CopyBlock(0, 0, 1, 1)])
         assert isinstance(stranger.outcome(3, 2), Written)
     finally:
@@ -297,7 +297,7 @@ def test_a_wrong_key_is_refused(name: str, pair: Pairs) -> None:
 def test_an_unreadable_endpoint_is_refused(name: str, pair: Pairs, data: bytes) -> None:
     p = pair(MiB)
     with pytest.raises(PeerRefused):
-        p.writer.transport.connect(rank("cccc"), Endpoint(name, MiB, data), 5)
+        p.writer.transport.connect(rank("cccc"), Endpoint(name, MiB, data), 60)
 
 
 def test_another_version_or_transport_is_refused(name: str, pair: Pairs) -> None:
@@ -306,16 +306,16 @@ def test_another_version_or_transport_is_refused(name: str, pair: Pairs) -> None
     newer = msgspec.msgpack.encode({**address, "version": 2})
     for endpoint in (Endpoint(name, MiB, newer), Endpoint("other", MiB, p.reader.endpoint.data)):
         with pytest.raises(PeerRefused):
-            p.writer.transport.connect(rank("cccc"), endpoint, 5)
+            p.writer.transport.connect(rank("cccc"), endpoint, 60)
 
 
 def test_connect_is_idempotent_and_fails_when_nobody_listens(name: str, pair: Pairs) -> None:
     p = pair(MiB)
-    p.writer.transport.connect(p.reader.me, p.reader.endpoint, 5)
+    p.writer.transport.connect(p.reader.me, p.reader.endpoint, 60)
     gone = Side(name, rank("cccc"), MiB)
     gone.close()
     with pytest.raises(SegueError):
-        p.writer.transport.connect(rank("cccc"), gone.endpoint, 5)
+        p.writer.transport.connect(rank("cccc"), gone.endpoint, 60)
     p.grant(3)
     assert isinstance(p.move(3, 1, CopyBlock(0, 0, 1, 1)), Written)
 
@@ -414,7 +414,7 @@ def test_lesson_09_the_next_peer_of_the_same_name_works(name: str, pair: Pairs) 
     again = Side(name, p.writer.me, MiB)
     try:
         again.array[:] = 9
-        again.transport.connect(p.reader.me, p.reader.endpoint, 5)
+        again.transport.connect(p.reader.me, p.reader.endpoint, 60)
         again.transport.write(p.reader.me, 7, 0, [CopyBlock(0, 0, 1, 77)])
         assert isinstance(again.outcome(7, 0), WriteFailed)  # the old grants ended with the old peer
         p.grant(8)

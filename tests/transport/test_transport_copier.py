@@ -228,12 +228,12 @@ class Held:
 
     def wait(self, what: object) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: what in self.log, 30), (what, self.log)
+            assert self.changed.wait_for(lambda: what in self.log, 60), (what, self.log)
 
     def copy(self, job: CopyJob, _blocks: Sequence[CopyBlock]) -> None:
         self.inside.add(job.tag)
         self.entered.release()
-        assert self.go[job.tag].wait(30)
+        assert self.go[job.tag].wait(60)
         self.inside.discard(job.tag)
         if job.tag in self.bad:
             raise KeyError("a bug while copying")
@@ -244,7 +244,7 @@ class Held:
 
     def begun(self, count: int = 1) -> None:
         for _ in range(count):
-            assert self.entered.acquire(timeout=30)
+            assert self.entered.acquire(timeout=60)
 
     def fence(self, epoch: int | None = 1, peer: RankId = "a", word: str = "fenced") -> None:
         now = self.copier.cancel(peer, epoch, TransferFailed("fenced"), partial(self.fenced, word))
@@ -267,7 +267,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     yield made
     for event in made.go.values():
         event.set()
-    assert made.copier.stop(30)
+    assert made.copier.stop(60)
 
 
 def test_a_fence_is_not_answered_while_a_slice_is_copied_although_another_thread_dies(held: Held) -> None:
@@ -296,7 +296,7 @@ def test_a_thread_that_dies_inside_a_job_leaves_it_to_the_one_that_still_copies_
 
     def copy(_job: CopyJob, _blocks: Sequence[CopyBlock]) -> None:
         held.entered.release()
-        assert turn.acquire(timeout=30)
+        assert turn.acquire(timeout=60)
         if not held.bad:
             held.bad.add(1)
             raise KeyError("the first one out dies")
@@ -370,7 +370,7 @@ def test_a_full_queue_takes_no_more_and_a_stopped_one_none(monkeypatch: pytest.M
     for event in held.go.values():
         event.set()
     held.begun(2)
-    held.copier.stop(30)
+    held.copier.stop(60)
     assert not held.submit(5)
 
 
@@ -380,7 +380,7 @@ def test_stop_says_that_a_thread_is_still_inside_a_slice() -> None:
     held.begun()
     assert not held.copier.stop(0.0)
     held.go[1].set()
-    assert held.copier.stop(30)
+    assert held.copier.stop(60)
 
 
 def test_a_host_that_does_not_let_threads_choose_cpus_costs_speed_only(
@@ -395,7 +395,7 @@ def test_a_host_that_does_not_let_threads_choose_cpus_costs_speed_only(
     held.submit(1)
     held.go[1].set()
     held.begun()
-    held.copier.stop(30)
+    held.copier.stop(60)
     assert not held.crashes
 
 

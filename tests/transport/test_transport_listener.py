@@ -44,7 +44,7 @@ class Listens:
 
     def comes(self, source: str = "127.0.0.1") -> socket.socket:
         """A connection from `source` that has its challenge, and says nothing yet."""
-        sock = socket.create_connection(("127.0.0.1", self.address.port), 30, (source, 0))
+        sock = socket.create_connection(("127.0.0.1", self.address.port), 60, (source, 0))
         self.socks.append(sock)
         return sock
 
@@ -129,7 +129,7 @@ def test_streams_that_have_proven_themselves_are_bounded_and_a_place_is_free_aga
     assert few.comes().recv(1) == b"", "it is closed without a word"
     for sock in inside:
         sock.close()
-    gone = few.events.get(timeout=30)
+    gone = few.events.get(timeout=60)
     assert isinstance(gone, PeerGone)
     assert gone.peer == ROGUE
     few.proof(few.comes())
@@ -195,9 +195,9 @@ def test_plain_bytes_and_a_stranger_s_certificate_end_a_connection_before_any_ch
     good.register(memory)
     plain_writer.register(memory)
     with pytest.raises(PeerRefused, match="only one of this side and"):
-        plain_writer.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 30)
+        plain_writer.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 60)
     plain_writer.close()
-    good.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 30)
+    good.connect(rank("here"), Endpoint("tcp", 4096, msgspec.msgpack.encode(made.address)), 60)
     # A peer reads its alert before the loop has logged why; whoever came later was let in after that.
     refused = [record.message for record in caplog.records if "connection was refused" in record.message]
     assert len(refused) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import queue
@@ -49,13 +50,13 @@ class Side:
         self.address = msgspec.msgpack.decode(self.endpoint.data, type=ShmAddress)
 
     def next(self) -> TransportEvent:
-        return self.events.get(timeout=30)
+        return self.events.get(timeout=60)
 
     def on_loop(self, call: Callable[[], object]) -> Any:
         """What `call` returns on the I/O thread, after all that it was given before."""
         answer: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.transport._loop.post(lambda: answer.put(call()))
-        return answer.get(timeout=30)
+        return answer.get(timeout=60)
 
     def busy(self) -> threading.Event:
         """The I/O thread does nothing from now on until the event is set."""
@@ -63,10 +64,10 @@ class Side:
 
         def wait() -> None:
             busy.set()
-            free.wait(30)
+            free.wait(60)
 
         self.transport._loop.post(wait)
-        assert busy.wait(30)
+        assert busy.wait(60)
         return free
 
     def writers(self) -> set[RankId]:
@@ -81,8 +82,10 @@ class Side:
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries() -> None:
-    """Libraries of other transports open descriptors when they are first looked at: before any is counted."""
+    """Libraries of other transports open descriptors when they are first looked at: before any is counted.
+    And what earlier tests have left to the garbage collector is closed."""
     KINDS.available()
+    gc.collect()
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def mappings() -> int:
 
 def works(writer: Side, reader: Side, epoch: int = 7) -> None:
     """A write lands."""
-    writer.transport.connect(reader.me, reader.endpoint, 30)
+    writer.transport.connect(reader.me, reader.endpoint, 60)
     reader.transport.grant(writer.me, epoch, whole(MiB))
     writer.memory.buffer[:3] = b"abc"
     writer.transport.write(reader.me, epoch, 1, [CopyBlock(0, 100, 1, 3)])
@@ -120,7 +123,7 @@ def works(writer: Side, reader: Side, epoch: int = 7) -> None:
 def begin(reader: Side, peer: RankId) -> tuple[socket.socket, handshake.WriterProof, bytes]:
     """A hand-made writer that has been asked who it is, and what it will answer."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(30)
+    sock.settimeout(60)
     sock.connect(reader.address.name)
     proof = handshake.WriterProof(reader.address.key, handshake.StreamHello(peer, bytes(16), 0, 1))
     return sock, proof, proof.respond(sock.recv(1000))
@@ -323,7 +326,7 @@ def test_a_writer_that_cannot_map_is_no_writer(
     held, mapped = descriptors(), mappings()
     for _ in range(3):
         with fault(monkeypatch), pytest.raises(OutOfCapacity, match="cannot be mapped here"):
-            writer.transport.connect(reader.me, reader.endpoint, 30)
+            writer.transport.connect(reader.me, reader.endpoint, 60)
         gone = reader.next()
         assert isinstance(gone, PeerGone)
         assert (gone.peer, gone.proven) == (writer.me, True)
@@ -348,7 +351,7 @@ def test_a_table_that_cannot_be_mapped_leaves_no_pool_mapped(
     with monkeypatch.context() as patch:
         patch.setattr(shm_out, "GrantView", full)
         with pytest.raises(OutOfCapacity):
-            writer.transport.connect(reader.me, reader.endpoint, 30)
+            writer.transport.connect(reader.me, reader.endpoint, 60)
     assert reader.next() == reader_lost(writer.me, proven=True)
     assert (descriptors(), mappings()) == (held, mapped)
 
@@ -430,7 +433,7 @@ def test_no_system_call_of_the_accept_path_ends_the_loop(code: int, monkeypatch:
         with monkeypatch.context() as patch:
             calls = Calls(patch, reader.transport._loop, nth, code)
             try:
-                victim.transport.connect(reader.me, reader.endpoint, 30)
+                victim.transport.connect(reader.me, reader.endpoint, 60)
             except TransferFailed:
                 spoiled += 1
             names = calls.end()
@@ -453,7 +456,7 @@ def test_a_path_that_cannot_be_watched_ends_alone(
         loop = writer.transport._loop
         real = loop._poller._epoll
         Calls(patch, loop, nth, errno.ENOSPC)
-        writer.transport.connect(reader.me, reader.endpoint, 30)
+        writer.transport.connect(reader.me, reader.endpoint, 60)
         gone = writer.next()
         loop._poller._epoll = real
     assert gone == reader_lost(reader.me, proven=False)
@@ -478,7 +481,7 @@ def test_who_cannot_accept_rests_instead_of_being_called_again_at_once(
     with monkeypatch.context() as patch, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knocks:
         patch.setattr(socket.socket, "accept", refused)
         knocks.connect(reader.address.name)
-        assert tried.wait(30)
+        assert tried.wait(60)
         assert not reader.on_loop(lambda: incoming.listener._sock.fileno() in loop._watches)
     reader.on_loop(incoming.listener.open)  # as the timer does
     works(writer, reader)
@@ -612,17 +615,17 @@ def test_a_full_table_of_grants_refuses_and_frees(sides: tuple[Side, Side]) -> N
 
 def test_more_writes_than_can_wait_fail_one_by_one() -> None:
     writer, reader = Side(rank("aaaa"), max_writes=2, copy_threads=1), Side(rank("bbbb"))
-    writer.transport.connect(reader.me, reader.endpoint, 30)
+    writer.transport.connect(reader.me, reader.endpoint, 60)
     reader.transport.grant(writer.me, 3, whole(MiB))
     inside, go = threading.Event(), threading.Event()
 
     def hold(*_args: object) -> None:
         inside.set()
-        go.wait(30)
+        go.wait(60)
 
     writer.transport._copier._copy = hold
     writer.transport.write(reader.me, 3, 0, [CopyBlock(0, 0, 1, 1)])
-    assert inside.wait(30)
+    assert inside.wait(60)
     for tag in range(1, 5):
         writer.transport.write(reader.me, 3, tag, [CopyBlock(0, 0, 1, 1)])
     for tag in (3, 4):
@@ -657,7 +660,7 @@ def test_after_the_death_of_a_copying_thread_fences_are_answered_and_writes_refu
     assert writer.next() == Fenced(reader.me, 7, proven=True)
     writer.transport.write(reader.me, 7, 3, [CopyBlock(0, 0, 1, 1)])
     assert isinstance(writer.next(), WriteFailed)
-    assert hooked.wait(30)
+    assert hooked.wait(60)
 
 
 def test_an_answer_that_was_due_when_the_loop_died_is_told(
@@ -681,7 +684,7 @@ def test_an_answer_that_was_due_when_the_loop_died_is_told(
     assert isinstance(failed, WriteFailed)
     assert failed.tag == 9
     assert writer.next() == reader_lost(reader.me, proven=False)
-    assert hooked.wait(30), "else the hook is put back before the thread has died"
+    assert hooked.wait(60), "else the hook is put back before the thread has died"
 
 
 # ---- a host without it ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from segue.transport.memory import Memory, Region, allocate, host_region
 from segue.transport.mori import MoriTransport
 
 MiB = 2**20
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 E = TypeVar("E", bound=TransportEvent)
 Make = Callable[[Any, RankId], Transport]
 
@@ -96,7 +96,7 @@ def ends() -> Iterator[Ends]:
     def connected(make: Make, memory: Memory, target: Memory) -> tuple[End, End]:
         made.extend([End(make, rank("aaaa"), memory), End(make, rank("bbbb"), target)])
         writer, reader = made[-2:]
-        writer.transport.connect(reader.me, reader.endpoint, 10)
+        writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
         return writer, reader
 
     yield connected
@@ -214,7 +214,7 @@ def test_mori_regions_are_registered_once_for_all_peers(ends: Ends) -> None:
     _, reader = ends(mori, host_arrays(MiB), host_arrays(MiB, MiB))
     other = End(mori, rank("cccc"), host_arrays(MiB))
     try:
-        other.transport.connect(reader.me, reader.endpoint, 10)
+        other.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
     finally:
         other.transport.close()
     assert len(double_mori.ENGINES[str(reader.me)].memory) == 3, "two regions, and a page to meet with"
@@ -318,7 +318,7 @@ def test_ascend_what_cannot_be_initialised_says_so_and_is_not_tried_again(
     try:
         for _ in range(2):
             with pytest.raises(SegueError):
-                writer.transport.connect(reader.me, reader.endpoint, 10)
+                writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
             assert text in str(reader.take(PeerGone).error)
         assert len(double_memfabric.FAULTS.made) == 1
     finally:
