@@ -4,6 +4,7 @@ import contextlib
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 from segue.core.errors import SegueError
 from segue.engine.base import run_step
@@ -59,16 +60,19 @@ class DpRank:
 
 
 class DpThreads:
-    """`size` ranks that have met, each with what `sampler` makes."""
+    """`size` ranks that have met, each with what `sampler` makes. `timeout_s` is for what must not run out;
+    an exchange may take `exchange_s`, and `first_word_s` pass before the silence of a rank counts."""
 
     def __init__(
         self,
         folder,
         size,
         sampler,
-        timeout_s=10.0,
+        timeout_s=60.0,
         identity=lambda rank, own: own.fingerprint,
         limits=None,
+        exchange_s=None,
+        first_word_s=None,
     ):
         links, one_by_one = star(size), threading.Lock()
 
@@ -86,6 +90,10 @@ class DpThreads:
         with ThreadPoolExecutor(size) as pool:
             self.ranks = list(pool.map(load, range(size)))
         for rank in self.ranks:
+            if exchange_s is not None:
+                rank.group._gloo._gloo._set_default_timeout(timedelta(seconds=exchange_s))
+            if first_word_s is not None:
+                rank.group._timeout_s = first_word_s
             rank.start()
 
     def __enter__(self):
@@ -95,7 +103,7 @@ class DpThreads:
         for rank in self.ranks:
             rank.inbox.put("end")
         for rank in self.ranks:
-            rank.thread.join(30)
+            rank.thread.join(60)
             assert not rank.thread.is_alive()
         for rank in self.ranks:
             rank.forward.close()

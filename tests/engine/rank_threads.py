@@ -3,6 +3,7 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 from torch.distributed import HashStore
 
@@ -13,12 +14,16 @@ from segue.engine.pipe import Pipe
 from segue.engine.ranks import RanksForward, serve_rank
 
 
-def load_ranks(folder, size, timeout_s=30.0):
-    """The forward of each rank; they have met, and compute together."""
+def load_ranks(folder, size, exchange_s=60.0):
+    """The forward of each rank; they have met, for which there was a minute, and compute together. An
+    exchange may take `exchange_s`."""
     store, one_by_one = HashStore(), threading.Lock()
 
     def load(rank):
-        place = join(size, rank, store, timeout_s)
+        place = join(size, rank, store, 60.0)
+        for group in (place.tp, place.pp, place.cp):
+            if group is not None:
+                group._gloo._set_default_timeout(timedelta(seconds=exchange_s))
         with one_by_one:  # transformers loses tied weights where two threads load at once
             return load_forward(folder, dtype="float32", pool_bytes=2**23, place=place)
 
@@ -31,7 +36,7 @@ class RankThreads:
     `lost` is what the leader's forward gave up for, `died` what ended ranks, `told` what they heard unless
     they `refuse`."""
 
-    def __init__(self, folder, size, sampler, between=lambda body: body, timeout_s=10.0):
+    def __init__(self, folder, size, sampler, between=lambda body: body, timeout_s=60.0):
         self.forwards = load_ranks(folder, size, timeout_s)
         self.pipes, self.threads, self.lost, self.died, self.told = [], [], [], [], []
         self.refuse = None
@@ -64,7 +69,7 @@ class RankThreads:
         for pipe in self.pipes:
             pipe.close()
         for thread in self.threads:
-            thread.join(15)
+            thread.join(60)
             assert not thread.is_alive()
 
     def __enter__(self):

@@ -29,7 +29,7 @@ from segue.core.errors import SegueError
 
 CORPUS = Path(__file__).parent / "corpus"
 #: A single input may take this long; the slowest decoder needs milliseconds.
-HANG_S = 10.0
+HANG_S = 60.0
 #: What all runs of a target may add to the memory of the process.
 GROWTH_BYTES = 512 * 2**20
 MAX_POOL = 400
@@ -81,12 +81,13 @@ class Fuzzer:
             self._try(data)
             self.pool.append(data)
 
-    def run(self, seconds: float, max_runs: int = 10**9) -> None:
-        """Mutate for a while. Raises Finding for the first input that breaks the target."""
+    def run(self, seconds: float, max_runs: int = 10**9, min_new: int = 0) -> None:
+        """Mutate for a while, but at least `min_new` inputs. Raises Finding for the first input that breaks
+        the target."""
         rng = random.Random(self.seed)
         start_bytes = peak_bytes()
-        until = time.monotonic() + seconds
-        while self.runs < max_runs and time.monotonic() < until:
+        until, least = time.monotonic() + seconds, self.runs + min_new
+        while self.runs < max_runs and (self.runs < least or time.monotonic() < until):
             self.offer(mutated(rng, self.pool, self.target.structured))
         self.check_growth(start_bytes)
 

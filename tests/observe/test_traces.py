@@ -34,10 +34,12 @@ def made() -> Traces:
 
 
 def spans(collector: Queue) -> tuple[dict[str, str], dict[str, Any]]:
-    """The resource's attributes, and the spans by name."""
-    [resource] = collector.get(timeout=10).resource_spans
-    about = {a.key: a.value.string_value for a in resource.resource.attributes}
-    return about, {span.name: span for scope in resource.scope_spans for span in scope.spans}
+    """The resource's attributes, and the spans by name, of an exporter that was closed."""
+    resources = list(collector.get(timeout=60).resource_spans)
+    while not collector.empty():  # it exports every few seconds, too
+        resources += collector.get().resource_spans
+    [about] = [{a.key: a.value.string_value for a in one.resource.attributes} for one in resources[:1]]
+    return about, {span.name: span for one in resources for scope in one.scope_spans for span in scope.spans}
 
 
 def record(**more: Any) -> RequestRecord:
