@@ -33,6 +33,13 @@ def test_nobody_is_sent_away_for_longer_than_a_minute_or_less_than_a_second() ->
     assert told(new, 0.0) == 1
 
 
+def test_what_many_were_promised_is_forgotten_within_a_minute() -> None:
+    vacancies = Vacancies(lambda: 1)
+    vacancies.served(5.0)
+    assert {told(vacancies, 0.0) for _ in range(1000)} == {*range(5, LONGEST_S + 1, 5)}
+    assert told(vacancies, LONGEST_S) == 5
+
+
 def test_the_mean_follows_what_requests_take_now_and_not_one_of_them() -> None:
     vacancies = Vacancies(lambda: 1)
     vacancies.served(2.0)
