@@ -391,8 +391,8 @@ class SimRegistry:
     def ended(self, member: Member, what: str, error: SegueError) -> None:
         """The registry said that an instance is over: it must have had a reason."""
         code, node = error.info.code, member.process
-        if code is ErrorCode.DRAINING and member.left:
-            return
+        if code in (ErrorCode.DRAINING, ErrorCode.NOT_FOUND) and member.left:
+            return  # NOT_FOUND: the word that it drains came after the one that it leaves
         if code in (ErrorCode.PEER_REFUSED, ErrorCode.UNAUTHORIZED) and self.spoiled:
             return  # somebody else answered in its place
         told = f"{what} of {node.name} was told that it is over: {error}"
