@@ -131,6 +131,21 @@ def test_fence_stops_a_part_in_its_middle(reader: Reader) -> None:
     sock.close()
 
 
+def test_a_fence_is_answered_by_the_loop_once_it_is_out_of_what_it_was_in(reader: Reader) -> None:
+    inside, out = threading.Event(), threading.Event()
+
+    def a_slice() -> None:
+        inside.set()
+        assert out.wait(60)
+
+    reader.transport._loop.post(a_slice)
+    assert inside.wait(60)
+    reader.transport.fence(ROGUE, 9)
+    assert reader.events.empty(), "the slice may still be landing"
+    out.set()
+    assert reader.next() == Fenced(ROGUE, 9, proven=True)
+
+
 def test_the_rest_of_a_part_wakes_the_reader_however_little_it_is() -> None:
     """Found by the bench: with less left than the low-water mark the stream slept until it was cut."""
     reader = Reader(slice_bytes=1000, lowat_bytes=1000)
