@@ -21,6 +21,7 @@ from conftest import DEADLINE_S, FakeBackend, Running, serve
 from segue.core.limits import Limits
 from segue.frontend.http_server import public_guard
 from segue.frontend.tokenizer import ModelTokenizer
+from segue.session.deadline import STOOD_STILL_S
 from segue.session.guarded_http import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
@@ -97,11 +98,15 @@ def held(running: Running) -> tuple[int, int]:
     return running.on_loop(lambda: (running.server.pending, running.server.members))  # type: ignore[no-any-return]
 
 
-def until_empty(running: Running) -> None:
+def until_held(running: Running, wanted: tuple[int, int]) -> None:
     until = time.monotonic() + DEADLINE_S
-    while held(running) != (0, 0):
+    while held(running) != wanted:
         assert time.monotonic() < until, held(running)
         time.sleep(0.01)
+
+
+def until_empty(running: Running) -> None:
+    until_held(running, (0, 0))
 
 
 def error_of(raw: bytes) -> tuple[int, dict[str, Any]]:
@@ -245,6 +250,18 @@ def test_a_body_that_trickles_is_408(tokenizer: ModelTokenizer) -> None:
         assert (status, error["code"]) == (408, "REQUEST_TIMEOUT")
         assert running.metric("segue_requests_total", endpoint="chat", outcome="REQUEST_TIMEOUT") == 1
         until_empty(running)
+
+
+def test_a_body_has_its_own_time_which_is_longer_than_a_heads(tokenizer: ModelTokenizer) -> None:
+    times = {"head_s": LATE_S, "request_s": 3 * LATE_S, "body_timeout_s": 3 * LATE_S}
+    with guarded(tokenizer, jumping=True, **times) as running:
+        asked = post(HI)
+        client = Client(running, asked[:-1])
+        until_held(running, (0, 1))
+        running.over(LATE_S + STOOD_STILL_S / 2)  # not so late that the server takes itself for stopped
+        running.over(0.0)  # its timers have had their turn
+        client.say(asked[-1:])
+        assert client.answer()[0] == 200
 
 
 def test_a_body_that_nobody_reads_does_not_hold_its_connection(tokenizer: ModelTokenizer) -> None:

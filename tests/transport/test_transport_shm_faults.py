@@ -12,6 +12,8 @@ import queue
 import resource
 import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -761,3 +763,18 @@ def test_nothing_is_written_to_a_reader_whose_socket_has_ended(sides: tuple[Side
     assert "no shm path" in str(failed.error)
     assert writer.next() == reader_lost(reader.me, proven=False)
     assert reader.next() == reader_lost(writer.me, proven=False)
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode != 0,
+    reason="a network namespace may not be made here",
+)
+def test_who_has_another_network_namespace_is_on_another_host() -> None:
+    """Abstract sockets end there: a container beside this one, with the same kernel and user."""
+    ask = [sys.executable, "-c", "from segue.transport.shm_host import HOST; print(HOST.id())"]
+    here, there = (
+        subprocess.run([*where, *ask], check=True, capture_output=True, text=True).stdout.strip()
+        for where in ([], ["unshare", "--net"])
+    )
+    assert here == HOST.id()
+    assert there != here
