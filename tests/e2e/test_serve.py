@@ -116,16 +116,18 @@ def test_the_command_that_serve_prints_shows_the_fleet(served: Served) -> None:
 
 
 def test_paris_through_the_openai_client(served: Served) -> None:
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
     text, usage = "", None
-    with client.chat.completions.create(
-        model="smollm2",
-        messages=QUESTION,
-        max_tokens=24,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    ) as stream:
+    with (
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.create(
+            model="smollm2",
+            messages=QUESTION,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        ) as stream,
+    ):
         for chunk in stream:
             usage = chunk.usage or usage
             if chunk.choices:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -233,6 +234,8 @@ class Running:
         self.url = url
         self.loop = loop
         self.http = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        #: what is closed with it: a client that is left to the garbage collector may leave its socket behind
+        self.clients = contextlib.ExitStack()
         #: the clock of the loop, of a server that was served with one
         self.jumps: Jumps | None = None
 
@@ -244,6 +247,11 @@ class Running:
         if body is not None:
             kw["content"] = body if isinstance(body, bytes) else msgspec.json.encode(body)
         return self.http.post(path, **kw)
+
+    def openai(self, api_key: str = "none") -> openai.OpenAI:
+        """The real client of it."""
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
+        return self.clients.enter_context(made)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.door.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -312,6 +320,7 @@ def serve(
     try:
         yield running
     finally:
+        running.clients.close()
         running.http.close()
         box["loop"].call_soon_threadsafe(box["stop"].set)
         thread.join(DEADLINE_S)

@@ -95,9 +95,9 @@ def test_two_headers_are_no_key_whichever_is_right(locked: Running, values: tupl
 
 
 def test_the_openai_client_shows_its_key(locked: Running) -> None:
-    right = openai.OpenAI(base_url=f"{locked.url}/v1", api_key=KEYS[1], max_retries=0)
+    right = locked.openai(KEYS[1])
     assert right.models.list().data[0].id == "tiny"
-    wrong = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0)
+    wrong = locked.openai("wrong")
     with pytest.raises(openai.AuthenticationError):
         wrong.models.list()
 

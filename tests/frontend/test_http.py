@@ -39,7 +39,7 @@ def events(text: str) -> list[Any]:
 
 @pytest.fixture
 def client(door: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
+    return door.openai()
 
 
 # ---- the real client -------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Client:
     def __init__(self, running: Running, *said: bytes) -> None:
         self.sock = socket.create_connection(("127.0.0.1", running.port))
         self.sock.settimeout(DEADLINE_S)
-        running.clients.append(self)  # type: ignore[attr-defined]
+        running.opened.append(self)  # type: ignore[attr-defined]
         for data in said:
             self.sock.sendall(data)
 
@@ -86,7 +86,7 @@ def guarded(tokenizer: ModelTokenizer, backend: FakeBackend | None = None, **kw:
     guard = dataclasses.replace(public_guard(**kw), **bounds)
     clients: list[Client] = []
     with serve(backend or FakeBackend(tokenizer), tokenizer, guard=guard, **settings) as running:
-        running.clients = clients  # type: ignore[attr-defined]
+        running.opened = clients  # type: ignore[attr-defined]
         try:
             yield running
         finally:

@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 
 
 def client(door: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
+    return door.openai()
 
 
 def test_a_call_comes_back_whole(door: Running, backend: FakeBackend) -> None:
