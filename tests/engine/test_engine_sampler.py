@@ -129,6 +129,14 @@ def test_top_p_reaches_far_into_a_flat_tail():
     assert len(draws(row, 300, top_p=0.9)) > 280
 
 
+def test_top_p_is_a_share_of_all_tokens_not_of_the_likely_ones():
+    """A sixth of the mass is in a tail of tokens that need not be looked at one by one."""
+    likely = 0.1 * (1.0 - 0.005 * torch.arange(60))
+    row = torch.cat([torch.tensor([1.0]), likely, torch.full((300,), 0.004)]).log()
+    wanted, _ = support(row, top_p=0.8)
+    assert set(draws(row, 5000, top_p=0.8)) == wanted
+
+
 # --- (seed, position) -------------------------------------------------------------------------
 
 

@@ -4,12 +4,54 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 
 from ranks import rank
 from segue.core.errors import SegueError
 from segue.transport.channel import PlainChannel
 from segue.transport.ioloop import IoLoop
 from segue.transport.library_wire import AskAnswer, ControlStream, Goodbye, Message, frame
+
+
+class Now:
+    """A loop whose time the test tells, with the timers that were asked of it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def later(self, seconds: float, call: Callable[[], None]) -> object:
+        self.timers.append((self.now + seconds, call))
+        return call
+
+    def unwatch(self, fd: int) -> None: ...
+
+    def advance(self, seconds: float) -> None:
+        until = self.now + seconds
+        while due := [timer for timer in self.timers if timer[0] <= until]:
+            timer = min(due, key=lambda each: each[0])
+            self.timers.remove(timer)
+            self.now = timer[0]
+            timer[1]()
+        self.now = until
+
+
+def test_silence_counts_from_the_question_and_not_from_an_old_answer() -> None:
+    ours, theirs = socket.socketpair()
+    loop, ended = Now(), list[SegueError]()
+    stream = ControlStream(loop, PlainChannel(ours), rank("aaaa"), lambda message: None, ended.append, 10.0)  # type: ignore[arg-type]
+    stream.expect()
+    stream.answered()
+    loop.advance(9.0)
+    stream.expect()
+    loop.advance(9.0)
+    assert ended == [], "it has had 9 of its 10 seconds"
+    loop.advance(5.0)
+    assert len(ended) == 1
+    theirs.close()
 
 
 def test_a_goodbye_is_heard_though_nobody_reads_our_answer_any_more() -> None:
