@@ -274,6 +274,33 @@ def test_what_is_kept_for_who_missed_it_is_bounded_in_batches_and_in_bytes(
     assert (list(publisher._kept), publisher._kept_bytes) == ([], 0)
 
 
+def test_a_batch_that_found_no_room_leaves_a_gap_that_subscribers_see(
+    pair: tuple[KVPublisher, Subscriber], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, subscriber = pair
+    publisher.publish(EVENTS[2:3])
+    while (heard := subscriber.next())[2].events != [VRemoved([6], "GPU")]:
+        pass
+    number = heard[1]
+
+    class Full:
+        """The socket to the publisher's thread, which is behind."""
+
+        def send_multipart(self, frames: tuple[bytes, bytes], flags: int) -> None:
+            assert flags == zmq.NOBLOCK, "an instance does not wait for its subscribers"
+            raise zmq.Again
+
+    with monkeypatch.context() as behind:
+        behind.setattr(publisher, "_outer", Full())
+        publisher.publish(EVENTS[:1])
+        publisher.publish(EVENTS[1:2])
+    publisher.publish(EVENTS[2:3])
+    assert subscriber.next()[1] == number + 3
+    assert [kept for kept, _ in subscriber.missed(number)] == [number, number + 3]
+    dropped = [f"event=kv_events_dropped number={number + 1}", f"event=kv_events_dropped number={number + 2}"]
+    assert caplog.messages == dropped
+
+
 def test_each_dp_rank_has_ports_of_its_own_and_says_which_it_is(ports: tuple[int, int]) -> None:
     port, replay = sorted(ports)
     if replay - port < 4:
