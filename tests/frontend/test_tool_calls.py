@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import openai
+import pytest
 
 from conftest import FakeBackend, Running
 
@@ -68,3 +69,30 @@ def test_none_shows_no_tools_and_finds_no_calls(door: Running, backend: FakeBack
     answer = client(door).chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, tool_choice="none")
     assert answer.choices[0].message.content == CALL
     assert "weather</tools>" not in door.door.tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "choice", "content", "called"),
+    [
+        (CALL.removesuffix("\n</tool_call>"), "auto", "", True),  # without its end mark
+        ('{"city": "Paris"}', {"type": "function", "function": {"name": "weather"}}, "", True),
+        ('[{"name": "weather", "arguments": {"city": "Paris"}}]', "required", "", True),
+        ("a < b <tool", "auto", "a < b <tool", False),  # it could have become a call's beginning
+    ],
+)
+def test_what_is_known_only_at_the_end_comes_with_a_last_piece_that_has_no_text(
+    door: Running, backend: FakeBackend, text: str, choice: Any, content: str, called: bool
+) -> None:
+    backend.text = text  # the stop token is an output of its own, and no text
+    chunks = list(
+        client(door).chat.completions.create(
+            model="tiny", messages=ASK, tools=TOOLS, tool_choice=choice, stream=True
+        )
+    )
+    deltas = [c.choices[0].delta for c in chunks]
+    assert "".join(d.content or "" for d in deltas) == content
+    functions = [t.function for d in deltas for t in d.tool_calls or [] if t.function]
+    assert "".join(f.name or "" for f in functions) == ("weather" if called else "")
+    arguments = "".join(f.arguments or "" for f in functions)
+    assert (json.loads(arguments) if called else arguments) == ({"city": "Paris"} if called else "")
+    assert chunks[-1].choices[0].finish_reason == ("tool_calls" if called else "stop")
