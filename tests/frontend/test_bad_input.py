@@ -1,17 +1,21 @@
 """Everything a client can get wrong: a typed 4xx that names the parameter, and a healthy server after."""
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
-from conftest import CONTEXT, FakeBackend, Running
+from conftest import CONTEXT, DEADLINE_S, FakeBackend, Running, serve
+from segue.core.errors import OutOfCapacity
+from segue.core.limits import Limits
+from segue.frontend.tokenizer import ModelTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-
 BAD = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "hi"}, "messages"),
@@ -173,3 +177,49 @@ def test_an_unknown_model_is_404(door: Running) -> None:
         answer = door.post(CHAT, {"model": name, "messages": HI})
         assert answer.status_code == 404
         assert answer.json()["error"]["param"] == "model"
+
+
+def test_a_client_sets_neither_the_template_nor_what_it_is_shown_nor_how_it_is_run(
+    door: Running, backend: FakeBackend
+) -> None:
+    names = ["messages", "conversation", "tools", "documents", "chat_template", "tokenize", "return_dict"]
+    names += ["add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "return_tensors"]
+    names += ["return_assistant_tokens_mask", "padding", "truncation", "max_length"]
+    for name in names:
+        for path in (CHAT, "/tokenize"):
+            answer = door.post(path, {"messages": HI, "chat_template_kwargs": {"mood": "x", name: "x"}})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "chat_template_kwargs"), name
+            assert repr(name) in error["message"]
+    assert backend.requests == []
+    assert door.post(CHAT, {"messages": HI, "chat_template_kwargs": {"mood": "x"}}).status_code == 200
+
+
+def test_a_prompt_in_a_thread_gives_its_place_back_however_it_ends(
+    backend: FakeBackend, tokenizer: ModelTokenizer
+) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        go.wait(DEADLINE_S)
+
+    async def leave(door: Running) -> None:
+        prompt = asyncio.ensure_future(door.door.off_loop(1, work))
+        assert await asyncio.to_thread(began.wait, DEADLINE_S)
+        with pytest.raises(OutOfCapacity, match="too many prompts"):
+            await door.door.off_loop(1, work)
+        prompt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await prompt
+
+    limits = Limits(max_queue=1, drain_s=2)
+    with serve(backend, tokenizer, inline_bytes=0, limits=limits) as door:
+        for _ in range(2):
+            assert door.post(TEXT, {"prompt": [5] * (CONTEXT + 7)}).status_code == 400
+        try:
+            asyncio.run_coroutine_threadsafe(leave(door), door.loop).result(DEADLINE_S)
+        finally:
+            go.set()
+        for _ in range(2):
+            assert door.post(CHAT, {"messages": HI}).status_code == 200
