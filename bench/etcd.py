@@ -19,7 +19,7 @@ from pathlib import Path
 from recorded import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / part) for part in ("fleet", "e2e", "e2e/chaos")]
+sys.path[:0] = [str(ROOT / "tests" / part) for part in ("fleet", "e2e", "e2e/chaos", "")]
 
 import etcd_faults  # noqa: E402
 import tiny_model  # noqa: E402

@@ -66,6 +66,7 @@ def main() -> None:
         ours, theirs = spawn.Pipe()
         process = spawn.Process(target=server, args=(theirs, folder, True))
         process.start()
+        theirs.close()  # so that its end is ours
         port = ours.recv()
         for _ in range(args.rounds):
             streamed.append(asyncio.run(measure(args, ours, port)))

@@ -105,6 +105,7 @@ def main() -> None:
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=server, args=(theirs, folder, kept))
             process.start()
+            theirs.close()  # so that its end is ours
             stack.callback(process.join, 10)
             stack.callback(ours.send, "stop")
             servers[kept] = ours, ours.recv()

@@ -201,6 +201,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ours, theirs = spawn.Pipe()
         stub = spawn.Process(target=serve, args=(theirs,))
         stub.start()
+        theirs.close()  # so that its end is ours
         stack.callback(stub.join, 10)
         stack.callback(ours.send, "stop")
         registry, prefill, decode = ours.recv()

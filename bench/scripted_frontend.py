@@ -22,7 +22,8 @@ from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "frontend"))
+_TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path[:0] = [str(_TESTS / "frontend"), str(_TESTS)]  # in this order: each has a conftest
 
 #: Called before each token of a request, with the token's index: the pace of the answers.
 Pace = Callable[[Request, int], Awaitable[None]]

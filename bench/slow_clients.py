@@ -155,9 +155,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes = [context.Process(target=server, args=(theirs, folder))]
         processes[0].start()
+        theirs.close()  # so that its end is ours
         port = door.recv()
         processes.append(context.Process(target=slow_clients, args=(crowds, port, args.connections)))
         processes[1].start()
+        crowds.close()
         for process in processes:
             stack.callback(process.kill)
 
