@@ -66,11 +66,12 @@ class Checks:
         self.flips = BitFlips(deployment.counts)
         #: room whose metadata was spoiled on its way → what is wrong with it
         self.spoiled: dict[int, str] = {}
-        #: hand-offs of which a handler has raised: if that was on a proof, the end of the process alone frees
-        #: their pages
+        #: hand-offs of which a handler has raised: on a proof, only the end of the process frees their pages
         self.buggy: set[TransferId] = set()
         #: rooms of which a half was told something wrong by its peer
         self.misheard: set[int] = set()
+        #: (leader, peer) → when they last began a session
+        self._joined: dict[tuple[LeaderId, LeaderId], float] = {}
         self._turns = 0
         self._orphaned: dict[tuple[LeaderId, TransferId], float] = {}
         self.answers = AnswerChecks(deployment, self.spoiled)
@@ -78,9 +79,7 @@ class Checks:
         self.ranks = RankChecks(self)
         timing = deployment.timing
         #: within which one side learns of the other's end (16) or gets its memory back (18)
-        self.bound_s = (
-            timing.silence_s + timing.keepalive_s + 3 * timing.break_seen_s + timing.connect_s + 2.0
-        )
+        self.bound_s = timing.silence_s + timing.keepalive_s + 3 * timing.break_seen_s + timing.connect_s + 2
 
     # ---- each effect ---------------------------------------------------------------------------
 
@@ -141,6 +140,7 @@ class Checks:
 
     def joined(self, node: KVNode, peer: KVNode) -> None:
         """9: an illegal pair is refused before anything is asked of it."""
+        self._joined[node.me, peer.me] = self.world.now
         mine, theirs = node.spec, peer.spec
         if mine.role is theirs.role or (mine.model, mine.layers) != (theirs.model, theirs.layers):
             raise Violation("9", f"{node.name} joined {peer.name}, whose KV is not its own: {mine}, {theirs}")
@@ -450,7 +450,9 @@ class Checks:
             if transfer in self.buggy:
                 continue
             answers = max(node.no_answer_until, getattr(other, "no_answer_until", 0.0))
-            since = max(awake, half.ended_at, answers, 0.0 if other.alive else other.died_at)
+            # What ended while they had no session is settled over the next one.
+            met = max(self._joined.get(pair, 0.0) for pair in ((me, peer), (peer, me)))
+            since = max(awake, half.ended_at, met, answers, 0.0 if other.alive else other.died_at)
             connected = peer in node.peers and (other.alive and me in getattr(other, "peers", {}))
             if (connected or not other.alive) and now - since > self.bound_s:
                 raise Violation(
