@@ -73,6 +73,10 @@ def test_the_least_loaded_is_chosen_by_report_and_by_own_counts() -> None:
     # The report is old; five requests were sent since.
     b_busy = candidate("b", load=load(1, 0), in_flight=5, in_flight_tokens=500)
     assert make_policy("total_requests", lambda n: 0).choose([a, b_busy], PlacementRequest(1)) is a
+    assert make_policy("total_tokens", lambda n: 0).choose([a, b_busy], PlacementRequest(1)) is a
+    # Others have sent there, too.
+    a_shared = candidate("a", load=load(3, 900), in_flight=1, in_flight_tokens=10)
+    assert make_policy("total_tokens", lambda n: 0).choose([a_shared, b_busy], PlacementRequest(1)) is b_busy
 
 
 def test_power_of_two_compares_two_different_ones() -> None:

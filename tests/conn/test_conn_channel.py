@@ -9,35 +9,11 @@ from typing import Any
 
 import pytest
 
+from hand_loop import HandLoop
 from segue.conn import rank_wire as wire
 from segue.conn.channel import RankChannel
 from segue.conn.io import IoThread
 from segue.core.errors import PeerLost, SegueError, TransferFailed
-
-
-class Loop:
-    """A loop whose time the test tells."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_later(self, delay: float, call: Callable[[], None]) -> Any:
-        timer = (self.now + delay, call)
-        self.timers.append(timer)
-        return type("Handle", (), {"cancel": lambda _: timer in self.timers and self.timers.remove(timer)})()
-
-    def advance(self, seconds: float) -> None:
-        until = self.now + seconds
-        while due := [timer for timer in self.timers if timer[0] <= until]:
-            timer = min(due, key=lambda each: each[0])
-            self.timers.remove(timer)
-            self.now = timer[0]
-            timer[1]()
-        self.now = until
 
 
 class Wire:
@@ -69,7 +45,7 @@ class Rig:
     def __init__(self, **options: Any) -> None:
         self.heard: list[Any] = []
         self.ended: list[tuple[SegueError, bool]] = []
-        self.loop, self.wire = Loop(), Wire()
+        self.loop, self.wire = HandLoop(), Wire()
         options = {"backlog_bytes": 100, "ping_s": 1.0, "silence_s": 5.0, **options}
         self.channel = RankChannel(
             "the worker",
@@ -130,6 +106,21 @@ def test_who_is_silent_for_too_long_is_given_up_once_and_its_end_is_told_when_it
         rig.channel.connection_lost(None)
         rig.channel.connection_lost(None)
         assert rig.ended == [(error, False), (error, True)]
+
+    run(test)
+
+
+@pytest.mark.parametrize("stood_s", [2.5, 30.0])
+def test_who_stood_still_itself_for_more_than_a_question_takes_no_other_for_silent(stood_s: float) -> None:
+    def test() -> None:
+        rig = Rig()
+        rig.loop.advance(4.0)  # it may be silent for 5
+        rig.loop.stand_still(stood_s)
+        assert rig.ended == []
+        rig.loop.advance(5.0)
+        assert rig.ended == []
+        rig.loop.advance(1.0)
+        assert [over for _, over in rig.ended] == [False], "it was asked anew, and has said nothing since"
 
     run(test)
 

@@ -17,7 +17,7 @@ from segue.core.errors import Internal, LayoutMismatch
 from segue.core.types import Span
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import LayerSample, Part, canonical_content, checksum, whole_pages
-from segue.layout.overlap import Box, box
+from segue.layout.overlap import Box, box, first_clash
 from segue.layout.planner import PairPlan, plan_pair
 from segue.layout.spec import KVShape, PlaneSpec, PoolSpec, region_starts
 from segue.transport.ranges import check
@@ -504,6 +504,13 @@ def test_interleaved_axes_are_taken_for_an_overlap_and_boxes_are_joined() -> Non
     assert box(0, 0, 4, [(64, 3), (4, 16)]) == Box(0, 0, 192, ())
     assert box(0, 7, 4, [(64, 3), (8, 8), (1000, 1)]) == Box(0, 7, 4, ((8, 24),))
     assert box(0, 0, 4, [(10, 3), (12, 2)]) == (12, 2)
+
+
+def test_what_reaches_into_the_next_period_meets_what_begins_it() -> None:
+    key = Box(0, 0, 40, ((100, 8),))
+    assert first_clash([key, Box(1, 60, 40, ((100, 8),))]) is None
+    assert first_clash([key, Box(1, 61, 40, ((100, 8),))]) in ((0, 1), (1, 0))
+    assert first_clash([key, Box(1, 80, 40, ((100, 8),))]) in ((0, 1), (1, 0))
 
 
 def test_a_pair_of_unequal_strides_has_one_plan_hash_and_another_than_layer_major_pools() -> None:

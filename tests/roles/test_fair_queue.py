@@ -78,6 +78,14 @@ def test_a_tenant_that_comes_late_begins_where_the_others_are() -> None:
     assert [state.request.tenant for state in served(made)] == list("bababb")
 
 
+def test_a_tenant_that_was_quiet_meanwhile_is_owed_nothing() -> None:
+    made = queue(waiting(10, tenant="a"), *(waiting(10, tenant="b") for _ in range(20)))
+    served(made, 16)
+    for _ in range(5):
+        made.add(waiting(10, tenant="a"))
+    assert [state.request.tenant for state in served(made)] == list("ababababab")
+
+
 def test_the_oldest_is_passed_by_no_more_than_the_limit_and_one_prompt() -> None:
     late = waiting(7, priority=5)
     made = queue(late, passed_tokens=50)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
 
+from hand_loop import HandLoop
 from ranks import rank
 from segue.core.errors import SegueError
 from segue.transport.channel import PlainChannel
@@ -13,35 +13,9 @@ from segue.transport.ioloop import IoLoop
 from segue.transport.library_wire import AskAnswer, ControlStream, Goodbye, Message, frame
 
 
-class Now:
-    """A loop whose time the test tells, with the timers that were asked of it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def later(self, seconds: float, call: Callable[[], None]) -> object:
-        self.timers.append((self.now + seconds, call))
-        return call
-
-    def unwatch(self, fd: int) -> None: ...
-
-    def advance(self, seconds: float) -> None:
-        until = self.now + seconds
-        while due := [timer for timer in self.timers if timer[0] <= until]:
-            timer = min(due, key=lambda each: each[0])
-            self.timers.remove(timer)
-            self.now = timer[0]
-            timer[1]()
-        self.now = until
-
-
 def test_silence_counts_from_the_question_and_not_from_an_old_answer() -> None:
     ours, theirs = socket.socketpair()
-    loop, ended = Now(), list[SegueError]()
+    loop, ended = HandLoop(), list[SegueError]()
     stream = ControlStream(loop, PlainChannel(ours), rank("aaaa"), lambda message: None, ended.append, 10.0)  # type: ignore[arg-type]
     stream.expect()
     stream.answered()
