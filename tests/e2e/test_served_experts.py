@@ -175,6 +175,36 @@ def test_when_one_rank_is_told_to_leave_all_do_and_none_loses_a_request(folders:
         assert tokens(ask(made.url, PROMPTS[3])) == wanted[0][:COUNT]
 
 
+def test_ranks_that_share_experts_change_their_role_together_and_lose_nothing(
+    folders: dict[str, Path],
+) -> None:
+    folder = folders["mixtral"]
+    wanted = generate(folder, PROMPTS, COUNT)
+    sizes = ("--prefill", "2", "--prefill-dp", "2", "--decode-dp", "2", "--enable-expert-parallel")
+    with served(folder, *sizes) as made, ThreadPoolExecutor(6) as pool:
+        processes = {child.pid for role in ("prefill", "decode") for child in made.instances(role)}
+        answers = [streaming(made, pool, prompt, COUNT) for prompt in PROMPTS]
+        for before, after in (("prefill", "decode"), ("decode", "prefill")):
+            turned = made.operate("switch", names(made, before)[-1], after)
+            assert f"serving, before it {before}" in turned
+            assert list(pool.map(lambda prompt: tokens(ask(made.url, prompt)), PROMPTS * 2)) == wanted * 2
+        assert [tokens(answer.result(120)) for answer in answers] == wanted
+        made.at_rest()
+        assert {child.pid for role in ("prefill", "decode") for child in made.instances(role)} == processes
+        victim = made.instances("decode")[0]  # it was started as that
+        os.kill(victim.pid, signal.SIGKILL)
+        # Who has been switched still hears of the others' end.
+        made.logged(re.compile(r"a rank of this replica is lost: .*DP rank \d"), 1, within_s=60)
+        assert tokens(ask(made.url, PROMPTS[0])) == wanted[0]
+        made._terminate()
+        made._forget()
+
+
+def names(made: Served, role: str) -> list[str]:
+    """Of the instances in `role`, as `segue ps` has them."""
+    return list(dict.fromkeys(re.findall(rf"^(\w+) .* {role} ", made.operate("ps"), re.M)))
+
+
 def test_a_model_without_experts_is_refused_in_one_sentence(tiny: Path) -> None:
     made = served(tiny, *TWO, wait=False)
     assert made.process.wait(120) == 2

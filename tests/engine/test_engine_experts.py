@@ -9,7 +9,7 @@ import torch
 from dp_threads import DpThreads
 from engine_models import VOCAB, GreedySampler, generate, save_model, serve
 
-from segue.core.errors import ConfigError, ErrorCode, RankDivergence
+from segue.core.errors import ConfigError, ErrorCode, PeerLost, RankDivergence
 from segue.core.limits import Limits
 from segue.core.request import SamplingParams
 from segue.engine.base import SequenceStep, run_step
@@ -192,6 +192,24 @@ def test_ranks_leave_together(group):
     for rank in ranks:
         rank.forward.close()
     assert [rank.lost for rank in ranks] == [[]] * 3
+
+
+def heard_anew(rank):
+    """What a listener is told at once that takes the place of the one before."""
+    told = []
+    rank.forward.listen(lambda: told.append("wake"), lambda: told.append("leave"), told.append)
+    return told
+
+
+def test_who_listens_anew_is_told_what_was_said_before(group):
+    ranks = group(3)
+    assert heard_anew(ranks[1]) == ["wake"]
+    ranks[1].do(lambda _: ranks[1].forward.done()).get(timeout=60)
+    assert ranks[2].leaves.wait(60)
+    assert heard_anew(ranks[2]) == ["leave", "wake"]
+    ranks[1].forward.close()
+    assert ranks[0].ended.wait(60)
+    assert [type(word) for word in heard_anew(ranks[0])] == [PeerLost, str]
 
 
 def test_a_listener_that_fails_fails_its_step_and_no_rank(group):

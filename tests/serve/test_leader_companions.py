@@ -91,3 +91,18 @@ def test_a_leader_that_drains_leaves_when_the_others_do() -> None:
     leader.run()
     assert others.told_done == 2
     assert leader.engine.computed == []  # type: ignore[attr-defined]
+
+
+def test_a_leader_that_stays_for_another_role_says_to_nobody_that_it_is_done() -> None:
+    others = Others()
+    leader = leader_with(others)
+    leader.inbox.put(Drain(stays=True))
+    leader.decide()
+    assert not leader.drained(), "it has a request"
+    leader.scheduler.idle = True  # type: ignore[misc]
+    leader.run()
+    assert others.told_done == 0
+    leader.inbox.put(Drain())
+    leader.decide()
+    assert not leader.drained(), "a signal came: it leaves with the others after all"
+    assert leader.engine.computed == []  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from deployment import LIMITS, VOCAB, deployment, lineage_engine
 from killable import Cluster, cluster, save_tokenizer
@@ -36,10 +37,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+class Others:
+    """`Companions` that have nothing to compute; what they were asked."""
+
+    behind = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def done(self) -> bool:
+        self.asked.append("done")
+        return True
+
+    def listen(self, wake: object, leave: object, lost: object) -> None:
+        self.asked.append("listen")
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
 class Switchable:
     """One leader of an instance in a thread of its own, as `segue prefill` runs it in a process."""
 
-    def __init__(self, role: Role, registry: str, **of_dp: Any) -> None:
+    def __init__(self, role: Role, registry: str, companions: Others | None = None, **of_dp: Any) -> None:
         engine, memory = lineage_engine()
         self._engine, self._memory = engine, memory
         config = InstanceConfig(
@@ -52,7 +72,7 @@ class Switchable:
             engine=ModelConfig(page_tokens=engine.spec.page_tokens),
             **of_dp,
         )
-        self.turns = Turns(config, OpenedReplica(engine, memory))
+        self.turns = Turns(config, OpenedReplica(engine, memory, companions=companions))
         self.served: list[Instance] = []
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self.turns.run, args=(self._ready,))
@@ -159,6 +179,40 @@ def test_a_role_is_switched_under_load_and_back_and_nothing_is_lost(
         assert main(["explain", "r0", "--registry", made.url]) == 0
 
 
+def test_a_leader_with_companions_keeps_them_in_its_next_role_and_leaves_only_with_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = Others()
+    with cluster(folder, Role.PREFILL, Role.DECODE) as made:
+        one = Switchable(Role.DECODE, made.url, others)
+        try:
+            assert main(["switch", one.name, "prefill", "--registry", made.url, "--timeout", "60"]) == 0
+            assert "serving, before it decode" in capsys.readouterr().out
+            assert others.asked == ["listen", "listen"]
+        finally:
+            one.close()
+        assert others.asked[2:] == ["done", "close"]
+
+
+def test_a_leader_with_companions_that_is_to_leave_between_two_roles_leaves_with_them(folder: Path) -> None:
+    others = Others()
+    with cluster(folder, Role.PREFILL, Role.DECODE) as made:
+        one = Switchable(Role.DECODE, made.url, others)
+        instance = one.turns.instance
+        closes = instance.close
+
+        def and_told() -> None:
+            closes()
+            one.turns.drain()
+
+        instance.close = and_told  # type: ignore[method-assign]
+        drained = msgspec.structs.replace(instance.scheduler.load(), drained=True)
+        instance.plane.io.post(instance._turn, instance._in_role(Role.PREFILL), drained)
+        one.thread.join(60)
+        one.close()
+        assert others.asked == ["listen", "listen", "done", "close"]
+
+
 def test_a_switch_waits_for_what_is_there_and_resume_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     with deployment(Role.PREFILL, Role.DECODE) as made:
         [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
@@ -204,20 +258,16 @@ def test_an_instance_that_was_resumed_after_its_drain_does_not_turn(
     ("role", "why"),
     [
         ("decode", "cannot become decode: it is decode"),
-        ("prefill", "shares its experts with other DP ranks"),
         ("frontend", "invalid choice: 'frontend'"),
     ],
 )
 def test_a_role_that_cannot_be_is_refused_and_the_instance_serves_on(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, role: str, why: str
+    folder: Path, capsys: pytest.CaptureFixture[str], role: str, why: str
 ) -> None:
     with cluster(folder, Role.PREFILL, Role.DECODE) as made:
         [d] = made.by_role(Role.DECODE)
         name = d.instance.me.incarnation[:8]
-        with monkeypatch.context() as patched:
-            patched.setattr(d.instance, "companions", object())
-            status = main(["switch", name, role, "--registry", made.url])
-        assert status == (2 if role == "frontend" else 1)
+        assert main(["switch", name, role, "--registry", made.url]) == (2 if role == "frontend" else 1)
         assert why in capsys.readouterr().err
         assert not d.instance.scheduler.admission.draining
         ask(made, 1)

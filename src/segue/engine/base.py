@@ -173,7 +173,9 @@ class Companions(Protocol):
         self, wake: Callable[[], None], leave: Callable[[], None], lost: Callable[[SegueError], None]
     ) -> None:
         """Hear the others from now on. From another thread are told: `wake` that `behind` or `done` may have
-        changed, `leave` that another rank is done, and once `lost` why nothing can be computed any more."""
+        changed, `leave` that another rank is done, and once `lost` why nothing can be computed any more.
+
+        Once more for the next role of this process: what the listeners before were told is told again."""
         ...
 
     def close(self) -> None:

@@ -139,10 +139,19 @@ class DpGroup:
     def listen(
         self, wake: Callable[[], None], leave: Callable[[], None], lost: Callable[[SegueError], None]
     ) -> None:
-        """Hear the others from now on. From another thread are told: `wake` that there may be a step or an
-        end to look for, `leave` that a rank drains, and once `lost` why nothing can be computed any more."""
-        self._wake, self._leave, self._on_lost = wake, leave, lost
-        self._thread.start()
+        """See `Companions.listen`."""
+        with self._lock:
+            self._wake, self._leave, self._on_lost = wake, leave, lost
+            error = self._error
+        if self._thread.ident is None:
+            self._thread.start()
+            return
+        # Said to the listeners before these, who may have been gone.
+        if error is not None:
+            lost(error)
+        elif self._done:
+            leave()
+        wake()
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -296,12 +305,12 @@ class DpGroup:
     def _lose(self, error: SegueError) -> SegueError:
         """The group is over; why. What fails within a step also ends our connections, which wakes others."""
         with self._lock:
-            first = self._error is None
+            first, told = self._error is None, self._on_lost
             self._error = self._error or error
         if first:
             self._say(LostWord(error.info))
             self._ended.set()
-            self._on_lost(error)
+            told(error)
         if self._gloo is not None and threading.current_thread() is not self._thread:
             self._gloo.close()
         return self._error

@@ -232,18 +232,14 @@ class Instance:
         who = f"{self.config.label} {self.me}"
         if role not in (Role.PREFILL, Role.DECODE, Role.UNIFIED) or role is self.config.role:
             raise InvalidRequest(f"{who} cannot become {role}: it is {self.config.role}")
-        if self.companions is not None:
-            raise InvalidRequest(
-                f"{who} shares its experts with other DP ranks, which cannot be switched: start a {role} "
-                "instance instead, and drain this one"
-            )
         return dataclasses.replace(self.config, role=role, name=None)
 
     def _turn(self, config: InstanceConfig, load: Load) -> None:
         if load.drained and not self._sights.held and not self._stop.is_set():
             self.follows = config
             self._stop.set()  # now, so that nobody resumes it any more
-            self.drain()
+            self.leader.inbox.put(Drain(stays=True))
+            self._say_draining()
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -419,17 +415,18 @@ class Instance:
                 _registry_trouble(error)
 
     def close(self) -> None:
-        """Leave the registry, end sessions, transports and threads; the other ranks too, unless this process
-        serves on in another role. Idempotent."""
+        """Leave the registry, end sessions, transports and threads; the other ranks and the companions too,
+        unless this process serves on in another role. Idempotent."""
         try:
             if self.plane.io.running and self._registry is not None:
                 self.plane.io.call(self._leave(self._registry), 2 * self.limits.connect_s)
         finally:
             (self.manager or self.plane).close()
-            if self.workers is not None and (self.follows is None or self.failure is not None):
-                self.workers.close()
-            if self.companions is not None:
-                self.companions.close()
+            if self.follows is None or self.failure is not None:
+                if self.workers is not None:
+                    self.workers.close()
+                if self.companions is not None:
+                    self.companions.close()
             if self._publisher is not None:
                 self._publisher.close()
 

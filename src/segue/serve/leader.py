@@ -58,7 +58,10 @@ class FrontendGone:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish what is there, take nothing new, then leave."""
+    """Finish what is there, take nothing new, then leave: together with the companions, if there are any,
+    unless the process `stays` for another role, in which it computes with them again."""
+
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,7 @@ class Leader:
         self._report_at = self._quiet_until = clock.now()
         self._unreported = True
         self._drain_until: float | None = None
+        self._stays = False
         self._after_forward: list[Change] = []
         self._computes_here = False
 
@@ -297,8 +301,9 @@ class Leader:
                     self._prefixes(origin, self.journal().whole())
                 case FrontendGone(origin, error):
                     self.scheduler.frontend_gone(origin, error, now)
-                case Drain():
+                case Drain(stays):
                     self.scheduler.drain()
+                    self._stays = stays
                     if self._drain_until is None:
                         self._drain_until = now + self.limits.drain_s
                 case Hold(draining):
@@ -350,7 +355,7 @@ class Leader:
         """Everything has ended after a `Drain`, or its time is up."""
         if self._drain_until is None:
             return False
-        if self.scheduler.idle and (self._companions is None or self._companions.done()):
+        if self.scheduler.idle and (self._stays or self._companions is None or self._companions.done()):
             return True
         if self.clock.now() >= self._drain_until:
             log.warning("leaving with unfinished requests: %s", self.scheduler.sizes())

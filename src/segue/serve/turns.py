@@ -1,7 +1,7 @@
 """One replica as a process: its model, then one role after another, as `segue switch` orders.
 
-The engine and its memory stay. Everything else is made anew with each role (pool, scheduler, sessions,
-transports and the incarnation): to its peers it is an instance that left and another one that came.
+The engine, its memory and its other ranks stay. Everything else is made anew with each role (pool, scheduler,
+sessions, transports and the incarnation): to its peers it is an instance that left and another one that came.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ class Turns:
         while True:
             instance = self.instance
             try:
-                # A signal may have come while there was none, and been told to the one before.
-                if self._leaving or not instance.start():
+                # A signal may have come while there was none, and been told to the one before. Companions
+                # compute with us until all of them are done, so with those we drain as an instance does.
+                if (self._leaving and instance.companions is None) or not instance.start():
                     return
+                if self._leaving:
+                    instance.drain()
                 ready(instance)
                 instance.run()
             finally:
