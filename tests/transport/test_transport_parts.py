@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
-from typing import cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 import pytest
 
 from areas import whole
-from ranks import options, rank
+from library_double import DoubleTransport
+from ranks import make_shm, make_tcp, options, rank
 from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferFailed
 from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, ranges
-from segue.transport.base import Endpoint, Fenced, PeerGone, TransportEvent, Written
+from segue.transport import handshake, kinds, ranges
+from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.channel import Channel
+from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import FencedEpochs, Grants
 from segue.transport.fake import FakeTransport
 from segue.transport.ioloop import IoLoop
 from segue.transport.kinds import KINDS, OK, TransportKinds
-from segue.transport.memory import Memory, Region, allocate, host_region
-from segue.transport.paths import Write
+from segue.transport.memory import Memory, MemoryKind, Region, allocate, host_region
+from segue.transport.paths import Paths, Write, fenced, not_granted
 from segue.transport.tcp_out import OutStream, WritePart
 from segue.transport.tcp_wire import MAX_PART_ROWS, PartRows, cut
+
+T = TypeVar("T")
+
+
+def double_library(sink: EventSink, me: RankId) -> DoubleTransport:
+    """A transport over a library, which is a double."""
+    return DoubleTransport(sink, options(me))
+
 
 # ---- kinds ---------------------------------------------------------------------------------------
 
@@ -100,6 +113,36 @@ def test_a_transport_whose_module_is_missing_is_listed_with_the_reason() -> None
     assert preferred(theirs, theirs) is None, "one that this side does not know"
 
 
+def test_what_either_side_offers_alone_is_named_with_the_reason() -> None:
+    end = [Endpoint("x", 1, b"")]
+    here, there = {"fake": end, "nixl": end}, {"fake": end, "mooncake": end, "rocket": end}
+    wanted = {"fake": OK} | dict.fromkeys(("mooncake", "nixl", "rocket"), "is not offered by both")
+    assert KINDS.choices(here, there) == KINDS.choices(there, here) == wanted
+
+
+def test_a_setting_names_each_transport_once_in_its_order() -> None:
+    assert KINDS.names("auto,tcp") == ("shm", "tcp")
+    assert KINDS.names("tcp,auto,tcp") == ("tcp", "shm")
+
+
+def test_a_pool_of_several_kinds_of_memory_is_offered_for_what_registers_all_of_it() -> None:
+    shared = allocate(4096)
+    both = Memory([*shared.regions, host_region(np.zeros(4096, np.uint8))])
+    assert KINDS.offered("auto", both) == {"shm": "it registers no host memory", "tcp": OK}
+    both.close()
+
+
+def test_a_transport_whose_shared_library_is_missing_is_listed_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_library(_name: str) -> Any:
+        raise ImportError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(kinds.importlib, "import_module", no_library)
+    rocket = TransportKinds({"rocket": "segue.transport.rocket:Rocket"})
+    assert rocket.available()["rocket"].endswith("libcuda.so.1: cannot open shared object file")
+
+
 def test_real_endpoints_of_this_host_choose_shm() -> None:
     memory = allocate(4096)
     sides = []
@@ -119,6 +162,12 @@ def test_a_rank_that_cannot_travel_is_refused(name: str, incarnation: str) -> No
     me = RankId(LeaderId(Incarnation(incarnation)))
     with pytest.raises(ConfigError, match="32 hex digits"):
         KINDS.create(name, lambda _e: None, options(me))
+
+
+@pytest.mark.parametrize("numbers", [(2**32, 0), (0, 2**32), (-1, 0)])
+def test_a_rank_whose_numbers_cannot_travel_is_refused(numbers: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="no rank"):
+        options(rank("a", *numbers))
 
 
 # ---- handshake -----------------------------------------------------------------------------------
@@ -159,12 +208,81 @@ def test_each_flipped_bit_is_refused() -> None:
     listener.accept(good)
 
 
-def test_refusals_carry_their_reason() -> None:
+def test_a_recorded_verdict_is_worthless_for_another_writer() -> None:
+    """Who has recorded one connection, its challenge and its verdict, does not know the key."""
     key = handshake.new_key()
     listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
-    writer.respond(listener.challenge())
-    with pytest.raises(PeerRefused, match="another user"):
-        writer.finish(listener.refuse("another user"))
+    challenge = listener.challenge()
+    _, verdict = listener.accept(writer.respond(challenge))
+    again = handshake.WriterProof(key, _hello())
+    again.respond(challenge)
+    with pytest.raises(PeerRefused, match="could not prove"):
+        again.finish(verdict)
+
+
+@pytest.mark.parametrize("version", [handshake.VERSION - 1, handshake.VERSION + 1])
+def test_whoever_speaks_another_version_is_refused_at_each_step(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older or a newer segue, whose frames are as long and that knows the key."""
+    key = handshake.new_key()
+
+    def both() -> tuple[handshake.ListenerProof, handshake.WriterProof]:
+        return handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
+
+    def theirs(step: Callable[[], T]) -> T:
+        with monkeypatch.context() as patch:
+            patch.setattr(handshake, "VERSION", version)
+            return step()
+
+    listener, writer = both()
+    with pytest.raises(PeerRefused, match=f"speaks stream version {version}, this side {handshake.VERSION}"):
+        writer.respond(theirs(listener.challenge))
+    listener, writer = both()
+    challenge = theirs(listener.challenge)
+    frame = theirs(lambda: writer.respond(challenge))
+    with pytest.raises(PeerRefused, match=f"stream version {version}; this side"):
+        listener.accept(frame)
+    _, verdict = theirs(lambda: listener.accept(frame))
+    with pytest.raises(PeerRefused, match="unreadable"):
+        writer.finish(verdict)
+
+
+def test_what_is_no_segue_listener_is_not_answered_and_its_verdict_is_none() -> None:
+    key = handshake.new_key()
+    listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
+    challenge = listener.challenge()
+    with pytest.raises(PeerRefused, match="does not answer as a segue transport"):
+        writer.respond(b"SSH-" + challenge[4:])
+    _, verdict = listener.accept(writer.respond(challenge))
+    with pytest.raises(PeerRefused, match="unreadable"):
+        writer.finish(b"SSH-" + verdict[4:])
+
+
+@pytest.mark.parametrize(("index", "streams"), [(0, 0), (4, 4), (5, 4)])
+def test_a_stream_that_is_none_of_those_of_its_group_is_refused(index: int, streams: int) -> None:
+    key = handshake.new_key()
+    hello = handshake.StreamHello(rank("aaaa"), bytes(16), index, streams)
+    listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, hello)
+    with pytest.raises(PeerRefused, match="malformed"):
+        listener.accept(writer.respond(listener.challenge()))
+
+
+def test_refusals_carry_their_reason_whatever_letters_it_has() -> None:
+    key = handshake.new_key()
+    for reason, told in (
+        ("another user", "another user"),
+        ("for ü", r"for \?"),
+        ("x" * 200, "x" * 128 + "$"),
+    ):
+        listener, writer = handshake.ListenerProof(key), handshake.WriterProof(key, _hello())
+        writer.respond(listener.challenge())
+        with pytest.raises(PeerRefused, match=told):
+            writer.finish(listener.refuse(reason))
+    verdict = bytearray(listener.refuse("x"))
+    verdict[-1] = 0xFF  # of a peer that sends what it likes
+    with pytest.raises(PeerRefused):
+        writer.finish(bytes(verdict))
 
 
 # ---- fake ----------------------------------------------------------------------------------------
@@ -203,6 +321,22 @@ def test_fake_completes_and_moves_nothing() -> None:
     memory.close()
 
 
+def test_fake_keeps_the_rules_of_epochs_and_endpoints() -> None:
+    log: list[TransportEvent] = []
+    memory = allocate(4096)
+    writer = FakeTransport(log.append, options(rank("a")))
+    endpoint = writer.register(memory)
+    with pytest.raises(PeerRefused, match="not a fake endpoint"):
+        writer.connect(rank("b"), Endpoint("tcp", 4096, b""), 1)
+    writer.connect(rank("b"), endpoint, 1)
+    writer.fence(rank("b"), 3)
+    writer.write(rank("b"), 3, 1, [CopyBlock(0, 0, 1, 1)])
+    writer.write(rank("b"), 4, 2, [CopyBlock(0, 4096, 1, 1)])
+    assert log[0] == Fenced(rank("b"), 3, True)
+    assert [type(event) for event in log[1:]] == [WriteFailed, WriteFailed]
+    memory.close()
+
+
 # ---- ranges, books, loop ----------------------------------------------------------------------------
 
 
@@ -218,6 +352,38 @@ def test_the_last_byte_of_a_block_may_be_the_last_of_either_memory_and_no_later_
 def test_more_rows_than_the_limit_are_refused() -> None:
     with pytest.raises(TransferFailed, match="rows"):
         ranges.check([CopyBlock(0, 0, ranges.MAX_ROWS + 1, 1, 0, 1)], 10, 2**40)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [CopyBlock(0, 0, 2**11, 1, 0, 1, 2**11, 0, 2**11), CopyBlock(0, 0, 1, 1)],
+        [CopyBlock(0, 0, 1, 1, 0, 1, 2**22, 0, 1), CopyBlock(0, 0, 1, 1)],
+        [CopyBlock(0, 0, 2**21, 1, 0, 1), CopyBlock(0, 0, 2**21, 1, 0, 1), CopyBlock(0, 0, 1, 1)],
+    ],
+    ids=["rows of groups", "groups of a row", "several blocks"],
+)
+def test_the_limit_of_rows_is_of_all_groups_of_all_blocks(blocks: list[CopyBlock]) -> None:
+    assert ranges.check(blocks[:-1], 10, 2**40) == ranges.MAX_ROWS
+    with pytest.raises(TransferFailed, match=f"a write of {ranges.MAX_ROWS + 1} rows"):
+        ranges.check(blocks, 10, 2**40)
+
+
+@pytest.mark.parametrize("field", CopyBlock.__struct_fields__)
+def test_no_field_of_a_block_may_be_negative(field: str) -> None:
+    """A stride that goes backwards leaves the memory at its beginning."""
+    good = CopyBlock(500, 500, 3, 4, 10, 10, 3, 100, 100)
+    assert ranges.check([good], 1000, 1000) == 36
+    with pytest.raises(TransferFailed, match="negative"):
+        ranges.check([msgspec.structs.replace(good, **{field: -1})], 1000, 1000)
+
+
+@pytest.mark.parametrize("field", ["src_offset", "src_stride", "src_group_stride"])
+def test_each_field_that_says_what_is_read_is_held_against_the_source(field: str) -> None:
+    exact = CopyBlock(1000 - 224, 0, 3, 4, 10, 10, 3, 100, 100)  # its last byte is the last
+    assert ranges.check([exact], 1000, 1000) == 36
+    with pytest.raises(TransferFailed, match="reads outside"):
+        ranges.check([msgspec.structs.replace(exact, **{field: getattr(exact, field) + 1})], 1000, 1000)
 
 
 def test_pieces_keep_the_bytes_and_the_limit() -> None:
@@ -263,8 +429,12 @@ def test_grants_are_bounded() -> None:
         grants.add("b", 2, whole(1))
     assert grants.remove("a", 1)
     assert not grants.remove("a", 1)
+    assert len(grants) == 2
+    grants.add("c", 7, whole(1))
+    with pytest.raises(OutOfCapacity):
+        grants.add("d", 1, whole(1))
     assert grants.remove_peer("a") == {2}
-    assert len(grants) == 1
+    assert len(grants) == 2
 
 
 def test_ended_forgets_only_the_oldest() -> None:
@@ -272,6 +442,44 @@ def test_ended_forgets_only_the_oldest() -> None:
     for epoch in (1, 2, 3):
         ended.add("a", epoch)
     assert [("a", e) in ended for e in (1, 2, 3)] == [False, True, True]
+    assert ("b", 3) not in ended
+
+
+def test_the_books_of_paths_keep_the_one_that_is_open() -> None:
+    emitter = EventEmitter("x", lambda _event: None)
+    paths: Paths[str] = Paths("x", frozenset(MemoryKind), emitter)
+    peer, memory = rank("a"), Memory([host_region(np.zeros(10, np.uint8))])
+    with pytest.raises(ConfigError, match="register the memory"):
+        paths.check_connect(peer)
+    paths.check_register(memory)
+    paths.memory = memory
+    assert paths.check_connect(peer) is memory
+    assert paths.add(peer, "first")
+    assert paths.check_connect(peer) is None
+    assert not paths.add(peer, "of a connect at the same time")
+    assert paths.check_write(peer, 1) == ("first", memory)
+    assert not paths.remove(peer, "an older one that has ended"), "which is not the one that is open"
+    assert paths.of == {peer: "first"}
+    assert paths.remove(peer, "first")
+    assert not paths.remove(peer, "first")
+    with pytest.raises(TransferFailed, match="no x path"):
+        paths.check_write(peer, 1)
+
+
+def test_a_transport_that_was_closed_takes_no_memory_and_no_path() -> None:
+    emitter = EventEmitter("x", lambda _event: None)
+    paths: Paths[str] = Paths("x", frozenset(MemoryKind), emitter)
+    emitter.closed = True
+    with pytest.raises(ConfigError, match="before it is closed"):
+        paths.check_register(Memory([host_region(np.zeros(10, np.uint8))]))
+    assert not paths.add(rank("a"), "opened meanwhile"), "who opened it closes it"
+    with pytest.raises(TransferFailed, match="closed"):
+        paths.check_connect(rank("a"))
+
+
+def test_what_an_epoch_s_end_makes_of_a_write_is_not_to_be_tried_again() -> None:
+    for error in (fenced(3), not_granted(rank("a"), 3)):
+        assert not error.info.retryable, error
 
 
 def test_the_loop_runs_calls_in_order_and_timers_by_time() -> None:
@@ -330,3 +538,37 @@ def test_lesson_22_a_sink_that_raises_fails_the_peers_at_once(
     assert hooked.wait(60)
     transport.close()
     memory.close()
+
+
+@pytest.mark.parametrize("make", [make_shm, make_tcp, double_library], ids=["shm", "tcp", "library"])
+def test_lesson_22_a_thread_that_dies_is_told_of_who_writes_here_and_of_whom_we_write_to(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them once, and as no proof; and whoever asks for a fence afterwards hears an answer."""
+    hooked = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _args: hooked.set())
+    told: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+    open_before = len(os.listdir("/proc/self/fd"))
+    sides = [make(sink, rank(word)) for word, sink in zip("abc", (print, told.put, print), strict=True)]
+    memories = [allocate(4096) for _ in sides]
+    ends = [side.register(memory) for side, memory in zip(sides, memories, strict=True)]
+    writer, broken, _ = sides
+    writer.connect(rank("b"), ends[1], 60)
+    broken.connect(rank("c"), ends[2], 60)
+    broken.grant(rank("a"), 1, whole(4096))
+    writer.write(rank("b"), 1, 1, [CopyBlock(0, 0, 1, 1)])
+
+    def die() -> None:
+        raise KeyError("a bug")
+
+    broken._loop.post(die)
+    gone = [told.get(timeout=60) for _ in range(2)]
+    assert {(type(event), event.peer, event.proven) for event in gone} == {
+        (PeerGone, rank("a"), False),
+        (PeerGone, rank("c"), False),
+    }
+    assert hooked.wait(60)
+    for side, memory in zip(sides, memories, strict=True):
+        side.close()
+        memory.close()
+    assert len(os.listdir("/proc/self/fd")) == open_before, "what nobody closes while its owner lives"

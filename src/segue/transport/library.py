@@ -83,7 +83,7 @@ class LibraryTransport(Transport):
         self._grants = Grants()
         self._receiving = Receiving(self._lock, self._grants, self._emitter.emit, self._receiving_path)
         self._paths: Paths[WritingPath] = Paths(self.name, self.memory_kinds, self._emitter)
-        #: Every path whose thread has not ended, with its stream; one that is not written by any more, too.
+        #: Every path whose stream is open, with that; one that is not written by any more, too.
         self._writing: dict[WritingPath, ControlStream] = {}
         self._unquiet: list[WritingPath] = []  # ended, and nothing says that our memory is not read any more
         self._loop = net.loop(f"segue-{self.name}", self._crashed)
@@ -285,11 +285,16 @@ class LibraryTransport(Transport):
         """On the path's thread, which is about to end. True if the path was connected."""
         with self._lock:
             connected = self._paths.remove(path.peer, path)
-            stream = self._writing.pop(path)
             if not quiet and path.unsettled:
                 self._unquiet.append(path)
-        self._loop.post(stream.close)
+        self._loop.post(partial(self._shut, path))
         return connected
+
+    def _shut(self, path: WritingPath) -> None:
+        """On the loop's thread; where that has died, `_release` closes the stream."""
+        with self._lock:
+            stream = self._writing.pop(path)
+        stream.close()
 
 
 def _host_buffers(memory: Memory) -> list[HostBytes]:
