@@ -108,9 +108,13 @@ class PeerWriter:
         self._ended = False
 
     def open(self) -> None:
-        """Start to read acks."""
-        for stream in self._streams:
-            self._loop.watch(stream.channel.fileno(), select.EPOLLIN, partial(self._ready, stream))
+        """Start to read acks. A path that cannot be watched ends at once, and no other with it."""
+        try:
+            for stream in self._streams:
+                self._loop.watch(stream.channel.fileno(), select.EPOLLIN, partial(self._ready, stream))
+        except OSError as exc:
+            why = f"the stream to {self.peer} cannot be watched: {exc.strerror}"
+            self._end(PeerLost(why, peer=str(self.peer)))
 
     def write(self, epoch: int, tag: int, blocks: Sequence[CopyBlock], nbytes: int, posted: float) -> None:
         """Queue a checked write and start it."""
