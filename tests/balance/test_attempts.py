@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from segue.balance.attempts import Attempts, Next
 from segue.balance.base import Candidate, PlacementRequest
@@ -78,6 +79,29 @@ def test_the_next_attempt_is_given_every_token_and_the_same_sampling(given: int)
     assert again.sampling.seed == 7
     assert again.sampling.prompt_logprobs == (None if given else 2)
     assert made.continuing == bool(given)
+
+
+def test_tokens_that_come_later_do_not_change_the_request_that_was_sent() -> None:
+    """It waits to be encoded, or in a simulator's queue, while another output comes."""
+    made = attempts()
+    made.arrived(token(0))
+    made.failed(PeerLost("gone").info, D1)
+    again = made.begin(P1, D2)
+    made.arrived(token(1))
+    assert (again.output, made.output) == ([0], [0, 1])
+
+
+def test_a_request_that_comes_with_output_goes_on_after_it_and_has_been_given_nothing_yet() -> None:
+    made = Attempts(replace(REQUEST, output=[8, 9]))
+    assert made.begin(P1, D1).output == [8, 9]
+    assert (made.delivered, made.continuing) == (False, False)
+    assert made.failed(PeerLost("gone").info, D1) is Next.PLACE_AGAIN, "nothing was sent: no continuation"
+    again = made.begin(P1, D2)
+    assert (again.output, again.sampling.prompt_logprobs) == ([8, 9], 2)
+    usage = Usage(prompt_tokens=3, computed=3)
+    shown = made.arrived(token(2, usage=usage, timeline={"queue": 1.0}))
+    assert (shown.usage, shown.timeline) == (usage, {"queue": 1.0})
+    assert (made.output, made.delivered) == ([8, 9, 2], True)
 
 
 def test_usage_and_timeline_are_those_of_the_first_attempt() -> None:

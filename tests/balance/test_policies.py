@@ -55,8 +55,10 @@ def test_follow_bootstrap_room_is_room_modulo_dp_size() -> None:
     policy = FollowBootstrapRoom()
     for room in range(1, 50):
         assert policy.choose(ranks, PlacementRequest(room)).leader.dp_rank == room % 4
-    # A rank that is gone is not chosen, and the others still serve.
-    assert policy.choose(ranks[:3], PlacementRequest(3)).leader.dp_rank in (0, 1, 2)
+    # A rank that is gone is not chosen, and the others still serve: each its own rooms as before.
+    for room in range(1, 50):
+        chosen = policy.choose(ranks[:3], PlacementRequest(room)).leader.dp_rank
+        assert chosen == room % 4 or (room % 4 == 3 and chosen < 3)
 
 
 def test_follow_bootstrap_room_uses_every_instance() -> None:
@@ -64,6 +66,13 @@ def test_follow_bootstrap_room_uses_every_instance() -> None:
     policy = FollowBootstrapRoom()
     chosen = {policy.choose(ranks, PlacementRequest(room)).leader for room in range(1, 40)}
     assert len(chosen) == 4
+
+
+def test_follow_bootstrap_room_uses_every_rank_of_instances_of_unequal_size() -> None:
+    ranks = [candidate("a", rank, dp_size=4) for rank in range(4)]
+    ranks += [candidate("b", rank, dp_size=2) for rank in range(2)]
+    chosen = {FollowBootstrapRoom().choose(ranks, PlacementRequest(room)).leader for room in range(1, 99)}
+    assert len(chosen) == 6
 
 
 def test_the_least_loaded_is_chosen_by_report_and_by_own_counts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from segue.balance.base import Candidate, PlacementRequest
 from segue.balance.policies import PrefixAware
 from segue.balance.prefix_index import PrefixIndex
+from segue.core.control import Load
 from segue.core.kv_events import Prefixes, page_hashes
 from segue.core.types import Incarnation, LeaderId
 
@@ -39,6 +40,8 @@ def test_changes_are_followed_and_a_lost_one_makes_everything_unknown_until_it_i
     assert index.heard(A, said(0, HASHES[:1]))
     assert index.heard(A, said(1, HASHES[:3], cleared=True))
     assert (index.cached([A], PROMPT), index.blocks) == ({A: 48}, 3)
+    assert index.heard(A, said(2, HASHES[:1], (HASHES[3],), cleared=True))
+    assert (index.cached([A], PROMPT), index.blocks) == ({A: 16}, 1)
     index.forget(A)
     index.forget(A)
     assert (index.cached([A], PROMPT), index.blocks) == ({}, 0)
@@ -93,3 +96,38 @@ def test_what_was_just_sent_counts_until_its_requests_have_ended() -> None:
     assert [choose(policy, in_flight=1) for _ in range(3)] == [first] * 3
     # Nothing is in flight, and nobody says that it holds anything: there is no reason to prefer anybody.
     assert {choose(policy) for _ in range(4)} == {A, B}
+
+
+def test_what_is_under_way_is_counted_over_all_replicas() -> None:
+    """The prompt that was sent first is still computed while one that came later runs elsewhere."""
+    index = PrefixIndex()
+    policy = PrefixAware(block_tokens=16, index=index)
+    for leader in (A, B):
+        index.heard(leader, said(0, []))
+    first = choose(policy)
+    policy.choose([Candidate(A if first == B else B)], PlacementRequest(2, [7] * 64))
+    busy = [Candidate(leader, in_flight=1, in_flight_tokens=99 * (leader == first)) for leader in (A, B)]
+    assert policy.choose(busy, PlacementRequest(3, PROMPT)).leader == first
+
+
+def test_a_replica_has_what_it_says_or_was_just_sent_whichever_is_more() -> None:
+    index = PrefixIndex()
+    policy = PrefixAware(block_tokens=16, index=index)
+    index.heard(A, said(0, HASHES))
+    index.heard(B, said(0, HASHES[:3]))
+    policy.choose([Candidate(A)], PlacementRequest(1, PROMPT[:32]))
+    fleet = [Candidate(A, in_flight=1), Candidate(B)]
+    assert policy.choose(fleet, PlacementRequest(2, PROMPT)).leader == A
+    assert policy.known_tokens == 64
+
+
+def test_a_replica_that_others_have_filled_is_passed_over_whatever_it_holds() -> None:
+    index = PrefixIndex()
+    policy = PrefixAware(block_tokens=16, index=index)
+    index.heard(A, said(0, HASHES))
+    full = Load(dp_rank=0, running=5, waiting=4, tokens=9, pages_free=0, pages_total=9)
+    for known in (64, 64):
+        assert policy.choose([Candidate(A), Candidate(B)], PlacementRequest(1, PROMPT)).leader == A
+        assert policy.known_tokens == known
+        assert policy.choose([Candidate(A, load=full), Candidate(B)], PlacementRequest(2, PROMPT)).leader == B
+        assert policy.known_tokens < known

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from segue.bootstrap.etcd import KeyEvent, Kv, NoLease, Read
+from segue.bootstrap.etcd import Compacted, KeyEvent, Kv, NoLease, Read
 from segue.bootstrap.etcd_backend import EtcdBackend
 from segue.core.clock import VirtualClock
 from segue.core.limits import Limits
@@ -22,6 +22,8 @@ class MemoryEtcd:
     granted: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     between: list[Callable[[], None]] = field(default_factory=list)
+    #: what happens when the next watches begin, each of which then ends in silence
+    lapses: list[Callable[[], None]] = field(default_factory=list)
     revision: int = 1
     _history: list[tuple[int, KeyEvent]] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,6 +59,10 @@ class MemoryEtcd:
             self.revision += 1
             self._tell(KeyEvent(Kv(key, b"", 0, self.revision), "DELETE"))
 
+    def compact(self) -> None:
+        """A lapse: what was to be watched from has been thrown away."""
+        raise Compacted
+
     def _tell(self, event: KeyEvent) -> None:
         if event.gone:
             del self.keys[event.kv.key]
@@ -81,6 +87,9 @@ class MemoryEtcd:
     async def watch(
         self, key: bytes, revision: int, silent_s: float, *, prefix: bool = False
     ) -> AsyncGenerator[list[KeyEvent], None]:
+        if self.lapses:
+            self.lapses.pop(0)()
+            return
         while True:
             news = self._news
             found = [

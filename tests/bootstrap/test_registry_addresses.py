@@ -34,11 +34,17 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rank:
     """The sessions of one rank of an instance with those who ask who it is."""
 
-    def __init__(self, said: InstanceRecord, me: LeaderId | None = None, secret: bytes = SECRET) -> None:
+    def __init__(
+        self,
+        said: InstanceRecord,
+        me: LeaderId | None = None,
+        secret: bytes = SECRET,
+        role: Role | None = None,
+    ) -> None:
         self._said = said
         self.node = SessionNode(
             me=me or LeaderId(said.incarnation, said.replicas[0].dp_rank),
-            role=Role.PREFILL,
+            role=role or said.role,
             secret=secret,
             handlers={Role.OPERATOR: self},
             message_type=OperatorMessage,
@@ -104,6 +110,7 @@ async def test_an_instance_is_shown_once_all_its_addresses_answer_and_without_th
         again = Rank(record(A.replace("a", "d"), dp_size=1))  # type: ignore[arg-type]
         await again.listen(ports[0])
         assert names(await anext(watch)) == [B, "d" * 32]
+        assert registry._backend._complete == {B, "d" * 32}, "who is gone is forgotten"  # type: ignore[attr-defined]
         for rank in (again, other):
             await rank.node.close()
 
@@ -133,12 +140,62 @@ async def test_a_name_stands_for_all_addresses_that_it_resolves_to_at_the_time()
 @run
 async def test_who_has_another_secret_or_the_record_of_somebody_else_is_not_shown() -> None:
     stranger, liar = Rank(record(A), secret=b"a secret of others"), Rank(record(B), me=LeaderId(C))
-    true = Rank(record(C, dp_rank=0))
-    ranks = (stranger, liar, true)
+    true, other = Rank(record(C, dp_rank=0)), Rank(record(B), role=Role.DECODE)
+    ranks = (stranger, liar, true, other)
     async with client(static(*[await rank.listen() for rank in ranks])) as registry:
         assert names(await anext(registry.watch())) == [C]
     for rank in ranks:
         await rank.node.close()
+
+
+@run
+async def test_all_that_serve_are_found_and_whoever_asks_for_one_role_is_shown_that_one() -> None:
+    roles = {A: Role.PREFILL, B: Role.DECODE, C: Role.UNIFIED}
+    ranks = [Rank(record(who, role=role)) for who, role in roles.items()]
+    async with client(static(*[await rank.listen() for rank in ranks])) as registry:
+        assert names(await anext(registry.watch())) == [A, B, C]
+        for who, role in roles.items():
+            assert names(await anext(registry.watch(role))) == [who]
+    for rank in ranks:
+        await rank.node.close()
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1, "a client that was closed dials nobody any more"
+
+
+@run
+async def test_whoever_goes_is_off_the_list_at_once_and_not_with_the_next_look() -> None:
+    address_backend.AGAIN_S = 3600.0  # the fixture sets it back
+    ranks = [Rank(record(who)) for who in (A, B)]
+    async with client(static(*[await rank.listen() for rank in ranks])) as registry:
+        watch = registry.watch()
+        assert names(await anext(watch)) == [A, B]
+        await ranks[1].node.close()
+        assert names(await anext(watch)) == [A]
+    await ranks[0].node.close()
+
+
+@run
+async def test_no_more_sessions_are_opened_than_addresses_may_be_named() -> None:
+    address_backend.MAX_ADDRESSES, most = 2, address_backend.MAX_ADDRESSES
+    try:
+        with pytest.raises(ConfigError, match="names 3 addresses; 2 are the most"):
+            RegistryClient(static(1, 2, 3), secret=SECRET, limits=LIMITS)
+        ranks = [Rank(record(who)) for who in (A, B, C)]
+        _, port = await ranks[0].node.listen("127.0.0.1", 0)
+        for at, rank in enumerate(ranks[1:], start=2):
+            await rank.node.listen(f"127.0.0.{at}", port)
+
+        async def getaddrinfo(name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+            hosts = [f"127.0.0.{at}" for at in (3, 2, 1, 1)] if name == "segue.internal" else [name]
+            return [(0, 0, 0, "", (host, port)) for host in hosts]
+
+        asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[method-assign, assignment]
+        async with client(f"dns://segue.internal:{port}") as registry:
+            assert names(await anext(registry.watch())) == [A, B]
+        for rank in ranks:
+            await rank.node.close()
+    finally:
+        address_backend.MAX_ADDRESSES = most
 
 
 @run

@@ -83,5 +83,6 @@ def test_one_timer_is_held_however_often_the_next_expiry_comes_nearer() -> None:
         assert len(timers) > 5
         assert sum(not timer.cancelled() for timer in timers) == 1
         waiter.close()
+        assert all(timer.cancelled() for timer in timers)
 
     asyncio.run(run())

@@ -518,7 +518,10 @@ def test_something_else_at_the_registrys_address_is_said_clearly() -> None:
     asyncio.run(main())
 
 
-def test_lesson_19_the_client_follows_no_redirect_and_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["http", "etcd"])
+def test_lesson_19_the_client_follows_no_redirect_and_no_proxy(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     async def elsewhere(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -538,13 +541,60 @@ def test_lesson_19_the_client_follows_no_redirect_and_no_proxy(monkeypatch: pyte
             monkeypatch.setenv("ALL_PROXY", trap_url)
             async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
                 port = server.sockets[0].getsockname()[1]
-                client = RegistryClient(f"http://127.0.0.1:{port}", secret=SECRET, limits=LIMITS)
+                client = RegistryClient(f"{kind}://127.0.0.1:{port}", secret=SECRET, limits=LIMITS)
                 with pytest.raises(PeerRefused):
                     await client.register(record(A))
                 await client.aclose()
 
     asyncio.run(main())
     assert not asked
+
+
+@pytest.mark.parametrize("kind", ["http", "etcd"])
+def test_as_many_rooms_as_requests_are_waited_for_at_the_same_time(kind: str) -> None:
+    """Each holds a connection: none may keep the others from being asked for, nor the list."""
+    many = 40
+
+    async def main() -> None:
+        came, all_came = [0], asyncio.Event()
+
+        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            came[0] += 1
+            if came[0] == many:
+                all_came.set()
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            limits = msgspec.structs.replace(LIMITS, max_queue=many)
+            client = RegistryClient(f"{kind}://127.0.0.1:{port}", secret=SECRET, limits=limits)
+            asking = [asyncio.create_task(client.resolve_room(1 + n, DEADLINE_S)) for n in range(many)]
+            await asyncio.wait_for(all_came.wait(), DEADLINE_S)
+            await client.aclose()
+            assert all(isinstance(e, Draining) for e in await asyncio.gather(*asking, return_exceptions=True))
+
+    asyncio.run(main())
+
+
+def test_a_question_that_waits_has_its_wait_and_an_answer_s_time_and_no_other_time_is_longer() -> None:
+    async def main() -> None:
+        times: list[dict[str, float]] = []
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            times.append(request.extensions["timeout"])
+            return httpx.Response(200, content=msgspec.json.encode(LeaderId(A)))
+
+        limits = msgspec.structs.replace(LIMITS, connect_s=5.0)
+        transport = httpx.MockTransport(answer)
+        client = RegistryClient("http://r:1", secret=SECRET, limits=limits, transport=transport)
+        await client._backend.room(5, 30.0)
+        await client._backend.put_draining(A, DrainFlag(draining=True))
+        await client.aclose()
+        assert [(one["connect"], one["read"]) for one in times] == [(5.0, 35.0), (5.0, 5.0)]
+
+    asyncio.run(main())
 
 
 def test_a_drain_that_the_registry_did_not_hear_is_told_with_the_next_keep_alive() -> None:
@@ -711,10 +761,10 @@ def test_an_answer_that_was_changed_on_its_way_is_not_believed() -> None:
 
 
 class Answers:
-    """A backend that has written down what it was told, and answers with what it is given: an error to raise
-    first, or nothing. `epoch` is the registry's life."""
+    """A backend that has written down what it was told, and answers with what it is given: errors to raise
+    first (None: not this time), or nothing. `epoch` is the registry's life."""
 
-    def __init__(self, *errors: SegueError) -> None:
+    def __init__(self, *errors: SegueError | None) -> None:
         self.errors = list(errors)
         self.ranks: list[InstanceRecord] = []
         self.rooms: list[tuple[int, RoomRecord]] = []
@@ -724,8 +774,8 @@ class Answers:
 
     def _raise(self) -> None:
         self.asked.set()
-        if self.errors:
-            raise self.errors.pop(0)
+        if self.errors and (error := self.errors.pop(0)) is not None:
+            raise error
 
     async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
         self._raise()
@@ -740,6 +790,13 @@ class Answers:
     async def delete(self, leader: LeaderId) -> None:
         self._raise()
 
+    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
+        self._raise()
+
+    async def room(self, room: int, wait_s: float) -> LeaderId | None:
+        self._raise()
+        return LeaderId(A)
+
     async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
         if not self.lists:
             await asyncio.Event().wait()
@@ -751,9 +808,11 @@ class Answers:
     async def close(self) -> None: ...
 
 
-def registry_on(backend: Answers, clock: VirtualClock | None = None, **limits: int) -> LocalRegistry:
+def registry_on(
+    backend: Answers, clock: VirtualClock | None = None, ttl_s: float = 1e-6, **limits: int
+) -> LocalRegistry:
     store = RegistryStore(VirtualClock(), ttl_s=1.0)
-    made = LocalRegistry(store, limits=Limits(registry_ttl_s=1e-6, **limits), clock=clock)  # type: ignore[arg-type]
+    made = LocalRegistry(store, limits=Limits(registry_ttl_s=ttl_s, **limits), clock=clock)  # type: ignore[arg-type]
     made._backend = backend  # type: ignore[assignment]
     return made
 
@@ -789,6 +848,107 @@ def test_a_keep_alive_goes_on_after_what_may_pass_and_says_every_rank_again(erro
         assert not keeping.done()
         await registry.leave(LeaderId(A, 1))
         await asyncio.wait_for(keeping, DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def noted(registry: LocalRegistry) -> list[float]:
+    """How long it pauses, from now on; no time passes."""
+    pauses: list[float] = []
+
+    async def pause(wait_s: float, *others: asyncio.Event) -> bool:
+        pauses.append(wait_s)
+        await asyncio.sleep(0)
+        return registry._closing.is_set() or any(event.is_set() for event in others)
+
+    registry._pause = pause  # type: ignore[method-assign]
+    return pauses
+
+
+def test_a_keep_alive_that_failed_is_said_again_soon_and_one_that_did_not_after_a_third_of_the_ttl() -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend, ttl_s=30.0)
+        await registry.register(record(A))
+        away, troubles = BootstrapUnreachable("away"), list[SegueError | None]()
+        registry._on_error = lambda _: troubles.append(registry.last_error)
+        backend.errors[:] = [None, *[away] * 7, None, away]
+        pauses = noted(registry)
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        while backend.errors:  # noqa: ASYNC110  each turn is one of its
+            await asyncio.sleep(0)
+        while len(pauses) < 12:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert pauses[:12] == [10.0, 10.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 10.0, 0.1, 10.0]
+        assert troubles == [away] * 8
+        assert registry.last_error is None, "the registry is back"
+        await registry.aclose()
+        await asyncio.wait_for(keeping, DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def test_who_asks_a_registry_that_is_away_pauses_longer_each_time_and_shortly_after_it_was_there() -> None:
+    async def main() -> None:
+        backend, away = Answers(), BootstrapUnreachable("away")
+        registry = registry_on(backend)
+        pauses = noted(registry)
+        backend.lists += [*[away] * 6, answer("e", 1.0, record(A)), away, answer("e", 1.0)]
+        watch = registry.watch()
+        assert names(await soon(anext(watch))) == [A]
+        assert await soon(anext(watch)) == []
+        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 0.1]
+        pauses.clear()
+        backend.errors[:] = [away] * 6
+        assert await registry.resolve_room(5, DEADLINE_S) == LeaderId(A)
+        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidRequest])
+def test_a_drain_of_an_incarnation_that_is_over_says_so(error: type[SegueError]) -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
+        await registry.register(record(A))
+        backend.errors[:] = [error("no more")]
+        with pytest.raises(error):
+            await registry.set_draining(A, True)
+
+    asyncio.run(main())
+
+
+def test_a_room_of_an_instance_that_has_left_does_not_register_it_again() -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
+        await registry.register(record(A))
+        await registry.leave(LeaderId(A))
+        backend.errors[:] = [NotFound("nobody of that name")]
+        with pytest.raises(NotFound):
+            await registry.register_room(5, LeaderId(A), ttl_s=60.0)
+        assert len(backend.ranks) == 1
+
+    asyncio.run(main())
+
+
+def test_a_client_that_is_closed_asks_no_more_and_leaves_no_task() -> None:
+    async def main() -> None:
+        backend = Answers(*[BootstrapUnreachable("away")] * 99)
+        registry = registry_on(backend, VirtualClock())
+        following = asyncio.ensure_future(anext(registry.watch()))
+        registering = asyncio.create_task(registry.register_room(5, LeaderId(A), ttl_s=3600.0))
+        await backend.asked.wait()
+        await registry.aclose()
+        with pytest.raises(BootstrapUnreachable):
+            await asyncio.wait_for(registering, DEADLINE_S)
+        assert len(backend.errors) >= 97
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(following, DEADLINE_S)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
 
@@ -832,6 +992,14 @@ def test_a_registry_that_begins_anew_hears_of_the_rooms_that_live_with_the_time_
         backend.epoch = "second"
         await registry.register(record(A))
         assert [(room, said.ttl_s) for room, said in backend.rooms] == [(5, 20.0), (7, 40.0)]
+        # One that stumbles while it hears of them is told again, of all of them.
+        backend.rooms.clear()
+        backend.epoch = "third"
+        backend.errors[:] = [None, BootstrapUnreachable("for a moment")]
+        with pytest.raises(BootstrapUnreachable):
+            await registry.register(record(A))
+        await registry.register(record(A))
+        assert [room for room, _ in backend.rooms] == [5, 7]
 
     asyncio.run(main())
 

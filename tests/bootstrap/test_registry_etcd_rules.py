@@ -10,6 +10,7 @@ import pytest
 from memory_etcd import MemoryEtcd, backend_on
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
+from segue.bootstrap import etcd_backend
 from segue.bootstrap.etcd_backend import EtcdBackend
 from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
 from segue.bootstrap.sealed import Seal
@@ -189,6 +190,34 @@ async def test_a_rank_that_somebody_else_took_out_does_not_come_back() -> None:
     with pytest.raises(Draining):
         await mine.put_rank(record(A), 0)
     assert stored(etcd)[0].replicas == []
+    # Its last word, which is there until its lease ends, is in nobody's way.
+    await process(etcd).put_rank(record(B), 0)
+    await process(etcd).put_rank(record(C, dp_rank=1, dp_size=2), 1)
+    assert names(stored(etcd)) == [A, B, C]
+
+
+@run
+async def test_a_rank_does_not_move_within_one_incarnation_also_not_in_its_own_process() -> None:
+    etcd = MemoryEtcd()
+    mine = process(etcd)
+    await mine.put_rank(record(A), 0)
+    with pytest.raises(DpRankConflict):
+        await mine.put_rank(record(A, port=1234), 0)
+    assert len(stored(etcd)) == 1
+    await mine.put_rank(record(A), 0)
+
+
+@run
+async def test_who_has_left_is_remembered_within_a_bound() -> None:
+    etcd = MemoryEtcd()
+    mine, most = process(etcd), etcd_backend._MAX_GONE
+    try:
+        etcd_backend._MAX_GONE = 2
+        for who in (A, B, C):
+            await mine.delete(LeaderId(who))
+    finally:
+        etcd_backend._MAX_GONE = most
+    assert list(mine._gone) == [LeaderId(B), LeaderId(C)]
 
 
 @run
@@ -257,6 +286,64 @@ async def test_who_vanishes_without_a_word_begins_a_new_life_of_the_list() -> No
     await watcher.close()
 
 
+@run
+async def test_a_list_that_was_compacted_or_silent_is_read_again_and_nobody_hears_an_error() -> None:
+    etcd = MemoryEtcd()
+    one, watcher = process(etcd), process(etcd, VirtualClock())
+    await one.put_rank(record(A), 0)
+    etcd.lapses += [etcd.compact, lambda: None, etcd.compact]
+    first = await watcher.instances(None, None, 0.0)
+    assert (names(first.instances), etcd.lapses) == ([A], [])
+    await one.put_rank(record(B, port=9100), 0)
+    assert names((await watcher.instances(None, first.version, DEADLINE_S)).instances) == [A, B]
+    await watcher.close()
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1, "a client that was closed follows nothing any more"
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_who_vanished_while_nobody_watched_may_come_back_and_who_had_left_does_not(left: bool) -> None:
+    async def main() -> None:
+        etcd = MemoryEtcd()
+        one, watcher = process(etcd), process(etcd, VirtualClock())
+        await one.put_rank(record(A), 0)
+        [key] = etcd.keys
+        if left:
+            etcd.write(key, SEAL.close(key, record(A, replicas=[])), 101)
+        etcd.lapses.append(lambda: etcd.end(101))
+        found = await watcher.instances(None, None, 0.0)
+        assert (found.instances, found.epoch) == ([], "0" if left else "1")
+        await watcher.close()
+
+    asyncio.run(main())
+
+
+@run
+async def test_of_two_that_contradict_each_other_the_first_is_shown_also_after_it_has_changed() -> None:
+    etcd = MemoryEtcd()
+    one, watcher = process(etcd), process(etcd, VirtualClock())
+    await one.put_rank(two(0), 0)
+    first = await watcher.instances(None, None, 0.0)
+    key = RANKS + b"127.0.0.1:9001"
+    etcd.write(key, SEAL.close(key, two(1, model="another")))
+    await one.put_draining(A, DrainFlag(draining=True, dp_rank=0))
+    [shown] = (await watcher.instances(None, first.version, DEADLINE_S)).instances
+    assert (shown.model, [where.dp_rank for where in shown.replicas], shown.draining) == ("m", [0], True)
+    await watcher.close()
+
+
+@run
+async def test_a_record_over_which_a_stranger_has_written_is_shown_no_more() -> None:
+    etcd = MemoryEtcd()
+    one, watcher = process(etcd), process(etcd, VirtualClock())
+    await one.put_rank(record(A), 0)
+    first = await watcher.instances(None, None, 0.0)
+    [key] = etcd.keys
+    etcd.write(key, Seal(b"another secret of others").close(key, record(A)), 101)
+    assert (await watcher.instances(None, first.version, DEADLINE_S)).instances == []
+    await watcher.close()
+
+
 # ---- rooms -------------------------------------------------------------------------------------------
 
 
@@ -273,6 +360,7 @@ async def test_a_room_has_one_owner_that_registered_here_and_is_waited_for() -> 
     await mine.put_rank(record(A, dp_size=2), 0)
     with pytest.raises(NotFound):
         await other.put_room(5, room())
+    etcd.lapses += [etcd.compact, lambda: None]
     waiting = asyncio.ensure_future(other.room(5, DEADLINE_S))
     await asyncio.sleep(0)
     for dp_rank in (2, -1):

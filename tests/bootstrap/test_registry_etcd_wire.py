@@ -250,3 +250,24 @@ def test_a_watch_that_cannot_go_on_says_why(
             await watched(answer())
 
     asyncio.run(main())
+
+
+def test_a_question_ends_in_time_and_a_watch_with_the_silence_that_is_too_long() -> None:
+    """Nobody says that a machine is gone."""
+
+    async def main() -> None:
+        times: list[dict[str, float]] = []
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            times.append(request.extensions["timeout"])
+            return httpx.Response(200, json={"ID": "5"})
+
+        etcd = Etcd(PLACES[:1], Limits(connect_s=3.0), None)
+        etcd._client = httpx.AsyncClient(transport=httpx.MockTransport(answer), timeout=None)
+        await etcd.grant(1)
+        with pytest.raises(BootstrapUnreachable):
+            async for _ in etcd.watch(b"p/", 5, 7.0):
+                pass
+        assert [(one["connect"], one["read"]) for one in times] == [(3.0, 3.0), (3.0, 7.0)]
+
+    asyncio.run(main())

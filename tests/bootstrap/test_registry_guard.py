@@ -16,6 +16,7 @@ import pytest
 import uvloop
 from registry_records import DEADLINE_S, SECRET, record
 
+from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.server import RegistryServer, serve
 from segue.core.errors import (
@@ -246,5 +247,21 @@ def test_the_door_of_the_api_is_not_opened_by_health() -> None:
         async with registry() as server, httpx.AsyncClient() as client:
             assert (await client.get(f"{server.url}/v1/health")).status_code == 200
             assert server.server.pending == 1  # it asked only what everybody may
+
+    asyncio.run(main())
+
+
+def test_who_knows_the_secret_stands_among_strangers_no_more_and_who_does_not_takes_no_members_place() -> (
+    None
+):
+    async def main() -> None:
+        async with registry() as server:
+            for secret, held in ((b"another secret of the tests", (1, 0)), (SECRET, (0, 1))):
+                headers = {"Authorization": f"Bearer {bearer_token(secret)}"}
+                async with httpx.AsyncClient(headers=headers) as client:
+                    status = (await client.get(f"{server.url}/v1/instances")).status_code
+                    assert status == (200 if secret is SECRET else 401)
+                    assert (server.server.pending, server.server.members) == held
+                await until(lambda: not server.server.server_state.connections)
 
     asyncio.run(main())

@@ -21,7 +21,7 @@ from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.backends import HttpBackend
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import InstanceList, RoomRecord
-from segue.bootstrap.server import MAX_BODY_BYTES, registry_app, serve
+from segue.bootstrap.server import MAX_BODY_BYTES, MAX_WAIT_S, registry_app, serve
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import VirtualClock
@@ -34,7 +34,7 @@ from segue.core.errors import (
     Unauthorized,
 )
 from segue.core.limits import Limits
-from segue.core.types import LeaderId
+from segue.core.types import LeaderId, Role
 from segue.session.guarded_http import ErrorBody
 from tls_files import Authority
 
@@ -111,6 +111,11 @@ def test_a_query_that_was_changed_on_its_way_does_nothing_and_may_be_repeated() 
                 assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
                 assert answer.json()["error"]["retryable"]
             assert (await http.get("/v1/instances", headers={DIGEST_HEADER: digest})).status_code == 500
+            await http.put(rank(), content=body)
+            version = store.version
+            for path in (rank(), rank(dp_rank=1)):  # another rank would leave in the place of the one
+                answer = await http.delete(path, headers={DIGEST_HEADER: digest})
+                assert code(answer) is ErrorCode.CHECKSUM_MISMATCH
             for method, path, content in (
                 ("PUT", rank().replace("ranks", "ranku"), body),
                 ("GET", "/v1/instancds", b""),
@@ -254,6 +259,45 @@ def test_wrong_questions_have_typed_answers(method: str, path: str, status: int)
             answer = await http.request(method, path, content=body)
             assert answer.status_code == status
             assert answer.json()["error"]["text"]
+
+    asyncio.run(main())
+
+
+def test_a_bug_is_answered_as_one_by_a_registry_and_not_as_by_something_else() -> None:
+    async def main() -> None:
+        async with api() as (http, store):
+            store.register = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+            answer = await http.put(rank(), content=msgspec.json.encode(record()))
+            assert (answer.status_code, code(answer)) == (500, ErrorCode.INTERNAL)
+            assert "ZeroDivision" not in answer.text
+            assert (await http.get("/v1/instances")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_no_query_waits_longer_than_any_may() -> None:
+    asked: list[float] = []
+
+    class Asked(StoreWaiter):
+        async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
+            asked.append(wait_s)
+            return self.store.instances(role)
+
+        async def room(self, room: int, wait_s: float) -> LeaderId | None:
+            asked.append(wait_s)
+            return LeaderId(A)
+
+    async def main() -> None:
+        store = RegistryStore(SystemClock(), ttl_s=600.0)
+        transport = httpx.ASGITransport(
+            app=registry_app(store, None, Limits(), waiter=Asked(store, SystemClock())),
+            client=("127.0.0.1", 1),
+        )
+        async with httpx.AsyncClient(transport=transport, base_url="http://registry") as http:
+            for path in ("/v1/instances", "/v1/rooms/5"):
+                for wait_s in ("", "?wait_s=7", "?wait_s=1e9"):
+                    assert (await http.get(path + wait_s)).status_code == 200
+        assert asked == [0.0, 7.0, MAX_WAIT_S] * 2
 
     asyncio.run(main())
 

@@ -222,6 +222,40 @@ def test_each_bound_of_a_record_is_where_it_is(most: dict[str, Any], more: dict[
     assert len(registry.instances().instances) == 1
 
 
+#: Of each number and text of a registration that is bounded: a value that nobody can mean.
+WRONG: dict[str, list[object]] = {
+    **{key: [0, -1, 2**16 + 1] for key in ("dp_size", "tp_size", "pp_size", "cp_size")},
+    **{key: [-1, 2**16] for key in ("http_port", "bootstrap_port")},
+    **{key: ["x" * 513] for key in ("model", "served_model", "load_balance", "http_host")},
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_no_number_and_no_text_of_a_registration_is_without_a_bound(name: str) -> None:
+    # `source` may be as long as a path is; the body that it comes in has its own bound.
+    free = {
+        "incarnation",
+        "role",
+        "source",
+        "context_tokens",
+        "shared_experts",
+        "complete",
+        "draining",
+        "replicas",
+    }
+    assert set(WRONG) | free == set(InstanceRecord.__struct_fields__)
+    registry, _ = store()
+    for value in WRONG[name]:
+        with pytest.raises(InvalidRequest):
+            registry.register(msgspec.structs.replace(record(), **{name: value}), 0)
+    assert not registry.instances().instances
+
+
+def test_a_version_that_was_seen_before_a_restart_means_nothing_after_it() -> None:
+    versions = {store(random_bytes=lambda n, b=b: bytes([b]) * n)[0].version for b in range(1, 9)}
+    assert len(versions) == 8, "else who waits for another one than it has seen could wait in vain"
+
+
 @pytest.mark.parametrize(
     ("ranks", "dp_size", "complete", "ready"),
     [
@@ -430,6 +464,7 @@ def test_rooms_of_nobody_out_of_range_or_beyond_the_bound_are_typed_errors() -> 
         registry.register_room(number, room(ttl_s=1e9))
     with pytest.raises(OutOfCapacity):
         registry.register_room(4, room())
+    registry.register_room(2, room())  # which is there already
     for _ in range(10):  # the owner stays alive; the rooms' time is cut to the limit
         clock.advance(5)
         registry.register(record(A, dp_size=2), 0)
@@ -439,10 +474,12 @@ def test_rooms_of_nobody_out_of_range_or_beyond_the_bound_are_typed_errors() -> 
 
 def test_instances_are_bounded() -> None:
     registry, _ = store(max_instances=2)
-    registry.register(record(A), 0)
     registry.register(record(B), 0)
+    registry.register(record(A), 0)
     with pytest.raises(OutOfCapacity):
         registry.register(record(C), 0)
+    assert names(registry.instances().instances) == [A, B]
+    registry.register(record(A), 0)  # who is there stays
 
 
 def test_the_drain_flag_is_the_one_thing_that_changes() -> None:

@@ -13,11 +13,11 @@ from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ModelCon
 from segue.core.errors import ConfigError
 from segue.core.limits import Limits
 from segue.core.model_names import is_hub_name, served_name
-from segue.core.parallel import ParallelSize
+from segue.core.parallel import ParallelSize, share
 from segue.core.pool_size import Host, ModelSize
 from segue.core.ranks_config import RanksConfig
-from segue.core.settings import Layers, argv, build, flatten, parse_toml, settings
-from segue.core.types import Role
+from segue.core.settings import Layers, argv, build, flatten, integer, parse_toml, settings
+from segue.core.types import RankCoord, Role
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 HOST = Host(cores=8, free_bytes=16 * 2**30)
@@ -80,6 +80,11 @@ def test_values_have_their_types_from_every_source() -> None:
         (("--prefill", "between 1 and 64"), {"prefill": "0"}),
         (("--dtype", "bfloat16", "did you mean float16"), {"dtype": "flaot16"}),
         (("--model", "not empty"), {"model": " "}),
+        # A variable of a script that is not set: what it is to protect must not stay open without a word.
+        (("--api-key ", "not empty"), {"api_key": ""}),
+        (("SEGUE_API_KEY_FILE", "not empty"), {"environ": {"SEGUE_API_KEY_FILE": ""}}),
+        (("secret_file in segue.toml", "not empty"), {"toml": "secret_file = ''"}),
+        (("--drain-s", "at least 0.1", "inf"), {"drain_s": "inf"}),
         (("SEGUE_PORT", "whole number"), {"environ": {"SEGUE_PORT": "1.5"}}),
         (("SEGUE_UNIFIED", "true or false"), {"environ": {"SEGUE_UNIFIED": "maybe"}}),
         (("chunk_token ", "segue.toml", "did you mean chunk_tokens"), {"toml": "chunk_token = 1"}),
@@ -90,12 +95,17 @@ def test_values_have_their_types_from_every_source() -> None:
         (("--unified", "--prefill"), {"unified": True, "prefill": "2"}),
         (("--chunk-tokens 100", "multiple", "--page-tokens 16"), {"chunk_tokens": "100"}),
         (("--peer-silence-s 2", "--keepalive-s 2"), {"peer_silence_s": "2"}),
+        (("--peer-silence-s 3.9", "--keepalive-s 2"), {"peer_silence_s": "3.9"}),
     ],
 )
 def test_wrong_value_is_one_sentence_that_helps(
     fragments: tuple[str, ...], arguments: dict[str, Any]
 ) -> None:
     assert_refused(*fragments, **arguments)
+
+
+def test_a_peer_may_be_lost_with_the_second_sign_that_does_not_come() -> None:
+    assert serve(keepalive_s="2", peer_silence_s="4").limit.peer_silence_s == 4.0
 
 
 def test_a_wrong_lower_layer_is_refused_even_when_a_flag_would_win() -> None:
@@ -120,7 +130,11 @@ def test_required_settings_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["10.0.0.1:8998", "http://host", "http://host:x", "http://:1", "ftp://h:1", "http://h:1/v1"]
+    "url",
+    [
+        *("10.0.0.1:8998", "http://host", "http://host:x", "http://:1", "ftp://h:1", "http://h:1/v1"),
+        "http://h/v1:80",
+    ],
 )
 def test_registry_url_is_checked(url: str) -> None:
     assert_refused("--registry", "http://HOST:PORT", url, make=instance, registry=url)
@@ -128,14 +142,19 @@ def test_registry_url_is_checked(url: str) -> None:
 
 def test_strangers_need_a_secret_and_a_wildcard_needs_a_name() -> None:
     assert_refused("--host 10.0.0.5", "--secret-file", make=instance, host="10.0.0.5")
-    assert_refused("--host 0.0.0.0", "--advertise-host", make=instance, host="0.0.0.0", secret_file="s")
-    config = instance(host="0.0.0.0", advertise_host="10.0.0.5", secret_file="s")
-    assert config.peer_host == "10.0.0.5"
+    for host in ("0.0.0.0", "::"):
+        assert_refused(f"--host {host}", "--advertise-host", make=instance, host=host, secret_file="s")
+        config = instance(host=host, advertise_host="10.0.0.5", secret_file="s")
+        assert config.peer_host == "10.0.0.5"
 
 
 def test_ranks_where_there_can_be_none_are_refused_with_what_to_do() -> None:
     assert_refused("--cp 2", "which prefill computes", make=instance, role=Role.DECODE, cp="2")
     assert_refused("--tp and --pp to 1", make=instance, role=Role.UNIFIED, tp="2")
+    for ranks in ("tp", "pp", "cp"):
+        several: dict[str, Any] = {"role": Role.PREFILL, "send_layers": "4", ranks: "2"}
+        assert_refused("--send-layers 4", "to have one rank", make=instance, **several)
+    assert instance(Role.DECODE, send_layers="4", tp="2").engine.send_layers == 4
     assert_refused("--prefill-tp", make=serve, unified=True, prefill_tp="2")
 
 
@@ -153,6 +172,24 @@ def test_each_data_parallel_rank_has_ports_of_its_own_and_a_share_of_the_memory(
     assert_refused("dp 2", "--dp alone", make=instance, dp="2", dp_rank="1")
 
 
+PORTS = ("port", "advertise_port", "data_port", "advertise_data_port", "http_port")
+
+
+def test_no_two_ranks_of_an_instance_listen_at_or_advertise_one_port() -> None:
+    """Each leader has one of each kind, and of those for data as many as it has workers."""
+    firsts = {name: 7000 + 100 * at for at, name in enumerate(PORTS)}
+    config = instance(Role.PREFILL, dp="3", tp="2", **{name: str(port) for name, port in firsts.items()})
+    for rank in range(3):
+        one = config.leader("a" * 32, rank)
+        got = {name: getattr(one, name) - first for name, first in firsts.items()}
+        assert got == {name: rank * (2 if "data" in name else 1) for name in PORTS}
+    for name in ("data_port", "advertise_data_port"):
+        last: dict[str, Any] = {"role": Role.PREFILL, "dp": "2", "tp": "2", name: str(2**16 - 4)}
+        assert getattr(instance(**last), name) == 2**16 - 4
+        flag = "--" + name.replace("_", "-")
+        assert_refused(f"{flag} 65533 leaves no ports", make=instance, **{**last, name: str(2**16 - 3)})
+
+
 def test_kv_events_need_a_port_for_each_leader_of_each_kind() -> None:
     two = {"kv_events_port": "5557", "kv_events_replay_port": "5559"}
     assert serve(**two).events == instance(dp="2", **two).events
@@ -161,6 +198,10 @@ def test_kv_events_need_a_port_for_each_leader_of_each_kind() -> None:
     assert_refused(*both, decode_dp="2", **two)
     assert_refused(*both, make=instance, dp="3", **two)
     assert_refused("65534 leaves no ports for 3 ranks", decode="2", kv_events_port="65534")
+    assert serve(decode="2", kv_events_port="65533").events.kv_events_port == 65533
+    after = serve(**two).events.after(2)
+    assert (after.kv_events_port, after.kv_events_replay_port) == (5559, 5561)
+    assert serve(kv_events_port="5557").events.after(2).kv_events_replay_port is None
     assert_refused("need --kv-events-port", kv_events_topic="kv")
 
 
@@ -202,6 +243,7 @@ def test_argv_builds_the_same_configuration_again() -> None:
         "chunk_tokens": "64",
         "kv_gib": "0.5",
         "max_batch": "7",
+        "http_port": "0",  # a free one, which is not none
     }
     config = instance(Role.PREFILL, **given)
     flags = {}
@@ -210,6 +252,47 @@ def test_argv_builds_the_same_configuration_again() -> None:
         flags[flag.replace("-", "_")] = value if equals else True
     again = build(InstanceConfig, Layers(flags), command="prefill", known=KNOWN, fixed={"role": Role.PREFILL})
     assert again == config
+
+
+#: Settings of `segue serve` that its children do not get as they are, and why.
+NOT_HANDED_ON = {
+    "instance": {
+        *("host", "port", "bootstrap_port"),  # those of its door and of its registry
+        *("api_key", "api_key_file"),  # its instances have no door for clients
+        *("kv_events_port", "kv_events_replay_port", "kv_events_topic"),  # each has ports of its own
+        *("secret_file", "revision"),  # a secret of this run; the model is a path by now
+        *("tls_cert", "tls_key", "tls_ca"),  # all three or none: `test_tls_settings.py`
+        "enable_expert_parallel",  # where it has several DP ranks
+    },
+    "frontend": {"secret_file", "revision", "cache", "tls_cert", "tls_key", "tls_ca"},
+}
+
+
+@pytest.mark.parametrize("child", sorted(NOT_HANDED_ON))
+@pytest.mark.parametrize("key", sorted(settings(ServeConfig)))
+def test_what_serve_is_told_reaches_its_children(key: str, child: str) -> None:
+    setting = settings(ServeConfig)[key]
+    cls = InstanceConfig if child == "instance" else FrontendConfig
+    if key not in settings(cls) or key in NOT_HANDED_ON[child]:
+        return
+    value: object = {"chunk_tokens": 1024, "keepalive_s": 1.5, "kv_gib": 0.5}.get(key)
+    if value is None and setting.kind == "text":
+        value = next((c for c in setting.choices if c != setting.default), "another")
+    elif value is None:
+        default = setting.default
+        value = 2 * default if isinstance(default, int | float) and default else max(setting.low, 3)
+    config = serve(**{key: str(value)})
+    http = "http://127.0.0.1:9"
+    made = config.frontend(http) if child == "frontend" else config.instance(Role.DECODE, "d", HOST, http)
+    assert (made.access.api_key if setting.secret else flatten(made)[key]) == value
+
+
+def test_the_doors_of_the_instances_of_serve_are_for_probes_alone() -> None:
+    """They are open to everybody on this host: no client asks there, past the frontend's keys."""
+    for doors in (False, True):
+        config = serve(instance_doors=doors or None)
+        made = config.instance(Role.DECODE, "d", HOST, "http://127.0.0.1:9")
+        assert (made.door, made.http_port) == ("probes", 0 if doors else None)
 
 
 def test_every_limit_that_can_be_set_has_the_default_of_core() -> None:
@@ -254,6 +337,19 @@ def test_automatic_pools_leave_room(free_gib: int, pools: int) -> None:
         return
     assert each <= pool_size.AUTO_KV_MAX_BYTES
     assert each * pools <= pool_size.AUTO_KV_SHARE * (host.free_bytes - pools * SMOLLM2.weight_bytes)
+
+
+def test_automatic_pools_are_modest_whatever_the_model() -> None:
+    host = Host(4, 2**40)
+
+    def pool(token_bytes: int, context_tokens: int) -> int:
+        return pool_size.kv_pool_bytes(None, host, 1, ModelSize(0, token_bytes, context_tokens))
+
+    assert pool(2**20, 2**17) == pool_size.AUTO_KV_MAX_BYTES, "a large model"
+    assert pool(2**10, 2**17) == 8 * 2**27, "eight sequences"
+    assert pool(2**6, 2**10) == 64 * 2**20, "a tiny one"
+    with pytest.raises(ConfigError, match="KV pools"):  # not one short sequence fits
+        pool_size.kv_pool_bytes(None, Host(4, 2**30), 1, ModelSize(0, 2**24, 2**17))
 
 
 def test_too_little_memory_is_said_before_anything_starts() -> None:
@@ -381,3 +477,33 @@ def test_the_least_that_is_named_is_enough_for_all_dp_ranks_together(dp: int) ->
 def test_a_name_that_looks_like_loopback_is_not_open_without_a_secret(host: str) -> None:
     with pytest.raises(ConfigError, match="can be reached from other hosts"):
         InstanceConfig(model="m", host=host, registry="http://127.0.0.1:8998")
+
+
+@pytest.mark.parametrize("field", Limits.__struct_fields__)
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_no_limit_is_zero_or_no_number(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be positive"):
+        Limits(**{field: value})
+
+
+def test_ranks_are_numbered_with_tp_fastest_and_then_cp_and_then_pp() -> None:
+    size = ParallelSize(tp=2, pp=3, cp=4)
+    coords = [RankCoord(pp=pp, cp=cp, tp=tp) for pp in range(3) for cp in range(4) for tp in range(2)]
+    assert [size.coord(rank) for rank in range(size.ranks)] == coords
+
+
+@given(st.integers(0, 100), st.integers(1, 17))
+def test_shares_are_neighbours_and_as_equal_as_can_be(total: int, size: int) -> None:
+    parts = [share(total, index, size) for index in range(size)]
+    assert [thing for part in parts for thing in part] == list(range(total))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_setting_that_occurs_twice_in_a_tree_is_a_mistake_of_ours() -> None:
+    branch = dataclasses.make_dataclass("Branch", [("port", int, integer("x", 1))])
+    twice = dataclasses.make_dataclass(
+        "Twice",
+        [("port", int, integer("x", 1)), ("branch", branch, dataclasses.field(default_factory=branch))],
+    )
+    with pytest.raises(ValueError, match="port occurs twice"):
+        settings(twice)

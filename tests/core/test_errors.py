@@ -40,6 +40,14 @@ def test_client_mistakes_are_4xx_and_not_retryable() -> None:
         assert not info.retryable
 
 
+def test_what_may_pass_by_itself_or_at_another_worker_is_retryable_and_nothing_else_is() -> None:
+    """Attempts, dialers, the registry's clients and public clients go by it."""
+    assert {c.__name__ for c in CLASSES if c.retryable} == {
+        *("BootstrapUnreachable", "BootstrapTimeout", "PeerLost", "PeerRestarted", "Starting", "Draining"),
+        *("TransferFailed", "ChecksumMismatch", "MetadataMismatch", "OutOfCapacity", "RequestTimeout"),
+    }
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("wire", [msgspec.json, msgspec.msgpack])
 def test_record_survives_the_wire_and_becomes_its_class(cls: type[SegueError], wire: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from segue.core.records import MAX_STEPS, Path, Records, RequestRecord
+from segue.core.records import MAX_FOUND, MAX_STEPS, Path, Records, RequestRecord
 
 
 def record(request_id: str, text: str = "") -> RequestRecord:
@@ -14,7 +14,7 @@ def record(request_id: str, text: str = "") -> RequestRecord:
 
 def test_a_request_is_found_with_its_samples_and_attempts_and_nobody_elses() -> None:
     records = Records()
-    names = ["a", "a-0", "a-0~1", "a-11~2", "a-b", "ab-0", "a-0~1x", "b"]
+    names = ["a", "a-0", "a-0~1", "a-11~12", "a-b", "ab-0", "a-0~1x", "b"]
     for name in names:
         records.put(record(name))
     assert [r.request_id for r in records.find("a")] == names[:4]
@@ -23,6 +23,13 @@ def test_a_request_is_found_with_its_samples_and_attempts_and_nobody_elses() -> 
     assert found == record("b")
     assert [(step.name, step.at_s) for step in found.steps] == [("place", 0.0), ("answer", 2.5)]
     assert records.find("a.*") == []
+
+
+def test_of_more_than_an_answer_holds_the_latest_are_found() -> None:
+    records = Records()
+    for sample in range(MAX_FOUND + 9):
+        records.put(record(f"a-{sample}"))
+    assert [r.request_id for r in records.find("a")] == [f"a-{n}" for n in range(9, MAX_FOUND + 9)]
 
 
 def test_the_oldest_go_first_by_count_and_by_bytes() -> None:

@@ -1,9 +1,10 @@
 import msgspec
+from prometheus_client import CollectorRegistry, Histogram
 
 from segue.core.control import Load
 from segue.core.errors import ErrorCode
 from segue.core.request import Usage
-from segue.observe.metrics import PHASES, Metrics
+from segue.observe.metrics import PHASES, Metrics, QuickHistogram
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -14,6 +15,21 @@ def samples(metrics: Metrics) -> dict[str, float]:
             if not s.name.endswith("_created"):
                 out[s.name + "".join(f"/{v}" for v in s.labels.values())] = s.value
     return out
+
+
+def test_a_quick_histogram_is_what_prometheus_makes_of_the_same_values() -> None:
+    bounds, registry = (1, 8, 16.5), CollectorRegistry()
+    ours = QuickHistogram("ours", "text", bounds, registry)
+    theirs = Histogram("theirs", "text", buckets=bounds, registry=registry)
+    for value in (0, 1, 1.5, 8, 8, 16.5, 17, 1e9):  # also those that are a bound
+        ours.observe(value)
+        theirs.observe(value)
+    shown = [
+        [(s.name.partition("_")[2], s.labels, s.value) for s in family.samples if "created" not in s.name]
+        for family in registry.collect()
+    ]
+    assert shown[0] == shown[1]
+    assert len(shown[0]) == 4 + 2
 
 
 def test_two_metrics_share_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -131,8 +132,9 @@ def test_what_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://h:1"}
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL 'grpc' is not here"):
         traces({**endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "x")
-    with pytest.raises(ConfigError, match="OTEL_TRACES_EXPORTER 'zipkin' is not here"):
-        traces({**endpoint, "OTEL_TRACES_EXPORTER": "zipkin"}, "x")
+    for exporter in ("zipkin", "console", "otlp,console"):
+        with pytest.raises(ConfigError, match=f"OTEL_TRACES_EXPORTER '{exporter}' is not here"):
+            traces({**endpoint, "OTEL_TRACES_EXPORTER": exporter}, "x")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'segue\[otel\]'"):
         traces(endpoint, "x")
@@ -182,3 +184,24 @@ def test_a_record_s_span_is_at_its_time_on_the_wall_and_its_steps_follow_one_ano
     assert not step.attributes
     assert (top.status.code, top.kind, found["segue.http"].kind) == (0, 1, 2)
     assert len({span.span_id for span in found.values()}) == len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, "segue-test"),
+        ({"OTEL_SERVICE_NAME": "mine"}, "mine"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=us,service.name=ours"}, "ours"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=us"}, "segue-test"),
+    ],
+)
+def test_the_service_is_called_what_the_environment_calls_it_and_nothing_runs_on_after_the_close(
+    environ: dict[str, str], name: str, collector: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in environ.items():
+        monkeypatch.setenv(variable, value)
+    before = set(threading.enumerate())
+    exporter = made()
+    assert exporter._resource.attributes["service.name"] == name
+    exporter.close()
+    assert set(threading.enumerate()) <= before

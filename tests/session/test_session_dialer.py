@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from turn_loop import TurnLoop
 
+from segue.core.backoff import Uniform
 from segue.core.errors import BootstrapUnreachable, PeerRefused, SegueError
 from segue.session.api import Session
 from segue.session.dialer import Dialer
@@ -28,7 +29,7 @@ class Kept:
 class Peer:
     """Who is dialled: there, or with an error for whoever asks."""
 
-    def __init__(self, error: SegueError | None) -> None:
+    def __init__(self, error: SegueError | None, uniform: Uniform = lambda _low, high: high) -> None:
         self.loop = TurnLoop()
         self.error = error
         self.session: Kept | None = None
@@ -39,7 +40,7 @@ class Peer:
             "the peer",
             refused=lambda error: self.told.append((self.loop.now, error)),
             patience_s=PATIENCE_S,
-            uniform=lambda _low, high: high,
+            uniform=uniform,
         )
         self.loop.enter(self.dialer.start, self.loop)
 
@@ -75,6 +76,14 @@ def test_who_waits_for_a_peer_that_is_away_is_told_once_patience_is_over_and_at_
     peer.wait(30.0)
     assert [at for at, _ in peer.told] == [at for at in peer.asked if at >= PATIENCE_S]
     assert len(peer.told) > 3
+
+
+def test_those_who_lost_one_peer_together_do_not_all_dial_it_in_one_moment() -> None:
+    peers = [Peer(away(), uniform) for uniform in (lambda low, _high: low, lambda _low, high: high)]
+    for peer in peers:
+        peer.wait(5.0)
+    first, second = (peer.asked for peer in peers)
+    assert all(at < 0.75 * later for at, later in zip(first[3:6], second[3:6], strict=True))
 
 
 def test_a_refusal_that_time_does_not_heal_is_told_at_once() -> None:

@@ -33,7 +33,7 @@ from session_peers import (
 
 import segue
 from jumps import Jumps
-from segue.core.errors import DECODE_ERRORS, BootstrapUnreachable, PeerLost
+from segue.core.errors import DECODE_ERRORS, BootstrapUnreachable, ErrorCode, ErrorInfo, PeerLost
 from segue.core.limits import Limits
 from segue.session.connection import Connection, State
 from segue.session.frames import (
@@ -41,10 +41,18 @@ from segue.session.frames import (
     HEADER,
     KIND_MESSAGE,
     KIND_SESSION,
+    PREAMBLE,
+    PROTOCOL_VERSION,
+    Bye,
+    Duplicate,
+    Opened,
     Ping,
     Proof,
+    SessionAccepted,
     SessionFrame,
     SessionHello,
+    SessionRefused,
+    Welcome,
     decode_frame,
     decode_preamble,
     encode_frame,
@@ -147,19 +155,32 @@ def _huge(kind: int, length: int) -> bytes:
     return HEADER.pack(length, kind, lead_check(length, kind), 0) + b"x" * 100
 
 
+#: What a peer of this version begins with: of another one nothing that follows is looked at.
+OURS = encode_preamble(PROTOCOL_VERSION)
+
 BAD_OPENINGS: dict[str, bytes] = {
     "http": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
-    "huge frame": encode_preamble(1) + _huge(KIND_SESSION, 2**31),
-    "frame just too large": encode_preamble(1) + _huge(KIND_SESSION, HANDSHAKE_FRAME_BYTES + 1),
-    "message before the session": encode_preamble(1) + pack_frame(KIND_MESSAGE, b"\xc0"),
-    "unknown kind": encode_preamble(1) + pack_frame(77, b"\xc0"),
-    "not msgpack": encode_preamble(1) + pack_frame(KIND_SESSION, b"\xc1\xc1\xc1"),
-    "changed on its way": encode_preamble(1) + HEADER.pack(1, KIND_SESSION, lead_check(1, 0), 1) + b"\xc0",
-    "changed header": encode_preamble(1) + HEADER.pack(1, KIND_SESSION, 1, 1) + b"\xc0",
-    "empty frame": encode_preamble(1) + pack_frame(KIND_SESSION, b""),
-    "pickle": encode_preamble(1) + pack_frame(KIND_SESSION, pickle.dumps([1] * 99)[:60].ljust(60)),
-    "ping instead of hello": encode_preamble(1) + encode_frame(Ping()),
+    "huge frame": OURS + _huge(KIND_SESSION, 2**31),
+    "frame just too large": OURS + _huge(KIND_SESSION, HANDSHAKE_FRAME_BYTES + 1),
+    "message before the session": OURS + pack_frame(KIND_MESSAGE, b"\xc0"),
+    "unknown kind": OURS + pack_frame(77, b"\xc0"),
+    "not msgpack": OURS + pack_frame(KIND_SESSION, b"\xc1\xc1\xc1"),
+    "changed on its way": OURS + HEADER.pack(1, KIND_SESSION, lead_check(1, 0), 1) + b"\xc0",
+    "changed header": OURS + HEADER.pack(1, KIND_SESSION, 1, 1) + b"\xc0",
+    "empty frame": OURS + pack_frame(KIND_SESSION, b""),
+    "pickle": OURS + pack_frame(KIND_SESSION, pickle.dumps([1] * 99)[:60].ljust(60)),
+    "ping instead of hello": OURS + encode_frame(Ping()),
 }
+
+
+def refusal_in(said: bytes) -> ErrorInfo | None:
+    """Why there will be no session, in the last frame of what a listener said."""
+    at, found = PREAMBLE.size, None
+    while at < len(said):
+        length, *_ = HEADER.unpack_from(said, at)
+        at += HEADER.size + length
+        found = decode_frame(said[at - length : at])
+    return found.error if isinstance(found, SessionRefused) else None
 
 
 @pytest.mark.parametrize("opening", BAD_OPENINGS)
@@ -172,8 +193,16 @@ def test_lesson_17_a_stranger_with_wrong_bytes_costs_its_own_connection_only(ope
             session = await dialler.connect(*address, timeout_s=DEADLINE_S)
             stranger = await RawPeer.dial(*address)
             stranger.writer.write(BAD_OPENINGS[opening])
-            await stranger.ended()
-            assert listener.stats.bad_frames + listener.stats.refused >= 1
+            told = refusal_in(await stranger.ended())
+            assert listener.stats.bad_frames + listener.stats.refused == 1
+            if opening == "http":
+                assert told is None, "it would not understand"
+            else:
+                # What the network has changed may be tried again; what a peer says wrongly is said again.
+                changed = opening.startswith("changed")
+                code = ErrorCode.BOOTSTRAP_UNREACHABLE if changed else ErrorCode.PEER_REFUSED
+                assert told is not None
+                assert (told.code, told.retryable) == (code, changed)
             session.send(Note(1))
             assert await here.wait("received") == [Note(1)]
             assert not here.of("closed")
@@ -221,6 +250,34 @@ def test_lesson_17_a_message_that_does_not_decode_is_counted_and_ends_only_that_
     # Told once as a warning; that the session ended is an event of its own.
     told = [r for r in caplog.records if r.levelno == logging.WARNING and "does not decode" in r.message]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        hello("c"),
+        Proof(b""),
+        Welcome(payload=b"", max_frame_bytes=9),
+        SessionAccepted(),
+        Opened(),
+        Duplicate(),
+        SessionRefused(PeerLost("x").info),
+    ],
+    ids=lambda frame: type(frame).__name__,
+)
+def test_a_frame_of_the_opening_on_an_open_session_ends_it(frame: SessionFrame) -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here)
+        async with closing(listener):
+            confused = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+            await confused.open("c")
+            confused.send(frame)
+            assert "on an open session" in str((await here.wait("closed"))[0])
+            assert listener.stats.bad_frames == 1
+            await confused.close()
+
+    asyncio.run(main())
 
 
 def test_a_huge_frame_on_an_open_session_ends_only_that_session() -> None:
@@ -277,12 +334,13 @@ def test_lesson_17_a_preamble_is_a_version_or_a_value_error(data: bytes) -> None
 class FakeTransport:
     """Just enough of a transport to feed a connection by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.written = bytearray()
         self.aborted = False
 
     def get_extra_info(self, name: str) -> Any:
-        return ("127.0.0.1", 1) if name == "peername" else None
+        return (self.host, 1) if name == "peername" else None
 
     def write(self, data: bytes | bytearray) -> None:
         self.written += data
@@ -308,6 +366,34 @@ def _feed(connection: Connection, data: bytes, sizes: list[int]) -> None:
         view[: len(piece)] = piece
         connection.buffer_updated(len(piece))
         at += len(piece)
+
+
+def test_a_dial_that_was_given_up_before_its_socket_was_there_leaves_no_socket() -> None:
+    async def main() -> None:
+        me, transport = node("a", Events()), FakeTransport()
+        connection = Connection(me, dialling=True, loop=asyncio.get_running_loop())
+        connection.end(BootstrapUnreachable("the caller gave up"), tell=False)
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        assert transport.aborted
+        assert not transport.written
+        await me.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("host", "alone"), [("10.0.0.5", False), ("127.0.0.1", True), ("::1", True)])
+def test_without_a_secret_nobody_from_elsewhere_is_let_in_either(host: str, alone: bool) -> None:
+    async def main() -> None:
+        for secret in (None, b"a secret of the tests"):
+            me, transport = node("a", Events(), secret=secret), FakeTransport(host)
+            connection = Connection(me, dialling=False, loop=asyncio.get_running_loop())
+            connection.connection_made(transport)  # type: ignore[arg-type]
+            assert (connection.state is not State.ENDED) == (alone or secret is not None)
+            assert transport.written.startswith(OURS) == (alone or secret is not None)
+            connection.connection_lost(None)
+            await me.close()
+
+    asyncio.run(main())
 
 
 _FRAMES = st.one_of(
@@ -336,7 +422,7 @@ def test_lesson_17_no_bytes_open_a_session_without_the_secret(
         connection = Connection(me, dialling=dialling, loop=asyncio.get_running_loop())
         transport = FakeTransport()
         connection.connection_made(transport)  # type: ignore[arg-type]
-        _feed(connection, (encode_preamble(1) if good_preamble else b"") + b"".join(frames), sizes)
+        _feed(connection, (OURS if good_preamble else b"") + b"".join(frames), sizes)
         assert connection.state is not State.OPEN
         assert not here.peers
         assert not here.log
@@ -387,7 +473,9 @@ def test_a_silent_peer_is_lost_and_talking_ones_are_kept(runner: str) -> None:
             assert isinstance(lost, PeerLost)
             assert "silent" in str(lost)
             # The silent peer heard us all the time: keepalive runs in both directions by itself.
-            assert (await silent.ended()).count(encode_frame(Ping())) >= 3
+            said = await silent.ended()
+            assert said.count(encode_frame(Ping())) >= 3
+            assert said.endswith(encode_frame(Bye(lost.info))), "it may only have been slow, and hears why"
             assert list(listener.sessions) == [leader("b")]
             assert list(talker.sessions) == [leader("a")]
             await silent.close()
@@ -465,3 +553,25 @@ def test_a_peer_that_does_not_read_is_lost_at_the_backlog_limit(runner: str) -> 
             await raw.close()
 
     LOOPS[runner](main())
+
+
+def test_what_is_gathered_for_one_write_counts_as_backlog_too() -> None:
+    """A burst within one turn must not take any memory it likes."""
+
+    async def main() -> None:
+        here = Events()
+        listener = node(
+            "a", here, limits=msgspec.structs.replace(PATIENT, max_session_backlog_bytes=1_000_000)
+        )
+        async with closing(listener):
+            raw = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
+            await raw.open("b")
+            await here.wait("opened")
+            listener.gather()
+            for number in range(12):
+                here.sessions[0].send(Note(number, b"x" * 100_000))
+            assert not listener.sessions
+            assert "does not read" in str((await here.wait("closed"))[0])
+            await raw.close()
+
+    asyncio.run(main())

@@ -9,10 +9,12 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from session_peers import (
     DEADLINE_S,
     LOOPS,
+    PATIENT,
     SECRET,
     Events,
     Note,
@@ -23,6 +25,7 @@ from session_peers import (
     node,
 )
 
+from jumps import Jumps
 from segue.core.addresses import is_loopback
 from segue.core.errors import (
     BootstrapTimeout,
@@ -40,6 +43,7 @@ from segue.core.errors import (
 )
 from segue.core.limits import Limits
 from segue.core.types import Role
+from segue.session.frames import PROTOCOL_VERSION, encode_preamble
 from segue.session.listen import listening
 
 
@@ -125,6 +129,39 @@ def test_connects_at_the_same_time_share_one_session() -> None:
             await here.wait("received")
             assert len(here.of("opened")) == 1
             assert not here.of("closed")
+
+    asyncio.run(main())
+
+
+def test_who_expects_somebody_else_at_the_same_address_does_not_share_the_attempt() -> None:
+    async def main() -> None:
+        listener, dialler = node("a", Events()), node("b", Events())
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            right, wrong = await asyncio.gather(
+                *(dialler.connect(*address, expect=leader(c), timeout_s=DEADLINE_S) for c in "ac"),
+                return_exceptions=True,
+            )
+            assert right is dialler.sessions[leader("a")]
+            assert isinstance(wrong, PeerRestarted)
+
+    asyncio.run(main())
+
+
+def test_a_host_of_which_one_address_does_not_answer_is_reached_at_the_next() -> None:
+    async def main() -> None:
+        loop, listener, dialler = asyncio.get_running_loop(), node("a", Events()), node("b", Events())
+
+        async def getaddrinfo(host: str, port: int, **_: object) -> list[Any]:
+            found = ["127.0.0.9", "127.0.0.1"] if host == "node-1" else [host]
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+        loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign, assignment]
+        async with closing(dialler, listener):
+            _, port = await listener.listen("127.0.0.1", 0)
+            session = await dialler.connect("node-1", port, timeout_s=DEADLINE_S)
+            assert session.peer.address == f"127.0.0.1:{port}"
+            assert len(dialler._connections) == 1, "of the other try nothing is left"
 
     asyncio.run(main())
 
@@ -293,8 +330,10 @@ def test_without_a_secret_only_loopback_is_talked_to() -> None:
 
 def test_a_short_secret_and_impossible_timers_are_configuration_errors() -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="at least 16"):
-            node("a", Events(), secret=b"short")
+        for secret in (b"short", b"", b"x" * 15):
+            with pytest.raises(ConfigError, match="at least 16"):
+                node("a", Events(), secret=secret)
+        await node("a", Events(), secret=b"x" * 16).close()
         with pytest.raises(ConfigError, match="keepalive_s"):
             node("a", Events(), limits=Limits(keepalive_s=10.0, peer_silence_s=10.0))
 
@@ -308,6 +347,8 @@ def test_a_port_in_use_is_one_clear_sentence() -> None:
             host, port = await first.listen("127.0.0.1", 0)
             with pytest.raises(ConfigError, match=f"port {port} at {host} is in use"):
                 await second.listen(host, port)
+            with pytest.raises(ConfigError, match=f"already listens at {host}:{port}"):
+                await first.listen(host, 0)
 
     asyncio.run(main())
 
@@ -390,17 +431,21 @@ def test_a_node_does_not_connect_to_itself() -> None:
     asyncio.run(main())
 
 
-def test_a_message_larger_than_the_peer_takes_is_the_senders_error_alone() -> None:
+@pytest.mark.parametrize(("mine", "theirs"), [(5000, 9000), (9000, 5000)])
+def test_a_message_larger_than_either_side_takes_is_the_senders_error_alone(mine: int, theirs: int) -> None:
     async def main() -> None:
         here = Events()
-        listener = node("a", here, limits=Limits(max_frame_bytes=5000))
-        dialler = node("b", Events())
+        listener, dialler = (
+            node(letter, events, limits=msgspec.structs.replace(PATIENT, max_frame_bytes=most))
+            for letter, events, most in (("a", here, theirs), ("b", Events(), mine))
+        )
+        longest = b"x" * (5000 - len(msgspec.msgpack.encode(Note(1, b"x" * 1000))) + 1000)
         async with closing(dialler, listener):
             session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
             with pytest.raises(RequestTooLarge, match="5000"):
-                session.send(Note(1, b"x" * 5000))
-            session.send(Note(2, b"x" * 4000))
-            assert await here.wait("received") == [Note(2, b"x" * 4000)]
+                session.send(Note(1, longest + b"x"))
+            session.send(Note(2, longest))
+            assert await here.wait("received") == [Note(2, longest)]
 
     asyncio.run(main())
 
@@ -422,6 +467,77 @@ def test_a_handler_that_fails_ends_neither_session_nor_process() -> None:
             assert await here.wait("received", 2) == [Note(1), Note(2)]
             assert listener.stats.handler_errors == 1
             assert not here.of("closed")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", ["opened", "closed"])
+def test_a_handler_that_fails_as_a_session_begins_or_ends_changes_neither(fails: str) -> None:
+    class Failing(Events):
+        def _add(self, what: str, value: object) -> None:
+            super()._add(what, value)
+            if what == fails:
+                raise KeyError("a bug")
+
+    async def main() -> None:
+        here, there = Failing(), Events()
+        listener, dialler = node("a", here), node("b", there)
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            await here.wait("opened")
+            session.send(Note(1))
+            here.sessions[0].send(Note(2))
+            assert (await here.wait("received"), await there.wait("received")) == ([Note(1)], [Note(2)])
+            session.close(Draining("enough"))
+            assert [type(error) for error in await here.wait("closed")] == [Draining]
+            assert not listener.sessions
+            assert listener.stats.handler_errors == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("a", "b"), ("b", "a")])
+def test_what_a_side_says_of_itself_is_one_thing_in_a_session_whatever_comes_meanwhile(
+    mine: str, theirs: str
+) -> None:
+    class Changing(Events):
+        asked = 0
+
+        def hello(self) -> bytes:
+            self.asked += 1
+            return b"%d" % self.asked
+
+    async def main() -> None:
+        here, there = Changing(), Changing()
+        listener, dialler = node(mine, here), node(theirs, there)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            for _ in range(2):
+                session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+                await here.wait("opened", len(there.of("opened")))
+                assert session.peer.told == here.sessions[-1].peer.hello
+                assert session.peer.hello == here.sessions[-1].peer.told
+                session.close()
+                await here.wait("closed", len(there.of("opened")))
+        assert (here.asked, there.asked) == (2, 2)
+
+    asyncio.run(main())
+
+
+def test_a_session_outlives_the_time_for_its_handshake() -> None:
+    async def main() -> None:
+        here, limits = Events(), Limits(keepalive_s=1e5, peer_silence_s=1e6, handshake_s=60.0)
+        listener, dialler = node("a", here, limits=limits), node("b", Events(), limits=limits)
+        async with closing(dialler, listener):
+            session = await dialler.connect(*await listener.listen("127.0.0.1", 0), timeout_s=DEADLINE_S)
+            await here.wait("opened")
+            Jumps().over(1000.0)
+            await asyncio.sleep(0)
+            session.send(Note(1))
+            async with asyncio.timeout(DEADLINE_S):
+                assert await here.wait("received") == [Note(1)]
+            assert not here.of("closed")
+            assert listener.stats.handshakes_late == dialler.stats.handshakes_late == 0
 
     asyncio.run(main())
 
@@ -601,7 +717,7 @@ def test_close_leaves_no_task_no_socket_and_no_session(runner: str) -> None:
         assert not listener._places
         assert not listener._arrivals
         for stranger in strangers:
-            await stranger.ended()
+            assert await stranger.ended() in (b"", encode_preamble(PROTOCOL_VERSION)), "it is told of nobody"
             await stranger.close()
         for dialler in diallers:
             await dialler.close()

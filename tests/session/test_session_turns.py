@@ -18,6 +18,7 @@ from segue.core.limits import Limits
 from segue.core.types import LeaderId, Role
 from segue.session.api import PeerInfo, Session
 from segue.session.node import SessionNode
+from segue.session.wire import LINGER_S
 
 LIMITS = Limits(keepalive_s=0.5, peer_silence_s=2.0)
 PORT = 9000
@@ -147,6 +148,12 @@ class Net:
             for peer in node.sessions:
                 other = next(n for n in self.nodes.values() if n.me == peer)
                 assert node.me in other.sessions, f"{seed}: one side has a session, the other none"
+        # Of what has ended nothing is left; a session has one socket and one timer at either end.
+        ends = sum(len(node.sessions) for node in self.nodes.values())
+        assert len(self.loop.ends) == ends, seed
+        assert len([timer for *_, timer in self.loop._timers if not timer.cancelled()]) == ends, seed
+        for node in self.nodes.values():
+            assert len(node._connections) == len(node._told) == len(node.sessions), seed
         self.check(seed)
 
 
@@ -263,3 +270,30 @@ def test_of_two_that_dial_each_other_the_first_session_stays_however_the_network
         assert opened == [1, 1], f"{seed}: a session was opened and given up for another: {opened}"
         assert not any(net.owner(name).ends for name in net.nodes), seed
     assert crossed > 30
+
+
+def test_who_does_not_take_the_last_word_is_cut_a_moment_later() -> None:
+    """Its machine may be gone; the socket, and who waits for it to close a node, must not wait for it."""
+    net = Net({"a": "10.0.0.1", "b": "10.0.0.2"})
+    net.dial("b", "a")
+    net.loop.settle()
+    session: Any = net.nodes["a"].sessions[leader("b")]
+    [mine] = [end for end in net.loop.ends if end.protocol is session]
+    net.loop.enter(session.close)
+    net.loop.turn(LINGER_S - 0.1)
+    assert not mine.over
+    net.loop.turn(0.2)
+    net.loop.turn()
+    assert mine not in net.loop.ends
+    assert session not in net.nodes["a"]._connections
+
+
+def test_the_reason_of_an_end_within_a_batch_is_heard() -> None:
+    net = Net({"a": "10.0.0.1", "b": "10.0.0.2"})
+    net.dial("b", "a")
+    net.loop.settle()
+    session = net.nodes["b"].sessions[leader("a")]
+    net.loop.enter(session.send, Note(CLOSE))
+    net.loop.settle()
+    for name in net.nodes:
+        assert [(type(end), str(end)) for end in net.owner(name).ends] == [(Draining, "as asked")]
