@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -16,6 +18,7 @@ from etcd_server import EtcdServer, needs_etcd
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
 from ports import HeldPort
+from segue.bootstrap.backends import HttpBackend, RegistryBackend
 from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _View
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, Registered, RoomRecord
@@ -371,6 +374,59 @@ def test_a_registry_restart_loses_nobody(runner: Callable[..., None]) -> None:
         await restarts.stop()
 
     runner(main())
+
+
+class Resets(uvloop.Loop):
+    """The loop of an instance's I/O thread, where `killed` ends with each connection in its queue, and who
+    made that goes on when it has been reset."""
+
+    killed: socket.socket
+
+    async def create_connection(self, make: Callable[[], Any], *args: Any, **how: Any) -> Any:  # type: ignore[override]
+        protocol, reset = make(), asyncio.Event()
+        normal = protocol.connection_lost
+
+        def connection_lost(error: Exception | None) -> None:
+            normal(error)
+            reset.set()
+
+        protocol.connection_lost = connection_lost
+        made = await super().create_connection(lambda: protocol, *args, **how)
+        self.killed.close()
+        await asyncio.wait_for(reset.wait(), DEADLINE_S)
+        return made
+
+
+ROOM = RoomRecord(incarnation=A, dp_rank=0, ttl_s=600)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda backend: backend.put_rank(record(A), 0),
+        lambda backend: backend.put_room(5, ROOM),
+        lambda backend: backend.room(5, 1.0),
+        lambda backend: backend.instances(None, None, 1.0),
+    ],
+)
+def test_a_registry_that_is_killed_with_a_query_in_its_queue_may_be_asked_again(
+    ask: Callable[[RegistryBackend], Awaitable[object]],
+) -> None:
+    """anyio then asks for a socket that uvloop has no more: an AttributeError, which is none of httpx's. It
+    ended one request of 1,000, and with a keep-alive or a watch the whole instance."""
+
+    async def main() -> None:
+        loop, held = asyncio.get_running_loop(), HeldPort()
+        assert isinstance(loop, Resets)
+        loop.killed = socket.create_server(("127.0.0.1", held.port))
+        backend = HttpBackend(f"http://127.0.0.1:{held.port}", SECRET, LIMITS, None)
+        with pytest.raises(BootstrapUnreachable, match="cannot be reached") as refused:
+            await ask(backend)
+        assert refused.value.info.retryable
+        await backend.close()
+
+    with asyncio.Runner(loop_factory=Resets) as runner:
+        runner.run(main())
 
 
 def test_who_does_not_come_back_after_a_restart_is_dropped_after_a_ttl() -> None:

@@ -64,13 +64,20 @@ class RegistryBackend(ABC):
 
 
 class ClosableClient(httpx.AsyncClient):
-    """Says that it was closed by a SegueError, also to who sends again after it has waited; httpx's own error
-    for that is a bare RuntimeError."""
+    """Raises SegueErrors, and errors of httpx and ssl, and no others. Draining once it is closed, also to who
+    sends again after it has waited; httpx's own error for that is a bare RuntimeError."""
 
     async def send(self, request: httpx.Request, **how: Any) -> httpx.Response:
         if self.is_closed:
             raise Draining("the registry's client was closed")
-        return await super().send(request, **how)
+        try:
+            return await super().send(request, **how)
+        except (httpx.HTTPError, ssl.SSLError):
+            raise
+        except Exception as error:
+            # On uvloop a connection that is reset while it is made (its server was killed, or is overrun) has
+            # no socket any more; anyio asks it for one, and the AttributeError passes through httpx.
+            raise httpx.ReadError(f"its connection was not made: {error!r}", request=request) from error
 
 
 class HttpBackend(RegistryBackend):
