@@ -826,6 +826,8 @@ class Answers:
         self.rooms: list[tuple[int, RoomRecord]] = []
         self.asked = asyncio.Event()
         self.epoch = "first"
+        #: how often it begins anew as soon as it was told of a rank
+        self.forgets = 0
         self.lists: list[InstanceList | SegueError] = []
 
     def _raise(self) -> None:
@@ -837,6 +839,9 @@ class Answers:
         self._raise()
         assert [where.dp_rank for where in record.replicas] == [dp_rank]
         self.ranks.append(record)
+        if self.forgets:
+            self.forgets -= 1
+            self.errors.append(NotFound("nobody is here"))
         return Registered(version=1, epoch=self.epoch, complete=False)
 
     async def put_room(self, room: int, record: RoomRecord) -> None:
@@ -1034,7 +1039,16 @@ def test_a_room_is_registered_through_a_moment_without_registry_and_no_longer_th
     asyncio.run(main())
 
 
+async def until(backend: Answers, true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():
+            backend.asked.clear()
+            await backend.asked.wait()
+
+
 def test_a_registry_that_begins_anew_hears_of_the_rooms_that_live_with_the_time_that_is_left() -> None:
+    """Each once and the newest first, however many requests find out that it is a new one."""
+
     async def main() -> None:
         backend, clock = Answers(), VirtualClock()
         registry = registry_on(backend, clock)
@@ -1044,18 +1058,135 @@ def test_a_registry_that_begins_anew_hears_of_the_rooms_that_live_with_the_time_
         clock.advance(10.0)
         backend.rooms.clear()
         await registry.register(record(A))
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        await until(backend, lambda: len(backend.ranks) > 2)
         assert backend.rooms == [], "the registry is the same one"
-        backend.epoch = "second"
-        await registry.register(record(A))
-        assert [(room, said.ttl_s) for room, said in backend.rooms] == [(5, 20.0), (7, 40.0)]
+        keeping.cancel()
+        normal, knows = backend.put_room, set[int]()
+
+        async def put_room(room: int, record: RoomRecord) -> None:
+            await asyncio.sleep(0)
+            if room not in knows:
+                knows.add(room)
+                raise NotFound("nobody is here")
+            await normal(room, record)
+
+        backend.put_room, backend.epoch = put_room, "second"  # type: ignore[method-assign]
+        news = [registry.register_room(room, LeaderId(A), ttl_s=50.0) for room in range(11, 20)]
+        await asyncio.gather(*news)
+        assert sorted(room for room, _ in backend.rooms) == [*range(11, 20)], "no request waits for others"
+        backend.put_room = normal  # type: ignore[method-assign]
+        backend.rooms.clear()
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        await until(backend, lambda: len(backend.rooms) > 10)
+        said = [(room, said.ttl_s) for room, said in backend.rooms]
+        assert said == [*((room, 50.0) for room in range(19, 10, -1)), (7, 40.0), (5, 20.0)]
+        ranks = len(backend.ranks)
+        await until(backend, lambda: len(backend.ranks) > ranks + 1)
+        assert len(backend.rooms) == 11
         # One that stumbles while it hears of them is told again, of all of them.
         backend.rooms.clear()
         backend.epoch = "third"
         backend.errors[:] = [None, BootstrapUnreachable("for a moment")]
-        with pytest.raises(BootstrapUnreachable):
-            await registry.register(record(A))
+        await until(backend, lambda: len(backend.rooms) > 10)
+        assert [room for room, _ in backend.rooms] == [*range(19, 10, -1), 7, 5]
+        keeping.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_room_is_registered_though_the_registry_begins_anew_again_and_again() -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
         await registry.register(record(A))
-        assert [room for room, _ in backend.rooms] == [5, 7]
+        for _ in range(2):  # it was told who we are, and has forgotten it before it was told the room
+            backend.errors += [NotFound("nobody is here")]
+            backend.forgets += 1
+        await registry.register_room(5, LeaderId(A), ttl_s=60.0)
+        assert [room for room, _ in backend.rooms] == [5]
+        backend.errors = [NotFound("nobody is here")]
+        with pytest.raises(NotFound):
+            await registry.register_room(6, LeaderId(B), ttl_s=60.0)
+
+    asyncio.run(main())
+
+
+def test_a_room_that_the_last_registry_has_acknowledged_late_is_known_to_the_next_one() -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
+        await registry.register(record(A))
+        normal, answered = backend.put_room, asyncio.Event()
+
+        async def put_room(room: int, record: RoomRecord) -> None:
+            backend.put_room = normal  # type: ignore[method-assign]
+            await answered.wait()
+
+        backend.put_room = put_room  # type: ignore[method-assign]
+        telling = asyncio.create_task(registry.register_room(5, LeaderId(A), ttl_s=60.0))
+        await asyncio.sleep(0)
+        backend.epoch = "second"
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        await until(backend, lambda: len(backend.ranks) > 4)
+        answered.set()
+        await telling
+        assert [room for room, _ in backend.rooms] == [5]
+        keeping.cancel()
+        backend.errors = [DpRankConflict("another's")]
+        with pytest.raises(DpRankConflict):
+            await registry.register_room(6, LeaderId(A), ttl_s=60.0)
+        assert list(registry._rooms) == [5]
+
+    asyncio.run(main())
+
+
+def test_a_registry_that_has_not_heard_of_an_instance_for_a_ttl_is_told_its_rooms_again() -> None:
+    """It has dropped the instance and the rooms with it, and is no new one."""
+
+    async def main() -> None:
+        clock = VirtualClock()
+        store = RegistryStore(clock, ttl_s=10.0)
+        registry = LocalRegistry(store, limits=Limits(registry_ttl_s=1e-6))
+        await registry.register(record(A))
+        await registry.register_room(5, LeaderId(A), ttl_s=600)
+        clock.advance(11.0)
+        assert store.room(5) is None
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        assert await registry.resolve_room(5, DEADLINE_S) == LeaderId(A)
+        keeping.cancel()
+        await registry.aclose()
+
+    asyncio.run(main())
+
+
+def test_between_many_rooms_an_instance_says_that_it_lives_and_goes_on_where_it_stopped() -> None:
+    async def main() -> None:
+        backend, clock = Answers(), VirtualClock()
+        registry = registry_on(backend, clock)
+        registry._ttl_s = 30.0
+        rooms = range(5, 30)
+        await registry.register(record(A))
+        for room in rooms:
+            await registry.register_room(room, LeaderId(A), ttl_s=600)
+        backend.rooms.clear()
+        normal = backend.put_room
+        away = [None, None, BootstrapUnreachable("away"), None]
+
+        async def put_room(room: int, record: RoomRecord) -> None:
+            clock.advance(4.0)
+            if away and (error := away.pop()) is not None:
+                raise error
+            await normal(room, record)
+
+        backend.put_room, backend.epoch = put_room, "second"  # type: ignore[method-assign]
+        await registry.register(record(A))
+        ranks = len(backend.ranks)
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        await until(backend, lambda: len(backend.rooms) == len(rooms))
+        assert sorted(room for room, _ in backend.rooms) == [*rooms], "each once"
+        assert len(backend.ranks) - ranks >= len(rooms) // 3
+        keeping.cancel()
 
     asyncio.run(main())
 

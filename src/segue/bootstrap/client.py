@@ -110,9 +110,13 @@ class _Registry:
         self._max_rooms = limits.max_transfers
         self._on_error = on_error
         self._mine: dict[Incarnation, InstanceRecord] = {}
-        #: rooms that were registered here, with the time of their end, and in which life of the registry
+        #: rooms that are registered here, with the time of their end; the oldest first
         self._rooms: dict[int, tuple[LeaderId, float]] = {}
+        #: the life of the registry that has answered last
         self._epoch = ""
+        #: those of the rooms that it has forgotten, and that it has forgotten some
+        self._unsaid_rooms: list[int] = []
+        self._forgotten = asyncio.Event()
         self._left: dict[Incarnation, asyncio.Event] = {}
         #: drain flags that the registry has not heard of
         self._unsaid: set[Incarnation] = set()
@@ -134,8 +138,11 @@ class _Registry:
         if left is None:
             raise NotFound(f"{incarnation[:8]} was not registered here")
         backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
-        wait_s = self._ttl_s / 3
-        while not await self._pause(wait_s, left):
+        wait_s, also = self._ttl_s / 3, [self._forgotten]
+        while True:
+            await self._pause(wait_s, left, *also)
+            if left.is_set() or self._closing.is_set():
+                return
             try:
                 await self._say_again(incarnation)
             except SegueError as error:
@@ -144,11 +151,11 @@ class _Registry:
                 if isinstance(error, _OVER):
                     raise
                 self._report(error)
-                wait_s = min(backoff.next_s(), self._ttl_s / 3)
+                wait_s, also = min(backoff.next_s(), self._ttl_s / 3), []
                 continue
             self._healthy()
             backoff.reset()
-            wait_s = self._ttl_s / 3
+            wait_s, also = self._ttl_s / 3, [self._forgotten]
 
     async def leave(self, leader: LeaderId) -> None:
         record = self._mine.get(leader.incarnation)
@@ -211,20 +218,24 @@ class _Registry:
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
         until, backoff = self._clock.now() + ttl_s, Backoff(longest_s=_LONGEST_PAUSE_S)
-        while True:
-            try:
-                await self._put_room(room, leader, until)
-                break
-            except SegueError as error:
-                pause_s = backoff.next_s()
-                too_late = self._clock.now() + pause_s >= until
-                if not error.info.retryable or too_late or await self._pause(pause_s):
-                    raise
-        now = self._clock.now()
-        if len(self._rooms) >= self._max_rooms:
-            self._rooms = {room: mine for room, mine in self._rooms.items() if mine[1] > now}
-        if len(self._rooms) < self._max_rooms:
-            self._rooms[room] = leader, until
+        # Before it is said: the answer of a registry that has ended since may be heard after that of the next
+        # one, which is told what is known here by then.
+        mine = leader, until
+        self._remember(room, mine)
+        try:
+            while True:
+                try:
+                    await self._put_room(room, leader, until)
+                    return
+                except SegueError as error:
+                    pause_s = backoff.next_s()
+                    too_late = self._clock.now() + pause_s >= until
+                    if not self._may_pass(error, leader) or too_late or await self._pause(pause_s):
+                        raise
+        except BaseException:
+            if self._rooms.get(room) is mine:
+                del self._rooms[room]
+            raise
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
         backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
@@ -257,6 +268,18 @@ class _Registry:
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    def _remember(self, room: int, mine: tuple[LeaderId, float]) -> None:
+        """As one of those that a registry is told again, if there is room for it."""
+        if len(self._rooms) >= self._max_rooms:
+            now = self._clock.now()
+            self._rooms = {room: mine for room, mine in self._rooms.items() if mine[1] > now}
+        if len(self._rooms) < self._max_rooms:
+            self._rooms[room] = mine
+
+    def _may_pass(self, error: SegueError, leader: LeaderId) -> bool:
+        """A registry that knows nothing of us has begun anew, once more since we told it who we are."""
+        return error.info.retryable or (isinstance(error, NotFound) and leader.incarnation in self._mine)
+
     async def _say_again(self, incarnation: Incarnation) -> None:
         """All that a registry may have forgotten."""
         complete = await self._put(self._mine[incarnation])
@@ -264,6 +287,7 @@ class _Registry:
             self._mine[incarnation] = msgspec.structs.replace(record, complete=record.complete or complete)
         if incarnation in self._unsaid:
             await self._say_draining(incarnation)
+        await self._say_rooms()
 
     async def _put(self, record: InstanceRecord) -> bool:
         """Returns whether all ranks of the instance have been there."""
@@ -272,8 +296,10 @@ class _Registry:
             one = msgspec.structs.replace(record, replicas=[replica])
             answer = await self._backend.put_rank(one, replica.dp_rank)
             complete = complete or answer.complete
-            if self._epoch not in ("", answer.epoch):
-                await self._say_rooms()
+            if self._rooms and (answer.new or self._epoch not in ("", answer.epoch)):
+                # Said by a keep-alive, at once: not by each request that finds it out and has a deadline.
+                self._unsaid_rooms = list(self._rooms)
+                self._forgotten.set()
             self._epoch = answer.epoch
         return complete
 
@@ -291,17 +317,28 @@ class _Registry:
             await self._backend.put_room(room, body)
 
     async def _say_rooms(self) -> None:
-        """To a registry that has begun anew."""
-        now = self._clock.now()
-        self._rooms = {room: mine for room, mine in self._rooms.items() if mine[1] > now}
-        for room, (leader, until) in list(self._rooms.items()):
+        """To a registry that has forgotten them, the newest first, for which somebody waits; as many as there
+        is time for between two words that we live."""
+        self._forgotten.clear()
+        pause_at = self._clock.now() + self._ttl_s / 3
+        while self._unsaid_rooms:
+            room = self._unsaid_rooms.pop()
+            leader, until = self._rooms.get(room, (None, 0.0))
+            now = self._clock.now()
+            if leader is None or until <= now:
+                continue
             try:
                 await self._put_room(room, leader, until)
-            except SegueError as error:
-                if error.info.retryable:
+            except BaseException as error:
+                if not isinstance(error, SegueError) or self._may_pass(error, leader):
+                    self._unsaid_rooms.append(room)
+                    self._forgotten.set()
                     raise
                 self._rooms.pop(room, None)  # it has another owner by now: of one room nobody dies
                 self._report(error)
+            if self._clock.now() >= pause_at and self._unsaid_rooms:
+                self._forgotten.set()
+                return
 
     async def _say_draining(self, incarnation: Incarnation) -> None:
         record = self._mine[incarnation]

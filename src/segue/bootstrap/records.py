@@ -98,8 +98,9 @@ class DrainFlag(msgspec.Struct, frozen=True, kw_only=True):
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a rank that registers. `epoch` as in `InstanceList`; a new one has forgotten all rooms,
-    and whether the instance was `complete`."""
+    and whether the instance was `complete`. So has a registry to which the rank is `new`."""
 
     version: int
     epoch: str
     complete: bool
+    new: bool = False

@@ -154,7 +154,7 @@ class RegistryStore:
         if known is None or not known.alive or complete != entry.record.complete:
             entry.record = msgspec.structs.replace(entry.record, complete=complete)
             self._changed()
-        return Registered(version=self._version, epoch=self.epoch, complete=complete)
+        return Registered(version=self._version, epoch=self.epoch, complete=complete, new=known is None)
 
     def leave(self, leader: LeaderId) -> None:
         """This rank is gone, now and for good; the others stay. Unknown ones are ignored: leaving twice is
