@@ -42,10 +42,10 @@ transports: $(TRANSPORTS) ## install the libraries of the transports nixl and mo
 # In an environment of their own: what they depend on is not ours to agree with. Without them their tests skip.
 $(ROUTERS)/bin/vllm-router: $(STAMP)
 	@$(BIN)/python -m venv $(ROUTERS)
-	$(ROUTERS)/bin/python -m pip install --quiet sglang-router==0.3.2 vllm-router==0.1.17
+	$(ROUTERS)/bin/python -m pip install --quiet sglang-router==0.3.2 vllm-router==0.1.17 ai-dynamo-runtime==1.6.1
 	@touch $@
 
-routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode
+routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode and of KV events
 
 serve: setup ## one frontend, one prefill and one decode instance on port 8000 (ARGS="--port 9000 …")
 	@$(BIN)/segue serve $(ARGS)

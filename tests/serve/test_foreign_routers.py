@@ -1,4 +1,4 @@
-"""The real sglang-router and vllm-router in front of real instances, in a network of their own."""
+"""The real routers of other projects, and Dynamo's KV indexer, with real instances in a network apart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 ROUTERS = Path(os.environ.get("ROUTERS_VENV") or Path(sys.prefix) / "routers") / "bin"
 PREFILL, DECODE, FRONTEND, SGLANG, VLLM, BOOTSTRAP = 18101, 18111, 18103, 18120, 18130, 18998
-WORKERS, KV_AWARE = (18201, 18211), 18140
+WORKERS, KV_AWARE, INDEXER = (18201, 18211), 18140, 18150
 CLONE_NEWNET = 0x40000000
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 #: What a request may take here at most: what a leg waits for the other one.
@@ -94,6 +94,7 @@ class Parts:
                 *("--host", "127.0.0.1", "--port", str(KV_AWARE), "--prometheus-port", "18141"),
                 *("--log-level", "debug", "--worker-startup-check-interval", "1"),
             ],
+            "dynamo": [str(ROUTERS / "python"), "-m", "dynamo.indexer", "--port", str(INDEXER)],
         }[name]
         with (self.folder / f"{name}.log").open("a") as log:
             self.running[name] = subprocess.Popen(
@@ -110,9 +111,12 @@ class Parts:
             line = process.stdout.readline()
             assert line.startswith("ready "), (self.folder / f"{name}.log").read_text()[-3000:]
             return
-        at = {"sglang": f"{SGLANG}/readiness", "vllm": f"{VLLM}/health", "kv-aware": f"{KV_AWARE}/health"}[
-            name
-        ]
+        at = {
+            "sglang": f"{SGLANG}/readiness",
+            "vllm": f"{VLLM}/health",
+            "kv-aware": f"{KV_AWARE}/health",
+            "dynamo": f"{INDEXER}/health",
+        }[name]
         until = time.monotonic() + 60
         while True:
             with contextlib.suppress(httpx.TransportError):
@@ -319,8 +323,9 @@ def test_vllm_router_sends_a_prompt_where_our_kv_events_say_its_prefix_is(
     """The router asks nobody: its index is made of the events, and what its worker had cached shows it."""
     folder, said_by = tiny_model.save(tmp_path / "tiny"), tmp_path / "kv-aware.log"
     made = Parts(tmp_path, 1)
-    #: the number of each worker's latest batch; the first one says that it has nothing
+    #: the batches of each worker after the first one, which says that it has nothing
     told = dict.fromkeys(WORKERS, 0)
+    begun: dict[int, int] = {}
 
     def cached(port: int, name: str) -> int:
         answer = post(port, "/v1/completions", ASK | {"prompt": f"{name} prompt " * 20})
@@ -334,7 +339,9 @@ def test_vllm_router_sends_a_prompt_where_our_kv_events_say_its_prefix_is(
         return re.sub(r"\x1b\[\d+m", "", said_by.read_text())
 
     def heard() -> None:
-        lines = [f"source=http://127.0.0.1:{worker} rank=0 seq={told[worker]}\n" for worker in told]
+        lines = [
+            f"source=http://127.0.0.1:{worker} rank=0 seq={begun[worker] + told[worker]}\n" for worker in told
+        ]
         until = time.monotonic() + 60
         while not all(line in log() for line in lines):
             assert time.monotonic() < until, log()[-3000:]
@@ -346,6 +353,9 @@ def test_vllm_router_sends_a_prompt_where_our_kv_events_say_its_prefix_is(
             url = f"http://127.0.0.1:{here.registry.port}"
             named: dict[str, Any] = {"model": str(folder), "http_port": port, "events": events}
             here.running.append(Running(Role.UNIFIED, url, **named))
+            publisher = here.running[-1].instance._publisher
+            assert publisher is not None
+            begun[port] = publisher._next - 1
         made.start("kv-aware")
         try:
             made.ready("kv-aware")
@@ -361,3 +371,64 @@ def test_vllm_router_sends_a_prompt_where_our_kv_events_say_its_prefix_is(
             assert re.findall(r"credited_prefix_tokens=(\d+)", log())[-1] == "0", "it is known to be gone"
         finally:
             made.end("kv-aware")
+
+
+def test_dynamos_indexer_knows_what_our_instances_have_cached_also_when_it_comes_late_and_after_a_restart(
+    alone: None, tmp_path: Path
+) -> None:
+    folder, made = tiny_model.save(tmp_path / "tiny"), Parts(tmp_path, 1)
+    prompts = [[(7 * number + i) % 250 for i in range(100)] for number in range(3)]
+
+    def worker(port: int, registry: str) -> Running:
+        events = KVEventsConfig(kv_events_port=port + 1, kv_events_replay_port=port + 2)
+        named: dict[str, Any] = {"model": str(folder), "http_port": port, "events": events}
+        return Running(Role.UNIFIED, registry, **named)
+
+    def ask_at(port: int, prompt: list[int]) -> int:
+        answer = post(port, "/v1/completions", ASK | {"prompt": prompt})
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    def known(wanted: dict[tuple[int, int], int]) -> None:
+        """Wait until the indexer says how many tokens of a prompt each worker has; unnamed means none."""
+        until = time.monotonic() + 60
+        while True:
+            found = {
+                (number, int(at)): ranks["0"]
+                for number, prompt in enumerate(prompts)
+                for at, ranks in post(INDEXER, "/query", {"model_name": "tiny", "token_ids": prompt})
+                .json()["scores"]
+                .items()
+            }
+            if found == wanted:
+                return
+            assert time.monotonic() < until, (found, wanted, (tmp_path / "dynamo.log").read_text()[-3000:])
+            time.sleep(0.02)
+
+    with deployment() as here:
+        registry = f"http://127.0.0.1:{here.registry.port}"
+        here.running += [worker(port, registry) for port in WORKERS]
+        pages = here.running[0].engine.spec.page_tokens
+        whole = 100 // pages * pages
+        assert ask_at(WORKERS[0], prompts[0]) == 0  # before the indexer is there
+        made.start("dynamo")
+        try:
+            made.ready("dynamo")
+            for port in WORKERS:
+                told = {"instance_id": port, "model_name": "tiny", "block_size": pages}
+                told |= {"endpoint": f"tcp://127.0.0.1:{port + 1}"}
+                told |= {"replay_endpoint": f"tcp://127.0.0.1:{port + 2}"}
+                assert post(INDEXER, "/register", told).status_code == 201
+            for port in WORKERS:
+                assert ask_at(port, prompts[1]) == 0
+            known({(0, WORKERS[0]): whole, (1, WORKERS[0]): whole, (1, WORKERS[1]): whole})
+            assert ask_at(WORKERS[0], prompts[0]) == whole, "what it knows is so"
+            assert post(WORKERS[0], "/flush_cache", {}).status_code == 200
+            known({(1, WORKERS[1]): whole})
+            assert ask_at(WORKERS[0], prompts[0]) == 0, "what it knows is so"
+            known({(0, WORKERS[0]): whole, (1, WORKERS[1]): whole})
+            here.running.pop(1).close()
+            here.running.append(worker(WORKERS[1], registry))
+            assert ask_at(WORKERS[1], prompts[2]) == 0
+            known({(0, WORKERS[0]): whole, (2, WORKERS[1]): whole})
+        finally:
+            made.end("dynamo")

@@ -55,6 +55,8 @@ class VCleared(msgspec.Struct, omit_defaults=True, gc=False, tag="AllBlocksClear
     pass
 
 
+#: The number of the first batch of a process that begins 5 s after 1970.
+FIRST = 5000
 EVENTS: list[KVEvent] = [
     BlockStored([2**64 - 1, 5], None, [1, 2, 3, 128255], 2),
     BlockStored([6], 5, [4, 5], 2),
@@ -101,7 +103,7 @@ def ports() -> tuple[int, int]:
 def pair(ports: tuple[int, int]) -> Iterator[tuple[KVPublisher, Subscriber]]:
     port, replay = ports
     config = KVEventsConfig(kv_events_port=port, kv_events_replay_port=replay, kv_events_topic="kv@x@tiny")
-    publisher = KVPublisher(config, "localhost", 0)
+    publisher = KVPublisher(config, "localhost", 0, lambda: 5.0)
     subscriber = Subscriber(port, replay, "kv@")
     # Nothing tells a publisher of its subscribers: publish until one arrives.
     while True:
@@ -141,17 +143,43 @@ def test_what_was_missed_can_be_asked_for_as_long_as_it_is_kept(
     while subscriber.next()[2].events != [VRemoved([6], "GPU")]:
         pass
     everything = subscriber.missed(0)
-    assert [number for number, _ in everything] == list(range(len(everything)))
+    assert [number for number, _ in everything] == list(range(FIRST, FIRST + len(everything)))
     assert everything[0][1].events == [VCleared()], "a new process begins with nothing"
-    assert subscriber.missed(len(everything) - 1) == everything[-1:]
+    assert subscriber.missed(FIRST + len(everything) - 1) == everything[-1:]
     assert subscriber.missed(2**63) == []
     monkeypatch.setattr(kv_publisher, "KEPT_BATCHES", 2)
     publisher.publish(EVENTS[:1])
     while not isinstance(subscriber.next()[2].events[0], VStored):
         pass
-    assert [number for number, _ in subscriber.missed(0)] == [len(everything) - 1, len(everything)]
+    last = FIRST + len(everything)
+    assert [number for number, _ in subscriber.missed(0)] == [last - 1, last]
     subscriber.req.send_multipart((b"nonsense",))
     assert len(subscriber.missed(0)) == 2
+
+
+def test_who_followed_an_earlier_process_sees_a_gap_and_hears_that_nothing_is_there(
+    ports: tuple[int, int],
+) -> None:
+    """The numbers of the next process at an address are higher: subscribers drop lower ones."""
+    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
+    earlier = KVPublisher(config, "127.0.0.1", 0, lambda: 100.0)
+    subscriber = Subscriber(*ports, "kv")
+    try:
+        while not subscriber.sub.poll(50):
+            earlier.publish([AllBlocksCleared()])
+        earlier.publish(EVENTS[:1])
+        while (heard := subscriber.next())[2].events == [VCleared()]:
+            pass
+        earlier.close()
+        later = KVPublisher(config, "127.0.0.1", 0, lambda: 160.0)
+        try:
+            missed = subscriber.missed(heard[1] + 1)
+            assert [(number, batch.events) for number, batch in missed] == [(160_000, [VCleared()])]
+        finally:
+            later.close()
+    finally:
+        earlier.close()
+        subscriber.context.destroy()
 
 
 def test_a_port_that_is_taken_is_one_sentence(ports: tuple[int, int]) -> None:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from socket import getaddrinfo
 from typing import Any
 
@@ -33,19 +34,24 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 class KVPublisher:
     """Sockets at `host`, and the thread that serves them; ends with `close`. ConfigError if pyzmq is missing
-    or a port is taken."""
+    or a port is taken. `clock` gives seconds since 1970."""
 
-    def __init__(self, config: KVEventsConfig, host: str, dp_rank: int) -> None:
+    def __init__(
+        self, config: KVEventsConfig, host: str, dp_rank: int, clock: Callable[[], float] = time.time
+    ) -> None:
         try:
             zmq: Any = importlib.import_module("zmq")
         except ImportError as error:
             raise ConfigError("--kv-events-port needs the zmq extra: pip install 'segue[zmq]'") from error
         assert config.kv_events_port is not None
         self._zmq = zmq
+        self._clock = clock
         self._dp_rank = dp_rank
         self._topic = config.kv_events_topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
-        self._next = 0
+        # Above all numbers of an earlier process at this address, of which a subscriber may have seen many:
+        # it takes lower ones for what it knows already, and would keep the pages of that process for ever.
+        self._next = int(clock() * 1000)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._context = zmq.Context()
@@ -81,7 +87,7 @@ class KVPublisher:
     def publish(self, events: list[KVEvent]) -> None:
         """Send `events` as one batch; from one thread at a time, and never blocks."""
         number, self._next = self._next, self._next + 1
-        payload = self._encoder.encode(KVEventBatch(time.time(), events, self._dp_rank))
+        payload = self._encoder.encode(KVEventBatch(self._clock(), events, self._dp_rank))
         try:
             self._outer.send_multipart((number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
         except self._zmq.Again:
