@@ -102,6 +102,12 @@ def test_the_text_of_a_divergence_is_short_however_many_rooms_differ() -> None:
     assert len(first.info.text) == len(str(first)) < 2000
 
 
+def test_a_divergence_names_a_room_of_each_rank_however_many_ranks_there_are() -> None:
+    text = str(agreement.divergence([{1, 100 + rank} for rank in range(60)]))
+    for rank in range(60):
+        assert f"rank {rank} {100 + rank} (of 2)" in text
+
+
 def test_no_rank_acts_on_kv_whose_metadata_is_not_here() -> None:
     landed = receiver(9, KVPoll.SUCCESS, metadata=False)
     assert gated(landed) is KVPoll.TRANSFERRING
@@ -179,9 +185,11 @@ class Alone:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.calls: list[int] = []
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         self.asked.append("gather")
+        self.calls.append(row[0])
         return [list(row)]
 
     def least(self, row: Sequence[int]) -> list[int]:
@@ -196,6 +204,11 @@ def test_pages_are_the_engines_again_when_every_rank_has_released_them() -> None
     alone = Agreement(group)
     assert alone.released({1: freed, 2: held}) == {1}
     assert group.asked == ["gather", "least"]
+    assert group.calls == [1]
+    assert alone.released({}) == set()
+    assert alone.poll({}) == {}
+    assert alone.released({}) == set()
+    assert group.calls == [1, 2, 3, 4], "of both kinds: so a rank that leaves one out is seen at the next"
     assert alone.poll({2: held})[2].phase is KVPoll.FAILED
     outcomes, _ = lockstep([folded({1: True}), folded({1: False})])
     assert outcomes == [{1: False}] * 2

@@ -16,6 +16,7 @@ from segue.handoff import events
 from segue.handoff.exchange import Exchange
 from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import (
+    Abort,
     ChunkPosted,
     Committed,
     Destination,
@@ -357,3 +358,74 @@ def test_a_destination_with_a_slot_that_decode_does_not_have_is_refused(slot: in
         exchange.handle(events.Publish(transfer, (1,), 0, slot), 0.0)
     assert exchange.phase(transfer) is KVPoll.WAITING_FOR_INPUT
     exchange.handle(events.Publish(transfer, (1,), 0, 2), 0.0)
+
+
+# ---- what opens while its session is up, and what is said after its end ----------------------------------
+
+
+@pytest.mark.parametrize("session_first", [True, False])
+@pytest.mark.parametrize("inferred", [True, False])
+def test_prefill_is_told_whether_decode_has_inferred_its_rank(inferred: bool, session_first: bool) -> None:
+    spec = pool_spec(8, 4)
+    exchange = exchange_of(Role.DECODE, spec)
+    transfer = TransferId(1, 0, P, D)
+    opened = events.OpenReceiver(transfer, 4, 60.0, inferred)
+    up = events.PeerUp(P, leader(spec), "tcp")
+    for event in (up, opened) if session_first else (opened, up):
+        exchange.handle(event, 0.0)
+    assert exchange.phase(transfer) is KVPoll.WAITING_FOR_INPUT
+    exchange.handle(events.Publish(transfer, (1,), 0), 0.0)
+    [sent] = exchange.handle(events.Granted(transfer, 0), 0.0)
+    assert isinstance(sent, events.Send)
+    assert isinstance(sent.message, Destination)
+    assert sent.message.inferred is inferred
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_no_word_is_heard_without_a_session(role: Role, opened: bool) -> None:
+    """What was still queued when the session ended is of nobody any more: a parked destination, say, would be
+    one that decode has given up."""
+    transfer, peer = TransferId(5, 0, P, D), D if role is Role.PREFILL else P
+    for message in (
+        Destination(
+            transfer=transfer,
+            epoch=1,
+            budget_s=9.0,
+            prompt_tokens=4,
+            prefix_tokens=0,
+            pages=[0],
+            transport="tcp",
+            plan_hash=0,
+        ),
+        Committed(transfer),
+        Abort(transfer),
+        Failed(transfer, PEER_SAYS),
+        Drained(transfer),
+        Gone(transfer),
+        Moved(transfer, 1),
+    ):
+        exchange = exchange_of(role, pool_spec(8, 4), peer)
+        exchange.handle(events.PeerDown(peer, PeerLost("cut").info), 1.0)
+        if opened:
+            opening = events.OpenSender if role is Role.PREFILL else events.OpenReceiver
+            exchange.handle(opening(transfer, 4, 60.0), 1.0)
+        before = exchange.sizes()
+        assert exchange.handle(events.Received(peer, message), 2.0) == []
+        assert (exchange.counters["stray_messages"], exchange.sizes()) == (1, before)
+
+
+def test_pages_are_in_quarantine_from_the_failure_until_the_proof_and_at_no_other_time() -> None:
+    for role in (Role.PREFILL, Role.DECODE):
+        w = Case(one_sided=True).in_flight()
+        node, job = (w.prefill, w.s) if role is Role.PREFILL else (w.decode, w.r)
+        assert job is not None
+        seen = []
+        for step in (
+            lambda: None,
+            lambda node=node, job=job: w.abort(node, job),
+            lambda: w.come_to_rest(),
+        ):
+            step()  # type: ignore[no-untyped-call]
+            seen.append((node.exchange.sizes()["quarantined"], node.exchange.quarantined_pages()))
+        assert seen == [(0, 0), (1, 3), (0, 0)]

@@ -1,0 +1,170 @@
+"""Each setting of a leader reaches the part that obeys it, and none is made up on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from test_manager import spec
+
+from segue.conn import control_plane
+from segue.conn.config import KVConfig, LeaderRuntime, SessionConfig
+from segue.conn.control_plane import ControlPlane
+from segue.conn.manager import COUNTERPART, KVManager
+from segue.conn.rank import local_rank
+from segue.core.limits import Limits
+from segue.core.types import ChecksumMode, Incarnation, LeaderId, RankId, Role
+from segue.handoff.dp_ranks import FAIL, DpRanks
+from segue.transport.base import Endpoint
+from segue.transport.memory import allocate
+from segue.transport.options import TransportOptions
+
+ME, PEER = LeaderId(Incarnation("a" * 32), 2), LeaderId(Incarnation("b" * 32), 1)
+SCRATCH = 4096
+TLS: Any = object()
+
+
+class Parts:
+    """A runtime whose parts note what they are made from."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+        self.options: dict[str, TransportOptions] = {}
+        self.runtime: Any = LeaderRuntime(
+            io=lambda _: self,  # type: ignore[arg-type, return-value]
+            node=self.part("node"),
+            transports=self,  # type: ignore[arg-type]
+            digester=self.part("digester"),
+            connecting=self.part("connecting"),
+            exchange=self.part("exchange"),
+        )
+
+    def part(self, name: str) -> Any:
+        def make(*args: Any, **options: Any) -> Parts:
+            self.made[name] = args, options
+            return self
+
+        return make
+
+    def create(self, name: str, on_event: Any, options: TransportOptions) -> Parts:
+        self.options[name] = options
+        return self
+
+    def register(self, memory: Any) -> Endpoint:
+        return Endpoint("x", memory.nbytes, b"")
+
+    def loaded(self, timeout_s: float) -> None: ...
+
+    def new_epoch(self) -> int:
+        return 1
+
+
+def config(role: Role, **options: Any) -> KVConfig:
+    """Every setting differs from its default and from every other one."""
+    return KVConfig(
+        role=role,
+        me=ME,
+        host="127.0.0.2",
+        port=5,
+        advertise="kv.example",
+        advertise_port=7001,
+        secret=b"s" * 32,
+        limits=Limits(connect_s=7.0, max_transfers=9, max_sessions=3),
+        tls=TLS,
+        model="a model",
+        spec=spec(),
+        transports=["one", "two"],
+        transport_port=6,
+        advertise_transport_port=7002,
+        dp=DpRanks(size=4, on_conflict=FAIL),
+        kv_checksum=ChecksumMode.SAMPLED,
+        **{"scratch_bytes": SCRATCH, **options},
+    )
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_each_setting_reaches_the_part_that_obeys_it(role: Role) -> None:
+    set_to, parts = config(role), Parts()
+    memory = allocate(set_to.spec.nbytes + SCRATCH)
+    try:
+        manager = KVManager(set_to, memory, runtime=parts.runtime)
+    finally:
+        memory.close()
+    _, node = parts.made["node"]
+    assert node.pop("handlers") == {COUNTERPART[role]: manager}
+    node.pop("message_type")
+    names = ("me", "role", "secret", "limits", "tls", "advertise", "advertise_port")
+    assert node == {name: getattr(set_to, name) for name in names}
+    _, exchange = parts.made["exchange"]
+    said = exchange["info"]
+    assert (said.model, said.dp_size, said.max_transfers) == ("a model", 4, 9)
+    assert (said.ranks, said.scratch) == ([set_to.spec], [(set_to.spec.nbytes, SCRATCH)])
+    assert (list(said.endpoints), manager.introduction.info) == (["one", "two"], said)
+    assert exchange == {
+        "role": role,
+        "me": ME,
+        "origin": f"{role.value} {ME}",
+        "limits": set_to.limits,
+        "info": said,
+        "kv_checksum": ChecksumMode.SAMPLED,
+        "dp": set_to.dp,
+    }
+    options = TransportOptions(
+        me=RankId(ME, 0),
+        host="127.0.0.2",
+        port=6,
+        advertise="kv.example",
+        advertise_port=7002,
+        limits=set_to.limits,
+        tls=TLS,
+    )
+    assert parts.options == {"one": options, "two": options}
+    assert parts.made["digester"][0][2:] == (9,), "as many wait as there may be hand-offs"
+
+
+def test_each_rank_is_named_by_its_number_and_its_scratch_lies_behind_its_pool() -> None:
+    set_to, parts = config(Role.DECODE), Parts()
+    memory = allocate(set_to.spec.nbytes + SCRATCH)
+    try:
+        rank = local_rank(set_to, memory, parts.runtime, 3)
+        assert {options.me for options in parts.options.values()} == {RankId(ME, 3)}
+        assert rank.scratch is not None
+        assert (rank.scratch.offset, rank.scratch.nbytes) == (set_to.spec.nbytes, SCRATCH)
+        assert local_rank(config(Role.DECODE, scratch_bytes=0), memory, parts.runtime).scratch is None
+    finally:
+        memory.close()
+
+
+def test_checksums_cover_all_unless_it_is_said() -> None:
+    made = KVConfig(role=Role.PREFILL, model="m", spec=spec(), transports=["tcp"])
+    assert (made.kv_checksum, made.scratch_bytes, made.dp, made.secret, made.tls) == (
+        ChecksumMode.FULL,
+        0,
+        DpRanks(),
+        None,
+        None,
+    )
+
+
+def test_whoever_is_dialled_must_be_the_leader_that_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind an address there may be another one by now."""
+    connects, parts = [], Parts()
+
+    class Dialer:
+        def __init__(self, connect: Any, *args: Any, **options: Any) -> None:
+            connects.append(connect)
+
+        def start(self, loop: object) -> None: ...
+
+    async def connect(host: str, port: int, **options: Any) -> None:
+        parts.made["connect"] = (host, port), options
+
+    monkeypatch.setattr(control_plane, "Dialer", Dialer)
+    parts.loop, parts.connect = None, connect  # type: ignore[attr-defined]
+    plane = ControlPlane(
+        SessionConfig(role=Role.DECODE, me=ME, limits=Limits(connect_s=7.0)), {}, parts.runtime
+    )
+    plane.keep_session(PEER, "there", 9, lambda _: None)
+    asyncio.run(connects[0]())
+    assert parts.made["connect"] == (("there", 9), {"expect": PEER, "timeout_s": 7.0})
