@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,3 +70,18 @@ def test_compaction_keeps_every_live_timer(cancelled: int) -> None:
         deadlines.add(late)
     assert len(deadlines) <= 64 + 2 * 3
     assert [deadlines.pop_due(10.0) for _ in range(4)] == [keep[1], keep[2], keep[0], None]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_after_a_compaction_the_earliest_timer_is_still_the_first(seed: int) -> None:
+    """What is left of a heap when entries are taken out of it is none."""
+    rng, deadlines, made = random.Random(seed), Deadlines(), []
+    for _ in range(300):
+        made.append(timer(rng.random()))
+        deadlines.add(made[-1])
+    for each in rng.sample(made, 280):
+        deadlines.cancel(each)
+    deadlines.add(last := timer(2.0))
+    assert len(deadlines) == 21, "it was compacted"
+    left = sorted((each for each in [*made, last] if each.live), key=lambda each: each.at)
+    assert [deadlines.pop_due(3.0) for _ in left] == left

@@ -156,12 +156,15 @@ def test_a_room_that_is_found_after_its_request_has_come_changes_nothing() -> No
 # ---- what is unknown ---------------------------------------------------------------------------------
 
 
-def test_a_failure_of_what_is_not_open_yet_is_remembered_as_long_as_a_request_may_take() -> None:
+@pytest.mark.parametrize("word", [lambda transfer: Failed(transfer, LEFT), Abort])
+def test_a_failure_of_what_is_not_open_yet_is_remembered_as_long_as_a_request_may_take(word: Any) -> None:
     exchange = prefill(request_budget_s=50.0, peer_silence_s=1.0)
     transfers = [TransferId(room, 0, ME, ONE) for room in (1, 2)]
     for transfer in transfers:
-        exchange.handle(events.Received(ONE, Failed(transfer, LEFT)), 10.0)
+        exchange.handle(events.Received(ONE, word(transfer)), 10.0)
     assert exchange.next_deadline() == 60.0
+    late = said(exchange.handle(events.Received(ONE, destination(transfers[0], 1)), 10.5))
+    assert [type(message) for message in late] == [Failed, Gone], "it hears why, and writes for nothing"
     again = exchange.handle(events.PeerUp(ONE, leader(SPEC), "tcp"), 11.0)
     assert again == [], "who said it knows it"
     exchange.handle(events.Tick(), 59.9)

@@ -41,6 +41,7 @@ from segue.handoff.messages import (
 )
 from segue.handoff.receiver import ReceiverMachine, ReceiverState
 from segue.handoff.sender import REASON_WAIT_S, SenderMachine
+from segue.handoff.tally import Tally
 from segue.layout.planner import PairPlan
 
 PROMPT = 10
@@ -355,6 +356,20 @@ def test_a_chunk_is_announced_once_when_its_layers_have_landed_in_whatever_order
     w.come_to_rest()
 
 
+def test_a_chunk_whose_first_layers_have_landed_alone_is_not_announced() -> None:
+    w = Case().partly_sent()
+    assert w.s is not None
+    w.queues[Role.DECODE].clear()
+    w.tell(w.prefill, events.WriteLanded(w.transfer, 0, 0, 3.0))
+    assert not w.queues[Role.DECODE], "the other layer is still to come"
+    w.send_chunk(w.s, 4)
+    assert not w.queues[Role.DECODE]
+    w.tell(w.prefill, events.WriteLanded(w.transfer, 0, 1, 0.5))
+    ((_, chunk),) = w.queues[Role.DECODE]
+    assert isinstance(chunk, ChunkPosted)
+    assert (chunk.span, chunk.nbytes, chunk.wire_s) == (Span(0, 4), 4 * 32, 0.5)
+
+
 def test_a_hand_off_that_ends_between_the_layers_of_a_chunk_waits_for_its_fence() -> None:
     w = Case().partly_sent()
     assert w.s is not None
@@ -420,6 +435,7 @@ def test_what_decode_has_already_is_not_sent_again(prefix: int) -> None:
 def test_a_fully_cached_prompt_posts_no_write_and_still_ends_by_the_book() -> None:
     w = Case().waiting(prefix=PROMPT)
     assert w.s is not None
+    w.now = 5.0
     w.send_chunk(w.s, PROMPT)
     assert not w.writes
     chunk = w.queues[Role.DECODE][-1][1]
@@ -428,10 +444,18 @@ def test_a_fully_cached_prompt_posts_no_write_and_still_ends_by_the_book() -> No
     w.send_metadata(w.s)
     w.settle()
     assert w.s.phases[-1] is KVPoll.SUCCESS
+    ends = [e for _, e in w.log if isinstance(e, events.Phase) and e.phase is KVPoll.SUCCESS]
+    assert [(end.wire_s, end.nbytes) for end in ends] == [(0.0, 0)] * 2
     w.come_to_rest()
 
 
 def test_publish_leaves_out_pages_after_the_prompt() -> None:
+    w = Case()
+    w.r = w.open_receiver(w.transfer, 8, prefix=8)
+    w.tell(w.decode, events.Publish(w.transfer, (5,), 8))
+    [(_, message)] = w.queues[Role.PREFILL]
+    assert isinstance(message, Destination)
+    assert message.pages == []
     w = Case().open()
     w.tell(w.decode, events.Publish(w.transfer, (1, 2, 3, 4, 5), 0))
     [(_, message)] = w.queues[Role.PREFILL]
@@ -448,6 +472,15 @@ ILLEGAL: list[tuple[str, Callable[[], Case], Role, Act]] = [
         lambda: Case().open(),
         Role.PREFILL,
         lambda w: events.SendChunk(w.transfer, Span(0, 4), (0, 1, 2)),
+    ),
+    (
+        "metadata of another attempt",
+        lambda: Case().waiting(),
+        Role.PREFILL,
+        lambda w: events.SendMetadata(
+            w.transfer,
+            w.metadata(transfer=TransferId(w.transfer.room, 1, w.prefill.me, w.decode.me)),
+        ),
     ),
     (
         "metadata before destination",
@@ -719,13 +752,24 @@ def test_a_repeated_chunk_or_metadata_changes_nothing() -> None:
     assert w.receiver_state == "TRANSFERRING"
 
 
-@pytest.mark.parametrize("changes", [{"prompt_tokens": 9}, {"first_token": 8}])
-def test_metadata_that_is_not_ours_fails_the_transfer(changes: dict[str, Any]) -> None:
-    w = Case().waiting()
-    w.from_prefill(w.metadata())
-    w.from_prefill(w.metadata(**changes))
-    assert w.r is not None
-    assert w.r.errors[0].code is ErrorCode.METADATA_MISMATCH
+@pytest.mark.parametrize(
+    ("changes", "alone"),
+    [
+        ({"prompt_tokens": 9}, True),
+        ({"prompt_tokens": 11}, True),
+        ({"first_token": 8}, False),
+        ({"prompt_hash": 1}, False),
+        ({"prefill_cached": 3}, False),
+    ],
+)
+def test_metadata_that_is_not_ours_fails_the_transfer(changes: dict[str, Any], alone: bool) -> None:
+    for after_ours in (True, False) if alone else (True,):
+        w = Case().waiting()
+        if after_ours:
+            w.from_prefill(w.metadata())
+        w.from_prefill(w.metadata(**changes))
+        assert w.r is not None
+        assert w.r.errors[0].code is ErrorCode.METADATA_MISMATCH
 
 
 @pytest.mark.parametrize("message", ["chunk", "metadata"])
@@ -1195,6 +1239,19 @@ def test_the_sender_keeps_the_earlier_of_both_deadlines() -> None:
     assert w.s.errors[0].code is ErrorCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.parametrize(("own_s", "budget_s", "ends_at"), [(60.0, 30.0, 50.0), (25.0, 30.0, 25.0)])
+def test_decode_s_budget_counts_from_its_destination_and_prolongs_nothing(
+    own_s: float, budget_s: float, ends_at: float
+) -> None:
+    w = Case(limits=Limits(peer_silence_s=1.0))
+    w.s = w.open_sender(w.transfer, PROMPT, budget_s=own_s)
+    w.now = 20.0
+    w.from_decode(w.destination(budget_s=budget_s))
+    assert w.prefill.exchange.next_deadline() == ends_at
+    w.from_decode(Abort(w.transfer))
+    assert w.prefill.exchange.next_deadline() == ends_at, "so long it is remembered"
+
+
 # ---- peers that do not fit ---------------------------------------------------------------------
 
 
@@ -1202,6 +1259,7 @@ def test_the_sender_keeps_the_earlier_of_both_deadlines() -> None:
     ("info", "code"),
     [
         (leader(pool_spec(24, 4), model="other"), ErrorCode.LAYOUT_MISMATCH),
+        (leader(pool_spec(24, 4), model=""), ErrorCode.LAYOUT_MISMATCH),
         (msgspec.structs.replace(leader(pool_spec(24, 4)), protocol=9), ErrorCode.PEER_REFUSED),
         (msgspec.structs.replace(leader(pool_spec(24, 4)), ranks=[]), ErrorCode.LAYOUT_MISMATCH),
     ],
@@ -1222,6 +1280,8 @@ def test_a_peer_that_does_not_fit_fails_its_hand_offs_at_once(
         assert [p.phase for p in phases] == [KVPoll.BOOTSTRAPPING, KVPoll.FAILED]
         assert phases[-1].error is not None
         assert phases[-1].error.code is code
+        other = Role.PREFILL if role is Role.DECODE else Role.DECODE
+        assert (phases[-1].error.origin, phases[-1].error.peer) == ("here", f"{other} {peer}")
         exchange.check_integrity()
 
 
@@ -1347,6 +1407,30 @@ def test_a_handler_that_breaks_in_its_middle_has_posted_and_granted_nothing(
     assert kinds([e for side, e in w.log if side == f"  {half.value}"][-len(expected) :]) == expected  # type: ignore[misc]
     seen = [type(e) for _, e in w.log]
     assert (events.PostWrite if half is Role.PREFILL else events.Grant) not in seen
+
+
+def test_a_bug_in_what_follows_takes_back_nothing_of_what_was_done_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its state has moved by then: what belongs to it is carried out, or it would never be."""
+
+    class Broken(dict[Any, Any]):
+        def __bool__(self) -> bool:
+            raise ZeroDivisionError("planted")
+
+    w = Case().waiting()
+    w.from_prefill(w.metadata())
+    monkeypatch.setattr(Tally, "last_wire_s", property(lambda _: 1 / 0))
+    effects = w.from_prefill(w.chunk())
+    assert kinds(effects) == ["TRANSFERRING", "FAILED", "Failed", "Abort", "Fence", "Quarantined"]
+    w = Case().in_flight()
+    assert w.s is not None
+    w.abort(w.prefill, w.s)
+    machine = w.prefill.exchange._machines[w.transfer]
+    assert isinstance(machine, SenderMachine)
+    machine._reading = Broken()
+    assert kinds(w.tell(w.prefill, events.FenceDone(w.transfer, 0, True))) == ["Drained"]
+    assert w.sender_state == "DRAINED"
 
 
 def test_integrity_checks_see_a_broken_table() -> None:

@@ -137,6 +137,9 @@ def test_what_an_error_says_of_its_origin_is_kept_and_what_it_leaves_open_is_fil
     assert job is not None
     known = TransferFailed("x", origin="elsewhere", phase="COMPUTING").info
     known = msgspec.structs.replace(known, text="x" * 10_000)  # as of a peer that keeps no limit
+    whole = msgspec.structs.replace(known, text="x", peer="a third", room=99, elapsed_s=1.5)
+    machine = node.exchange._machines[w.transfer]
+    assert machine.fill(whole) == whole, "what is said already stays"
     w.tell(node, events.AbortTransfer(w.transfer, known))
     [error] = job.errors
     assert (error.origin, error.phase, error.room) == ("elsewhere", "COMPUTING", w.transfer.room)
@@ -348,6 +351,16 @@ def test_a_slot_where_decode_waits_for_none_is_the_engine_s_mistake() -> None:
         w.prefill.exchange.handle(events.SendChunk(w.transfer, Span(0, PROMPT), (0, 1, 2), 1), 0.0)
 
 
+@pytest.mark.parametrize("slot", [0, 2])
+def test_no_prefix_is_published_where_the_state_at_its_end_is_not(slot: int) -> None:
+    exchange = exchange_of(Role.DECODE, lineage_spec(8, 4, slots=3), P)
+    transfer = TransferId(1, 0, P, D)
+    exchange.handle(events.OpenReceiver(transfer, 8, 60.0), 0.0)
+    with pytest.raises(IllegalEvent, match="without the state at its end"):
+        exchange.handle(events.Publish(transfer, (1,), 4, slot), 0.0)
+    exchange.handle(events.Publish(transfer, (1, 2), 0, slot), 0.0)
+
+
 @pytest.mark.parametrize("slot", [-1, 3, None])
 def test_a_destination_with_a_slot_that_decode_does_not_have_is_refused(slot: int | None) -> None:
     spec = lineage_spec(8, 4, slots=3)
@@ -415,17 +428,17 @@ def test_no_word_is_heard_without_a_session(role: Role, opened: bool) -> None:
         assert (exchange.counters["stray_messages"], exchange.sizes()) == (1, before)
 
 
-def test_pages_are_in_quarantine_from_the_failure_until_the_proof_and_at_no_other_time() -> None:
-    for role in (Role.PREFILL, Role.DECODE):
-        w = Case(one_sided=True).in_flight()
-        node, job = (w.prefill, w.s) if role is Role.PREFILL else (w.decode, w.r)
-        assert job is not None
-        seen = []
-        for step in (
-            lambda: None,
-            lambda node=node, job=job: w.abort(node, job),
-            lambda: w.come_to_rest(),
-        ):
-            step()  # type: ignore[no-untyped-call]
-            seen.append((node.exchange.sizes()["quarantined"], node.exchange.quarantined_pages()))
-        assert seen == [(0, 0), (1, 3), (0, 0)]
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_pages_are_in_quarantine_from_the_failure_until_the_proof_and_at_no_other_time(role: Role) -> None:
+    w = Case(one_sided=True).in_flight()
+    node, job = (w.prefill, w.s) if role is Role.PREFILL else (w.decode, w.r)
+    assert job is not None
+
+    def seen() -> tuple[int, int]:
+        return node.exchange.sizes()["quarantined"], node.exchange.quarantined_pages()
+
+    assert seen() == (0, 0)
+    w.abort(node, job)
+    assert seen() == (1, 3)
+    w.come_to_rest()
+    assert seen() == (0, 0)
