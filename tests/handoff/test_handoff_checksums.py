@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from test_handoff_transitions import CLIENT, PROMPT, Case, kinds
 
-from segue.core.errors import ErrorCode, OutOfCapacity
+from segue.core.errors import ErrorCode, OutOfCapacity, PeerLost
 from segue.core.types import ChecksumMode, KVPoll, Role, Span
 from segue.handoff import events
 from segue.handoff.messages import Abort, ChunkPosted, Committed, Drained
@@ -90,6 +90,13 @@ def test_a_checksum_of_zero_is_a_checksum() -> None:
     posted = w.queues[Role.DECODE][0][1]
     assert isinstance(posted, ChunkPosted)
     assert posted.checksum == 0
+    w.deliver(Role.DECODE)
+    w.deliver(Role.DECODE)
+    assert w.receiver_state == "TRANSFERRING"
+    [asked] = w.decode.checksums
+    w.tell(w.decode, events.ChecksumReady(w.transfer, 0, asked.tag, 1))
+    assert w.r is not None
+    assert w.r.errors[0].code is ErrorCode.CHECKSUM_MISMATCH
 
 
 def test_a_checksum_that_comes_first_waits_for_the_write() -> None:
@@ -243,6 +250,10 @@ def test_the_word_that_nothing_writes_is_given_again_while_a_checksum_reads() ->
     asked = events.Received(w.decode.me, Abort(w.transfer))
     assert kinds(w.tell(w.prefill, asked)) == ["Drained"]
     assert w.sender_state == "DRAINED", "the checksum still reads"
+    lost = events.PeerDown(w.decode.me, PeerLost("cut").info)
+    assert kinds(w.tell(w.prefill, lost)) == []
+    again = events.PeerUp(w.decode.me, w.decode.info)
+    assert kinds(w.tell(w.prefill, again)) == ["Failed"], "nor may decode wait for its deadline"
 
 
 def test_each_of_several_chunks_is_verified_before_the_commit_in_any_order() -> None:

@@ -124,6 +124,9 @@ def test_what_cannot_be_passed_on_ends_the_hand_off_on_both_sides() -> None:
     [relay] = all_of(w, events.Relay)
     assert isinstance(relay, events.Relay)
     error = TransferFailed("the path between two ranks broke").info
+    for rank, tag in ((0, relay.tag + 1), (1, relay.tag)):
+        assert w.tell(w.decode, events.WriteBroken(w.transfer, rank, tag, error)) == [], "nobody asked for it"
+    assert w.receiver_state == "TRANSFERRING"
     w.tell(w.decode, events.WriteBroken(w.transfer, 0, relay.tag, error))
     assert w.receiver_state == "QUARANTINED"
     w.settle()
@@ -172,19 +175,20 @@ def posted(w: Case, source: int, sequence: int, span: Span, nbytes: int) -> Chun
     return w.chunk(source=source, sequence=sequence, span=span, nbytes=nbytes, final=span.end == PROMPT)
 
 
-def test_every_place_of_context_parallelism_must_send_its_share_of_the_same_chunks() -> None:
+@pytest.mark.parametrize("known", [[], [Span(0, 4)]], ids=["the first chunk", "a later one"])
+def test_every_place_of_context_parallelism_must_send_its_share_of_the_same_chunks(known: list[Span]) -> None:
     """Each of two shares may be complete by itself, and some token in neither."""
     w = Case(ranks=(Side(cp=2), 1)).waiting()
     assert w.r is not None
     token = w.decode.specs[0].shape.token_bytes
     plan = w.decode.exchange._links[w.prefill.me].plan
     assert plan is not None
-    halves = [Span(0, 8), Span(8, PROMPT)]
-    for sequence, span in enumerate(halves):
-        w.from_prefill(posted(w, 0, sequence, span, len(plan.share(0, span)) * token))
-    whole = Span(0, PROMPT)
-    w.from_prefill(posted(w, 1, 0, whole, len(plan.share(1, whole)) * token))
-    assert f"chunk 0 covers tokens 0 to {PROMPT}, for other ranks 0 to 8" in w.r.errors[0].text
+    at, number = (known[-1].end if known else 0), len(known)
+    for source, spans in ((0, [Span(at, 8), Span(8, PROMPT)]), (1, [Span(at, PROMPT)])):
+        for sequence, span in enumerate([*known, *spans]):
+            w.from_prefill(posted(w, source, sequence, span, len(plan.share(source, span)) * token))
+    text = f"chunk {number} covers tokens {at} to {PROMPT}, for other ranks {at} to 8"
+    assert text in w.r.errors[0].text
 
 
 def test_a_place_of_context_parallelism_that_moved_another_share_is_refused() -> None:
