@@ -248,3 +248,23 @@ async def test_an_instance_that_ends_its_session_as_it_opens_is_dialled_again() 
         assert names(seen) == ["0" * 32]
         assert rank.ended == 1
     await rank.node.close()
+
+
+def test_what_was_said_of_addresses_is_kept_for_a_bounded_number_of_them(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that resolves to others each time, say: nobody answers at any of them."""
+    monkeypatch.setattr(address_backend, "MAX_ADDRESSES", 4)
+    caplog.set_level("INFO", "segue.bootstrap")
+
+    async def main() -> None:
+        async with client(static(1)) as registry:
+            backend = registry._backend
+            assert isinstance(backend, address_backend.AddressBackend)
+            for number in range(20):
+                backend._say(("10.0.0.1", number), "refused")
+                backend._say(("10.0.0.1", number), "refused")
+                assert len(backend._said) <= 8
+
+    asyncio.run(main())
+    assert len([m for m in caplog.messages if "10.0.0.1" in m]) == 20

@@ -684,6 +684,26 @@ def test_a_drain_that_the_registry_did_not_hear_is_told_with_the_next_keep_alive
     asyncio.run(main())
 
 
+def test_a_drain_told_to_a_registry_that_began_anew_counts_though_it_is_told_of_us_without_it_first() -> None:
+    async def main() -> None:
+        async with local() as registry:
+            await registry.register(record(A))
+            backend = registry._backend  # type: ignore[attr-defined]
+            normal = backend.put_draining
+
+            async def began_anew(*_: object) -> None:
+                backend.put_draining = normal
+                # A keep-alive that was made before comes first: with it the registry knows us as serving.
+                await backend.put_rank(record(A), 0)
+                raise NotFound("nobody is here")
+
+            backend.put_draining = began_anew
+            await registry.set_draining(A, True)
+            assert [i.draining for i in await soon(anext(registry.watch()))] == [True]
+
+    asyncio.run(main())
+
+
 def test_a_flag_that_changed_while_the_one_before_was_being_told_is_told_again() -> None:
     async def main() -> None:
         async with local() as registry:

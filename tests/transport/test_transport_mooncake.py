@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -165,8 +166,9 @@ def test_over_tcp_only_the_receiver_registers_and_its_end_is_a_proof() -> None:
     assert Engine.made[-1].registered == [(region.address, region.nbytes)]
     assert Engine.made[-1].started == ("10.0.0.1", "P2PHANDSHAKE", "tcp", "")
     assert end.blob == b"10.0.0.1:15000"
-    Engine.made.clear()
+    lives = weakref.ref(Engine.made.pop())
     assert end.close()
+    assert lives() is None, "with it the engine ends, which is the proof"
 
 
 def test_an_engine_that_somebody_else_holds_too_lives_on_and_its_end_is_no_proof() -> None:
