@@ -13,12 +13,19 @@ from msgspec import structs
 from jumps import Jumps
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.core.control import Explain, Explained, Load
-from segue.core.errors import DeadlineExceeded, InvalidRequest, NotFound, PeerLost, SegueError
+from segue.core.errors import (
+    BootstrapTimeout,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    PeerLost,
+    SegueError,
+)
 from segue.core.limits import Limits
 from segue.core.operate import Look, OperationRefused, OperatorMessage, Sight, State, Steer, Switch
 from segue.core.records import RequestRecord
 from segue.core.types import Incarnation, LeaderId, Role, successor
-from segue.fleet.operator import Operator
+from segue.fleet.operator import ASK_S, Operator, operator
 from segue.session.node import SessionNode
 
 SECRET = b"a secret of enough bytes"
@@ -159,11 +166,18 @@ def test_an_instance_is_named_by_enough_digits_of_its_own() -> None:
 def test_each_leader_is_a_row_and_one_that_refuses_says_so_in_its_own() -> None:
     async def test(world: World) -> None:
         await world.add("a", ranks=2)
+        [record] = world.registry.there
+        flagged = [record.replicas[0], structs.replace(record.replicas[1], draining=True)]
+        world.registry.put(structs.replace(record, replicas=flagged))
         good, bad = world.leaders
         good.answers[Look] = lambda _: [sight("draining", 5)]
         bad.answers[Look] = lambda _: [OperationRefused(InvalidRequest("not now").info)]
         first, second = await world.operator.ps()
-        assert (first.dp_rank, second.dp_rank) == (0, 1)
+        for rank, row in enumerate((first, second)):
+            where = record.replicas[rank]
+            assert (row.instance, row.dp_rank, row.role) == (record.incarnation, rank, Role.DECODE)
+            assert (row.served_model, row.address) == ("tiny", f"127.0.0.1:{where.port}")
+            assert row.draining is (rank == 1), "each leader's own flag"
         assert first.sight is not None
         assert (first.sight.state, first.sight.load.running, first.trouble) == ("draining", 5, "")
         assert (second.sight, second.trouble) == (None, "not now")
@@ -302,6 +316,78 @@ def test_a_leader_that_has_work_again_before_it_turns_is_drained_and_told_again(
         assert [asked.turn for asked in world.leaders[0].asked] == [False, True, False, True]
 
     run(test)
+
+
+def test_of_several_leaders_only_the_one_with_work_is_drained_and_told_again() -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a", ranks=2)
+        switching(world, {0: ["draining"]})
+        back = structs.replace(
+            record, incarnation=successor(record.incarnation, Role.PREFILL), role=Role.PREFILL
+        )
+        world.registry.put(record, back)
+        await world.operator.switch(record, Role.PREFILL, timeout_s=DEADLINE_S)
+        assert [len(leader.asked) for leader in world.leaders] == [4, 2]
+
+    run(test)
+
+
+def test_what_the_drain_took_is_no_time_for_the_turn() -> None:
+    async def test(world: World) -> None:
+        jumps = Jumps()
+        record = await world.add("a")
+        switching(world, {})
+        [leader] = world.leaders
+        turn, leader.answers[Switch] = leader.answers[Switch], lambda _: []
+        switched = asyncio.ensure_future(world.operator.switch(record, Role.PREFILL, timeout_s=DEADLINE_S))
+        await leader.until(lambda: bool(leader.asked))
+        jumps.over(DEADLINE_S * 0.6)
+        leader.answers[Switch] = turn
+        leader.session.send(sight("drained"))
+        await world.registry.asked.acquire()  # it has left, and its successor is looked for
+        jumps.over(DEADLINE_S * 0.6)
+        with pytest.raises(DeadlineExceeded, match="is not back as prefill"):
+            await switched
+
+    run(test)
+
+
+def test_a_leader_that_cannot_be_reached_is_not_dialled_for_as_long_as_a_drain_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(world: World) -> None:
+        record = await world.add("a")
+        dialled: list[float] = []
+
+        async def connect(*_: object, timeout_s: float, **__: object) -> None:
+            dialled.append(timeout_s)
+            raise BootstrapTimeout("nobody answers")
+
+        monkeypatch.setattr(world.operator.node, "connect", connect)
+        for timeout_s in (600.0, 1.0):
+            with pytest.raises(DeadlineExceeded, match="does not answer"):
+                await world.operator.steer(record, draining=True, timeout_s=timeout_s)
+        assert dialled == [ASK_S, 1.0]
+
+    run(test)
+
+
+def test_the_registry_is_left_however_a_command_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    class Registry(Listed):
+        async def close(self) -> None:
+            closed.append("registry")
+
+    monkeypatch.setattr("segue.fleet.operator.open_backend", lambda *_: Registry())
+
+    async def main() -> None:
+        async with operator("http://x", secret=SECRET, limits=LIMITS, tls=None):
+            raise NotFound("no such instance")
+
+    with pytest.raises(NotFound):
+        asyncio.run(main())
+    assert closed == ["registry"]
 
 
 def test_one_that_somebody_has_resumed_does_not_turn() -> None:

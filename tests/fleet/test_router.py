@@ -390,3 +390,41 @@ def test_tokens_that_were_given_count_and_those_that_decode_was_sent_before_do_n
 def test_a_unified_instance_stands_beside_decode_instances_that_compute_prompts() -> None:
     fleet = at_decode(2, ("a", Role.PREFILL), ("u", Role.UNIFIED))
     assert {route(fleet) for _ in range(4)} == {("d", "d", "short"), ("u", "u", "unified")}
+
+
+def test_prefill_s_failure_takes_the_proof_away_as_decode_s_does() -> None:
+    for name in "ad":
+        fleet = pairs()
+        fleet.router.record_success(Route(1, fleet.made["a"], fleet.made["d"]))
+        fleet.router.record_failure(fleet.made[name], Internal("a bug").info, 0.0)
+        assert not fleet.router.proven, name
+
+
+def test_who_names_a_prefill_instance_that_is_not_there_gets_no_other() -> None:
+    fleet = pairs()
+    gone = Incarnation("c" * 32)
+    assert route(fleet, prefill=gone) is None
+    assert route(fleet, prefill=fleet.made["b"].leader.incarnation) in (
+        ("b", "d", "asked"),
+        ("b", "e", "asked"),
+    )
+
+
+def test_a_rank_that_the_largest_instance_has_may_be_asked_for_also_of_unified_ones() -> None:
+    fleet = Fleet()
+    ranks(fleet, "p", Role.PREFILL, 2)
+    ranks(fleet, "q", Role.PREFILL, 4)
+    ranks(fleet, "u", Role.UNIFIED, 3)
+    fleet.router.check_ranks(RankHints(routed_dp_rank=2, disagg_prefill_dp_rank=3))
+    for hints in (RankHints(routed_dp_rank=3), RankHints(disagg_prefill_dp_rank=4)):
+        with pytest.raises(DpRankOutOfRange):
+            fleet.router.check_ranks(hints)
+
+
+def test_a_room_that_is_fitted_to_rank_0_is_never_room_0_which_is_none() -> None:
+    fleet = Fleet(("d", Role.DECODE))
+    ranks(fleet, "p", Role.PREFILL, 2, load_balance="follow_bootstrap_room")
+    fleet.made["p1"].session = None
+    made = placed(fleet, room=1)
+    assert made is not None
+    assert (made.room, made.prefill.where.dp_rank) == (2, 0)

@@ -1,0 +1,270 @@
+"""What one call holds while it runs, gives out and leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet_rig import DEADLINE_S, LIMITS, Rig, run
+from msgspec import structs
+from test_fleet_attempts import LEFT, begun, heard, said
+
+from jumps import Jumps
+from segue.core.control import Outputs
+from segue.core.errors import (
+    AbortedByClient,
+    DeadlineExceeded,
+    Draining,
+    Internal,
+    OutOfCapacity,
+)
+from segue.core.records import MAX_FOUND
+from segue.core.request import Output, Wait
+from segue.core.types import FinishReason, Role
+from segue.fleet.call import Signal
+
+
+def tokens(rig: Rig) -> dict[str, int]:
+    """What is counted on each replica, by its role."""
+    return {r.role.value: r.tokens for r in rig.fleet.membership.replicas.values()}
+
+
+def test_a_replica_is_counted_what_a_request_may_need_there_at_most_until_it_leaves_it() -> None:
+    async def test(rig: Rig) -> None:
+        p, d = await rig.add(Role.PREFILL, "hang"), await rig.add(Role.DECODE, "hang")
+        stream, task = await begun(rig, p, d, request=rig.request(max_tokens=7, prompt=[1, 2, 3, 4]))
+        assert tokens(rig) == {"prefill": 11, "decode": 11}
+        said(d, d.submits[0])  # an output without tokens: prefill has still work to do
+        said(d, d.submits[0], token_ids=[5])
+        assert (await task).token_ids == []
+        assert (await anext(stream)).token_ids == [5]
+        assert tokens(rig) == {"prefill": 0, "decode": 11}
+        said(d, d.submits[0], position=1, finish=FinishReason.STOP)
+        assert (await anext(stream)).finish is FinishReason.STOP
+        assert tokens(rig) == {"prefill": 0, "decode": 0}
+
+    run(test)
+
+
+def test_an_answer_that_ends_without_a_token_leaves_both_halves() -> None:
+    async def test(rig: Rig) -> None:
+        p, d = await rig.add(Role.PREFILL, "hang"), await rig.add(Role.DECODE, "hang")
+        _, task = await begun(rig, p, d)
+        said(d, d.submits[0], finish=FinishReason.STOP)
+        assert (await task).finish is FinishReason.STOP
+        assert tokens(rig) == {"prefill": 0, "decode": 0}
+
+    run(test)
+
+
+def test_who_stops_waiting_for_a_signal_leaves_nothing_there() -> None:
+    async def main() -> None:
+        signal = Signal()
+        waits = [asyncio.ensure_future(signal.wait()) for _ in range(2)]
+        await asyncio.sleep(0)
+        waits[0].cancel()
+        await asyncio.gather(waits[0], return_exceptions=True)
+        assert len(signal._waiters) == 1
+        signal.notify()
+        await waits[1]
+        assert not signal._waiters
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_request_and_the_failure_of_an_attempt_are_news() -> None:
+    """By them `/ready` changes, and the canary begins again."""
+
+    async def test(rig: Rig) -> None:
+        u = await rig.add(Role.UNIFIED)
+        for behave, proven in (("serve", True), ("fail:INTERNAL", False)):
+            u.behave = behave
+            news = asyncio.ensure_future(rig.fleet.changed())
+            await asyncio.sleep(0)
+            await asyncio.gather(rig.run(), return_exceptions=True)
+            await asyncio.sleep(0)
+            assert (news.done(), rig.fleet.proven) == (True, proven)
+
+    run(test)
+
+
+def test_who_is_refused_is_told_how_long_requests_take_here() -> None:
+    async def test(rig: Rig) -> None:
+        jumps = Jumps()
+        u = await rig.add(Role.UNIFIED, "hang")
+        _, task = await begun(rig, u)
+        jumps.over(7)
+        said(u, u.submits[0], token_ids=[5], finish=FinishReason.LENGTH)
+        await task
+        u.behave = "fail:OUT_OF_CAPACITY"
+        with pytest.raises(OutOfCapacity) as at_worker:
+            await rig.run()
+        rig.fleet.limits = structs.replace(LIMITS, max_queue=1)
+        request = rig.request()
+        rig.fleet.submit(request, budget_s=DEADLINE_S)
+        with pytest.raises(OutOfCapacity) as at_door:
+            rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
+        rig.fleet.cancel(request.request_id, LEFT)
+        assert 7 <= at_worker.value.retry_after_s < at_door.value.retry_after_s <= 60
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["served", "failed"])
+def test_a_call_whose_reader_was_behind_leaves_nothing_to_the_garbage_collector(how: str) -> None:
+    async def test(rig: Rig) -> None:
+        u = await rig.add(Role.UNIFIED, "hang")
+        request = rig.request()
+        stream, task = await begun(rig, u, request=request)
+        said(u, u.submits[0], token_ids=[5])
+        said(u, u.submits[0], position=1, token_ids=[6])
+        await task
+        await heard(rig, u)
+        if how == "served":
+            said(u, u.submits[0], position=2, token_ids=[7], finish=FinishReason.LENGTH)
+            assert [output.position async for output in stream] == [1, 2]
+        else:
+            rig.fleet.cancel(request.request_id, LEFT)
+        seen = weakref.ref(stream)
+        del stream, task
+        await asyncio.sleep(0)
+        assert seen() is None
+
+    gc.disable()
+    try:
+        run(test, backlog_outputs=0, backlog_wait_s=DEADLINE_S)
+    finally:
+        gc.enable()
+
+
+def test_a_reader_that_has_caught_up_once_is_cut_when_it_falls_behind_again() -> None:
+    async def test(rig: Rig) -> None:
+        jumps = Jumps()
+        u = await rig.add(Role.UNIFIED, "hang")
+        stream, task = await begun(rig, u)
+        said(u, u.submits[0], token_ids=[5])
+        await task
+        for position in (1, 3):
+            for more in range(2):
+                said(u, u.submits[0], position=position + more, token_ids=[6])
+            await heard(rig, u)
+            u.session.send(structs.replace(rig.fleet.membership.replicas[u.node.me].load, draining=False))
+            await rig.until(lambda: rig.fleet.can_serve)
+            if position == 1:
+                assert [(await anext(stream)).position for _ in range(2)] == [1, 2]
+            jumps.over(5)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        with pytest.raises(AbortedByClient, match="too slowly"):
+            await anext(stream)
+
+    run(test, backlog_outputs=1, backlog_wait_s=5)
+
+
+class Broken(Exception):
+    """What a reader raises."""
+
+
+def test_what_comes_at_once_is_given_one_after_the_other_and_never_beside_a_wait_or_after_an_error() -> None:
+    """Two outputs may come in one message: the second waits for what the first made the reader wait for."""
+    taken: list[int] = []
+    go = asyncio.Event()
+
+    async def drained() -> None:
+        await go.wait()
+        assert taken == [0], "nothing is given to one who waits"
+
+    def slow(output: Output) -> Wait | None:
+        taken.append(output.position)
+        return drained if output.position == 0 else None
+
+    def broken(output: Output) -> Wait | None:
+        taken.append(output.position)
+        raise Broken
+
+    async def deliver(rig: Rig, number: int, take: Callable[[Output], Wait | None]) -> Any:
+        u = rig.leaders[0]
+        request = rig.request()
+        task = asyncio.ensure_future(rig.fleet.submit(request, budget_s=DEADLINE_S).deliver(take))
+        await u.until(lambda: len(u.submits) > number)
+        made = [Output(request_id=request.request_id, position=i, token_ids=[i]) for i in range(2)]
+        made[1] = structs.replace(made[1], finish=FinishReason.LENGTH)
+        u.session.send(Outputs(made))
+        return task
+
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.UNIFIED, "hang")
+        task = await deliver(rig, 0, slow)
+        await rig.until(lambda: not rig.fleet.in_flight)
+        assert taken == [0]
+        go.set()
+        await task
+        assert taken == [0, 1]
+        taken.clear()
+        task = await deliver(rig, 1, broken)
+        with pytest.raises(Broken):
+            await task
+        assert taken == [0]
+
+    run(test)
+
+
+def test_what_is_told_of_a_request_is_bounded_and_has_its_trace_and_its_end() -> None:
+    async def test(rig: Rig) -> None:
+        u = await rig.add(Role.UNIFIED)
+        await rig.run(structs.replace(rig.request(), request_id="t", traceparent="00-a-b-01"))
+        [told] = rig.fleet.explain("t")
+        assert (told.traceparent, told.ended, told.error) == ("00-a-b-01", True, None)
+        assert told.facts == {"prompt_tokens": 3, "output_tokens": 3, "attempts": 1}
+        u.behave = "hang"
+        rig.fleet.limits = structs.replace(LIMITS, max_queue=2 * MAX_FOUND)
+        many = [structs.replace(rig.request(), request_id=f"many-{i}") for i in range(MAX_FOUND + 2)]
+        for request in many:
+            rig.fleet.submit(request, budget_s=DEADLINE_S)
+        assert len(rig.fleet.explain("many")) == MAX_FOUND
+        for request in many:
+            rig.fleet.cancel(request.request_id, LEFT)
+
+    run(test)
+
+
+def test_a_deadline_names_the_room_if_there_was_one() -> None:
+    async def test(rig: Rig) -> None:
+        jumps = Jumps()
+        nowhere = asyncio.ensure_future(rig.run())
+        await asyncio.sleep(0)
+        jumps.over(DEADLINE_S)
+        with pytest.raises(DeadlineExceeded) as before:
+            await nowhere
+        u = await rig.add(Role.UNIFIED, "hang")
+        _, task = await begun(rig, u)
+        jumps.over(DEADLINE_S)
+        with pytest.raises(DeadlineExceeded) as after:
+            await task
+        assert (before.value.info.room, after.value.info.room) == (0, u.submits[0].ticket.room)
+        assert f"unified {u.node.me}" in after.value.info.text
+
+    run(test, no_replica_wait_s=2 * DEADLINE_S)
+
+
+def test_what_another_attempt_gets_is_what_is_left_of_the_request_s_time() -> None:
+    async def test(rig: Rig) -> None:
+        jumps = Jumps()
+        decodes = [await rig.add(Role.UNIFIED, "hang") for _ in range(2)]
+        _, task = await begun(rig)
+        waits = [asyncio.ensure_future(d.until(lambda at=d: bool(at.submits))) for d in decodes]  # type: ignore[misc]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        jumps.over(DEADLINE_S / 2)
+        first, second = sorted(decodes, key=lambda d: not d.submits)
+        said(first, first.submits[0], error=Draining("it leaves").info)
+        await asyncio.gather(*waits)
+        assert first.submits[0].ticket.budget_s > DEADLINE_S / 2 >= second.submits[0].ticket.budget_s
+        said(second, second.submits[0], error=Internal("a bug").info)
+        with pytest.raises(Internal):
+            await task
+
+    run(test)
