@@ -308,6 +308,11 @@ class CompletionAnswer(TemplatedAnswer):
         self._echo = echo
         self._echo_only = echo_only
 
+    def events(self, index: int, piece: Piece) -> bytes:
+        if self._echo_only:  # nothing of what is generated is shown: a template would have no text
+            return Answer.events(self, index, piece)
+        return super().events(index, piece)
+
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         choice = self.choices[index]
         text, ids, logprobs = piece.text, piece.token_ids, list[TokenLogprob | None](piece.logprobs)
