@@ -31,6 +31,8 @@ ROUTES = [
     ("GET", "/metrics"),
     ("GET", "/nowhere"),
     ("GET", "/health/"),
+    ("GET", "/health_generate"),
+    ("GET", "/ready/x"),
     ("GET", "//health"),
     ("GET", "/"),
     ("OPTIONS", "/v1/chat/completions"),
@@ -140,6 +142,14 @@ def test_a_file_has_one_a_line_with_comments(tmp_path: Path, caplog: pytest.LogC
     assert read_keys(AccessConfig(api_key="own")) == ("own",)
     assert read_keys(AccessConfig()) == ()
     assert caplog.text == ""
+
+
+def test_one_key_that_is_given_twice_is_one_tenant(tmp_path: Path) -> None:
+    """Its owner's requests are not told apart from themselves."""
+    (tmp_path / "keys").write_text("a-key\na-key\n")
+    keys = read_keys(AccessConfig(api_key="a-key", api_key_file=str(tmp_path / "keys")))
+    assert keys == ("a-key",)
+    assert ApiKeys(keys).tenant(b"Bearer a-key") == ""
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o606, 0o602])
