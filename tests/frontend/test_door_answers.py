@@ -1,4 +1,4 @@
-"""The door's side of a request: headers and statuses of every answer, what is recorded, what waits and ends."""
+"""The door's side of a request: every answer's status and headers, what is recorded, what waits and ends."""
 
 from __future__ import annotations
 
