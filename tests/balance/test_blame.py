@@ -21,7 +21,7 @@ from segue.core.errors import (
     TransferFailed,
 )
 from segue.core.request import Output, Usage
-from segue.core.types import FinishReason, LeaderId
+from segue.core.types import OPEN_RANK, FinishReason, LeaderId
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,14 @@ def test_of_two_ranks_of_one_instance_the_one_that_is_named_is_meant() -> None:
     made.begin(P1, other)
     made.failed(said(PeerLost("x"), "", f"decode {other.incarnation[:8]}"), P1)
     assert made.avoid == {other}, "without a rank the whole instance is meant"
+
+
+def test_a_prefill_whose_rank_was_open_is_meant_and_not_the_decode_that_misses_it() -> None:
+    """It has the KV, so it was asked again by each decode in turn until no attempt was left."""
+    made = attempts()
+    missed = f"prefill {LeaderId(P1.incarnation, OPEN_RANK)}"
+    made.failed(said(PeerLost("not there"), name("decode", D1), missed), D1)
+    assert (made.avoid, made.kv_holder) == ({P1}, None)
 
 
 def test_before_an_attempt_whoever_reports_is_meant() -> None:

@@ -224,7 +224,8 @@ class Attempts:
 
 
 def _names(text: str, leader: LeaderId) -> bool:
-    """Whether an error's `origin` or `peer` (`decode 3fa94c01 dp0`) means this replica."""
-    words = text.split()
+    """Whether an error's `origin` or `peer` (`decode 3fa94c01 dp0`) means this replica. If no rank or an
+    open one (`dp?`) is named, it is the one that was asked."""
+    words = [word for word in text.split() if word != "dp?"]
     rank = f"dp{leader.dp_rank}"
     return leader.incarnation[:8] in words and (rank in words or not any(w.startswith("dp") for w in words))
