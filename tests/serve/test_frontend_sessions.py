@@ -159,6 +159,7 @@ def test_a_prefill_without_a_door_says_so_to_decode_s_and_with_one_its_rooms_hea
     [met] = one.sent
     assert isinstance(met, Met)
     assert (met.room, met.error.code if met.error else None) == (5, ErrorCode.PEER_REFUSED)
+    assert met.elsewhere, "another at the same address may have one"
     heard: list[object] = []
 
     class Rooms:

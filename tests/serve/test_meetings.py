@@ -19,6 +19,7 @@ from segue.core.errors import (
     InvalidRequest,
     OutOfCapacity,
     PeerLost,
+    SegueError,
 )
 from segue.core.request import Output, RankHints, Request, SamplingParams
 from segue.core.types import Incarnation, LeaderId, Role
@@ -228,7 +229,23 @@ def test_what_the_holder_s_leg_fails_with_ends_all_samples_and_those_that_were_t
     asyncio.run(main())
 
 
-def test_while_the_leg_is_looked_for_only_the_last_end_of_those_asked_ends_the_wait() -> None:
+def lost(place: Place, replica: Replica, error: SegueError) -> None:
+    place.meetings.lost(replica, error)
+
+
+def not_there(place: Place, replica: Replica, error: SegueError) -> None:
+    """Its door is full, or was never opened, or nobody came to it in time."""
+    place.meetings.met(replica, Met(room=ROOM, error=error.info, elsewhere=True))
+
+
+Says = Callable[[Place, Replica, SegueError], None]
+
+
+@pytest.mark.parametrize("first", [lost, not_there])
+@pytest.mark.parametrize("last", [lost, not_there])
+def test_while_the_leg_is_looked_for_only_the_last_end_of_those_asked_ends_the_wait(
+    first: Says, last: Says
+) -> None:
     async def main() -> None:
         one, other = prefill("a"), prefill("b")
         place = Place(one, other)
@@ -236,10 +253,10 @@ def test_while_the_leg_is_looked_for_only_the_last_end_of_those_asked_ends_the_w
             await meeting.ask()
             waiting = asyncio.ensure_future(meeting.wait(1))
             await asyncio.sleep(0)
-            place.meetings.lost(one[0], PeerLost("gone"))
+            first(place, one[0], PeerLost("gone"))
             await asyncio.sleep(0)
             assert not waiting.done()
-            place.meetings.lost(other[0], PeerLost("gone, too"))
+            last(place, other[0], PeerLost("gone, too"))
             with pytest.raises(PeerLost, match="too"):
                 await waiting
         assert place.meetings.abandoned == 0

@@ -118,6 +118,7 @@ def test_a_prefill_leg_whose_client_leaves_ends_decode_s_leg_now_or_when_it_come
         if after:
             rooms.meet(door.session, Meet(room=ROOM))
         assert door.codes()[-1] is ErrorCode.ABORTED_BY_CLIENT
+        assert not door.told[-1].elsewhere, "it was here"
         rooms.close()
 
     run(main)
@@ -172,6 +173,7 @@ def test_a_room_has_one_leg_of_each_kind() -> None:
         rooms.meet(door.session, Meet(room=ROOM))
         rooms.meet(other.session, Meet(room=ROOM))
         assert other.codes() == [ErrorCode.INVALID_REQUEST]
+        assert not other.told[0].elsewhere
         assert not waiting.done()
         rooms.over(door.session, Over(room=ROOM))
         await waiting
@@ -185,6 +187,7 @@ def test_rooms_are_bounded_and_room_0_is_none() -> None:
         for room in (1, 2, 3, 0):
             rooms.meet(door.session, Meet(room=room))
         assert door.codes() == [ErrorCode.OUT_OF_CAPACITY, ErrorCode.INVALID_REQUEST]
+        assert all(met.elsewhere for met in door.told), "its leg was never here"
         for room in (5, 6, 0):
             rooms.over(door.session, Over(room=room, error=BROKEN.info))
         assert len(rooms._rooms) == 2
@@ -272,6 +275,7 @@ def test_it_is_said_which_leg_is_missing_and_a_leg_that_has_failed_is_not_missed
         await door.news.wait()
         assert door.told[0].error is not None
         assert "the prefill leg" in door.told[0].error.text
+        assert door.told[0].elsewhere
         assert rooms.abandoned == 2
         for lost in (BROKEN, PeerLost("and what came of it")):
             rooms.over(door.session, Over(room=ROOM + 2, error=lost.info))

@@ -107,11 +107,13 @@ class Meet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class Met(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Prefill's door → decode's: the prefill leg of `room` is here, and its request is for this DP rank
-    (None: for any). With `error` it has ended, and decode's is to end as well."""
+    (None: for any). With `error` it has ended, and decode's is to end as well, unless the leg was never here
+    and may be `elsewhere`: then as soon as everybody who was asked has said so."""
 
     room: int
     dp_rank: int | None = None
     error: ErrorInfo | None = None
+    elsewhere: bool = False
 
 
 class Over(msgspec.Struct, frozen=True, tag=True, kw_only=True):

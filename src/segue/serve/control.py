@@ -56,7 +56,7 @@ class FrontendSessions:
             self.deliver(FromFrontend(session.peer.leader.incarnation, message))
         elif isinstance(message, Meet) and self.rooms is None:
             refused = PeerRefused("this prefill instance has no HTTP door; start it with --http-port")
-            session.send(Met(room=message.room, error=refused.info))
+            session.send(Met(room=message.room, error=refused.info, elsewhere=True))
         elif isinstance(message, Meet) and self.rooms is not None:
             self.rooms.meet(session, message)
         elif isinstance(message, Over):

@@ -193,6 +193,9 @@ class Meeting:
         """The door of `replica` has the leg, or had it."""
         if self._over or replica not in self._asked:
             return  # once the leg is found its holder alone counts: another may say that it has no room
+        if message.error is not None and message.elsewhere:
+            self.lost(replica, message.error.exception())
+            return
         if message.error is not None:
             self._fail(message.error.exception())
             return
@@ -206,7 +209,7 @@ class Meeting:
         self._news.set()
 
     def lost(self, replica: Replica, error: SegueError) -> None:
-        """The session with `replica` has ended."""
+        """The session with `replica` has ended, or the leg is not there."""
         if self._over or replica not in self._asked:
             return
         self._asked.remove(replica)

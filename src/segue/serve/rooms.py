@@ -145,8 +145,9 @@ class Rooms:
             room.session, room.hint = session, message.hint
             self._answer(number, room)
         except SegueError as error:
-            session.send(Met(room=number, error=error.at(origin=self.name).info))
-            if number in self._rooms:
+            known = number in self._rooms
+            session.send(Met(room=number, error=error.at(origin=self.name).info, elsewhere=not known))
+            if known:
                 self.over(session, Over(room=number, error=error.info))
 
     def over(self, session: Session, message: Over) -> None:
@@ -246,7 +247,7 @@ class Rooms:
         if room.error is None:
             self.abandoned += 1
         if room.session is not None:
-            room.session.send(Met(room=number, error=late.info))
+            room.session.send(Met(room=number, error=late.info, elsewhere=room.leg is None))
         if room.leg is not None and not room.leg.done():
             room.leg.set_exception(late)
         self._forget(number)
