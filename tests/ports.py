@@ -1,4 +1,4 @@
-"""A port of loopback at which nobody listens, and that nobody is given meanwhile."""
+"""A port at which nobody listens, and that nobody is given meanwhile."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class HeldPort:
     who asks the system for any free port gets another one. Who names this one may listen there, with
     SO_REUSEADDR as all servers do."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", 0))
+            sock.bind((host, 0))
             self.port = int(sock.getsockname()[1])
             weakref.finalize(self, os.close, sock.detach())

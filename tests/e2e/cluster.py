@@ -13,6 +13,7 @@ from types import TracebackType
 
 from served import Served, State, rest
 
+from ports import HeldPort
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.bootstrap.server import RegistryServer
 from segue.bootstrap.server import serve as serve_registry
@@ -23,19 +24,19 @@ from segue.core.types import LeaderId, Role, new_incarnation
 MODEL = "tiny"
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now, and that the system hands to nobody who takes any: no other test's
-    listener or connection is there before whom they are meant for, or while that one is started again."""
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, and that the system hands to nobody who takes any. For who listens at
+    those that follow them, too; a `HeldPort` is one that no other test can draw."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     outside = [*range(10_000, low), *range(high + 1, 65_536)] or range(10_000, 65_536)
     found: list[int] = []
     for port in random.sample(outside, len(outside)):
         with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind((host, port))
+            sock.bind(("127.0.0.1", port))
             found.append(port)
         if len(found) == count:
             return found
-    raise AssertionError(f"{len(found)} of {count} ports are free at {host}")
+    raise AssertionError(f"{len(found)} of {count} ports are free")
 
 
 class Registry:
@@ -45,7 +46,8 @@ class Registry:
         self._limits = limits or Limits()
         self._io = IoThread()
         self._io.start()
-        [self.port] = free_ports(1)
+        self._held = HeldPort()
+        self.port = self._held.port
         self._server: RegistryServer | None = None
         self.open()
 
@@ -114,9 +116,7 @@ class Cluster:
         self._stderr = dict(stderr or {})
         self._doors = dict(doors or {})
         self._logs = Path(tempfile.mkdtemp(prefix="segue-test-"))
-        self._ports = dict(
-            zip(self.names, zip(*[iter(free_ports(2 * len(names)))] * 2, strict=True), strict=True)
-        )
+        self._held = {name: (HeldPort(), HeldPort()) for name in self.names}
         self.parts: dict[str, Served] = {}
         try:
             for name in [*self.names, *frontends]:
@@ -135,7 +135,8 @@ class Cluster:
 
     def ports(self, name: str) -> tuple[int, int]:
         """Control and data port of an instance."""
-        return self._ports[name]
+        port, data_port = self._held[name]
+        return port.port, data_port.port
 
     def launch(self, name: str) -> Served:
         """Start a part that does not run; `ready` is the caller's."""
@@ -145,7 +146,7 @@ class Cluster:
         if role == "frontend":
             words += ["--model", str(self.model), "--served-model-name", MODEL, "--port", "0"]
         else:
-            port, data_port = self._ports[name]
+            port, data_port = self.ports(name)
             words += ["--model", str(self.model), "--served-model-name", MODEL]
             words += ["--port", str(port), "--data-port", str(data_port), *self._flags]
         words += self._more.get(name, ())  # the last word on a setting counts

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import MODEL, free_ports
+from cluster import MODEL
 from served import Served
 
+from ports import HeldPort
 from segue.cli.main import main
 
 
@@ -16,7 +17,8 @@ from segue.cli.main import main
 def test_parts_that_know_each_others_addresses_serve_without_a_registry(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = free_ports(2)
+    held = HeldPort(), HeldPort()
+    one, two = (each.port for each in held)
     url = f"static://127.0.0.1:{one},127.0.0.1:{two}"
     common = ("--registry", url, "--model", str(tiny), "--served-model-name", MODEL)
     engine = ("--dtype", "float32", "--kv-gib", "0.02", "--threads-per-worker", "1")

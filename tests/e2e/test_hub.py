@@ -10,10 +10,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import free_ports
 from served import Served
 
 import hub_server
+from ports import HeldPort
 
 NAME = "org/tiny"
 SMALL = ("--dtype", "float32", "--kv-gib", "0.01", "--threads-per-worker", "1")
@@ -61,7 +61,8 @@ def test_a_name_of_the_hub_is_served_under_that_name(hub: hub_server.Hub, tmp_pa
 def test_parts_by_hand_take_the_name_too_and_the_frontend_only_the_tokenizer(
     hub: hub_server.Hub, tmp_path: Path
 ) -> None:
-    [port] = free_ports(1)
+    held = HeldPort()
+    port = held.port
     url = f"http://127.0.0.1:{port}"
     here = environ(hub, tmp_path / "instances")
     with (

@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster import free_ports
 from served import Served
 
 from otlp import collecting
+from ports import HeldPort
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -41,7 +41,8 @@ def test_prefill_decode_and_frontend_by_hand(tiny: Path, tmp_path: Path, traced:
     secret = tmp_path / "secret"
     secret.write_text(os.urandom(32).hex())
     secret.chmod(0o600)
-    [port] = free_ports(1)
+    held = HeldPort()
+    port = held.port
     url, trust = f"http://127.0.0.1:{port}", ("--secret-file", str(secret))
     model = ("--model", str(tiny), "--served-model-name", "tiny", *SMALL)
     with (

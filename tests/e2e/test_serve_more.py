@@ -18,9 +18,10 @@ import openai
 import psutil
 import pytest
 import traffic
-from cluster import free_ports
 from served import Served
 from tiny_model import VOCAB
+
+from ports import HeldPort
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -345,7 +346,8 @@ def test_parts_at_the_hosts_own_address(tiny: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(os.urandom(32).hex())
     secret.chmod(0o600)
-    port = str(*free_ports(1, host))
+    held = HeldPort(host)
+    port = str(held.port)
     url, trust = f"http://{host}:{port}", ("--secret-file", str(secret))
     model = ("--model", str(tiny), "--served-model-name", "tiny", *SMALL)
     here = ("--advertise-host", host, "--transport", "tcp", *model)

@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster import free_ports
 from served import Served
 from test_served_ranks import PROMPTS, reference
 
+from ports import HeldPort
 from segue.bootstrap.client import RegistryClient
 from segue.core.limits import Limits
 from segue.core.request import RankHints, Request, SamplingParams
@@ -92,7 +92,8 @@ class OneRegistry:
     """A registry that can be killed and started anew at its address."""
 
     def __init__(self) -> None:
-        [self.port] = free_ports(1)  # nobody takes it, nor is connected to itself there, while it is away
+        self._held = HeldPort()  # nobody takes it, nor is connected to itself there, while it is away
+        self.port = self._held.port
         self.open()
 
     @property

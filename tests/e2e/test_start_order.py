@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import free_ports
 from served import Served
+
+from ports import HeldPort
 
 SMALL = ("--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1", "--served-model-name", "tiny")
 WAITING = re.compile("waiting for the registry")
@@ -19,7 +20,8 @@ WAITING = re.compile("waiting for the registry")
 
 @pytest.mark.slow
 def test_decode_waits_for_a_prefill_that_starts_later(tiny: Path) -> None:
-    [port] = free_ports(1)
+    held = HeldPort()
+    port = held.port
     url = f"http://127.0.0.1:{port}"
     words = ("--model", str(tiny), *SMALL)
     with Served("--registry", url, *words, command="decode", wait=False) as decode:
@@ -42,7 +44,8 @@ def test_decode_waits_for_a_prefill_that_starts_later(tiny: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_it_waits_ends_it_cleanly(number: signal.Signals, tmp_path: Path) -> None:
-    [port] = free_ports(1)
+    held = HeldPort()
+    port = held.port
     words = ["--registry", f"http://127.0.0.1:{port}", "--model", str(tmp_path / "none")]
     command = [sys.executable, "-m", "segue.cli.main", "decode", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -56,7 +59,8 @@ def test_a_signal_while_it_waits_ends_it_cleanly(number: signal.Signals, tmp_pat
 
 def test_a_registry_that_never_comes_is_told_before_a_model_that_is_not_there(tmp_path: Path) -> None:
     """The wrong model would end it with status 2: whoever looked first never saw it."""
-    [port] = free_ports(1)
+    held = HeldPort()
+    port = held.port
     words = ["--registry", f"http://127.0.0.1:{port}", "--model", str(tmp_path / "none")]
     command = [sys.executable, "-m", "segue.cli.main", "decode", *words, "--registry-wait-s", "0.1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import free_ports
 from served import Served
 
+from ports import HeldPort
 from tls_files import Authority
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -88,7 +88,8 @@ def test_a_part_with_the_secret_and_without_a_certificate_stays_out(tiny: Path, 
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
     secret = tmp_path / "secret"
     secret.write_text("x" * 64)
-    [port] = free_ports(1)
+    held = HeldPort()
+    port = held.port
     trust = (*of(tiny), "--secret-file", str(secret))
     small = SMALL[:-2]
     flags = authority.issue().flags()

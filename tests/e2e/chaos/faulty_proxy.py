@@ -9,8 +9,7 @@ import random
 import socket
 import struct
 
-from cluster import free_ports
-
+from ports import HeldPort
 from segue.conn.io import IoThread
 
 CHUNK_BYTES = 64 * 1024
@@ -56,7 +55,8 @@ class FaultyProxy:
     contain it (a session says its role first), so that one listener's peers can be told apart."""
 
     def __init__(self, io: IoThread, target: int, seed: int = 1) -> None:
-        [self.port] = free_ports(1)
+        self._held = HeldPort()
+        self.port = self._held.port
         self.target = target
         self.mode, self.caller = Mode.NONE, b""
         self.faults = 0

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import pytest
 import traffic
-from cluster import MODEL, Cluster, Registry, free_ports
+from cluster import MODEL, Cluster, Registry
 from faulty_proxy import FaultyProxy, Mode
 from served import Served
 from soak_kills import Report, Traffic, references
 from tiny_model import VOCAB
 from traffic import Ask, Result
 
+from ports import HeldPort
 from segue.conn.io import IoThread
 
 pytestmark = pytest.mark.timeout(300)
@@ -81,7 +82,8 @@ def net(tiny: Path) -> Iterator[Net]:
     io.start()
     registry = Registry()
     # The instances' own ports are known before they start, so proxies can stand before them.
-    ports = dict(zip(("prefill", "decode", "data"), free_ports(3), strict=True))
+    held = {name: HeldPort() for name in ("prefill", "decode", "data")}
+    ports = {name: each.port for name, each in held.items()}
     targets = {"frontend-registry": registry.port, "instance-registry": registry.port, **ports}
     proxies = {name: FaultyProxy(io, target, seed=i) for i, (name, target) in enumerate(targets.items())}
     through = f"http://127.0.0.1:{proxies['instance-registry'].port}"

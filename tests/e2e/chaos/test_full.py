@@ -11,10 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 import traffic
-from cluster import MODEL, Cluster, free_ports
+from cluster import MODEL, Cluster
 from served import Served
 from soak_kills import references
 from tiny_model import VOCAB
+
+from ports import HeldPort
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
@@ -35,7 +37,8 @@ def test_a_full_disk_and_no_memory_for_a_newcomer_disturb_no_stream(tiny: Path) 
     says so in one sentence and leaves."""
     asks = traffic.asks(31, 32, vocab=VOCAB - 8, longest=100, max_tokens=500)
     names = ("prefill-0", "decode-0", "decode-1")
-    doors = dict(zip(names, free_ports(3), strict=True))
+    held = {name: HeldPort() for name in names}
+    doors = {name: each.port for name, each in held.items()}
     with Cluster(
         tiny,
         names,
