@@ -72,13 +72,18 @@ def test_what_nobody_takes_is_bounded_and_everything_is_told_anew() -> None:
     journal = PrefixJournal(tree, SIZE, max_blocks=10)
     for first in range(6):
         offer(pool, tree, [first] * 12)
+    assert journal.pending, "though nothing of it is kept"
     events = journal.take()
     assert isinstance(events[0], AllBlocksCleared)
+    assert not journal.pending
     assert follow({1, 2, 3}, events) == held(journal)
     assert len(held(journal)) == 18
     offer(pool, tree, [9] * 4)
     [event] = journal.take()
     assert isinstance(event, BlockStored)
+    for first in range(20, 26):  # more than may wait, but taken in time
+        offer(pool, tree, [first] * 12)
+        assert all(isinstance(event, BlockStored | BlockRemoved) for event in journal.take())
 
 
 def test_of_what_came_before_everything_went_nothing_is_told_as_there() -> None:

@@ -58,6 +58,8 @@ def test_a_prefill_that_stands_still_keeps_no_credits_from_another_one() -> None
     credits = Credits(pair.decode.pool, reserved)
     assert not credits.allow(waiting[0])
     assert {state.phase for state in waiting} == {"credit"}
+    for state in waiting:
+        assert [each.name for each in state.path.steps()].count("credit") == 1, "once, however long it waits"
     waiting[0].ticket = replace(waiting[0].ticket, prefill=LeaderId(new_incarnation()))
     for _ in range(ALWAYS):
         assert credits.allow(waiting[0])

@@ -86,9 +86,10 @@ def test_a_tenant_that_was_quiet_meanwhile_is_owed_nothing() -> None:
     assert [state.request.tenant for state in served(made)] == list("ababababab")
 
 
-def test_the_oldest_is_passed_by_no_more_than_the_limit_and_one_prompt() -> None:
+@pytest.mark.parametrize(("limit", "most"), [(50, 60), (60, 60), (61, 80)])
+def test_the_oldest_is_passed_by_no_more_than_the_limit_and_one_prompt(limit: int, most: int) -> None:
     late = waiting(7, priority=5)
-    made = queue(late, passed_tokens=50)
+    made = queue(late, passed_tokens=limit)
     passed = 0
     while late in made:
         made.add(waiting(20, priority=-1))
@@ -96,8 +97,8 @@ def test_the_oldest_is_passed_by_no_more_than_the_limit_and_one_prompt() -> None
         assert state is not None
         passed += len(state.prompt) if state is not late else 0
         said = made.start(state)
-    assert passed == 60
-    assert "the oldest, after 60 tokens of others had passed it" in said
+    assert passed == most
+    assert f"the oldest, after {most} tokens of others had passed it" in said
 
 
 @pytest.mark.parametrize("starts", [True, False], ids=["started", "gone"])
@@ -177,3 +178,19 @@ def test_what_has_passed_the_oldest_counts_anew_for_the_next_one() -> None:
     made.add(waiting(20, priority=-1))
     served(made, 1)
     assert made.first is second
+
+
+def test_a_tenant_that_comes_late_begins_where_the_farthest_was_though_another_one_s_turn_came_after() -> (
+    None
+):
+    """Of tenants with other priorities one may have begun long before: time does not go back to that."""
+    made = queue(waiting(10, tenant="early", priority=1), waiting(10, tenant="early", priority=1))
+    for _ in range(4):
+        made.add(waiting(10, tenant="urgent", priority=-1))
+    served(made, 5)  # the last of them is an early one, which began at 0
+    ahead = waiting(10, tenant="early", priority=1)
+    made.add(ahead)
+    late = [waiting(10, tenant="late", priority=1) for _ in range(3)]
+    for state in late:
+        made.add(state)
+    assert served(made)[1:3] == [ahead, late[0]], "early is at 20 and 30, late begins at 30 and not at 0"

@@ -14,7 +14,7 @@ from test_retained_prompts import ask, decode_dies, hold, until_computed
 from segue.core.control import Submit
 from segue.core.errors import AbortedByClient, ErrorCode, MetadataMismatch
 from segue.core.request import RankHints, Request, SamplingParams, Ticket
-from segue.core.types import OPEN_RANK, KVPoll, LeaderId, TransferId
+from segue.core.types import OPEN_RANK, Incarnation, KVPoll, LeaderId, TransferId
 from segue.handoff import events
 from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
 from segue.handoff.messages import Drained, Gone, Metadata
@@ -453,3 +453,79 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole_and_no
     decode_dies(pair)
     assert len(pair.prefill.scheduler.retained) == 0  # type: ignore[attr-defined]
     pair.assert_at_rest()
+
+
+# ---- whose turn it is, and what is told of it ----------------------------------------------------------
+
+
+def asked_of(pair: Pair, name: str, prompt: list[int], prefill: LeaderId, **more: Any) -> None:
+    """Decode alone is asked, with this prefill leader."""
+    pair.rooms += 1
+    request = Request(request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=2), **more)
+    ticket = Ticket(room=pair.rooms, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=50.0)
+    pair.decode.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
+
+
+def test_a_hand_off_whose_prefill_is_not_there_yet_holds_nobody_up_who_came_later() -> None:
+    pair = Pair()
+    asked_of(pair, "unsettled", list(range(9)), LeaderId(Incarnation("9" * 32)))
+    sampling = pair.submit("later", list(range(50, 59)), 2)
+    for _ in range(9):
+        pair.pump()
+        for node in (pair.prefill, pair.decode):
+            node.turn()
+    pair.pump()
+    assert pair.tokens("later") == reference(list(range(50, 59)), sampling, VOCAB, 2)
+    [waiting] = decode_of(pair).preallocation
+    assert waiting.request.request_id == "unsettled"
+
+
+def test_decode_reserves_for_whom_prefill_would_compute_first() -> None:
+    pair = Pair(decode_pages=8)
+    for name, priority in (("late", 5), ("urgent", -5), ("as urgent", -5)):
+        asked_of(pair, name, list(range(9)), pair.prefill.me, priority=priority)
+    drive(pair)
+    phases = {s.request.request_id: s.phase for s in decode_of(pair).admission.requests.values()}
+    assert phases == {"late": "credit", "urgent": "transfer", "as urgent": "transfer"}
+
+
+def test_that_pages_wait_for_a_proof_is_said_twice_and_done_once() -> None:
+    """After a bug the protocol says it again; a prefix of theirs is shared, and stays with who has it."""
+    pair = Pair()
+    pair.submit("first", list(range(8)), 1)
+    pair.run()
+    pair.submit("r", list(range(12)), 2)
+    drive(pair)
+    [transfer] = decode_of(pair).table
+    for _ in range(2):
+        decode_of(pair).on_change(events.Quarantined(transfer, 2), 0.0)
+        assert (pair.decode.pool.quarantined, decode_of(pair).cache.tree.pages) == (2, 2)
+    pair.decode.pool.check_integrity()
+
+
+def test_how_long_the_wire_and_the_commit_took_and_when_it_was_ready_is_told_with_the_bytes() -> None:
+    pair, held = Pair(), list[Any]()
+
+    def late(effect: events.Effect) -> bool:
+        landed = isinstance(effect, events.Phase) and effect.metadata is not None
+        if landed or (held and isinstance(effect, events.Release) and len(held) == 1):
+            held.append(effect)
+            return True
+        return False
+
+    pair.lose = late
+    pair.submit("r", list(range(9)), 2)
+    pair.run()
+    success, release = held
+    pair.lose = lambda _effect: False
+    pair.clock.advance(3.0)
+    pair.decode.handles[success.transfer].apply(replace(success, wire_s=0.25))
+    pair.clock.advance(0.5)
+    decode_of(pair).on_change(success, pair.clock.now())
+    decode_of(pair).on_change(release, pair.clock.now())
+    pair.run()
+    told = pair.outputs["r"][0].timeline
+    assert (told["wire"], told["commit"], told["at_ready"]) == (0.25, 0.5, 3.5)
+    for node in (pair.prefill, pair.decode):
+        [record] = node.scheduler.admission.explain("r", pair.clock.now())
+        assert record.facts["handed_bytes"] == 9 * pair.prefill.engine.spec.shape.token_bytes

@@ -25,8 +25,8 @@ FRONT = Incarnation("f" * 32)
 VOCAB = 1000
 
 
-def make(pages: int = 64, chunk_tokens: int = 16) -> UnifiedScheduler:
-    engine = LineageEngine(lineage_spec(pages), vocab_size=VOCAB)
+def make(pages: int = 64, chunk_tokens: int = 16, slots: int = 0) -> UnifiedScheduler:
+    engine = LineageEngine(lineage_spec(pages, slots=slots), vocab_size=VOCAB)
     limits = Limits(max_batch=8, max_queue=64)
     config = SchedulerConfig(me=ME, name="unified", limits=limits, chunk_tokens=chunk_tokens)
     return UnifiedScheduler(engine, PagePool(pages, 4), config)
@@ -98,9 +98,10 @@ def test_retraction_keeps_the_tokens_right() -> None:
     scheduler.check_integrity()
 
 
+@pytest.mark.parametrize("slots", [0, 5])
 @pytest.mark.parametrize("call", ["copy_out", "copy_in"])
-def test_an_engine_that_cannot_retract_fails_that_request_alone(call: str) -> None:
-    scheduler = make(pages=12)
+def test_an_engine_that_cannot_retract_fails_that_request_alone(call: str, slots: int) -> None:
+    scheduler = make(pages=12, slots=slots)
     right, broke = getattr(scheduler.engine, call), []
 
     def breaks_once(*args: object) -> object:
