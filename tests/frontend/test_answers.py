@@ -176,8 +176,9 @@ def test_the_prompt_of_several_samples_is_counted_once_and_what_was_cached_on_ei
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
 @pytest.mark.parametrize("said", ["Two: ", ""])
 @pytest.mark.parametrize("calls", [2, 0])
+@pytest.mark.parametrize("joined", [False, True])
 def test_each_of_several_calls_has_an_index_and_a_truncated_answer_is_said_to_be_one(
-    tokenizer: ModelTokenizer, calls: int, said: str, finish: FinishReason
+    tokenizer: ModelTokenizer, joined: bool, calls: int, said: str, finish: FinishReason
 ) -> None:
     texts = [said, *(CALL % (f"f{i}", "é" * i) for i in range(calls))]
 
@@ -189,8 +190,11 @@ def test_each_of_several_calls_has_an_index_and_a_truncated_answer_is_said_to_be
 
     stream, whole = made(), made()
     events = []
-    for piece in [*(Piece(text=t, token_ids=[1]) for t in texts), Piece(finish=finish)]:
-        events += [e["choices"][0] for e in stream.chunks(2, piece)]
+    last = Piece(text="".join(texts), finish=finish)  # calls, their text and the end at once
+    apart = [*(Piece(text=t, token_ids=[1]) for t in texts), Piece(finish=finish)]
+    for piece in [last] if joined else apart:
+        lines = stream.events(2, piece).split(b"\n\n")[:-1]
+        events += [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in lines]
         whole.add(2, piece)
     choice: Any = whole.whole()["choices"][2]
     reason = "tool_calls" if calls and finish is FinishReason.STOP else finish.value
