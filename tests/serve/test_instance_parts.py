@@ -28,11 +28,12 @@ from segue.core.errors import (
     PeerLost,
     SegueError,
 )
+from segue.core.kv_events import AllBlocksCleared
 from segue.core.operate import Steer, Switch
 from segue.core.types import Incarnation, LeaderId, Role, successor
 from segue.serve import integrity, registry, turns, workers
 from segue.serve.instance import LOOK_AGAIN_S, Instance
-from segue.serve.leader import Drain, Hold, Inspect
+from segue.serve.leader import Abandon, Drain, Hold, Inspect
 from segue.serve.rank_process import WORDS, CannotWord, HereWord, LoadedWord, ServeOrder, SetUpOrder, heard
 from segue.serve.turns import Turns
 from segue.serve.workers import OpenedReplica, RankProcess, Workers
@@ -207,7 +208,7 @@ def test_an_instance_turns_only_once_nothing_is_left_of_its_role_and_only_if_it_
             made._stop.set()
         made._turn(made._in_role(Role.PREFILL), load(**said))
         assert (made.follows is not None) is turns
-        assert inbox(made) == ([Drain()] if turns else [])
+        assert inbox(made) == ([Drain(stays=True)] if turns else [])
         assert made._stop.is_set() is (turns or leaving), "nobody resumes it any more"
         if made.follows is not None:
             assert (made.follows.role, made.follows.name) == (Role.PREFILL, None)
@@ -309,6 +310,83 @@ def test_an_open_door_is_told_of_and_only_prefill_s_has_rooms(
         assert (made.frontends.rooms is not None) is (role is Role.PREFILL)
 
 
+def test_what_routers_and_probes_are_told_of_an_instance_is_what_it_was_set_to() -> None:
+    settings: dict[str, Any] = {
+        "dp": 3,
+        "dp_rank": 2,
+        "load_balance": "total_tokens",
+        "incarnation": "b" * 32,
+    }
+    with instance(Role.PREFILL, **settings) as made:
+        status = made._status()
+        assert status.about == {
+            "disaggregation_mode": "prefill",
+            "served_model_name": made.config.served_model,
+            "incarnation": "b" * 32,
+            "tp_size": 1,
+            "pp_size": 1,
+            "cp_size": 1,
+            "dp_size": 3,
+            "dp_rank": 2,
+            "load_balance_method": "total_tokens",
+            "disable_radix_cache": False,
+        }
+        assert made._record().load_balance == "total_tokens"
+        assert not status.alive(), "its loop does not run"
+        made.leader.running = True
+        assert status.alive()
+        made.failure = Internal("a part has failed for good")
+        assert not status.alive(), "it finishes what is there, and is unhealthy"
+
+
+def test_a_lost_rank_ends_everything_now_and_only_the_first_reason_is_the_instance_s() -> None:
+    with instance() as made:
+        posted: list[Any] = []
+        made.plane.io.post = lambda work, *args: posted.append(work)  # type: ignore[method-assign]
+        first, second = PeerLost("rank 1 has ended"), Internal("so has the step")
+        made._lost(first)
+        made._lost(second)
+        made._leave_for("the HTTP server", Internal("and this"))
+        assert made.failure is first
+        assert inbox(made) == [Abandon(first.info), Abandon(second.info), Drain()]
+        assert posted == [made._stop.set, made._say_draining] * 3
+
+
+@pytest.mark.parametrize(
+    ("switched", "failed", "left"),
+    [(False, False, True), (False, True, True), (True, False, False), (True, True, True)],
+)
+def test_the_other_ranks_leave_with_an_instance_unless_it_serves_on_in_another_role(
+    switched: bool, failed: bool, left: bool
+) -> None:
+    closed: list[str] = []
+    with instance() as made:
+        for name in ("workers", "companions", "_publisher"):
+            setattr(made, name, SimpleNamespace(close=lambda name=name: closed.append(name)))
+        made.follows = made.config if switched else None
+        made.failure = Internal("a bug") if failed else None
+        made.close()
+        assert closed == [*(["workers", "companions"] if left else []), "_publisher"]
+
+
+def test_what_one_frontend_is_told_of_the_cache_is_not_published_to_all() -> None:
+    published: list[Any] = []
+    with instance() as made:
+        made.plane.io.post = lambda *_: None  # type: ignore[method-assign]
+        made._publisher = SimpleNamespace(publish=published.append)  # type: ignore[assignment]
+        made._prefixes(Incarnation("f" * 32), [AllBlocksCleared()])
+        assert published == []
+        made._prefixes(None, [AllBlocksCleared()])
+        assert published == [[AllBlocksCleared()]]
+
+
+def test_an_instance_that_shares_experts_says_so() -> None:
+    with instance() as made:
+        assert not made._record().shared_experts
+        made.companions = object()  # type: ignore[assignment]
+        assert made._record().shared_experts
+
+
 # ---- its turns ---------------------------------------------------------------------------------------
 
 
@@ -318,6 +396,7 @@ class Life:
     made: list[Life]
     starts = True
     fails: SegueError | None = None
+    companions: object | None = None
     switches: list[InstanceConfig]
 
     def __init__(
@@ -409,6 +488,13 @@ def test_a_signal_before_the_start_or_between_two_lives_is_not_lost(lives: type[
     early.drain()
     early.run(lambda _: pytest.fail("it has left"))
     assert Life.made[0].steps == ["drain", "close"]
+    Life.made.clear()
+    lives.companions = object()  # which compute with it until all of them are done
+    together = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    together.drain()
+    together.run(lambda _: None)
+    assert Life.made[0].steps == ["drain", "start", "drain", "run", "close"]
+    lives.companions = None
     Life.made.clear()
     Life.switches = [AS_PREFILL]
     between = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
