@@ -735,7 +735,7 @@ def test_a_flag_that_changed_while_the_one_before_was_being_told_is_told_again()
     asyncio.run(main())
 
 
-def test_a_watcher_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_is_noticed() -> None:
+def test_who_waits_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_is_noticed() -> None:
     """Nobody tells of a machine that lost its power; a query that waits longer is deaf for longer."""
 
     async def main() -> None:
@@ -748,12 +748,17 @@ def test_a_watcher_asks_again_within_a_ttl_so_a_registry_that_is_silently_gone_i
                 asked.append(wait_s)
                 return await normal(role, version, 0.0)
 
-            backend.instances = instances
+            async def room(room: int, wait_s: float) -> LeaderId:
+                asked.append(wait_s)
+                return LeaderId(B)
+
+            backend.instances, backend.room = instances, room
             watch = registry.watch()
             assert await soon(anext(watch)) == []
             await registry.register(record(A))
             await soon(anext(watch))
-        assert asked
+            assert await registry.resolve_room(5, DEADLINE_S) == LeaderId(B)
+        assert len(asked) > 2
         assert max(asked) <= OFTEN.registry_ttl_s
 
     asyncio.run(main())

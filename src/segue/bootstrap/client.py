@@ -107,6 +107,9 @@ class _Registry:
         self._backend = backend
         self._clock = clock or SystemClock()
         self._ttl_s = limits.registry_ttl_s
+        #: how long one question waits: of a registry whose machine is gone nobody tells, and it is noticed as
+        #: soon as it would notice us
+        self._longest_s = min(MAX_WAIT_S, self._ttl_s)
         self._max_rooms = limits.max_transfers
         self._on_error = on_error
         self._mine: dict[Incarnation, InstanceRecord] = {}
@@ -190,14 +193,12 @@ class _Registry:
 
     async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
         view = _View(self._ttl_s, self._clock)
-        # Of a registry whose machine is gone nobody tells; it is noticed as soon as it would notice us.
-        longest_s = min(MAX_WAIT_S, self._ttl_s)
         backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
         shown: list[InstanceRecord] | None = None
         while not self._closing.is_set():
             try:
                 answer = await self._unless_closing(
-                    self._backend.instances(role, view.version, view.wait_s(longest_s))
+                    self._backend.instances(role, view.version, view.wait_s(self._longest_s))
                 )
             except SegueError as error:
                 if self._closing.is_set():
@@ -245,7 +246,7 @@ class _Registry:
                 while not self._closing.is_set():
                     try:
                         leader = await self._unless_closing(
-                            self._backend.room(room, min(timeout_s, MAX_WAIT_S))
+                            self._backend.room(room, min(timeout_s, self._longest_s))
                         )
                     except SegueError as error:
                         if not error.info.retryable:
