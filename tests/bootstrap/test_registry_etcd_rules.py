@@ -326,6 +326,9 @@ async def test_of_two_that_contradict_each_other_the_first_is_shown_also_after_i
     first = await watcher.instances(None, None, 0.0)
     key = RANKS + b"127.0.0.1:9001"
     etcd.write(key, SEAL.close(key, two(1, model="another")))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (await watcher.instances(None, None, 0.0)).instances == first.instances
     await one.put_draining(A, DrainFlag(draining=True, dp_rank=0))
     [shown] = (await watcher.instances(None, first.version, DEADLINE_S)).instances
     assert (shown.model, [where.dp_rank for where in shown.replicas], shown.draining) == ("m", [0], True)

@@ -96,6 +96,10 @@ SLOW = {
     "half a line": b"GET /v1/hea",
     "half a head": b"GET /v1/health HTTP/1.1\r\nhost: x\r\n",
     "no body": b"PUT /v1/rooms/5 HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{",
+    "half a body of one of us": (
+        b"PUT /v1/rooms/5 HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: 1000\r\n\r\n{"
+        % bearer_token(SECRET).encode()
+    ),
 }
 
 

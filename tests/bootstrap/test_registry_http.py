@@ -31,6 +31,7 @@ from segue.core.errors import (
     Draining,
     ErrorCode,
     OutOfCapacity,
+    SegueError,
     Unauthorized,
 )
 from segue.core.limits import Limits
@@ -149,6 +150,30 @@ def test_a_secret_of_which_one_bit_was_changed_on_its_way_is_no_wrong_secret() -
         backend = HttpBackend("http://r:1", SECRET, Limits(), None, httpx.MockTransport(answer))
         await backend.put_room(5, RoomRecord(incarnation=A, dp_rank=0, ttl_s=1.0))
         assert asked == 2
+        await backend.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cls", [c for c in SegueError.__subclasses__() if c is not Unauthorized])
+def test_every_other_error_is_an_answer_and_the_caller_decides_whether_it_is_asked_again(
+    cls: type[SegueError],
+) -> None:
+    async def main() -> None:
+        asked = 0
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            nonlocal asked
+            asked += 1
+            body = msgspec.json.encode(ErrorBody(cls("because").info))
+            return httpx.Response(
+                cls.status, content=body, headers={DIGEST_HEADER: digest_of(b"%d" % cls.status, body)}
+            )
+
+        backend = HttpBackend("http://r:1", SECRET, Limits(), None, httpx.MockTransport(answer))
+        with pytest.raises(cls, match="because"):
+            await backend.delete(LeaderId(A))
+        assert asked == 1
         await backend.close()
 
     asyncio.run(main())
@@ -436,6 +461,34 @@ def test_a_client_that_goes_away_leaves_no_waiting_query_behind() -> None:
         assert len(server.store._watchers) == before - 1, "more than its own query has ended"
         await server.close()
         assert not server.store._watchers
+
+    asyncio.run(main())
+
+
+def test_who_waits_while_the_registry_stops_is_told_so() -> None:
+    async def main() -> None:
+        server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
+        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as http:
+            waiting = asyncio.create_task(http.get("/v1/rooms/9?wait_s=30"))
+            await _until_subscribed(server.store, 9)
+            await server.close()
+            assert code(await waiting) is ErrorCode.DRAINING
+
+    asyncio.run(main())
+
+
+def test_as_many_may_wait_as_the_queue_of_requests_says_and_not_as_a_batch_does() -> None:
+    async def main() -> None:
+        limits = Limits(max_queue=2, max_batch=1)
+        server = await serve("127.0.0.1", 0, secret=None, limits=limits)
+        async with httpx.AsyncClient(base_url=server.url, timeout=DEADLINE_S) as http:
+            waiting = [asyncio.create_task(http.get(f"/v1/rooms/{n}?wait_s=30")) for n in range(1, 9)]
+            for n in range(1, 9):
+                await _until_subscribed(server.store, n)
+            assert code(await http.get("/v1/rooms/9?wait_s=30")) is ErrorCode.OUT_OF_CAPACITY
+            assert not any(one.done() for one in waiting)
+            await server.close()
+            await asyncio.gather(*waiting)
 
     asyncio.run(main())
 

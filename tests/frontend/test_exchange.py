@@ -95,6 +95,19 @@ def test_nothing_is_written_for_a_client_that_has_left(first: bool) -> None:
     asyncio.run(main())
 
 
+def test_a_body_is_taken_once_it_is_whole_and_is_not_kept_here() -> None:
+    async def main() -> None:
+        cycle = cycle_over(Wire())
+        exchange = HttpExchange(cycle)
+        cycle.body += b"half"
+        assert exchange.take_body() is None, "half of it has come"
+        cycle.body, cycle.more_body = bytearray(b"whole"), False
+        assert exchange.take_body() == b"whole"
+        assert not cycle.body, "a prompt would be held twice for as long as it is served"
+
+    asyncio.run(main())
+
+
 def test_who_watches_no_more_is_not_told() -> None:
     async def main() -> None:
         exchange, left = HttpExchange(cycle_over(Wire())), list[int]()

@@ -32,6 +32,7 @@ class Peer:
     def __init__(self, error: SegueError | None, uniform: Uniform = lambda _low, high: high) -> None:
         self.loop = TurnLoop()
         self.error = error
+        self.ends_at_once = False
         self.session: Kept | None = None
         self.asked: list[float] = []
         self.told: list[tuple[float, SegueError]] = []
@@ -49,6 +50,8 @@ class Peer:
         if self.error is not None:
             raise self.error
         self.session = Kept(self.loop)
+        if self.ends_at_once:
+            self.session.end.set_result(None)
         return cast(Session, self.session)
 
     def lose(self, error: SegueError | None) -> None:
@@ -84,6 +87,13 @@ def test_those_who_lost_one_peer_together_do_not_all_dial_it_in_one_moment() -> 
         peer.wait(5.0)
     first, second = (peer.asked for peer in peers)
     assert all(at < 0.75 * later for at, later in zip(first[3:6], second[3:6], strict=True))
+
+
+def test_a_peer_that_ends_each_session_at_once_is_dialled_with_pauses() -> None:
+    peer = Peer(None)
+    peer.ends_at_once = True
+    peer.wait(1.0)
+    assert 5 < len(peer.asked) < 15
 
 
 def test_a_refusal_that_time_does_not_heal_is_told_at_once() -> None:

@@ -108,10 +108,11 @@ def test_an_empty_proof_is_no_proof_where_a_secret_is_required() -> None:
         listener.receive(Proof(b""), 10.0)
 
 
-def test_keepalive_slower_than_our_patience_is_refused_at_once() -> None:
+@pytest.mark.parametrize("keepalive_s", [20.0, 10.0])
+def test_keepalive_no_quicker_than_our_patience_is_refused_at_once(keepalive_s: float) -> None:
     _, listener = pair()
     with pytest.raises(PeerRefused, match="keepalive_s"):
-        listener.receive(hello("a", keepalive_s=20.0), 10.0)
+        listener.receive(hello("a", keepalive_s=keepalive_s), 10.0)
 
 
 def test_a_stranger_cannot_make_us_raise_any_error_it_likes() -> None:

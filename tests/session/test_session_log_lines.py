@@ -19,7 +19,7 @@ def framed(body: bytes) -> bytes:
     )
 
 
-@pytest.mark.parametrize("text", [b"x\nERROR all is lost", b"x\x1b[2J", b"x\r\n\r\n"])
+@pytest.mark.parametrize("text", [b"x\nERROR all is lost", b"x\x1b[2J", b"x\r\n\r\n", b"x" * 3000])
 def test_text_of_a_stranger_stays_on_its_line(text: bytes, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
@@ -28,7 +28,7 @@ def test_text_of_a_stranger_stays_on_its_line(text: bytes, caplog: pytest.LogCap
         async with closing(listener):
             peer = await RawPeer.dial(*await listener.listen("127.0.0.1", 0))
             await peer.preamble()
-            tag = bytes([0xA0 + len(text)]) if len(text) < 32 else bytes([0xD9, len(text)])
+            tag = bytes([0xA0 + len(text)]) if len(text) < 32 else b"\xda" + len(text).to_bytes(2)
             peer.writer.write(framed(b"\x81\xa4type" + tag + text))
             await peer.ended()
             await peer.close()
@@ -37,3 +37,4 @@ def test_text_of_a_stranger_stays_on_its_line(text: bytes, caplog: pytest.LogCap
     told = [r.getMessage() for r in caplog.records]
     assert any("does not decode" in line for line in told)
     assert not [line for line in told if set(line) & set("\n\r\x1b")]
+    assert max(map(len, told)) < 1000, "nor a line of any length"

@@ -409,8 +409,10 @@ def test_nobody_there_and_nobody_answering_are_different_errors() -> None:
         mute.bind(("127.0.0.1", 0))
         address = mute.getsockname()
         async with closing(dialler):
-            with pytest.raises(BootstrapUnreachable):
-                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            many = [dialler.connect(*address, timeout_s=DEADLINE_S) for _ in range(3)]
+            errors = await asyncio.gather(*many, return_exceptions=True)
+            assert [type(error) for error in errors] == [BootstrapUnreachable] * 3
+            assert len(set(map(id, errors))) == 3, "each caller's has a traceback of its own"
             mute.listen()
             with pytest.raises(BootstrapTimeout):
                 await dialler.connect(*address, timeout_s=0.05)
@@ -577,6 +579,23 @@ def test_sessions_beyond_the_limit_are_refused_as_out_of_capacity() -> None:
             await diallers[0].close()
             await here.wait("closed")
             await diallers[2].connect(*address, timeout_s=DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def test_a_session_that_has_ended_and_lingers_takes_nobodys_place() -> None:
+    async def main() -> None:
+        here = Events()
+        listener = node("a", here, limits=msgspec.structs.replace(PATIENT, max_sessions=1))
+        dialler = node("c", Events())
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            raw = await RawPeer.dial(*address)
+            await raw.open("b")
+            await here.wait("opened")
+            here.sessions[0].close()  # of which the other side takes no note
+            await dialler.connect(*address, timeout_s=DEADLINE_S)
+            await raw.close()
 
     asyncio.run(main())
 

@@ -130,6 +130,10 @@ class Net:
             case _:
                 pass
 
+    def timers(self) -> int:
+        """How many will still do something."""
+        return sum(not timer.cancelled() for *_, timer in self.loop._timers)
+
     def check(self, seed: int = -1) -> None:
         assert not [problem for name in self.nodes for problem in self.owner(name).problems], seed
         assert not self.loop.errors, seed
@@ -151,7 +155,7 @@ class Net:
         # Of what has ended nothing is left; a session has one socket and one timer at either end.
         ends = sum(len(node.sessions) for node in self.nodes.values())
         assert len(self.loop.ends) == ends, seed
-        assert len([timer for *_, timer in self.loop._timers if not timer.cancelled()]) == ends, seed
+        assert self.timers() == ends, seed
         for node in self.nodes.values():
             assert len(node._connections) == len(node._told) == len(node.sessions), seed
         self.check(seed)
@@ -279,7 +283,10 @@ def test_who_does_not_take_the_last_word_is_cut_a_moment_later() -> None:
     net.loop.settle()
     session: Any = net.nodes["a"].sessions[leader("b")]
     [mine] = [end for end in net.loop.ends if end.protocol is session]
+    assert net.timers() == 2
     net.loop.enter(session.close)
+    assert net.timers() == 2, "its keepalive has ended, and its cut is to come"
+    assert session._inbox.buffer_bytes < 1024, "it lingers without the memory of its largest frame"
     net.loop.turn(LINGER_S - 0.1)
     assert not mine.over
     net.loop.turn(0.2)
@@ -297,3 +304,4 @@ def test_the_reason_of_an_end_within_a_batch_is_heard() -> None:
     net.loop.settle()
     for name in net.nodes:
         assert [(type(end), str(end)) for end in net.owner(name).ends] == [(Draining, "as asked")]
+    assert (net.timers(), net.loop.ends) == (0, []), "at once"
