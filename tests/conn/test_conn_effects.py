@@ -16,7 +16,7 @@ from segue.conn.rank import FENCE_AGAIN_S
 from segue.core.errors import ErrorCode, Internal, OutOfCapacity, PeerLost
 from segue.core.types import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
 from segue.handoff import events
-from segue.handoff.messages import Abort
+from segue.handoff.messages import Abort, Accepted, Failed
 from segue.layout.content import Content
 from segue.transport.base import PeerGone
 from segue.transport.memory import allocate
@@ -243,6 +243,30 @@ def test_a_fence_that_the_transport_did_not_take_is_asked_again(
     assert (again, route.transport) == (effect, "fake")
 
 
+def test_for_a_fence_that_is_asked_again_after_its_hand_off_nobody_waits(rig: Rig) -> None:
+    route = rig.manager._ranks.route_to(PREFILL)
+    rank: Any = rig.manager._ranks[0]
+    rank.fence = lambda *_: None  # not answered yet
+    alive = rig.manager.exchange._machines[rig.one].epoch
+    over = TransferId(99, 0, PREFILL, rig.manager.config.me)
+    before = rig.manager._ranks.unanswered
+    rig.manager._fence_again(events.Fence(over, 0, 2**60), route)
+    assert rig.manager._ranks.unanswered == before, "its entry would stay for ever"
+    rig.manager._fence_again(events.Fence(rig.one, 0, alive), route)
+    assert rig.manager._ranks.unanswered == before + 1
+
+
+def test_a_closed_manager_asks_for_no_fence_again(rig: Rig) -> None:
+    asked: list[Any] = []
+    rig.manager._ranks.carry_out = lambda *what: asked.append(what)  # type: ignore[method-assign, assignment]
+    fence = events.Fence(rig.one, 0, 1)
+    for closed in (False, True):
+        rig.manager._closed = closed
+        rig.manager._fence_again(fence, None)
+        assert asked == [(fence, None)]
+    rig.manager._closed = False
+
+
 def test_a_fence_that_raises_when_a_rank_of_the_peer_has_died_costs_no_other_one_its_proof(rig: Rig) -> None:
     rig.manager._ranks.choose(PREFILL, "fake", ((0, 0), (1, 0)), ())
     fences = [events.Fence(rig.one, 0, 1), events.Fence(rig.other, 0, 2)]
@@ -271,9 +295,34 @@ def test_a_peer_that_the_protocol_refuses_hears_so_and_does_not_stay_half_joined
 
 def test_a_last_word_that_was_not_sent_ends_the_session_so_that_the_peer_asks_again(rig: Rig) -> None:
     over = TransferId(99, 0, PREFILL, rig.manager.config.me)
-    rig.line.breaks = over
-    rig.handle(events.Send(PREFILL, Abort(over)))
-    assert [type(said) for said in rig.line.sent[-1:]] == [Internal]
+    rig.manager._handle(events.AbortTransfer(rig.other, PeerLost("x").info))
+    assert rig.manager.exchange.phase(rig.other) is KVPoll.FAILED, "it waits for a proof"
+    for transfer in (over, rig.other):
+        rig.line.breaks = transfer
+        rig.line.sent.clear()
+        rig.handle(events.Send(PREFILL, Abort(transfer)))
+        assert [type(said) for said in rig.line.sent] == [Internal]
+    rig.line.sent.clear()
+    rig.line.breaks = rig.one
+    rig.handle(events.Send(PREFILL, Accepted(rig.one)))
+    assert rig.line.sent == [], "this one ends, and with words of its own"
+
+
+def test_a_bug_that_a_peer_s_message_meets_ends_its_hand_off_on_both_sides(rig: Rig) -> None:
+    exchange: Any = rig.manager.exchange
+    normal = exchange.handle
+
+    def bug(event: object, now: float) -> None:
+        exchange.handle = normal
+        raise RuntimeError("a bug")
+
+    exchange.handle = bug
+    rig.manager._handle(events.Received(PREFILL, Accepted(rig.one)))
+    rig.turn()
+    [end] = rig.of(rig.one, events.Phase)
+    assert (end.phase, end.error.code) == (KVPoll.FAILED, ErrorCode.INTERNAL)
+    assert [type(said) for said in rig.line.sent[-2:]] == [Failed, Abort]
+    assert not rig.of(rig.other, events.Phase)
 
 
 def test_the_timer_waits_for_the_nearest_deadline_also_when_it_came_last(rig: Rig) -> None:

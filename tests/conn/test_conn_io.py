@@ -42,6 +42,19 @@ def test_what_the_loop_had_no_time_for_is_not_late(io: IoThread) -> None:
     assert future.waited == [SLICE_S] * 2
 
 
+def test_what_has_come_at_the_very_end_of_the_time_is_not_late() -> None:
+    class AtLast(Future[str]):
+        def result(self, timeout: float | None = None) -> str:
+            if not self.done():
+                self.set_result("there")
+                raise TimeoutError
+            return super().result(timeout)
+
+    io = IoThread()
+    assert io.wait(AtLast(), SLICE_S) == "there"
+    io.stop()
+
+
 def test_a_wait_ends_after_all_of_its_time() -> None:
     io, future = IoThread(), StoodStill(10**6)
     with pytest.raises(TimeoutError):

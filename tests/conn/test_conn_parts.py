@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,18 @@ def test_what_waits_to_be_hashed_is_answered_in_its_order_and_a_few_bytes_at_onc
     ask(7, 72)
     assert len(answers) == 5
     memory.close()
+
+
+def test_a_bug_while_something_is_hashed_is_the_answer_and_nothing_is_raised() -> None:
+    """On the digester's thread it would be the end of every later checksum."""
+    answers = list[events.ChecksumReady]()
+    digester = Digester(SimpleNamespace(buffers=[None]), answers.append, 2)  # type: ignore[arg-type]
+    digester.submit(events.ComputeChecksum(TRANSFER, 1, 7, whole(8)))
+    [answer] = answers
+    assert (answer.transfer, answer.rank, answer.tag) == (TRANSFER, 1, 7)
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.INTERNAL
+    assert "TypeError" in answer.error.text
 
 
 # ---- the sessions' life ------------------------------------------------------------------------------

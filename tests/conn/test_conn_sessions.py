@@ -13,7 +13,7 @@ from segue.conn.peers import MEASURED_BYTES, PathSpeed, Peer
 from segue.core.control import Load
 from segue.core.errors import ErrorCode, OutOfCapacity, PeerLost, TransferFailed
 from segue.core.paths import PathChoice
-from segue.core.types import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
+from segue.core.types import OPEN_RANK, Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Accepted, Failed, Gone, PathChosen
 from segue.session.api import PeerInfo
@@ -289,6 +289,45 @@ def test_a_path_between_our_own_ranks_that_ends_costs_those_who_use_it(rig: Rig)
     assert session_of(rig).closed_with == [GONE]
     assert ended(rig, rig.one) == [ErrorCode.PEER_LOST]
     assert ended(rig, elsewhere) == [], "nothing of its KV is passed on"
+
+
+def test_what_a_path_carries_is_shown_once_it_was_chosen(rig: Rig) -> None:
+    """Before that it would be the speed of one that is perhaps not taken."""
+    peer = rig.manager._peers[PREFILL]
+    assert rig.manager.paths() == {str(PREFILL): peer.speed}
+    peer.probe = object()  # type: ignore[assignment]
+    assert rig.manager.paths() == {}
+    peer.take(PathChoice(transport="fake", candidates=[]))
+    assert rig.manager.paths() == {str(PREFILL): peer.speed}
+
+
+# ---- the engine --------------------------------------------------------------------------------------
+
+
+def test_what_is_about_an_open_rank_or_a_room_is_not_for_the_protocol(rig: Rig) -> None:
+    told, me = seen(rig), rig.manager.config.me
+    unknown = TransferId(9, 0, LeaderId(PREFILL.incarnation, OPEN_RANK), me)
+    opened = events.OpenReceiver(unknown, 4, rig.manager.clock.now() + 60)
+    rig.manager._handle_all([events.AnnounceRoom(rig.other, 5.0), opened])
+    assert told == []
+    rig.manager._handle_all(
+        [events.AbortTransfer(unknown, GONE.info), events.AbortTransfer(rig.one, GONE.info)]
+    )
+    assert told == [events.AbortTransfer(rig.one, GONE.info)]
+    for _ in range(4):
+        rig.turn()
+    assert ended(rig, rig.other) == [ErrorCode.BOOTSTRAP_UNREACHABLE], "there is no registry"
+
+
+def test_the_next_deadline_is_waited_for_after_every_event_also_one_that_has_no_effect(rig: Rig) -> None:
+    """A destination that comes too early, say, is kept until its own: nothing else happens then."""
+    waited: list[float | None] = []
+    alarm: Any = rig.manager._alarm
+    alarm.set = lambda deadline, now: waited.append(deadline)
+    told = seen(rig)
+    rig.manager.received(session_of(rig), Accepted(rig.one))  # type: ignore[arg-type]
+    assert told == [events.Received(PREFILL, Accepted(rig.one))]
+    assert waited == [rig.manager.exchange.next_deadline()]
 
 
 # ---- ranks -------------------------------------------------------------------------------------------
