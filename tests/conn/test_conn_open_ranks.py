@@ -22,13 +22,15 @@ from segue.layout.spec import PoolSpec
 
 P, D = Incarnation("a" * 32), LeaderId(Incarnation("d" * 32))
 ROOM = 4 * 25 + 1
-OPEN = TransferId(ROOM, 0, LeaderId(P, OPEN_RANK), D)
+#: A second attempt: prefill has it under this number, and no other.
+ATTEMPT = 1
+OPEN = TransferId(ROOM, ATTEMPT, LeaderId(P, OPEN_RANK), D)
 PLAIN = DpRanks(size=4)
 FOLLOWS = DpRanks(size=4, load_balance=FOLLOW_BOOTSTRAP_ROOM)
 
 
 def on(rank: int, room: int = ROOM) -> TransferId:
-    return TransferId(room, 0, LeaderId(P, rank), D)
+    return TransferId(room, ATTEMPT, LeaderId(P, rank), D)
 
 
 def instance(dp: DpRanks, *ranks: int) -> dict[Incarnation, PrefillInstance]:
@@ -40,16 +42,18 @@ class FakeRooms:
 
     def __init__(self) -> None:
         self.asked: dict[int, asyncio.Future[LeaderId]] = {}
-        self.told: list[tuple[int, LeaderId]] = []
+        self.told: list[tuple[int, LeaderId, float]] = []
+        self.waits_s: list[float] = []
         self.refuses: Exception | None = None
 
     async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
         if self.refuses is not None:
             raise self.refuses
-        self.told.append((room, leader))
+        self.told.append((room, leader, ttl_s))
 
     async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
         assert room not in self.asked, "one request, no polling"
+        self.waits_s.append(timeout_s)
         self.asked[room] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
@@ -67,6 +71,14 @@ class Rig:
         self.delivered: list[events.Event] = []
         self.reported: list[Change] = []
         clock: Clock = SimpleNamespace(now=loop.time)
+        self.timers: list[asyncio.TimerHandle] = []
+        call_later = loop.call_later
+
+        def noted(delay: float, call: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+            self.timers.append(call_later(delay, call, *args))
+            return self.timers[-1]
+
+        loop.call_later = noted  # type: ignore[method-assign, assignment]
         config = KVConfig(role=Role.DECODE, me=D, model="m", spec=spec, **options)  # type: ignore[arg-type]
         io: Any = SimpleNamespace(loop=loop)
         self.told = asyncio.Event()
@@ -95,6 +107,10 @@ class Rig:
         assert phase.error.room == ROOM
         assert phase.error.origin == f"decode {D}"
         assert not any(self.ranks.sizes().values())
+        now = asyncio.get_running_loop().time()
+        assert all(timer.cancelled() or timer.when() <= now for timer in self.timers), (
+            "nobody is late any more"
+        )
         return phase.error
 
 
@@ -154,6 +170,8 @@ def test_else_the_registry_is_asked_once_and_the_receiver_waits_for_the_answer(
         assert rig.delivered == []
         rig.ranks.instances(instance(dp))  # news, but nothing new
         await settle()
+        [wait_s] = rig.rooms.waits_s
+        assert 0 < wait_s <= 30, "as long as there is"
         rig.rooms.asked[ROOM].set_result(LeaderId(P, 2))
         await settle()
         assert rig.delivered == [rig.named(2, inferred=False)]
@@ -317,6 +335,8 @@ def test_the_engine_hears_of_the_hand_off_under_its_own_name() -> None:
         assert rig.reported[3] == other
         assert rig.delivered[1:] == [events.Publish(on(1), (1, 2), 0)]
         assert not any(rig.ranks.sizes().values())
+        assert rig.ranks.engine_name(on(1)) == on(1), "its other name is over with it"
+        assert not rig.ranks.take(rig.named(1, inferred=False)), "the protocol knows whether it was used"
 
     drive(main)
 
@@ -374,6 +394,26 @@ def test_a_room_on_another_rank_is_followed_there_once_nobody_can_write_for_the_
         rig.ranks.carry_out(events.Release(on(3)))
         assert [c.transfer for c in rig.reported] == [OPEN, OPEN]
         assert not any(rig.ranks.sizes().values())
+        assert [rig.ranks.engine_name(on(rank)) for rank in (1, 3)] == [on(1), on(3)]
+
+    drive(main)
+
+
+def test_who_is_sent_on_before_it_has_published_is_asked_for_its_pages_there() -> None:
+    async def main(rig: Rig) -> None:
+        rig.ranks.instances(instance(FOLLOWS))
+        rig.open()
+        await settle()
+        moved(rig, 3)
+        rig.ranks.carry_out(events.Release(on(1)))
+        await settle()
+        rig.reported.clear()
+        rig.ranks.carry_out(events.Phase(on(3), KVPoll.BOOTSTRAPPING))
+        rig.ranks.carry_out(events.Phase(on(3), KVPoll.WAITING_FOR_INPUT))
+        assert rig.reported == [events.Phase(OPEN, KVPoll.WAITING_FOR_INPUT)]
+        rig.ranks.take(events.Publish(OPEN, (1, 2), 0))
+        await settle()
+        assert rig.delivered[-1] == events.Publish(on(3), (1, 2), 0)
 
     drive(main)
 
@@ -429,6 +469,7 @@ def test_prefill_asks_whose_a_room_is_that_decode_looks_for_here_until_it_knows(
     async def main(rig: Rig) -> None:
         rig.ranks.carry_out(events.AskRoom(on(1), 20.0))
         await settle()
+        assert rig.rooms.waits_s == [20.0]
         rig.rooms.asked[ROOM].set_result(LeaderId(P, 3))
         await settle()
         assert rig.delivered == [events.RoomFound(on(1), 3)]
@@ -446,7 +487,7 @@ def test_a_room_that_cannot_be_announced_ends_our_half() -> None:
     async def main(rig: Rig) -> None:
         assert rig.ranks.take(events.AnnounceRoom(on(1), 20.0))
         await settle()
-        assert rig.rooms.told == [(ROOM, LeaderId(P, 1))]
+        assert rig.rooms.told == [(ROOM, LeaderId(P, 1), 20.0)]
         rig.rooms.refuses = Unauthorized("wrong secret")
         rig.ranks.take(events.AnnounceRoom(on(2), 20.0))
         await settle()
