@@ -187,6 +187,34 @@ def test_a_transport_that_was_late_is_measured_once_more() -> None:
     run(Role.PREFILL, test)
 
 
+def test_each_transport_has_its_time_and_the_late_ones_share_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that never answers leaves the others theirs."""
+    monkeypatch.setattr(opening, "EACH_S", 60.0)
+    monkeypatch.setattr(opening, "PROBE_SHARE", 100.0)
+
+    async def test(rig: Rig) -> None:
+        times: list[tuple[str, float]] = []
+        probe = rig.peer.probe
+        assert probe is not None
+
+        async def never(name: str, to: RankId, epoch: int, *more: Any) -> PathFigures:
+            assert more[:2] == (probe.scratch, probe.shape)
+            times.append((name, more[2]))
+            raise BootstrapTimeout("slow")
+
+        rig.ranks._measure = never  # type: ignore[method-assign]
+        assert rig.peer.word is not None
+        rig.peer.word.set_result(ProbeReady(9))
+        await rig.opening.open(rig.peer)
+        assert [name for name, _ in times] == ["first", "second"] * 2
+        assert max(left_s for _, left_s in times[:2]) <= 60
+        assert 60 < times[2][1] <= 350 < times[3][1] <= 700, "half of the rest, and then the rest"
+
+    run(Role.PREFILL, test)
+
+
 @pytest.mark.parametrize(
     ("error", "late"),
     [
@@ -214,6 +242,8 @@ def test_a_transport_that_fails_is_not_chosen_and_it_is_said_whether_it_was_only
         assert choice.candidates[0].late is late
         assert choice.candidates[0].figures is None
         assert choice.candidates[0].why_not
+        tried = [name for _, _, name, _ in rig.of("try")]
+        assert tried.count("first") == (2 if late else 1), "what has failed would fail again"
 
     run(Role.PREFILL, test)
 

@@ -479,6 +479,16 @@ def test_prefill_asks_whose_a_room_is_that_decode_looks_for_here_until_it_knows(
         await settle()
         assert not rig.rooms.asked
         assert not any(rig.ranks.sizes().values())
+        # What was stopped may end only after the next question was begun.
+        rig.ranks.carry_out(events.AskRoom(on(1), 20.0))
+        await settle()
+        rig.ranks.carry_out(events.RoomSettled(on(1)))
+        rig.ranks.carry_out(events.AskRoom(on(1), 20.0))
+        await settle()
+        assert (list(rig.rooms.asked), rig.ranks.sizes()["room_queries"]) == ([ROOM], 1)
+        rig.ranks.carry_out(events.RoomSettled(on(1)))
+        await settle()
+        assert not rig.rooms.asked
 
     drive(main)
 
