@@ -273,3 +273,39 @@ def test_a_full_pool_gives_back_more_than_is_missing_so_that_new_pages_lie_toget
         pool.release([page])
     taken = allocate_evicting(pool, tree, 1, room=0)
     assert (len(taken), pool.free, tree.pages) == (1, 3, 60)
+
+
+def test_lookups_hits_and_pages_are_counted_in_what_they_are_named_after():
+    pool = PagePool(20, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    cached(tree, pool, [1] * 6)
+    cached(tree, pool, [1] * 6 + [2] * 4)
+    for prompt in ([1] * 6 + [3], [1] * 4, [5] * 4):
+        pool.release(tree.match(prompt).pages)
+    tree.peek([1] * 6)
+    tree.evict(3)
+    stats = tree.stats
+    assert (stats.lookups, stats.lookup_tokens, stats.hits, stats.hit_tokens) == (3, 15, 2, 10)
+    assert (stats.inserted_pages, stats.evicted_pages, tree.pages) == (5, 3, 2)
+
+
+def test_of_tokens_without_pages_nothing_is_remembered():
+    pool = PagePool(20, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    assert tree.insert([1] * 8, pool.allocate(2)) == 2
+    assert tree.peek([1] * 8) == 4
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize("breaks", ["a page's node", "a lease"])
+def test_integrity_check_sees_a_page_that_is_found_nowhere_or_is_free(breaks):
+    pool = PagePool(20, SIZE)
+    tree = PrefixTree(pool, SIZE)
+    [page] = cached(tree, pool, [1] * 2)
+    other = cached(tree, pool, [2] * 2)
+    if breaks == "a lease":
+        pool.release([page])
+    else:
+        tree._node_of[page] = tree._node_of[other[0]]
+    with pytest.raises(Internal, match=r"another node|is free"):
+        tree.check_integrity()

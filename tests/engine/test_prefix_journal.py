@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import random
 
-from segue.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, net, page_hashes
+from segue.core.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    net,
+    next_hash,
+    page_hashes,
+)
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree
 from segue.engine.prefix_journal import PrefixJournal
 
 SIZE = 4
+
+
+def chained(parent: int | None, tokens: list[int]) -> list[int]:
+    """The hashes of the pages of `tokens`, which follow the page with hash `parent`."""
+    hashes: list[int] = []
+    for at in range(0, len(tokens), SIZE):
+        parent = next_hash(parent, tokens[at : at + SIZE])
+        hashes.append(parent)
+    return hashes
 
 
 def follow(there: set[int], events: list[KVEvent]) -> set[int]:
@@ -18,7 +35,7 @@ def follow(there: set[int], events: list[KVEvent]) -> set[int]:
         match event:
             case BlockStored():
                 assert event.parent_block_hash is None or event.parent_block_hash in there, "parents first"
-                assert len(event.token_ids) == SIZE * len(event.block_hashes)
+                assert event.block_hashes == chained(event.parent_block_hash, event.token_ids)
                 there = there | set(event.block_hashes)
             case BlockRemoved():
                 assert there.issuperset(event.block_hashes)

@@ -12,13 +12,14 @@ from segue.core.control import Submit
 from segue.core.errors import (
     AbortedByClient,
     ChecksumMismatch,
+    ErrorCode,
     ErrorInfo,
     Internal,
     OutOfCapacity,
     PeerLost,
     TransferFailed,
 )
-from segue.core.request import Request, SamplingParams, Ticket
+from segue.core.request import Request, SamplingParams, Ticket, Usage
 from segue.core.types import Incarnation, LeaderId, TransferId
 from segue.handoff import events
 from segue.handoff.messages import Committed, Metadata
@@ -411,3 +412,69 @@ def test_an_equal_hash_is_not_an_equal_prompt(monkeypatch: pytest.MonkeyPatch) -
     given.request = structs.replace(given.request, output=[9])
     assert kept.take(given) is None
     assert kept.take(job([1, 2, 3])) is not None
+
+
+def broken(*_args: object) -> None:
+    raise KeyError("a bug")
+
+
+def test_a_prompt_whose_tail_could_not_be_copied_is_computed_again() -> None:
+    """Its whole pages alone are not all of its KV."""
+    pair, prompt = Pair(), list(range(18))
+    pair.lose = hold(Metadata)
+    ask(pair, "first", prompt)
+    until_computed(pair, 18)
+    pair.prefill.engine.copy_out, right = broken, pair.prefill.engine.copy_out  # type: ignore[method-assign, assignment]
+    decode_dies(pair)
+    pair.prefill.engine.copy_out = right  # type: ignore[method-assign]
+    assert len(pair.prefill.scheduler.retained) == 0
+    wanted = ask(pair, "again", prompt, attempt=1)
+    pair.run()
+    assert pair.tokens("again") == wanted
+    pair.assert_at_rest()
+
+
+def test_prefill_alone_answers_once_though_what_it_has_computed_cannot_be_kept() -> None:
+    pair = Pair()
+    pair.prefill.engine.copy_out = broken  # type: ignore[method-assign, assignment]
+    alone(pair, "r", [1, 2, 3])
+    [answer] = pair.outputs["r"]
+    assert answer.error is not None
+    assert answer.error.code is ErrorCode.INTERNAL
+    pair.assert_at_rest()
+
+
+def test_prefill_alone_begins_where_what_it_has_cached_ends_and_sends_it_to_nobody() -> None:
+    pair, prompt = Pair(), list(range(18))
+    alone(pair, "first", prompt)
+    before = pair.prefill.engine.computed_tokens
+    alone(pair, "second", [*prompt, 7])
+    assert pair.errors("second") == []
+    assert pair.prefill.engine.computed_tokens - before == 3
+    assert pair.outputs["second"][0].usage == Usage(
+        prompt_tokens=19, prefill_cached=16, computed=3, output_tokens=1
+    )
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("code", sorted(ErrorCode))
+def test_what_is_not_to_be_trusted_after_an_error_is_not_kept(code: ErrorCode) -> None:
+    """Whatever else may be tried again keeps what was computed for the attempt that follows."""
+    pair = Pair()
+    pair.lose = hold(Metadata)
+    ask(pair, "r", list(range(18)))
+    until_computed(pair, 18)
+    [state] = pair.prefill.scheduler.admission.requests.values()
+    pair.prefill.scheduler.fail(state, ErrorInfo(code=code, text="it failed", retryable=True), 0.0)
+    doubted = code in (ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL)
+    assert len(pair.prefill.scheduler.retained) == (0 if doubted else 1)
+
+
+def test_what_is_kept_ends_one_after_the_other() -> None:
+    kept = RetainedPrompts()
+    for prompt, deadline in (([1], 30.0), ([2], 10.0), ([3], 20.0)):
+        kept.put(job(prompt, deadline=deadline), metadata(), None)
+    for end in (10.0, 20.0, 30.0):
+        assert kept.next_end() == end
+        kept.expire(end)
+    assert kept.next_end() is None

@@ -11,8 +11,9 @@ from test_unified import FRONT, ME, ROOMS
 from segue.core.control import Submit
 from segue.core.errors import AbortedByClient, ErrorCode, Internal, InvalidRequest
 from segue.core.limits import Limits
+from segue.core.records import MAX_FOUND
 from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, LeaderId, TransferId
+from segue.core.types import OPEN_RANK, Incarnation, LeaderId, TransferId
 from segue.engine.base import run_step
 from segue.engine.pages import PagePool
 from segue.handoff import events
@@ -189,8 +190,9 @@ class NoHandoffs:
     [
         {"prefill": STRANGER, "decode": LeaderId(ME.incarnation, 1)},
         {"prefill": LeaderId(ME.incarnation, 1), "decode": STRANGER},
+        {"prefill": LeaderId(STRANGER.incarnation, OPEN_RANK), "decode": STRANGER},
     ],
-    ids=["another of our ranks decodes", "another of our ranks prefills"],
+    ids=["another of our ranks decodes", "another of our ranks prefills", "any rank of another prefills"],
 )
 def test_a_ticket_for_another_replica_is_refused_and_leaves_nothing(make: Any, named: dict[str, Any]) -> None:
     engine = LineageEngine(lineage_spec(8), vocab_size=VOCAB)
@@ -273,3 +275,23 @@ def test_what_happened_to_a_request_is_told_its_ended_attempts_first_and_the_one
 def test_a_unified_instance_takes_no_word_of_a_hand_off_silently() -> None:
     with pytest.raises(Internal, match="no hand-off"):
         made().on_change(events.Release(TransferId(5, 0, ME, ME)), 0.0)
+
+
+def test_the_next_deadline_is_of_somebody_who_is_still_here_however_many_have_left() -> None:
+    scheduler = made()
+    for number, budget_s in enumerate((2.0, 3.0, 4.0, 9.0)):
+        scheduler.submit(FRONT, submitted(f"r{number}", [1], 9, budget_s=budget_s), 0.0)
+    for number in range(3):
+        scheduler.cancel(FRONT, f"r{number}", AbortedByClient("left").info, 1.0)
+    assert scheduler.next_deadline() == 9.0
+    scheduler.advance(8.0)
+    assert codes(scheduler) == []
+    scheduler.advance(9.0)
+    assert [name for _, name, _ in codes(scheduler)] == ["r3"]
+
+
+def test_of_an_id_that_many_requests_have_so_many_are_told_as_an_answer_holds() -> None:
+    scheduler = made(max_queue=200)
+    for attempt in range(MAX_FOUND + 9):
+        scheduler.submit(FRONT, submitted(f"r~{attempt}", [1], 9), 0.0)
+    assert len(scheduler.admission.explain("r", 1.0)) == MAX_FOUND

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from pair import FRONT, VOCAB, Node, Pair
 from test_roles_admission import finish, made, step, submitted
 from test_unified import ME
 
 from segue.core.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity
-from segue.core.request import Output, SamplingParams
+from segue.core.request import Output, SamplingParams, TokenLogprob
 from segue.core.types import KVPoll, TransferId
 from segue.engine.base import SequenceResult, SequenceStep, run_step
 from segue.handoff import events
@@ -229,6 +230,8 @@ def test_neither_half_gives_pages_back_under_a_forward_that_has_them(side: str, 
     assert node.scheduler.computes(state.transfer)
     used = node.pool.used
     node.scheduler.cancel(FRONT, "r", LEFT, 0.0)
+    assert node.scheduler.computes(state.transfer), "what the protocol says of it waits all the same"
+    assert not node.scheduler.computes(replace(state.transfer, attempt=1))
     assert node.pool.used == used
     assert node.engine.sizes()["sequences"] == 1
     if ends == "complete":
@@ -367,7 +370,16 @@ def test_the_first_output_tells_of_the_prompt_and_the_last_one_of_the_whole() ->
     assert last.usage is not None
     assert (first.usage.output_tokens, last.usage.output_tokens) == (0, 4)
     assert [out.usage for out in between] == [None, None]
-    assert {"queue", "prefill", "wire", "commit", "at_ready", "at_forward_end"} <= set(first.timeline)
+    assert {
+        "queue",
+        "bootstrap",
+        "prefill",
+        "reserve",
+        "wire",
+        "commit",
+        "at_ready",
+        "at_forward_end",
+    } <= set(first.timeline)
     assert [out.timeline for out in outputs[1:]] == [{}] * 3
     assert [out.finish is not None for out in outputs] == [False, False, False, True]
 
@@ -391,3 +403,39 @@ def test_of_those_whose_kv_was_moved_out_the_one_that_is_cancelled_stays_away_an
         assert said == reference(prompts[name], SamplingParams(), VOCAB, 20)
     [record] = scheduler.admission.explain(back, 0.0)
     assert [each.name for each in record.steps][-3:] == ["decode", "retracted", "decode"]
+
+
+def test_what_prefill_knows_of_the_prompt_s_tokens_reaches_the_client_with_the_first_one() -> None:
+    """Of two chunks, and of the token that prefill has drawn."""
+    pair = Pair()
+    pair.submit("r", list(range(20)), 2)
+    node, told = pair.prefill, list[TokenLogprob | None]()
+    for count in (16, 4):
+        steps = until(pair, "prefill", lambda _: True)
+        [result] = run_step(node.engine, steps, node.scheduler.stored) or [SequenceResult(steps[0].seq_id)]
+        entries = [TokenLogprob(len(told) + at, -float(at), []) for at in range(count)]
+        told += entries
+        drawn = None if result.token is None else TokenLogprob(result.token, -0.25, [(result.token, -0.25)])
+        result = SequenceResult(result.seq_id, result.token, drawn, prompt_logprobs=list(entries))
+        node.scheduler.complete([result], 0.0)
+    [state] = node.scheduler.admission.requests.values()
+    metadata = state.metadata
+    assert metadata is not None
+    assert (metadata.prompt_tokens, metadata.prefill_cached, metadata.computed) == (20, 0, 20)
+    pair.run()
+    first, last = pair.outputs["r"]
+    assert first.prompt_logprobs == told
+    assert [each.logprob for each in first.logprobs] == [-0.25]
+    assert last.prompt_logprobs is None
+    pair.submit("again", [*range(20), 7], 2)
+    steps = until(pair, "prefill", lambda steps: steps[0].sample)
+    [state] = node.scheduler.admission.requests.values()
+    node.scheduler.complete(run_step(node.engine, steps, node.scheduler.stored), 0.0)
+    assert state.metadata is not None
+    assert (state.metadata.prompt_tokens, state.metadata.prefill_cached, state.metadata.computed) == (
+        21,
+        20,
+        1,
+    )
+    pair.run()
+    pair.assert_at_rest()

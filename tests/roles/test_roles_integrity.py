@@ -84,9 +84,12 @@ def test_what_is_kept_beyond_its_bounds_or_counted_wrongly_is_seen() -> None:
         kept.check_integrity()
 
 
-@pytest.mark.parametrize("what", ["pool", "slots"])
-def test_books_of_pages_and_of_slots_that_do_not_add_up_are_seen(what: str) -> None:
-    scheduler = Pair(slots=(2, 2)).decode.scheduler
-    getattr(scheduler.cache, what)._free += 1
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize(("what", "count"), [("pool", "_free"), ("slots", "_free"), ("tree", "_evictable")])
+def test_books_of_pages_and_of_slots_that_do_not_add_up_are_seen(what: str, count: str, side: str) -> None:
+    scheduler = getattr(Pair(slots=(2, 2)), side).scheduler
+    scheduler.check_integrity()
+    books = getattr(scheduler.cache, what)
+    setattr(books, count, getattr(books, count) + 1)
     with pytest.raises(Internal):
         scheduler.check_integrity()
