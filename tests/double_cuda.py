@@ -44,7 +44,8 @@ _OK = cudaError_t.cudaSuccess
 class Faults:
     """running: clear it, and streams stand still. fails: functions that return an error from now on.
     copies_fail: what is copied ends with an error. visible: GPUs of the process. no_handles: allocations of
-    `cuMemCreate`."""
+    `cuMemCreate`. What was done: opened: allocations that are mapped. batches: rows of each copy. events: how
+    many there are. streams: the GPU of each. ends: what of a path was ended, in order."""
 
     running: threading.Event = field(default_factory=threading.Event)
     fails: set[str] = field(default_factory=set)
@@ -53,10 +54,15 @@ class Faults:
     no_handles: bool = False
     opened: list[int] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
+    events: int = 0
+    streams: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
 
 
 FAULTS = Faults()
 ALLOCATIONS: dict[int, int] = {}
+#: Each thread has a current GPU, and begins with the first.
+CURRENT = threading.local()
 
 
 def reset() -> None:
@@ -123,6 +129,7 @@ def cudaGetDeviceCount() -> tuple[cudaError_t, int]:
 
 
 def cudaSetDevice(device: int) -> tuple[cudaError_t]:
+    CURRENT.device = device
     return (_OK,)
 
 
@@ -149,6 +156,7 @@ def cudaIpcOpenMemHandle(handle: cudaIpcMemHandle_t, flags: int) -> tuple[cudaEr
 
 def cudaIpcCloseMemHandle(devPtr: int) -> tuple[cudaError_t]:
     FAULTS.opened.remove(devPtr)
+    FAULTS.ends.append("mapping")
     return (_OK,)
 
 
@@ -156,6 +164,7 @@ def cudaStreamCreateWithFlags(flags: int) -> tuple[cudaError_t, Stream | None]:
     assert flags == cudaStreamNonBlocking
     if "cudaStreamCreateWithFlags" in FAULTS.fails:
         return cudaError_t.cudaErrorInvalidValue, None
+    FAULTS.streams.append(getattr(CURRENT, "device", 0))
     return _OK, Stream()
 
 
@@ -163,12 +172,14 @@ def cudaStreamSynchronize(stream: Stream) -> tuple[cudaError_t]:
     event = Event()
     stream.work.put(event)
     event.reached.wait(20)
+    FAULTS.ends.append("copies")
     return (cudaError_t.cudaErrorIllegalAddress if event.failed else _OK,)
 
 
 def cudaStreamDestroy(stream: Stream) -> tuple[cudaError_t]:
     stream.work.put(None)
     stream.thread.join(20)
+    FAULTS.ends.append("stream")
     return (_OK,)
 
 
@@ -194,6 +205,7 @@ def cudaMemcpyBatchAsync(
 
 def cudaEventCreateWithFlags(flags: int) -> tuple[cudaError_t, Event]:
     assert flags == cudaEventDisableTiming
+    FAULTS.events += 1
     return _OK, Event()
 
 
@@ -209,6 +221,7 @@ def cudaEventQuery(event: Event) -> tuple[cudaError_t]:
 
 
 def cudaEventDestroy(event: Event) -> tuple[cudaError_t]:
+    FAULTS.events -= 1
     return (_OK,)
 
 

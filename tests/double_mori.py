@@ -134,6 +134,7 @@ class IOEngine:
         self.memory: dict[int, MemoryDesc] = {}
         self.known: dict[str, EngineDesc] = {}
         self.uids = itertools.count()
+        self.used: set[int] = set()
         self.work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         ENGINES[key] = self  # the newest of that name
@@ -171,6 +172,8 @@ class IOEngine:
         statuses = [TransferStatus() for _ in sizes]
         counts = {len(x) for x in (local_dest_mem_desc, local_offsets, remote_src_mem_desc, remote_offsets)}
         assert counts == {len(sizes)} == {len(transfer_uid)}
+        assert not self.used & set(transfer_uid), "one of another transfer"
+        self.used |= set(transfer_uid)
         if FAULTS.raises:
             raise RuntimeError(FAULTS.raises)
         if self.thread is None:

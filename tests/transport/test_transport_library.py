@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from ranks import options, rank
 from segue.core.errors import BootstrapTimeout, PeerLost, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
-from segue.transport import library_wire
+from segue.transport import library, library_wire
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
 from segue.transport.library_out import MAX_IN_FLIGHT_BYTES, pieces
 from segue.transport.memory import Memory, host_region
@@ -50,6 +52,18 @@ class End:
         with self._changed:
             assert self._changed.wait_for(found, PATIENCE_S), (kind, fields, self.log)
             return found()[0]
+
+    def on_loop(self, call: Callable[[], object]) -> object:
+        """What `call` returns on the transport's thread, after all that this was given before."""
+        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.transport._loop.post(lambda: answer.put(call()))
+        return answer.get(timeout=PATIENCE_S)
+
+    def owed(self) -> list[int]:
+        """What the peer of each stream owes us, in messages."""
+        transport = self.transport
+        streams = [*transport._writing.values(), *(path._stream for path in transport._receiving)]
+        return [stream._owed for stream in streams]
 
     def fenced(self, peer: RankId, epoch: int) -> Fenced:
         self.transport.fence(peer, epoch)
@@ -127,7 +141,7 @@ def test_an_error_of_the_library_ends_the_path_and_no_page_is_free_before_the_re
     failed = writer.take(WriteFailed, epoch=3)
     assert isinstance(failed.error, TransferFailed)
     assert not writer.take(PeerGone, peer=reader.me).proven
-    assert writer.fenced(reader.me, 3)
+    assert writer.fenced(reader.me, 3), "the writing end was closed: our memory is quiet"
     assert reader.take(PeerGone, peer=writer.me).proven
     assert reader.fenced(writer.me, 3).proven
     lands_nothing(reader)
@@ -219,7 +233,12 @@ def test_connect_has_a_deadline_while_the_library_loads(ends: Ends) -> None:
     writer, reader = ends(connect=False)
     with pytest.raises(BootstrapTimeout):
         writer.transport.connect(reader.me, reader.endpoint, 0.1)
+    (given_up,) = writer.transport._writing
     FAULTS.loading.set()
+    assert given_up.join(PATIENCE_S), "nothing of it is left, though the library is there now"
+    writer.on_loop(lambda: None)
+    assert not writer.transport._writing
+    assert not [e for e in writer.log if isinstance(e, PeerGone)], "who asked was told"
     writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
     start(writer, reader, 3, CopyBlock(0, 0, 1, 1))
     writer.take(Written, epoch=3)
@@ -314,6 +333,48 @@ def test_a_path_that_is_ending_is_no_path_to_who_connects(ends: Ends) -> None:
         writer.take(Written, epoch=4)
     finally:
         again.transport.close()
+
+
+def test_each_side_owes_an_answer_until_it_has_given_it_and_none_afterwards(ends: Ends) -> None:
+    """One too many would end a healthy path once nothing is said for a while, one too few none that hangs."""
+    writer, reader = ends()
+    assert writer.on_loop(writer.owed) == [0], "its greeting was answered"
+    assert reader.on_loop(reader.owed) == [0]
+    busy, free = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        busy.set()
+        free.wait(PATIENCE_S)
+
+    reader.transport._loop.post(stand_still)
+    assert busy.wait(PATIENCE_S)
+    writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 100)])
+    until(lambda: writer.on_loop(writer.owed) == [1])
+    free.set()
+    assert writer.take(WriteFailed, epoch=3).refused
+    assert writer.on_loop(writer.owed) == [0]
+    FAULTS.running.clear()
+    start(writer, reader, 4, CopyBlock(0, 0, 1, 100))
+    posted()
+    reader.transport.fence(writer.me, 4)
+    assert reader.on_loop(reader.owed) == [1]
+    FAULTS.running.set()
+    assert reader.take(Fenced, epoch=4).proven
+    assert reader.on_loop(reader.owed) == [0]
+    assert writer.on_loop(writer.owed) == [0]
+
+
+def test_a_fence_of_one_peer_and_epoch_is_held_back_by_what_is_unquiet_of_it_alone(ends: Ends) -> None:
+    """Its library could not close the writing end of a path: it may read what was posted for epoch 3."""
+    writer, _ = ends(connect=False)
+    path: Any = SimpleNamespace(peer=rank("cccc"), unsettled={3})
+    writer.transport._unquiet.append(path)
+    for peer, epoch in ((rank("cccc"), 3), (rank("cccc"), 4), (rank("dddd"), 3)):
+        writer.transport.fence(peer, epoch)
+    writer.on_loop(lambda: None)
+    assert writer.log == [Fenced(rank("cccc"), 4, True), Fenced(rank("dddd"), 3, True)]
+    writer.transport.close()
+    assert library.STILL_USED.pop()[0] is writer.memory, "else it becomes somebody else's"
 
 
 # ---- the control stream ----------------------------------------------------------------------------

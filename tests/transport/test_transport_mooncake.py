@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import socket
+import struct
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +28,8 @@ class Engine:
 
     made: ClassVar[list[Engine]] = []
     answers: ClassVar[bool] = True
+    starts: ClassVar[int] = 0
+    registers: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self.started: tuple[str, ...] = ()
@@ -38,14 +43,14 @@ class Engine:
 
     def initialize(self, *how: str) -> int:
         self.started = how
-        return 0
+        return self.starts
 
     def get_rpc_port(self) -> int:
         return 15000
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
         self.registered += zip(addresses, lengths, strict=True)
-        return 0
+        return self.registers
 
     def send_probe(self, name: str) -> int:
         return 0 if self.answers else -102
@@ -77,7 +82,7 @@ class Engine:
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(mooncake, "_engines", lambda: Engine)
     monkeypatch.delenv("MOONCAKE_PROTOCOL", raising=False)
-    Engine.made, Engine.answers = [], True
+    Engine.made, Engine.answers, Engine.starts, Engine.registers = [], True, 0, 0
     return
 
 
@@ -186,6 +191,63 @@ def test_over_another_protocol_both_register_and_no_end_is_a_proof(monkeypatch: 
     end.post(rows(3))
     assert not end.close()
     assert not library().receiving(PEER, target, b"").close()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "runs", "quiet"),
+    [("tcp", True, True), ("tcp", False, True), ("rdma", True, False), ("rdma", False, True)],
+)
+def test_dropping_an_engine_ends_its_reading_over_tcp_or_where_nothing_runs(
+    protocol: str, runs: bool, quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOONCAKE_PROTOCOL", protocol)
+    end, engine, *_ = writing()
+    post = end.post(rows(3))
+    if not runs:
+        engine.end(count=3)
+        assert end.done(post)
+    del engine
+    Engine.made.clear()
+    assert end.close() is quiet
+
+
+@pytest.mark.parametrize("status", [-1, 1])
+def test_an_engine_that_does_not_start_or_takes_no_memory_makes_no_end(status: int) -> None:
+    memory, _ = memories(64)
+    Engine.registers = status
+    with pytest.raises(TransferFailed, match="cannot register") as caught:
+        library().receiving(PEER, memory, b"")
+    assert not caught.value.info.retryable
+    Engine.starts = status
+    for make in (lambda: library().receiving(PEER, memory, b""), writing):
+        with pytest.raises(TransferFailed, match="cannot start an engine"):
+            make()
+
+
+def test_peers_are_told_the_address_that_is_advertised() -> None:
+    made = mooncake.MooncakeTransport(
+        lambda _event: None, options(PEER, host="0.0.0.0", advertise="10.0.0.7")
+    )
+    made._library.load()
+    assert made._library.receiving(PEER, memories(64)[0], b"").blob == b"10.0.0.7:15000"
+    made.close()
+
+
+def test_only_the_engine_s_listener_looks_up_more_often_and_no_other_socket_is_touched() -> None:
+    """Its number is all that is known of it; all descriptors of the process are gone through."""
+
+    def waits(sock: socket.socket) -> bytes:
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as engines, socket.create_server(("127.0.0.1", 0)) as other:
+        port = engines.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as peer, engines.accept()[0] as accepted:
+            mooncake._accept_briefly(port)
+            gc.collect()
+            assert waits(engines) == struct.pack("ll", 0, 20_000)
+            assert [waits(sock) for sock in (other, peer, accepted)] == [bytes(16)] * 3
+            peer.sendall(b"x")
+            assert accepted.recv(1) == b"x"
 
 
 def test_an_address_of_version_6_is_refused() -> None:

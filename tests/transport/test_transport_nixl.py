@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from segue.core.errors import TransferFailed
 from segue.transport import nixl
 from segue.transport.memory import Memory, Region
+from segue.transport.tcp_wire import PartRows
 
 
 def test_ucx_is_told_what_the_user_has_not_set(tmp_path: Path) -> None:
@@ -87,3 +91,107 @@ def test_the_end_of_an_agent_is_a_proof_only_where_its_own_thread_does_all_the_c
     monkeypatch.setenv("UCX_TLS", tls)
     end = nixl.NixlReceivingEnd(Agent, Memory([Region(4096, 4096, device)]))  # type: ignore[arg-type]
     assert end.close() is proof
+
+
+class Recorded:
+    """NIXL as far as it is used: what it was told, and `status`, which it gives of each write."""
+
+    DRAM_SEG, VRAM_SEG, NIXL_WRITE = "DRAM", "VRAM", "WRITE"
+    NIXL_SUCCESS, NIXL_IN_PROG, NIXL_ERR_BACKEND = 0, 1, -1
+
+    def __init__(self) -> None:
+        self.nixlAgentConfig = SimpleNamespace
+        self.nixlRegDList = self.nixlXferDList = lambda kind, rows: (kind, np.array(rows, object).tolist())
+        self.nixlAgent = self.agent
+        self.agents: list[SimpleNamespace] = []
+        self.registered: list[object] = []
+        self.writes: list[tuple[object, ...]] = []
+        self.released: list[object] = []
+        self.status = self.NIXL_IN_PROG
+
+    def agent(self, _name: str, config: SimpleNamespace) -> SimpleNamespace:
+        self.agents.append(config)
+        return SimpleNamespace(
+            createBackend=lambda *_: None,
+            registerMem=lambda found, _: self.registered.append(found),
+            getLocalMD=lambda: b"blob",
+            loadRemoteMD=lambda _: b"peer",
+            makeConnection=lambda *_: None,
+            createXferReq=lambda *how: self.writes.append(how) or len(self.writes),
+            postXferReq=lambda *_: self.status,
+            getXferStatus=lambda _: self.status,
+            releaseXferReq=self.released.append,
+        )
+
+
+def regions(*devices: str) -> Memory:
+    return Memory([Region(4096 * (n + 1), 1000, device) for n, device in enumerate(devices)])
+
+
+def writing(made: Recorded, device: str = "cpu") -> nixl.NixlWritingEnd:
+    return nixl.NixlWritingEnd(made, regions(device), regions("cuda:3"), b"blob")  # type: ignore[arg-type]
+
+
+def row() -> PartRows:
+    return PartRows(np.array([[7, 10]], np.uint64), np.array([[20, 10]], np.uint64), 10)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "number"), [("cpu", "DRAM", 0), ("cuda:1", "VRAM", 1), ("cuda", "VRAM", 0)]
+)
+def test_memory_is_registered_and_written_with_its_kind_and_the_number_of_its_device(
+    device: str, kind: str, number: int
+) -> None:
+    made = Recorded()
+    end = writing(made, device)
+    assert made.registered == [(kind, [[4096, 1000, number, b""]])]
+    end.post(row())
+    (told,) = made.writes
+    assert told[:4] == ("WRITE", (kind, [[4103, 10, number]]), ("VRAM", [[4116, 10, 3]]), "peer")
+
+
+def test_memory_of_several_devices_is_refused() -> None:
+    for devices in (("cpu", "cuda:0"), ("cuda:0", "cuda:1")):
+        with pytest.raises(TransferFailed, match="one device at a time") as caught:
+            nixl.NixlReceivingEnd(Recorded(), regions(*devices))  # type: ignore[arg-type]
+        assert not caught.value.info.retryable
+
+
+def test_who_receives_has_a_thread_and_who_writes_moves_on_by_itself() -> None:
+    made = Recorded()
+    nixl.NixlReceivingEnd(made, regions("cpu"))  # type: ignore[arg-type]
+    writing(made)
+    assert [agent.useProgThread for agent in made.agents] == [True, False]
+    assert {agent.pthrDelay for agent in made.agents} == {nixl._LOOK_US}
+
+
+def test_a_write_is_done_when_nixl_says_success_and_its_handle_is_given_back_then() -> None:
+    made = Recorded()
+    end = writing(made)
+    first, second = end.post(row()), end.post(row())
+    assert not end.done(first)
+    assert made.released == []
+    made.status = made.NIXL_SUCCESS
+    assert end.done(second)
+    assert end.done(first)
+    assert made.released == [second, first]
+
+
+def test_whatever_else_nixl_says_is_a_failure_when_it_is_posted_and_later() -> None:
+    made = Recorded()
+    end = writing(made)
+    handle = end.post(row())
+    made.status = made.NIXL_ERR_BACKEND
+    with pytest.raises(TransferFailed, match="-1 of a write"):
+        end.done(handle)
+    with pytest.raises(TransferFailed, match="-1 of a write"):
+        end.post(row())
+    assert made.released == []
+
+
+def test_an_agent_that_somebody_else_holds_lives_on_and_may_read() -> None:
+    end = writing(Recorded())
+    kept = end._agent
+    assert not end.close()
+    del kept
+    assert writing(Recorded()).close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,12 +21,13 @@ from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, SegueE
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import library, library_modules
-from segue.transport.ascend import PAGE_BYTES, AscendTransport
+from segue.transport.ascend import PAGE_BYTES, AscendBlob, AscendLibrary, AscendTransport
 from segue.transport.base import Fenced, PeerGone, Transport, TransportEvent, WriteFailed, Written
-from segue.transport.cuda_ipc import CudaIpcTransport
+from segue.transport.cuda_ipc import CudaIpcTransport, CudaLibrary
 from segue.transport.library_modules import device_number, missing
+from segue.transport.library_out import pieces
 from segue.transport.memory import Memory, Region, allocate, host_region
-from segue.transport.mori import MoriTransport
+from segue.transport.mori import MoriBlob, MoriLibrary, MoriTransport
 
 MiB = 2**20
 PATIENCE_S = 60.0
@@ -125,13 +128,22 @@ def move(writer: End, reader: End, epoch: int, *blocks: CopyBlock) -> Written | 
 
 def unsettled(writer: End, reader: End) -> None:
     """After a write that failed: no fence of its epoch is answered as proven, on either side, and the path
-    is gone; what lies there may still be read and written."""
+    is gone; what lies there may still be read and written, also when the transport is closed."""
     assert isinstance(move(writer, reader, 3, CopyBlock(0, 0, 1, 4096)), WriteFailed)
     assert not writer.take(PeerGone).proven
     reader.transport.fence(writer.me, 3)
     reader.transport.fence(writer.me, 99)  # after which that one was decided
     assert reader.take(Fenced, epoch=99).proven
     assert not [e for e in reader.log if isinstance(e, Fenced) and e.epoch == 3]
+    writer.transport.fence(reader.me, 3)
+    writer.transport.fence(reader.me, 99)
+    assert writer.take(Fenced, epoch=99).proven
+    assert not [e for e in writer.log if isinstance(e, Fenced) and e.epoch == 3]
+    library.STILL_USED.clear()
+    for end in (writer, reader):
+        end.transport.close()
+    assert [memory for memory, _ in library.STILL_USED] == [writer.memory, reader.memory]
+    library.STILL_USED.clear()
 
 
 def test_mori_a_failed_status_leaves_its_epoch_unsettled_and_its_statuses_alive(ends: Ends) -> None:
@@ -261,7 +273,116 @@ def test_mori_an_engine_without_a_port_is_refused(ends: Ends) -> None:
         ends(mori, host_arrays(MiB), host_arrays(MiB))
 
 
+def mori_library(me: RankId, **fields: Any) -> MoriLibrary:
+    made = MoriLibrary(options(me, **fields), double_mori.modules)
+    made.load()
+    return made
+
+
+@contextmanager
+def mori_held() -> Iterator[None]:
+    """Its engines stand still; at the end they do what they were given, while the memory is there."""
+    double_mori.FAULTS.running.clear()
+    try:
+        yield
+    finally:
+        double_mori.FAULTS.running.set()
+        double_mori.reset()
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "told"),
+    [
+        ("0.0.0.0", "10.0.0.7", "10.0.0.7"),
+        ("::", "10.0.0.7", "10.0.0.7"),
+        ("10.0.0.1", "10.0.0.7", "10.0.0.1"),
+        ("0.0.0.0", None, "0.0.0.0"),
+    ],
+)
+def test_mori_peers_are_told_where_its_engine_can_be_reached(host: str, advertise: str, told: str) -> None:
+    made = mori_library(rank("aaaa"), host=host, advertise=advertise)
+    assert made.engine.get_engine_desc().host == told
+    double_mori.reset()
+
+
+def test_mori_a_peer_that_is_silent_is_not_connected_and_its_status_is_kept(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library writes into the status whenever the read ends."""
+    monkeypatch.setattr("segue.transport.mori._MEET_MS", 1)
+    writer, reader = (mori_library(rank(word)) for word in ("aaaa", "bbbb"))
+    source, target = host_arrays(MiB), host_arrays(MiB)
+    blob = reader.receiving(rank("aaaa"), target, b"").blob
+    with mori_held():
+        with pytest.raises(BootstrapTimeout):
+            writer.writing(rank("bbbb"), source, target, blob)
+        assert [status.InProgress() for status in writer.unfinished] == [True]
+
+
+@pytest.mark.parametrize("wrong", ["engine", "memory", "first memory", "size", "count"])
+def test_mori_what_a_peer_describes_must_be_its_own_and_of_the_sizes_that_it_says(
+    ends: Ends, wrong: str
+) -> None:
+    writer, reader, other = (mori_library(rank(word)) for word in ("aaaa", "bbbb", "cccc"))
+    target = host_arrays(MiB, MiB)
+    told = msgspec.msgpack.decode(reader.receiving(rank("aaaa"), target, b"").blob, type=MoriBlob)
+    foreign = msgspec.msgpack.decode(other.receiving(rank("aaaa"), target, b"").blob, type=MoriBlob)
+    (larger,) = mori_library(rank("bbbb")).memories(host_arrays(2 * MiB))
+    engine, memories = told.engine, told.memories
+    match wrong:
+        case "engine":
+            engine, memories = foreign.engine, foreign.memories
+        case "memory":
+            memories = [memories[0], foreign.memories[1]]
+        case "first memory":
+            memories = [foreign.memories[0], memories[1]]
+        case "size":
+            memories = [memories[0], larger.pack()]
+        case "count":
+            memories = memories[:1]
+    with pytest.raises(PeerRefused, match="describes"):
+        writer.writing(
+            rank("bbbb"), host_arrays(MiB), target, msgspec.msgpack.encode(MoriBlob(engine, memories))
+        )
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_mori_a_post_is_done_when_the_rows_of_all_regions_have_landed(ends: Ends, last: int) -> None:
+    writer, reader = mori_library(rank("aaaa")), mori_library(rank("bbbb"))
+    source, target = host_arrays(MiB, MiB, MiB), host_arrays(MiB)
+    end = writer.writing(rank("bbbb"), source, target, reader.receiving(rank("aaaa"), target, b"").blob)
+    (rows,) = pieces([CopyBlock(0, 0, 3, 10, source.starts[1], 20)], MiB, 100)
+    with mori_held():
+        handle: Any = end.post(rows)
+        assert len(handle) == 3
+        for status in (status for n, status in enumerate(handle) if n != last):
+            assert not end.done(handle)
+            status.code = double_mori.StatusCode.SUCCESS
+        assert not end.done(handle)
+        assert not end.close()
+        handle[last].code = double_mori.StatusCode.SUCCESS
+        assert end.done(handle)
+        assert end.close()
+
+
 # ---- ascend ----------------------------------------------------------------------------------------
+
+
+def test_ascend_peers_are_told_the_address_that_is_advertised() -> None:
+    made = AscendLibrary(
+        options(rank("aaaa"), host="0.0.0.0", advertise="10.0.0.7"), double_memfabric.modules
+    )
+    made.load()
+    end = made.receiving(rank("bbbb"), npu_memory(PAGE_BYTES), b"")
+    assert msgspec.msgpack.decode(end.blob, type=AscendBlob).session.startswith("10.0.0.7:")
+    assert double_memfabric.FAULTS.made[-1][:2] == ("tcp://10.0.0.7", "10.0.0.7")
+    double_memfabric.reset()
+
+
+def test_ascend_a_call_has_no_more_rows_than_the_library_takes(ends: Ends) -> None:
+    writer, reader = ends(ascend, npu_memory(PAGE_BYTES), npu_memory(PAGE_BYTES))
+    assert isinstance(move(writer, reader, 3, CopyBlock(0, 0, 3000, 10, 20, 20)), Written)
+    assert double_memfabric.FAULTS.sizes == [1024, 1024, 952]
 
 
 def test_ascend_registers_whole_pages_of_one_npu_alone() -> None:
@@ -399,6 +520,75 @@ def test_memory_that_may_still_be_written_to_is_kept_when_its_transport_is_close
     library.STILL_USED.clear()
     assert bytes(memory.buffer[:1]) == b"\7", "which is why"
     memory.close()
+
+
+def two_gpus() -> None:
+    double_cuda.FAULTS.visible.append(bytes(range(16, 32)))
+
+
+def test_cuda_ipc_the_regions_of_one_allocation_are_mapped_once(ends: Ends) -> None:
+    whole_one = double_cuda.device_memory(3 * MiB)
+    at, owner = whole_one.only.address, whole_one.only.owner
+    target = Memory([Region(at + n * 2 * MiB, MiB, "cuda:0", owner=owner) for n in (0, 1)])
+    writer, reader = ends(cuda_ipc, double_cuda.device_memory(MiB), target)
+    writer.array()[:] = 5
+    assert isinstance(
+        move(writer, reader, 3, CopyBlock(0, 0, 1, 10), CopyBlock(0, target.starts[1] + 7, 1, 10)), Written
+    )
+    assert len(double_cuda.FAULTS.opened) == 1
+    found: Any = owner
+    assert np.flatnonzero(found).tolist() == [*range(10), *range(2 * MiB + 7, 2 * MiB + 17)]
+    writer.transport.close()
+    assert double_cuda.FAULTS.opened == []
+
+
+def test_cuda_ipc_copies_are_made_on_the_gpu_of_the_memory(ends: Ends) -> None:
+    """Each thread has a current GPU of its own; the one of a path begins with the first."""
+    two_gpus()
+    writer, reader = ends(
+        cuda_ipc, double_cuda.device_memory(MiB, "cuda:1"), double_cuda.device_memory(MiB, "cuda:1")
+    )
+    assert isinstance(move(writer, reader, 3, CopyBlock(0, 0, 1, 10)), Written)
+    assert double_cuda.FAULTS.streams == [1]
+
+
+def test_cuda_ipc_a_path_ends_its_copies_before_it_unmaps_and_leaves_no_event(ends: Ends) -> None:
+    writer, reader = ends(cuda_ipc, double_cuda.device_memory(MiB), double_cuda.device_memory(MiB))
+    for epoch in (3, 4):
+        assert isinstance(move(writer, reader, epoch, CopyBlock(0, 0, 1, 10)), Written)
+    assert double_cuda.FAULTS.events == 0
+    writer.transport.close()
+    assert double_cuda.FAULTS.ends == ["copies", "stream", "mapping"]
+
+
+@pytest.mark.parametrize("too_long", [0, 1])
+def test_cuda_ipc_a_region_that_ends_outside_its_allocation_is_not_written_to(
+    ends: Ends, too_long: int
+) -> None:
+    """What lies behind it on the peer's GPU is somebody else's."""
+    source, target = double_cuda.device_memory(MiB), double_cuda.device_memory(MiB)
+    writer, reader = CudaLibrary(double_cuda.modules), CudaLibrary(double_cuda.modules)
+    writer.export(source)
+    reader.export(target)
+    blob = reader.receiving(rank("aaaa"), target, b"").blob
+    told = Memory([Region(target.only.address, MiB + too_long, "cuda:0")])
+    if too_long:
+        with pytest.raises(PeerRefused, match="outside its GPU allocation"):
+            writer.writing(rank("bbbb"), source, told, blob)
+        assert double_cuda.FAULTS.opened == []
+    else:
+        assert writer.writing(rank("bbbb"), source, told, blob).close()
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda:0", 0), ("cuda:1", 1), ("cuda:17", 17), ("cuda", 0)])
+def test_the_number_of_a_device_is_in_its_name(device: str, number: int) -> None:
+    assert device_number(device, "cuda") == number
+
+
+@pytest.mark.parametrize("device", ["cpu", "npu:1", "cuda:x", "cuda:-1"])
+def test_what_names_no_such_device_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="cuda:N is needed"):
+        device_number(device, "cuda")
 
 
 # ---- what is not here --------------------------------------------------------------------------------
