@@ -54,6 +54,7 @@ class Faults:
     no_handles: bool = False
     opened: list[int] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
+    taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # one for each write
     events: int = 0
     streams: list[int] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
@@ -101,7 +102,7 @@ class Stream:
     def __init__(self) -> None:
         self.work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failed = False
-        self.thread = threading.Thread(target=self.run)
+        self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def run(self) -> None:
@@ -199,6 +200,7 @@ def cudaMemcpyBatchAsync(
     assert attrsIdxs == [0]
     assert attrs[0].srcAccessOrder == cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     FAULTS.batches.append(count)
+    FAULTS.taken.release()
     stream.work.put(list(zip(dsts, srcs, sizes, strict=True)))
     return (_OK,)
 

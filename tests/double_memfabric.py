@@ -32,6 +32,7 @@ class Faults:
     port: int | None = None
     made: list[tuple[Any, ...]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # one for each write
 
 
 FAULTS = Faults()
@@ -114,6 +115,7 @@ class TransferEngine:
         if not self.knows(dest_session, peer_buffers, lengths) or 0 in lengths:
             return -1
         FAULTS.sizes.append(len(lengths))
+        FAULTS.taken.release()
         FAULTS.running.wait(20)
         if FAULTS.status == 0 or FAULTS.lands:
             for at, to, n in zip(buffers, peer_buffers, lengths, strict=True):

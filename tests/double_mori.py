@@ -45,6 +45,7 @@ class Faults:
     raises: str = ""
     port: int | None = None
     writes: list[int] = field(default_factory=list)
+    taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # one for each write
 
 
 FAULTS = Faults()
@@ -189,6 +190,7 @@ class IOEngine:
             self.work.put((status, pairs if func else [(at, to, n) for to, at, n in pairs]))
             if func:
                 FAULTS.writes.append(len(rows))
+                FAULTS.taken.release()
         return statuses
 
     def batch_read(self, *args: Any) -> list[TransferStatus]:

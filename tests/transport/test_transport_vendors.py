@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -180,6 +179,7 @@ def test_a_fence_waits_for_what_runs(ends: Ends, make: Make, memory: Any, double
     reader.transport.grant(writer.me, 3, whole(reader.memory.nbytes))
     double.FAULTS.running.clear()
     writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, 4096)])
+    assert double.FAULTS.taken.acquire(timeout=PATIENCE_S), "from here on it runs"
     writer.transport.write(reader.me, 4, 1, [CopyBlock(0, 0, 1, 1)])
     reader.transport.fence(writer.me, 99)
     reader.take(Fenced, epoch=99)
@@ -508,9 +508,7 @@ def test_memory_that_may_still_be_written_to_is_kept_when_its_transport_is_close
     reader.transport.grant(writer.me, 3, whole(MiB))
     double_mori.FAULTS.running.clear()
     writer.transport.write(reader.me, 3, 1, [CopyBlock(0, 0, 1, MiB)])
-    deadline = time.monotonic() + PATIENCE_S
-    while not double_mori.FAULTS.writes:
-        assert time.monotonic() < deadline
+    assert double_mori.FAULTS.taken.acquire(timeout=PATIENCE_S)
     reader.transport.close()
     assert "kept until this process ends" in caplog.text
     with pytest.raises(BufferError):
