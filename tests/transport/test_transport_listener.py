@@ -9,15 +9,19 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from test_transport_tcp_books import Loops
 
 from ranks import make_tcp, rank
 from segue.core.errors import PeerRefused
 from segue.transport import handshake
 from segue.transport.base import Endpoint, PeerGone, TransportEvent
+from segue.transport.channel import Channel, PlainChannel
+from segue.transport.listener import REST_S, AuthenticatedListener
 from segue.transport.memory import allocate
 from segue.transport.tcp import TcpTransport
 from segue.transport.tcp_sockets import TcpAddress
@@ -163,6 +167,140 @@ def test_who_has_not_proven_itself_is_closed_with_the_transport() -> None:
     made.transport.close()
     assert sock.recv(1) == b""
     made.close()
+
+
+# ---- turned by hand ---------------------------------------------------------------------------------
+
+
+class Turned:
+    """A listener on a loop that the test turns; who comes next, the test says."""
+
+    def __init__(self, *, handshake_s: float = 5.0, max_pending: int = 4) -> None:
+        self.loop = Loops()
+        self.next: list[tuple[socket.socket, Any] | OSError] = []
+        self.admitted: list[Channel] = []
+        self.refuses: Exception | None = None
+        self.clients: list[socket.socket] = []
+        self.listener = AuthenticatedListener(
+            self.loop,  # type: ignore[arg-type]
+            SimpleNamespace(fileno=lambda: 5, accept=self._accept, close=lambda: None),  # type: ignore[arg-type]
+            KEY,
+            lambda sock: PlainChannel(sock),
+            self._admit,
+            name="x",
+            handshake_s=handshake_s,
+            max_pending=max_pending,
+        )
+        self.listener.open()
+
+    def _accept(self) -> tuple[socket.socket, Any]:
+        coming = self.next.pop()
+        if isinstance(coming, OSError):
+            raise coming
+        return coming
+
+    def _admit(self, channel: Channel, hello: handshake.StreamHello, verdict: bytes) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        assert hello.rank == ROGUE
+        self.admitted.append(channel)
+        self.loop.watch(channel.fileno(), select.EPOLLIN, lambda _events: None)
+        channel.send(verdict)
+
+    def comes(self, where: Any = ("10.0.0.1", 1)) -> tuple[socket.socket, int]:
+        """Somebody from an address, and the number of our end."""
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        self.clients.append(theirs)
+        self.next.append((ours, where))
+        self.loop.of[5](select.EPOLLIN)
+        return theirs, ours.fileno()
+
+    def proves(self, sock: socket.socket, fd: int) -> handshake.WriterProof:
+        proof = handshake.WriterProof(KEY, handshake.StreamHello(ROGUE, bytes(16), 0, 1))
+        sock.send(proof.respond(sock.recv(1000)))
+        self.loop.of[fd](select.EPOLLIN)
+        return proof
+
+    def inside(self, sock: socket.socket) -> bool:
+        """Whether our end is open."""
+        try:
+            while sock.recv(1000):
+                pass
+        except BlockingIOError:
+            return True
+        return False
+
+
+KEY = bytes(16)
+
+
+@pytest.fixture
+def turned() -> Iterator[Turned]:
+    made = Turned()
+    yield made
+    made.listener.close()
+    for end in (*made.clients, *made.admitted):
+        end.close()
+
+
+def test_the_deadline_of_a_handshake_ends_who_has_not_passed_it_and_nobody_else(turned: Turned) -> None:
+    inside, late = turned.comes(), turned.comes()
+    turned.proves(*inside).finish(inside[0].recv(1000))
+    turned.loop.wait(4.9)
+    assert turned.inside(late[0])
+    turned.loop.wait(100.0)
+    assert not turned.inside(late[0])
+    assert turned.inside(inside[0]), "it proved itself long ago, and may be in the middle of a write"
+    assert len(turned.admitted) == 1
+
+
+@pytest.mark.parametrize(
+    "code", ["EAGAIN", "EINTR", "ECONNABORTED", "EPROTO", "ENETDOWN", "ENETUNREACH", "EHOSTUNREACH"]
+)
+def test_who_has_gone_again_before_it_was_accepted_costs_nobody_anything(turned: Turned, code: str) -> None:
+    waiting, _ = turned.comes()
+    turned.next.append(OSError(getattr(errno, code), code))
+    turned.loop.of[5](select.EPOLLIN)
+    assert 5 in turned.loop.of, "the next one is let in at once"
+    assert turned.inside(waiting)
+
+
+@pytest.mark.parametrize("code", ["EMFILE", "ENFILE", "ENOBUFS", "ENOMEM"])
+def test_without_a_descriptor_the_oldest_stranger_gives_its_own_back_and_accepting_rests(
+    turned: Turned, code: str
+) -> None:
+    oldest, younger = turned.comes()[0], turned.comes()[0]
+    turned.next.append(OSError(getattr(errno, code), code))
+    turned.loop.of[5](select.EPOLLIN)
+    assert (turned.inside(oldest), turned.inside(younger)) == (False, True)
+    assert 5 not in turned.loop.of, "it would be called again at once, and for nothing"
+    turned.loop.wait(REST_S)
+    assert 5 in turned.loop.of, "long before any deadline"
+
+
+def test_all_ports_of_an_address_are_one_address(turned: Turned) -> None:
+    other = turned.comes(("10.0.0.2", 9))[0]
+    flood = [turned.comes(("10.0.0.1", port))[0] for port in range(1, 6)]
+    assert [turned.inside(sock) for sock in flood] == [False, False, False, True, True]
+    assert turned.inside(other)
+
+
+@pytest.mark.parametrize(
+    "refuses", [PeerRefused("too many of them"), OSError(errno.ENOSPC, "no room")], ids=["refused", "failed"]
+)
+def test_who_is_not_let_in_after_all_is_closed_and_hears_the_reason_if_there_is_one(
+    turned: Turned, refuses: Exception
+) -> None:
+    turned.refuses = refuses
+    sock, fd = turned.comes()
+    proof = turned.proves(sock, fd)
+    if isinstance(refuses, PeerRefused):
+        with pytest.raises(PeerRefused, match="too many of them"):
+            proof.finish(sock.recv(1000))
+    assert not turned.inside(sock)
+    assert fd not in turned.loop.of
+    assert len(turned.listener._pending) == 0
 
 
 # ---- under TLS --------------------------------------------------------------------------------------

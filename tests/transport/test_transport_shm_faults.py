@@ -12,12 +12,14 @@ import queue
 import resource
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,13 +30,14 @@ from ranks import make_shm, rank
 from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, memory, shm_in, shm_out
+from segue.transport import handshake, memory, shm, shm_host, shm_in, shm_out
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.ioloop import Timer
 from segue.transport.kinds import KINDS
 from segue.transport.memory import allocate, map_shared
 from segue.transport.shm import ShmTransport
-from segue.transport.shm_host import HOST
-from segue.transport.shm_table import SLOTS
+from segue.transport.shm_host import HOST, ShmHost
+from segue.transport.shm_table import SLOTS, TABLE_BYTES
 from segue.transport.shm_wire import GOODBYE, ShmAddress
 
 MiB = 2**20
@@ -523,8 +526,11 @@ def test_out_of_descriptors_is_a_typed_error_and_heals(sides: tuple[Side, Side],
         writer.next()
 
 
-def test_connections_that_never_say_goodbye_are_few(sides: tuple[Side, Side]) -> None:
+def test_connections_that_never_say_goodbye_are_few(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each keeps a descriptor of the reader's until its process ends."""
+    monkeypatch.setattr(shm_in, "DEATH_GRACE_S", 0.0)
     _, reader = sides
     held = descriptors()
     for _ in range(shm_in.MAX_PER_RANK):
@@ -763,6 +769,189 @@ def test_nothing_is_written_to_a_reader_whose_socket_has_ended(sides: tuple[Side
     assert "no shm path" in str(failed.error)
     assert writer.next() == reader_lost(reader.me, proven=False)
     assert reader.next() == reader_lost(writer.me, proven=False)
+
+
+# ---- ends while something runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_writer_that_is_closed_inside_a_slice_says_no_goodbye_and_keeps_the_pool_mapped(
+    monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Its thread still writes: only its process' death would be a proof. Whichever thread it is."""
+    monkeypatch.setattr(shm, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(shm_in, "DEATH_GRACE_S", 0.0)
+    writer, reader = Side(rank("aaaa"), copy_threads=2), Side(rank("bbbb"))
+    writer.transport.connect(reader.me, reader.endpoint, 60)
+    reader.transport.grant(writer.me, 3, whole(MiB))
+    inside, go, entered = threading.Event(), threading.Event(), threading.Semaphore(0)
+    threads = writer.transport._copier._threads
+
+    def hold(*_args: object) -> None:
+        entered.release()
+        if threading.current_thread() is threads[0 if first else 1]:
+            inside.set()
+        assert go.wait(60)
+
+    copier = writer.transport._copier
+    copier._copy = hold
+    path = writer.transport._paths.of[reader.me]
+    for tag in range(2):
+        writer.transport.write(reader.me, 3, tag, [CopyBlock(0, 0, 1, 10)])
+    for _ in range(2):
+        assert entered.acquire(timeout=60)
+    ended = threads[1 if first else 0]
+    alive = type(ended).is_alive
+    monkeypatch.setattr(ended, "is_alive", lambda: False)  # as if it had left its slice
+    assert inside.is_set()
+    writer.transport.close()
+    monkeypatch.setattr(ended, "is_alive", partial(alive, ended))
+    assert not path.mapped.pool.closed
+    assert reader.next() == reader_lost(writer.me, proven=False)
+    assert reader.writers() == {writer.me}
+    reader.transport.fence(writer.me, 3)
+    assert reader.next() == Fenced(writer.me, 3, proven=False)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    path.mapped.unmap()
+    reader.close()
+    writer.memory.close()
+
+
+@pytest.mark.parametrize("why", ["closed", "there is one"])
+def test_a_path_that_is_not_wanted_when_it_stands_leaves_nothing(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The transport was closed while it connected, or two threads connected at once."""
+    writer, reader = sides
+    held, mapped = descriptors(), mappings()
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.transport._paths, "add", lambda *_: False)
+        writer.transport.connect(reader.me, reader.endpoint, 60)
+    assert reader.next() == reader_lost(writer.me, proven=True)
+    assert (descriptors(), mappings()) == (held, mapped)
+
+
+def test_who_came_again_is_not_gone_because_its_old_socket_ended(sides: tuple[Side, Side]) -> None:
+    """The old process closed its socket and died; the second of waiting for that is not the new one's."""
+    _, reader = sides
+    incoming = reader.transport._incoming
+    assert incoming is not None
+    sock, proof, answer = begin(reader, rank("again"))
+    sock.send(answer)
+    for fd in take(sock, proof):
+        os.close(fd)
+    (old,) = incoming.writers[rank("again")]
+    timers: list[Timer] = []
+
+    def later(_delay_s: float, call: Callable[[], None]) -> Timer:
+        timers.append(Timer(call))
+        return timers[-1]
+
+    def leaves() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader.transport._loop, "later", later)
+            incoming._socket_ended(old)
+        incoming._gone(old, "its process has ended")
+
+    reader.on_loop(leaves)
+    assert reader.next() == reader_lost(rank("again"), proven=True)
+    assert [timer.call for timer in timers] == [None]
+    sock.close()
+
+
+# ---- whose process it is -----------------------------------------------------------------------------------
+
+
+class Strange(ShmHost):
+    """A host at which the other end of each socket belongs to somebody else."""
+
+    def peer_uid(self, sock: socket.socket) -> int:
+        return super().peer_uid(sock) + 1
+
+
+def test_a_process_of_another_user_is_given_nothing_though_it_knows_the_key() -> None:
+    reader = Side(rank("bbbb"))
+    incoming = reader.transport._incoming
+    assert incoming is not None
+    incoming._host = Strange()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(60)
+    sock.connect(reader.address.name)
+    assert sock.recv(1000) == b""
+    sock.close()
+    assert reader.writers() == set()
+    reader.close()
+
+
+def test_a_listener_of_another_user_is_not_proven_anything_to(sides: tuple[Side, Side]) -> None:
+    """Whoever took the name of a reader that has ended would learn who we are, and could have us write."""
+    writer, reader = sides
+    with pytest.raises(PeerRefused, match="another user"):
+        shm_out.map_peer(writer.me, reader.me, reader.endpoint, 60, Strange())
+    assert reader.writers() == set()
+
+
+def test_the_kernel_tells_the_user_and_the_process_at_the_other_end() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    assert HOST.peer_uid(ours) == os.getuid()
+    pidfd = HOST.peer_pidfd(ours)
+    assert pidfd is not None
+    assert not os.get_inheritable(pidfd), "else every child of this process holds it"
+    os.close(pidfd)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("field", [1, 2])
+def test_the_user_and_no_other_number_is_what_is_asked_for(field: int) -> None:
+    numbers = [11, 22, 33]
+    sock: Any = SimpleNamespace(getsockopt=lambda *_: struct.pack("3i", *numbers))
+    assert HOST.peer_uid(sock) == 22
+
+
+def test_a_host_is_another_one_for_another_boot_and_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first network namespace has the same number on every host, so it alone says nothing."""
+    here = HOST.id()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        other_user = HOST.id()
+    with monkeypatch.context() as patch:
+        patch.setattr(shm_host.Path, "read_text", lambda *_args, **_how: "another-boot\n")
+        other_boot = HOST.id()
+    assert len({here, other_user, other_boot}) == 3
+    assert here == HOST.id()
+
+
+@pytest.mark.parametrize("loose", ["pool", "table", "short table"])
+def test_memory_that_could_shrink_under_a_writer_is_not_mapped(loose: str) -> None:
+    """To touch what is not there any more ends the process (SIGBUS)."""
+    mapped = mappings()
+    pool, fds = allocate(4096), []
+    for what, nbytes in (("pool", 4096), ("table", TABLE_BYTES)):
+        if loose == what:
+            fd = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, nbytes)
+        elif what == "pool":
+            fd = os.dup(pool.only.fd)
+        else:
+            fd, ours = memory.readable(nbytes - 8 * (loose == "short table"))
+            ours.close()
+        fds.append(fd)
+
+    class Told(ShmHost):
+        def receive_fds(self, _sock: socket.socket, _nbytes: int) -> tuple[bytes, list[int], bool]:
+            return bytes(handshake.VERDICT_BYTES), fds, False
+
+    proof: Any = SimpleNamespace(finish=lambda _verdict: None)
+    with pytest.raises(PeerRefused, match="memory is not what" if loose == "pool" else "table of grants"):
+        shm_out.take_memory(None, proof, 4096, Told())  # type: ignore[arg-type]
+    for fd in fds:
+        with pytest.raises(OSError):
+            os.fstat(fd)
+    pool.close()
+    assert mappings() == mapped
 
 
 @pytest.mark.skipif(
