@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from ranks import make_shm, options, rank
-from segue.core.errors import ConfigError, TransferFailed
+from segue.core.errors import ConfigError, OutOfCapacity, TransferFailed
 from segue.layout.blocks import CopyBlock
+from segue.layout.spec import KVShape, PlaneSpec, PoolSpec
+from segue.transport import memory as memory_module
 from segue.transport import ranges
 from segue.transport.fake import FakeTransport
-from segue.transport.memory import Memory, MemoryKind, Region, allocate, host_region
+from segue.transport.memory import Memory, MemoryKind, Region, allocate, available_bytes, host_region
 from segue.transport.shm import ShmTransport
 from segue.transport.tcp import TcpTransport
+from segue.transport.tensors import _plane, _regions, _view, pool_of
 
 
 def test_a_region_is_the_array_itself_whatever_the_order_of_its_axes() -> None:
@@ -130,3 +137,187 @@ def test_closing_memory_leaves_that_of_others_alone() -> None:
         mine.buffer[0]
     foreign = replace(host_region(array), fd=None)
     Memory([foreign]).close()
+
+
+def spec_of(regions: tuple[int, ...], planes: bool) -> PoolSpec:
+    """A pool of 128 bytes, layer-major or as an engine describes it."""
+    made = PoolSpec(
+        shape=KVShape(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="x", item_bytes=1),
+        pages=2,
+        page_tokens=4,
+        layer_count=1,
+        head_count=1,
+    )
+    assert made.nbytes == 128
+    if not planes:
+        return made
+    places = (PlaneSpec(0, 0, 32, 8, 8), PlaneSpec(len(regions) - 1, 0, 32, 8, 8))
+    return msgspec.structs.replace(made, regions=regions, planes=places)
+
+
+def of_sizes(*sizes: int) -> Memory:
+    return Memory([host_region(np.zeros(size, np.uint8)) for size in sizes])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "behind", "fits"),
+    [
+        ((128,), 0, True),
+        ((127,), 0, False),
+        ((500,), 0, True),
+        ((200,), 72, True),
+        ((199,), 72, False),
+        ((128, 128), 0, False),
+        ((128, 72), 72, False),
+    ],
+)
+def test_a_layer_major_pool_needs_one_region_that_is_large_enough_and_what_lies_behind_it(
+    sizes: tuple[int, ...], behind: int, fits: bool
+) -> None:
+    check(of_sizes(*sizes), spec_of((), planes=False), behind, fits, "in one region")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "behind", "fits"),
+    [
+        ((64, 64), 0, True),
+        ((64, 65), 0, False),
+        ((65, 64), 0, False),
+        ((64,), 0, False),
+        ((64, 164), 100, True),
+        ((164, 64), 100, False),
+        ((64, 64), 100, False),
+        ((64, 64, 100), 100, False),
+    ],
+)
+def test_a_pool_that_was_described_needs_the_regions_of_its_description_and_what_lies_behind_the_last(
+    sizes: tuple[int, ...], behind: int, fits: bool
+) -> None:
+    check(of_sizes(*sizes), spec_of((64, 64), planes=True), behind, fits, "described in regions")
+
+
+def check(memory: Memory, spec: PoolSpec, behind: int, fits: bool, why: str) -> None:
+    if fits:
+        memory.check_pool(spec, behind)
+    else:
+        with pytest.raises(ConfigError, match=why):
+            memory.check_pool(spec, behind)
+
+
+GiB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("groups", "left_gib"),
+    [
+        ({}, 8),
+        ({"pod": ("max", 1)}, 8),
+        ({"pod": (6 * GiB, 1 * GiB)}, 5),
+        ({"pod": (40 * GiB, 1 * GiB)}, 8),
+        ({"pod": (2 * GiB, 3 * GiB)}, 0),
+        ({"pod": ("max", 1), "": (4 * GiB, 1 * GiB)}, 3),
+        ({"pod": (6 * GiB, 1 * GiB), "": (4 * GiB, 1 * GiB)}, 3),
+        ({"pod": (4 * GiB, 1 * GiB), "": ("max", 1)}, 3),
+    ],
+)
+def test_what_is_available_is_what_the_host_and_each_group_above_still_have(
+    groups: dict[str, tuple[int | str, int]], left_gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More would be taken, and then some process is killed."""
+
+    def write(name: str, text: str) -> None:
+        file = tmp_path / name.lstrip("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    write("/proc/meminfo", f"MemTotal: {32 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\nCached: 9 kB\n")
+    write("/proc/self/cgroup", "0::/node/pod\n")
+    for name, (limit, used) in groups.items():
+        write(f"/sys/fs/cgroup/node/{name}/memory.max", f"{limit}\n")
+        write(f"/sys/fs/cgroup/node/{name}/memory.current", f"{used}\n")
+    monkeypatch.setattr(memory_module, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert available_bytes() == left_gib * GiB
+
+
+def test_memory_that_the_kernel_does_not_give_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OutOfCapacity, match="lower --kv-gib"):
+        allocate(4096)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_every_range_must_lie_in_one_region() -> None:
+    memory = of_sizes(100, 50)
+    second = memory.starts[1]
+    good = [(0, 100), (99, 1), (second, 50), (second + 49, 1)]
+    for bad in ([], [(0, 101)], [(second, 51)], [(100, 1)]):
+        for rows in (good + bad, bad + good):
+            offsets, nbytes = np.array(rows, np.uint64).T
+            assert memory.holds(offsets, nbytes) is not bool(bad)
+
+
+# ---- an engine's own tensors -------------------------------------------------------------------------
+
+
+class Tensor:
+    """What is asked of a tensor of torch, of a device that is not here."""
+
+    def __init__(
+        self, device: str = "cuda:0", strides: tuple[int, ...] = (32, 8, 8, 1), item: int = 2
+    ) -> None:
+        self.shape, self.device, self._strides, self._item = (2, 4, 1, 8), device, strides, item
+
+    def data_ptr(self) -> int:
+        return 1 << 40
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
+
+    def element_size(self) -> int:
+        return self._item
+
+
+SHAPE = KVShape(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Tensor(device="cuda:1"),
+        Tensor(device="cpu"),
+        Tensor(item=4),
+        Tensor(item=1, strides=(64, 16, 16, 2)),
+        Tensor(strides=(32, -8, 8, 1)),
+        Tensor(strides=(64, 16, 16, 2)),
+    ],
+    ids=["device", "host", "wider items", "narrower items", "backwards", "items apart"],
+)
+def test_tensors_that_do_not_fit_together_are_no_pool(other: Tensor) -> None:
+    """What would be moved is not what they hold."""
+    for layer in ([Tensor(), other], [other, Tensor()]):
+        with pytest.raises(ConfigError, match="layer 0"):
+            pool_of(SHAPE, [layer])
+
+
+def test_interleaved_tensors_are_one_region_that_keeps_them_all() -> None:
+    whole = np.zeros((2, 4, 2, 8), np.float16)  # pages, tokens, K or V, items
+    views = [whole[:, :, k_v, None] for k_v in (0, 1)]
+    for layer in (views, views[::-1]):
+        spec, memory = pool_of(SHAPE, [layer])
+        assert (memory.only.address, memory.only.nbytes) == (whole.ctypes.data, whole.nbytes)
+        assert {id(view) for view in memory.only.owner} == {id(view) for view in layer}  # type: ignore[attr-defined]
+        assert [plane.offset for plane in spec.planes] == ([0, 16] if layer is views else [16, 0])
+    inner = whole[:, :2, 0, None], whole[:, :, 1, None]
+    assert _regions([_view(view) for view in inner])[0].nbytes == whole.nbytes, "the longer one ends it"
+
+
+def test_a_tensor_lies_only_in_memory_of_its_own_device() -> None:
+    """Addresses of a GPU and of the host may be equal."""
+    memory = Memory([Region(1 << 40, 4096, "cuda:1"), Region(1 << 40, 4096, "cuda:0")])
+    assert _plane(_view(Tensor()), memory.regions).region == 1
+    with pytest.raises(ConfigError, match="none of the memory's regions"):
+        _plane(_view(Tensor(device="cpu")), memory.regions)

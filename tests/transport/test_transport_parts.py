@@ -73,6 +73,10 @@ def test_auto_chooses_shm_on_one_host_and_tcp_between_hosts() -> None:
     assert preferred(here, there) == preferred(there, here) == "tcp"
     assert preferred({"shm": [_shm("h1")]}, {"shm": [_shm("h2")]}) is None
     assert preferred(here, {"shm": [_shm("h1", version=2)], "tcp": tcp}) == "tcp"
+    newer = {"shm": [_shm("h1", version=2)], "tcp": tcp}
+    assert preferred(newer, newer) == "tcp", "equal, and none that this version knows"
+    nameless = {"shm": [_shm("")], "tcp": tcp}
+    assert preferred(nameless, nameless) == "tcp", "two hosts that could not say which they are"
     assert preferred(here, {"shm": [Endpoint("shm", 1, b"\xc1")], "tcp": tcp}) == "tcp"
     assert preferred({"fake": fake}, {"fake": fake, "tcp": tcp}) == "fake"
     assert preferred({"tcp": tcp}, {"shm": [_shm("h1")]}) is None

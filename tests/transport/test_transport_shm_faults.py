@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -819,18 +820,71 @@ def test_a_writer_that_is_closed_inside_a_slice_says_no_goodbye_and_keeps_the_po
     writer.memory.close()
 
 
-@pytest.mark.parametrize("why", ["closed", "there is one"])
 def test_a_path_that_is_not_wanted_when_it_stands_leaves_nothing(
-    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, why: str
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transport was closed while it connected, or two threads connected at once."""
     writer, reader = sides
     held, mapped = descriptors(), mappings()
+    leave = shm_out.Mapped.leave
+
+    def unmapped(self: shm_out.Mapped, host: ShmHost, *, goodbye: bool) -> None:
+        assert self.pool.closed, "a goodbye is a proof"
+        leave(self, host, goodbye=goodbye)
+
     with monkeypatch.context() as patch:
+        patch.setattr(shm_out.Mapped, "leave", unmapped)
         patch.setattr(writer.transport._paths, "add", lambda *_: False)
         writer.transport.connect(reader.me, reader.endpoint, 60)
     assert reader.next() == reader_lost(writer.me, proven=True)
     assert (descriptors(), mappings()) == (held, mapped)
+
+
+def test_what_waits_for_a_reader_whose_socket_has_ended_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its death is waited for, its writes are not: the pages that they read are wanted by others."""
+    monkeypatch.setattr(shm_out, "DEATH_GRACE_S", 3600.0)
+    writer, reader = Side(rank("aaaa"), copy_threads=1), Side(rank("bbbb"))
+    works(writer, reader)
+    incoming = reader.transport._incoming
+    assert incoming is not None
+    (peer,) = incoming.writers[writer.me]
+    inside, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(writer.transport._copier, "_copy", lambda *_: (inside.set(), go.wait(60)))
+    for tag in (2, 3):
+        writer.transport.write(reader.me, 7, tag, [CopyBlock(0, 0, 1, 1)])
+    assert inside.wait(60)
+    reader.on_loop(lambda: incoming._socket_ended(peer))
+    failed = writer.next()
+    assert isinstance(failed, WriteFailed)
+    assert failed.tag == 3
+    go.set()
+    failed = writer.next()
+    assert isinstance(failed, WriteFailed)
+    assert failed.tag == 2
+    writer.close()
+    reader.close()
+
+
+def test_the_end_of_the_socket_of_a_reader_that_was_dead_already_is_a_proof(sides: tuple[Side, Side]) -> None:
+    """The kernel had no descriptor for its process when the path was made."""
+    writer, reader = sides
+    works(writer, reader)
+    incoming, path = reader.transport._incoming, writer.transport._paths.of[reader.me]
+    assert incoming is not None
+    (peer,) = incoming.writers[writer.me]
+
+    def forget_process() -> None:
+        pidfd = path.mapped.pidfd
+        assert pidfd is not None
+        writer.transport._loop.unwatch(pidfd)
+        os.close(pidfd)
+        path.mapped = replace(path.mapped, pidfd=None)
+
+    writer.on_loop(forget_process)
+    reader.on_loop(lambda: incoming._socket_ended(peer))
+    assert writer.next() == reader_lost(reader.me, proven=True)
 
 
 def test_who_came_again_is_not_gone_because_its_old_socket_ended(sides: tuple[Side, Side]) -> None:
@@ -904,11 +958,43 @@ def test_the_kernel_tells_the_user_and_the_process_at_the_other_end() -> None:
     theirs.close()
 
 
-@pytest.mark.parametrize("field", [1, 2])
-def test_the_user_and_no_other_number_is_what_is_asked_for(field: int) -> None:
-    numbers = [11, 22, 33]
-    sock: Any = SimpleNamespace(getsockopt=lambda *_: struct.pack("3i", *numbers))
+def test_on_an_older_kernel_the_process_is_found_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def credentials(_level: int, option: int, *_size: int) -> bytes:
+        if option == socket.SO_PEERCRED:
+            return struct.pack("3i", os.getpid(), 22, 33)
+        raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+
+    sock: Any = SimpleNamespace(getsockopt=credentials)
     assert HOST.peer_uid(sock) == 22
+    pidfd = HOST.peer_pidfd(sock)
+    assert pidfd is not None
+    assert not HOST.ended(pidfd)
+    os.close(pidfd)
+
+    def none(_pid: int) -> int:
+        raise ProcessLookupError(errno.ESRCH, "No such process")
+
+    monkeypatch.setattr(os, "pidfd_open", none)
+    assert HOST.peer_pidfd(sock) is None
+
+
+def test_a_process_that_ended_in_the_handshake_is_refused(sides: tuple[Side, Side]) -> None:
+    _, reader = sides
+    incoming = reader.transport._incoming
+    assert incoming is not None
+
+    class Ended(ShmHost):
+        def peer_pidfd(self, sock: socket.socket) -> int | None:
+            return None
+
+    sock, proof, answer = begin(reader, rank("ended"))
+    incoming._host = Ended()
+    sock.send(answer)
+    with pytest.raises(PeerRefused, match="the process is gone"):
+        take(sock, proof)
+    incoming._host = HOST
+    assert reader.writers() == set()
+    sock.close()
 
 
 def test_a_host_is_another_one_for_another_boot_and_another_user(monkeypatch: pytest.MonkeyPatch) -> None:

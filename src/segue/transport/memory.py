@@ -21,7 +21,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -205,17 +205,20 @@ _ADVICE = {
 
 
 def available_bytes() -> int:
-    """Memory that this process can still take without swapping: the host's, or its cgroup's if less."""
+    """Memory that this process can still take without swapping: the host's, or that of one of its cgroups if
+    less. A group is bound by each one above it, too."""
     words = Path("/proc/meminfo").read_text(encoding="ascii").split()
     available = int(words[words.index("MemAvailable:") + 1]) * 1024
-    group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip()
-    folder = Path("/sys/fs/cgroup") / group.lstrip("/")
-    try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-    except OSError:
-        return available  # no memory controller: the host's figure is the only one
-    return available if limit == "max" else max(0, min(available, int(limit) - used))
+    group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip().lstrip("/")
+    for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+        try:
+            files = [Path(f"/sys/fs/cgroup/{folder}/memory.{name}") for name in ("max", "current")]
+            limit, used = (file.read_text(encoding="ascii").strip() for file in files)
+        except OSError:
+            continue  # no memory controller there, as in the group of all
+        if limit != "max":
+            available = min(available, max(0, int(limit) - int(used)))
+    return available
 
 
 def allocate(nbytes: int, name: str = "segue-kv") -> Memory:
