@@ -399,6 +399,18 @@ def test_a_host_that_does_not_let_threads_choose_cpus_costs_speed_only(
     assert not held.crashes
 
 
+def test_stop_says_so_whichever_thread_is_still_inside_a_slice() -> None:
+    """The caller unmaps what is written to if nobody is."""
+    held = Held(threads=2)
+    for tag in (1, 2):
+        held.submit(tag)
+    held.begun(2)
+    for tag in (1, 2):
+        assert not held.copier.stop(0.0)
+        held.go[tag].set()
+    assert held.copier.stop(60)
+
+
 def test_the_first_error_of_a_write_is_the_one_that_is_told() -> None:
     queue = CopyQueue(slice_bytes=SLICE, max_jobs=4)
     write = job("a", 1, 1, 3)

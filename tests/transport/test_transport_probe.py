@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from segue.core.paths import PathCandidate, PathChoice, PathFigures
+from segue.layout.spec import KVShape, PoolSpec
 from segue.transport import probe
 from segue.transport.probe import (
     Effort,
@@ -19,6 +20,7 @@ from segue.transport.probe import (
     Scratch,
     decide,
     memory_speed,
+    page_shape,
     page_writes,
     slow,
 )
@@ -62,6 +64,45 @@ def test_a_slow_path_is_measured_with_few_writes_and_a_fast_one_with_large_ones(
     figures, sizes = measured(1e-10)
     assert max(sizes) == Effort().bulk_bytes // page * page
     assert figures.page_s == pytest.approx(page * 1e-10)
+
+
+def test_of_several_turns_the_best_counts_and_the_cold_one_not_at_all() -> None:
+    """What else runs on the host while a deployment starts says nothing of a path."""
+    measurement, page = Measurement(page_writes(SOURCE, TARGET, SHAPE), Effort(enough_s=0.1)), 60 * 12 * 1024
+    measurement.took(5.0)  # cold, and slower than all that is wanted to know
+    pages = iter([0.004, 0.001, 0.096, 0.5])
+    bulks = iter([0.05, 0.02, 0.04])
+    many = []
+    while measurement.figures is None:
+        nbytes = sum(block.nbytes for block in measurement.write)
+        many += [nbytes // page] * (nbytes > page)
+        measurement.took(next(bulks if nbytes > page else pages))
+    most = Effort().bulk_bytes // page
+    assert many == [most] * 3
+    assert list(pages) == [0.5], "enough was known of single pages"
+    assert measurement.figures.page_s == 0.001
+    assert measurement.figures.bytes_per_s == pytest.approx(most * page / 0.02)
+
+
+def test_a_clock_that_did_not_move_is_no_speed_without_an_end() -> None:
+    measurement = Measurement(page_writes(SOURCE, TARGET, SHAPE))
+    while measurement.figures is None:
+        measurement.took(0.0)
+    assert measurement.figures.page_s > 0
+    assert 0 < measurement.figures.bytes_per_s < float("inf")
+
+
+def test_the_page_that_is_measured_is_about_what_two_ranks_share() -> None:
+    """The rows of the one with fewer, as long as those of the one with shorter ones, in either direction."""
+
+    def spec(layers: int, heads: int, page_tokens: int) -> PoolSpec:
+        shape = KVShape(layers=8, kv_heads=8, k_dim=16, v_dim=16, dtype="bfloat16", item_bytes=2)
+        return PoolSpec(shape=shape, pages=4, page_tokens=page_tokens, layer_count=layers, head_count=heads)
+
+    few_long, many_short = spec(2, 8, 16), spec(8, 2, 16)
+    wanted = PageShape(2 * 2, 16 * 2 * 16 * 2)
+    assert page_shape(few_long, many_short) == page_shape(many_short, few_long) == wanted
+    assert page_shape(few_long, spec(2, 8, 4)) == PageShape(2 * 2, 4 * 8 * 16 * 2)
 
 
 def test_a_preferred_transport_stays_unless_another_is_clearly_faster() -> None:
