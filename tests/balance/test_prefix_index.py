@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from segue.balance.base import Candidate, PlacementRequest
-from segue.balance.policies import PrefixAware
+from segue.balance.policies import PrefixAware, make_policy
 from segue.balance.prefix_index import PrefixIndex
 from segue.core.control import Load
 from segue.core.kv_events import Prefixes, page_hashes
@@ -84,6 +84,14 @@ def test_after_an_eviction_the_replica_that_holds_the_prefix_is_chosen_where_the
     assert choose(guess) == first
     assert choose(policy) == other
     assert policy.known_tokens == 48
+
+
+def test_the_policy_of_that_name_goes_by_the_index_that_it_is_given() -> None:
+    index = PrefixIndex()
+    index.heard(A, said(0, []))
+    index.heard(B, said(0, HASHES))
+    policy = make_policy("prefix_aware", lambda _: 0, index)
+    assert policy.choose([Candidate(A), Candidate(B)], PlacementRequest(1, PROMPT)).leader == B
 
 
 def test_what_was_just_sent_counts_until_its_requests_have_ended() -> None:

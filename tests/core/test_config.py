@@ -140,6 +140,13 @@ def test_registry_url_is_checked(url: str) -> None:
     assert_refused("--registry", "http://HOST:PORT", url, make=instance, registry=url)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.1:8998/", "etcd://a:1,b:2/", "dns://name:1", "static://[::1]:1"]
+)
+def test_a_registry_url_may_be_of_every_kind_and_end_with_a_slash(url: str) -> None:
+    assert instance(registry=url).registry == url
+
+
 def test_strangers_need_a_secret_and_a_wildcard_needs_a_name() -> None:
     assert_refused("--host 10.0.0.5", "--secret-file", make=instance, host="10.0.0.5")
     for host in ("0.0.0.0", "::"):

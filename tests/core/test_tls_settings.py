@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
+from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
 from segue.core.errors import ConfigError
+from segue.core.operator_config import DoctorConfig, OperatorConfig
 from segue.core.pool_size import Host
 from segue.core.settings import Layers, argv, build, settings
 from segue.core.types import Role
@@ -42,6 +43,10 @@ def test_the_registry_and_the_files_must_agree(url: str) -> None:
         build(InstanceConfig, layers, command="decode", known=KNOWN, fixed={"role": Role.DECODE})
     with pytest.raises(ConfigError, match=r"--tls-cert.*https|https.*--tls-cert"):
         build(FrontendConfig, layers, command="frontend", known=KNOWN)
+    tls = TlsConfig(**{name.removeprefix("SEGUE_").lower(): file for name, file in environ.items()})
+    for cls in (OperatorConfig, DoctorConfig):
+        with pytest.raises(ConfigError, match=r"--tls-cert.*https|https.*--tls-cert"):
+            cls(registry=url, tls=tls)
 
 
 def test_a_prefill_that_runs_the_registry_names_it_by_its_scheme() -> None:

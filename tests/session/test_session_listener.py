@@ -158,6 +158,45 @@ def test_a_connection_that_is_lost_while_it_is_accepted_costs_nobody_else_anythi
     run(test)
 
 
+def test_a_flood_of_connections_leaves_others_their_turns() -> None:
+    async def test(door: Door) -> None:
+        loop, accepted, seen = asyncio.get_running_loop(), 0, asyncio.Event()
+        at: list[int] = []
+
+        async def at_once(_: object) -> tuple[socket.socket, tuple[str, int]]:
+            nonlocal accepted
+            if accepted == 100:
+                await asyncio.Event().wait()
+            if not accepted:
+                loop.call_soon(lambda: (at.append(accepted), seen.set()))
+            accepted += 1
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            door.clients.append(theirs)
+            return ours, (f"10.0.0.{accepted}", 1)
+
+        loop.sock_accept = at_once  # type: ignore[method-assign, assignment]
+        await door.come()
+        await seen.wait()
+        assert at[0] <= module._AT_ONCE
+
+    run(test, limit=1000)
+
+
+@pytest.mark.parametrize("family", ["127.0.0.1", "::1"])
+def test_a_port_is_free_for_a_restart_though_its_last_connections_are_remembered(family: str) -> None:
+    """Who closes first has them in TIME_WAIT for a minute."""
+    first = listening(family, 0, what="a test", flag="port")
+    first.setblocking(True)
+    with socket.create_connection(first.getsockname()[:2]) as client:
+        served, _ = first.accept()
+        served.close()
+        client.recv(1)
+    port = first.getsockname()[1]
+    first.close()
+    listening(family, port, what="a test", flag="port").close()
+
+
 TLS: Any = object()  # it is not used before there is a first byte of TLS
 
 

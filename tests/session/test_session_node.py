@@ -187,6 +187,27 @@ def test_who_shares_an_attempt_and_gives_up_early_takes_it_from_nobody() -> None
     asyncio.run(main())
 
 
+def test_an_attempt_that_was_given_up_takes_no_later_one_to_the_same_place_with_it() -> None:
+    async def main() -> None:
+        mute, dialler = listening("127.0.0.1", 0, what="a test", flag="port"), node("b", Events())
+        address = mute.getsockname()
+        async with closing(dialler):
+            with pytest.raises(BootstrapTimeout):
+                await dialler.connect(*address, timeout_s=0.001)
+            later = [asyncio.create_task(dialler.connect(*address, timeout_s=DEADLINE_S))]
+            for _ in range(5):  # in which the first one ends
+                await asyncio.sleep(0)
+            later.append(asyncio.create_task(dialler.connect(*address, timeout_s=DEADLINE_S)))
+            await asyncio.sleep(0)
+            [dial] = dialler._dials.values()
+            assert dial.waiters == 2, "they share an attempt, which a close of the node ends"
+        errors = await asyncio.gather(*later, return_exceptions=True)
+        assert [type(error) for error in errors] == [Draining] * 2
+        mute.close()
+
+    asyncio.run(main())
+
+
 def test_an_attempt_whose_caller_leaves_as_it_fails_is_not_a_failure_that_nobody_saw() -> None:
     unseen: list[Any] = []
 

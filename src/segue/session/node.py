@@ -199,7 +199,7 @@ class SessionNode:
         if dial is None:
             task = awaited(self._dial(host, port, expect))
             dial = self._dials[key] = _Dial(task)
-            task.add_done_callback(lambda done: self._dialled(key, done))
+            task.add_done_callback(lambda _, dial=dial: self._dialled(key, dial))  # type: ignore[misc]
         dial.waiters += 1
         try:
             await asyncio.wait({dial.task}, timeout=timeout_s)
@@ -219,10 +219,11 @@ class SessionNode:
             raise error.info.exception() from error
         return dial.task.result()
 
-    def _dialled(self, key: tuple[str, int, LeaderId | None], task: asyncio.Task[Connection]) -> None:
-        self._dials.pop(key, None)
-        if not task.cancelled():
-            task.exception()  # seen: who waited may have gone at this very moment
+    def _dialled(self, key: tuple[str, int, LeaderId | None], dial: _Dial) -> None:
+        if self._dials.get(key) is dial:  # else it was given up, and another may be under way
+            del self._dials[key]
+        if not dial.task.cancelled():
+            dial.task.exception()  # seen: who waited may have gone at this very moment
 
     async def close(self, error: SegueError | None = None) -> None:
         """Stop listening and end every session with `error` (default Draining). Returns when all
