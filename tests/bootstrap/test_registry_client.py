@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -18,13 +19,14 @@ from etcd_server import EtcdServer, needs_etcd
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
 from ports import HeldPort
-from segue.bootstrap.backends import HttpBackend, RegistryBackend
+from segue.bootstrap.backends import HttpBackend, RegistryBackend, StoreBackend
 from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _View
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, Registered, RoomRecord
 from segue.bootstrap.server import RegistryServer, serve
 from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import SystemClock
+from segue.core.backoff import Backoff
 from segue.core.clock import Clock, VirtualClock
 from segue.core.errors import (
     BootstrapTimeout,
@@ -45,6 +47,8 @@ from segue.core.errors import (
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, LeaderId, Role
 from segue.session.guarded_http import ErrorBody
+
+T = TypeVar("T")
 
 #: Of registries and of those who watch: they give nobody up because the machine stands still for a while.
 LIMITS = Limits(registry_ttl_s=60.0, handshake_s=60.0, connect_s=60.0)
@@ -1214,6 +1218,96 @@ def test_between_many_rooms_an_instance_says_that_it_lives_and_goes_on_where_it_
         keeping.cancel()
 
     asyncio.run(main())
+
+
+class Mortal(StoreBackend):
+    """A registry that dies at some of its queries, and is there anew at once, empty: `before` it hears one,
+    `unanswered` when it has done what that says, or `answered` when it has said so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(RegistryStore(VirtualClock(), ttl_s=60.0), SystemClock())
+        self.how = how
+        self.live(())
+
+    def live(self, dies_at: Collection[int]) -> None:
+        """Die at those of the queries from now on; `over` when all of these have come."""
+        self.queries, self.dies_at, self.over = 0, set(dies_at), asyncio.Event()
+
+    def _die(self) -> None:
+        last = self._waiter
+        super().__init__(RegistryStore(VirtualClock(), ttl_s=60.0), SystemClock())
+        last.close()  # who waits hears that it has ended
+        if not self.dies_at:
+            self.over.set()
+
+    async def _query(self, work: Callable[[], Coroutine[Any, Any, T]], how: str = "") -> T:
+        self.queries += 1
+        how = (how or self.how) if self.queries in self.dies_at else ""
+        self.dies_at.discard(self.queries)
+        if how == "before":
+            self._die()
+            raise BootstrapUnreachable("it was killed")
+        try:
+            return await work()
+        finally:
+            if how:
+                self._die()
+            if how == "unanswered":
+                raise BootstrapUnreachable("it was killed")
+
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+        put = super().put_rank
+        return await self._query(lambda: put(record, dp_rank))
+
+    async def put_room(self, room: int, record: RoomRecord) -> None:
+        put = super().put_room
+        await self._query(lambda: put(room, record))
+
+    async def room(self, room: int, wait_s: float) -> LeaderId | None:
+        ask = super().room
+        return await self._query(lambda: ask(room, wait_s), "before")  # else it has what it asks for
+
+
+@pytest.mark.parametrize("how", ["before", "unanswered", "answered"])
+def test_whenever_a_registry_dies_every_room_is_found(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Of two ranks of one instance, whatever either had said: killed at each query of theirs and of who looks
+    for the rooms, and at each pair of these."""
+    monkeypatch.setattr("segue.bootstrap.client._LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("segue.bootstrap.client.Backoff", lambda longest_s: Backoff(0.0, longest_s))
+
+    async def main(dies_at: Collection[int]) -> int:
+        backend = Mortal(how)
+        ranks = [registry_on(backend) for _ in range(2)]
+        decode = registry_on(backend)
+        decode._longest_s = DEADLINE_S
+        for rank, client in enumerate(ranks):
+            await client.register(record(A, dp_rank=rank, dp_size=2))
+            await client.register_room(rank + 5, LeaderId(A, rank), ttl_s=600.0)
+        backend.live(dies_at)
+        asking = [asyncio.create_task(decode.resolve_room(room, DEADLINE_S)) for room in (7, 8)]
+        keeping = [asyncio.create_task(client.keep_alive(A)) for client in ranks]
+        telling = [
+            asyncio.create_task(client.register_room(rank + 7, LeaderId(A, rank), ttl_s=600.0))
+            for rank, client in enumerate(ranks)
+        ]
+        found = await asyncio.gather(*asking)
+        queries = backend.queries
+        if dies_at:
+            await asyncio.wait_for(backend.over.wait(), DEADLINE_S)
+        found += [await decode.resolve_room(room, DEADLINE_S) for room in (5, 6, 7, 8)]
+        assert found == [LeaderId(A, 0), LeaderId(A, 1)] * 3, dies_at
+        await asyncio.gather(*telling)
+        assert not any(task.done() for task in keeping), dies_at
+        for task in keeping:
+            task.cancel()
+        await decode.aclose()
+        return queries
+
+    queries = asyncio.run(main(()))
+    assert queries >= 6
+    times = range(1, queries + 5)
+    for dies_at in [*((one,) for one in times), *itertools.combinations(times, 2)]:
+        asyncio.run(main(dies_at))
 
 
 def test_rooms_that_are_remembered_are_bounded_and_those_that_are_over_make_room() -> None:
