@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
+import msgspec
+
 from segue.bootstrap.client import InstanceWatch
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.manager import KVManager
@@ -59,7 +61,8 @@ class Peers:
 
 def test_who_left_the_registry_is_dialled_no_more_and_newcomers_are() -> None:
     a, b, c = record("a", 1), record("b", 2, 3), record("c", 1)
-    wanted: list[list[InstanceRecord]] = [[a], [a, b], [a, b], [b, c], [], [b]]
+    half = msgspec.structs.replace(b, replicas=b.replicas[1:])
+    wanted: list[list[InstanceRecord]] = [[a], [a, b], [a, b], [b, c], [], [half], [b]]
     for count in range(1, len(wanted) + 1):
         peers = Peers()
         lists = Lists(*wanted[:count])
@@ -69,6 +72,9 @@ def test_who_left_the_registry_is_dialled_no_more_and_newcomers_are() -> None:
             for each in wanted[count - 1]
             for where in each.replicas
         }
+        assert peers.ranks == {
+            each.incarnation: {where.dp_rank for where in each.replicas} for each in wanted[count - 1]
+        }, "those that are there, also of one that is not complete"
         assert {LeaderId(who, rank) for who, ranks in peers.ranks.items() for rank in ranks} == set(
             peers.kept
         )

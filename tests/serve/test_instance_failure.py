@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -80,9 +81,12 @@ def test_an_http_server_that_dies_is_not_hidden() -> None:
         assert instance.failure is not None
 
 
-@pytest.mark.parametrize(("fails", "status"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(
+    ("how", "status", "at_once"),
+    [("fails", 1, []), ("drains", 0, []), ("a signal", 0, []), ("two signals", 0, [128 + signal.SIGTERM])],
+)
 def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
-    fails: bool, status: int, monkeypatch: pytest.MonkeyPatch
+    how: str, status: int, at_once: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`run_instance` as `segue unified` runs it, but for the model and what is for a whole process."""
     made: list[Instance] = []
@@ -93,10 +97,13 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
 
     def ready(*_: object) -> None:
         [instance] = made
-        if fails:
+        if how == "fails":
             instance.plane.io.post(lambda: instance._spawn(ends(), "keep-alive"))
-        else:
+        elif how == "drains":
             instance.drain()
+        else:
+            for _ in range(1 + (how == "two signals")):
+                signal.raise_signal(signal.SIGTERM)
 
     async def ends() -> None:
         raise PeerRestarted("the registry says that this incarnation is over")
@@ -107,7 +114,12 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
     monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=lambda _: None))
     monkeypatch.setattr(module, "gc", SimpleNamespace(collect=lambda: None, freeze=lambda: None))
     monkeypatch.setattr(module.sys, "setswitchinterval", lambda _: None)
+    ended: list[int] = []
+    monkeypatch.setattr(module, "os", SimpleNamespace(environ={}, _exit=ended.append))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with deployment(Role.UNIFIED) as others:
         config = others.running[0].instance.config
         assert run_instance(replace(config, port=0), on_ready=ready) == status
-    assert (made[0].failure is not None) == fails
+    assert (made[0].failure is not None) == (how == "fails")
+    assert ended == at_once, "the second signal ends the process at once"
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

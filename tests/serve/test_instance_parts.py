@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import socket
 import subprocess
@@ -212,6 +213,20 @@ def test_an_instance_turns_only_once_nothing_is_left_of_its_role_and_only_if_it_
         assert made._stop.is_set() is (turns or leaving), "nobody resumes it any more"
         if made.follows is not None:
             assert (made.follows.role, made.follows.name) == (Role.PREFILL, None)
+
+
+@pytest.mark.parametrize(("chosen", "limit"), [(0, None), (5, 5)])
+def test_a_decode_instance_that_is_to_compute_no_prompt_computes_none_also_without_a_prefill(
+    chosen: int, limit: int | None
+) -> None:
+    """0 is none at all, and not prompts of at most no token: those frontends give to it where they must."""
+    engine, memory = lineage_engine()
+    with contextlib.ExitStack() as stack:
+        stack.callback(memory.close)
+        stack.callback(engine.memory.release)  # type: ignore[attr-defined]
+        settings = ModelConfig(page_tokens=engine.spec.page_tokens, max_local_prefill_length=chosen)
+        config = dataclasses.replace(CONFIG, engine=settings, transport="shm", limit=LIMITS)
+        assert Instance(config, engine, memory).scheduler.load().local_tokens == limit
 
 
 def test_what_the_registry_shows_of_an_instance_is_what_it_is_and_gone_when_it_has_left() -> None:

@@ -234,6 +234,9 @@ def test_a_forward_that_fails_ends_exactly_its_requests(at: str) -> None:
 def test_the_end_of_a_hand_off_in_flight_is_taken_after_the_forward_and_that_of_others_at_once() -> None:
     stage = prefill()
     used = stage.pool.used
+    told: list[object] = []
+    normal = stage.scheduler.on_change
+    stage.scheduler.on_change = lambda change, now: (told.append(change), normal(change, now))[1]  # type: ignore[method-assign]
     stage.submit("other", list(range(20, 24)), 2)
     stage.leader.turn()
     lost = PeerLost("gone").info
@@ -250,6 +253,8 @@ def test_the_end_of_a_hand_off_in_flight_is_taken_after_the_forward_and_that_of_
     assert stage.errors() == {"other": ErrorCode.PEER_LOST, "r": ErrorCode.PEER_LOST}
     stage.rest()
     stage.assert_at_rest()
+    stage.leader.collect()
+    assert len(told) == len({repr(change) for change in told}), "each is told once, whatever is computed next"
 
 
 def test_a_chunk_leaves_when_the_device_says_so_and_not_by_what_it_said_of_the_one_before() -> None:

@@ -152,6 +152,20 @@ def test_a_leg_without_the_other_ends_in_time_and_is_counted() -> None:
     run(main)
 
 
+def test_a_room_whose_leg_has_left_holds_no_leg_and_says_why_to_the_next() -> None:
+    async def main() -> None:
+        rooms = made()
+        waiting = await leg(rooms)
+        assert rooms.sizes() == {"legs": 1}
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert rooms.sizes() == {"legs": 0}
+        assert (await failure(rooms.wait(ROOM, None, 60))).code is ErrorCode.ABORTED_BY_CLIENT
+        rooms.close()
+
+    run(main)
+
+
 def test_once_they_have_met_only_the_request_s_own_deadline_counts() -> None:
     async def main() -> None:
         rooms, door, loop = made(meet_s=0.01), Door(), asyncio.get_running_loop()
