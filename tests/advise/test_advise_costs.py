@@ -51,8 +51,14 @@ def test_a_forward_between_two_points_is_on_their_line_and_the_last_line_goes_on
 
 
 def test_points_out_of_order_are_refused() -> None:
-    with pytest.raises(ValueError, match="in order"):
-        StepTimes(curve=(RowsPoint(2, 0.1), RowsPoint(1, 0.1)), pair_s=0, context_s=0)
+    for rows in ((2, 1), (1, 1)):
+        with pytest.raises(ValueError, match="in order"):
+            StepTimes(curve=tuple(RowsPoint(n, 0.1) for n in rows), pair_s=0, context_s=0)
+
+
+def test_one_point_alone_is_the_time_of_every_forward() -> None:
+    times = StepTimes(curve=(RowsPoint(8, 0.1),), pair_s=0, context_s=0)
+    assert [times.products(rows) for rows in (1, 8, 9)] == [0.1] * 3
 
 
 def test_a_fit_finds_the_times_that_its_forwards_had() -> None:
@@ -131,3 +137,21 @@ def test_one_stall_is_spread_over_all_forwards() -> None:
     assert found.products(8) == pytest.approx(KNOWN.products(8) * 2)
     assert found.products(16) == pytest.approx(KNOWN.products(16) * 2)
     assert found.products(64) == pytest.approx(KNOWN.products(64))
+
+
+def timed(work: ForwardWork, seconds: float) -> TimedForward:
+    return TimedForward(work=work, samples=(seconds,))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "each_s"),
+    [((1.0, 1.9, 1.6), 0.6 / (8 * 768)), ((1.0, 1.9, 0.9), 0.0)],
+    ids=["a stall between", "none at all"],
+)
+def test_attention_is_the_difference_of_the_two_forwards_that_differ_most_and_never_less_than_nothing(
+    seconds: tuple[float, float, float], each_s: float
+) -> None:
+    lengths = (256, 512, 1024)
+    decodes = [timed(decode(8, length), each) for length, each in zip(lengths, seconds, strict=True)]
+    chunks = [timed(chunk(64, start), 1.0) for start in (0, 64)]
+    assert fit([*decodes, *chunks]).context_s == pytest.approx(each_s)

@@ -1,11 +1,21 @@
 """What happens to requests at so many workers, against what can be worked out by hand."""
 
+import random
+
 import pytest
 from msgspec.structs import replace
 
 from segue.advise.advice import weighted_percentile
 from segue.advise.costs import RowsPoint, StepTimes
-from segue.advise.queues import HandOffWire, SimulatedTimes, WorkerKind, WorkerSplit, hand_off_times, simulate
+from segue.advise.queues import (
+    HandOffWire,
+    SimulatedTimes,
+    WorkerKind,
+    WorkerSplit,
+    _Run,
+    hand_off_times,
+    simulate,
+)
 from segue.advise.workload import AskedLoad, Lengths
 
 #: A token of a prompt takes 1 ms, a forward 10 ms at least; attention is free.
@@ -135,3 +145,45 @@ def test_forwards_take_longer_and_shorter_as_often_as_measured() -> None:
         0.005: pytest.approx(5000, rel=0.1),
         0.015: pytest.approx(5000, rel=0.1),
     }
+
+
+def test_attention_takes_its_time_for_each_request_anew() -> None:
+    steps = replace(STEPS, pair_s=1e-6, context_s=1e-4)
+    seen = simulate(replace(kind(), steps=steps), UNIFIED, load("250", "4", concurrency=1), 3)
+    assert seen.ttft_s == pytest.approx([0.25 + 1e-6 * (250 * 251 // 2)] * 3)
+    assert [s for s, _ in seen.gaps] == pytest.approx(
+        [0.01 + 1e-4 * tokens for tokens in (251, 252, 253)] * 3
+    )
+
+
+@pytest.mark.parametrize("split", [WorkerSplit(unified=2), WorkerSplit(2, 2)], ids=str)
+def test_a_request_goes_to_the_worker_that_holds_least_and_one_that_has_ended_is_held_no_more(
+    split: WorkerSplit,
+) -> None:
+    free = HandOffWire(name="free", bytes_per_s=1e15)
+    run = _Run(kind(), split, free, 1, 0, random.Random(0))
+    run.arrive(0.0, 100, 5000)
+    for number in range(1, 7):
+        run.arrive(float(number), 100, 4)
+    seen = run.run()
+    assert seen.ttft_s == pytest.approx([0.1] * 7), "each on a worker of its own, beside the long one"
+    assert max(s for s, _ in seen.gaps) == pytest.approx(0.01)
+
+
+def test_time_beside_a_forward_gives_the_wire_time_too() -> None:
+    slow = HandOffWire(name="slow", bytes_per_s=100.0, latency_s=0.25)
+    # 250 s on the wire from the end of the first forward; the third ends 1.15 s after that.
+    assert hand_off_times(kind(step_s=0.5), slow, 250, 100).exposed_s == pytest.approx(250 - 1.15 + 0.25)
+
+
+def test_another_seed_draws_other_lengths_and_the_same_the_same() -> None:
+    asked = load("1-1000", "1", concurrency=1)
+    first, second, again = (simulate(kind(), UNIFIED, asked, 5, seed=seed).ttft_s for seed in (1, 2, 1))
+    assert first == again != second
+
+
+def test_a_request_that_fills_the_memory_is_served_and_the_next_one_after_it() -> None:
+    seen = run(UNIFIED, load("100", "10", concurrency=3), 3, kv_tokens=110)
+    one_s = 0.1 + 9 * 0.01
+    assert seen.ttft_s == pytest.approx([0.1, one_s + 0.1, 2 * one_s + 0.1])
+    assert seen.finished == 3

@@ -10,7 +10,13 @@ from segue.core.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("text", "mean", "longest"),
-    [("512", 512, 512), ("100-300", 200, 300), ("100-300:3,1000:1", 400, 1000), (" 8 , 16:0.5", 32 / 3, 16)],
+    [
+        ("512", 512, 512),
+        ("1000,8", 504, 1000),
+        ("100-300", 200, 300),
+        ("100-300:3,1000:1", 400, 1000),
+        (" 8 , 16:0.5", 32 / 3, 16),
+    ],
 )
 def test_lengths_are_one_a_range_or_several_with_weights(text: str, mean: float, longest: int) -> None:
     lengths = Lengths.parse(text, "--input-tokens")
@@ -33,3 +39,9 @@ def test_a_load_is_a_rate_or_a_number_in_flight() -> None:
     for both in ({}, {"rate": 1.0, "concurrency": 1}):
         with pytest.raises(ConfigError, match="--rate or --concurrency"):
             AskedLoad(prompt=lengths, output=lengths, **both)
+
+
+def test_so_many_parts_and_no_more() -> None:
+    assert Lengths.parse(",".join(["8"] * 64), "--input-tokens").mean == 8
+    with pytest.raises(ConfigError, match="--input-tokens may have 64 parts, not 65"):
+        Lengths.parse(",".join(["8"] * 65), "--input-tokens")
