@@ -14,6 +14,7 @@ import pytest
 from segue.cli import extras
 from segue.cli.flags import OTHER_VARIABLES
 from segue.core.config import COMMANDS
+from segue.core.errors import ConfigError
 from segue.core.settings import settings
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -131,3 +132,13 @@ def test_every_variable_that_a_sentence_names_is_one_that_counts() -> None:
             continue
         named = set(re.findall(r"SEGUE_[A-Z][A-Z_]*[A-Z]", path.read_text())) - {"SEGUE_PORT"}
         assert named <= known, f"{path}: {named - known}"
+
+
+def test_a_module_of_a_package_that_is_not_there_is_missing_too() -> None:
+    with pytest.raises(ConfigError, match=r"no_such_package\.part not installed"):
+        extras.need("serve", ("no_such_package.part",))
+
+
+def test_a_frontend_needs_what_reads_tokenizers_and_templates_and_no_engine() -> None:
+    assert {"transformers", "tokenizers", "jinja2"} <= set(extras.FRONTEND) < set(extras.ENGINE)
+    assert "torch" not in extras.FRONTEND

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 
 from segue import __version__
 from segue.cli import flags, frontend, logs, models, processes
+from segue.cli import main as cli_main
 from segue.cli.main import main, parser
 from segue.core.access_config import AccessConfig
 from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
-from segue.core.errors import ConfigError, PeerRefused
+from segue.core.errors import ConfigError, Internal, PeerRefused
 from segue.core.pool_size import ModelSize
 from segue.core.settings import Layers, argv, build, settings
 from segue.core.types import Role
@@ -81,6 +83,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--page-token", "8"], "did you mean --page-tokens?"),
         (["serve", "--max-model-len", "8"], "does not know --max-model-len: a sequence may be as long as"),
         (["serve", "--api-kee", "x"], "does not know --api-kee"),
+        (["serve", "a", "--model", "b"], "segue serve was given two models, a and --model b"),
+        (["serve", "--mod", "b"], "does not know --mod"),
         (["prefill", "--load-balance", "round_robbin"], "round_robin"),
         (["prefill", "--dp-rank-conflict=flail"], "fail"),
         (
@@ -130,6 +134,11 @@ def test_flags_variables_and_file_meet(tmp_path: Path, monkeypatch: pytest.Monke
     args = parser()[0].parse_args(["serve", "--host", "127.0.0.9"])
     config = flags.load(ServeConfig, "serve", args)
     assert (config.port, config.prefill, config.decode, config.host) == (2, 3, 4, "127.0.0.9")
+    other = tmp_path / "other.toml"
+    other.write_text("prefill = 5\n")
+    args = parser()[0].parse_args(["serve", "the/model", "--config", str(other), "--model", "the/model"])
+    config = flags.load(ServeConfig, "serve", args)
+    assert (config.prefill, config.decode, config.model) == (5, 1, "the/model"), "the file that was named"
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -358,16 +367,19 @@ def test_log_lines_are_one_line_with_a_name(capsys: pytest.CaptureFixture[str]) 
         logs.configure("info", "decode-0")
         log = logging.getLogger("segue.test")
         logs.event(log, "hello", room=7, text="two words")
-        log.warning("forged\nline")
+        log.warning("forged\nline\r\r2026-01-01 another")
         log.debug("not shown")
+        logs.configure("info", "prefill-0")
+        log.info("switched", extra={})
     finally:
         logging.captureWarnings(False)
         root.handlers[:], root.level = before[:2]
         segue.setLevel(before[2])
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
+    assert len(lines) == 3
+    assert lines[2].endswith("INFO    prefill-0 segue.test switched"), "once, by its new name"
     assert lines[0].endswith("INFO    decode-0 segue.test event=hello room=7 text='two words'")
-    assert lines[1].endswith("WARNING decode-0 segue.test forged\\nline")
+    assert lines[1].endswith("WARNING decode-0 segue.test forged\\nline\\r\\r2026-01-01 another")
 
 
 def test_model_size_is_read_from_its_description(tmp_path: Path) -> None:
@@ -385,3 +397,113 @@ def test_model_size_is_read_from_its_description(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1, 2]")
     assert models.model_size(tmp_path) is None
     assert models.model_size(tmp_path / "absent") is None
+
+
+def test_the_time_of_a_log_line_is_utc_wherever_the_host_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        record = logging.LogRecord("segue.test", logging.INFO, "", 0, "text", None, None)
+        record.created, record.msecs = 86400.0 * 365, 7.0
+        assert logs._OneLine("").format(record) == "1971-01-01T00:00:00.007Z INFO    segue.test text"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+# ---- how a command ends -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (ConfigError("wrong"), 2),
+        (Internal("broke"), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+)
+def test_a_command_that_is_ended_says_so_and_is_no_success(
+    raised: BaseException, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(_words: list[str]) -> int:
+        raise raised
+
+    monkeypatch.setattr(cli_main, "_run", ended)
+    assert main(["serve"]) == status
+    assert capsys.readouterr().err.startswith("segue: ")
+
+
+def test_who_reads_no_longer_costs_a_status_and_no_second_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `segue ps | head`: what is still in the buffer must not raise when the interpreter ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+
+        def talks(_words: list[str]) -> int:
+            out.write("a line")
+            raise BrokenPipeError
+
+        monkeypatch.setattr(cli_main, "_run", talks)
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["ps"]) == 1
+        out.flush()
+
+
+def test_what_is_behind_the_equals_sign_of_an_unknown_flag_is_not_repeated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It may be a key."""
+    assert main(["serve", "--api-kye=hunter2"]) == 2
+    said = capsys.readouterr().err
+    assert "does not know --api-kye" in said
+    assert "hunter2" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["serve"], "segue.cli.processes.serve"),
+        (["doctor"], "segue.cli.doctor.doctor"),
+        (["ps", "--registry", "http://127.0.0.1:1"], "segue.cli.operate._ps"),
+        (["explain", "r", "--registry", "http://127.0.0.1:1"], "segue.cli.operate._explain"),
+        (["drain", "i", "--registry", "http://127.0.0.1:1"], "segue.cli.operate._steer"),
+    ],
+)
+def test_every_command_that_may_have_a_secret_reads_it(
+    words: list[str], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, given = tmp_path / "secret", []
+    file.write_text("a-secret-of-some-length")
+
+    async def asked(config: Any, *_more: object, **_named: object) -> int:
+        given.append(config.secret)
+        return 0
+
+    def run(config: Any, *_more: object) -> int:
+        given.append(config.secret)
+        return 0
+
+    monkeypatch.setattr(where, asked if "operate" in where else run)
+    assert main([*words, "--secret-file", str(file)]) == 0
+    assert given == [b"a-secret-of-some-length"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "unified", "frontend"])
+def test_a_part_reads_its_secret(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, given = tmp_path / "secret", []
+    file.write_text("a-secret-of-some-length")
+
+    def configure(_level: str, _name: str) -> None:
+        raise SystemExit(3)  # what follows would start it
+
+    def with_secret(config: Any) -> Any:
+        given.append(flags_with_secret(config).secret)
+        return flags_with_secret(config)
+
+    flags_with_secret = flags.with_secret
+    monkeypatch.setattr(flags, "with_secret", with_secret)
+    monkeypatch.setattr("segue.cli.processes.logs.configure", configure)
+    words = [role, "--model", "m", "--registry", "http://127.0.0.1:1", "--secret-file", str(file)]
+    with pytest.raises(SystemExit):
+        main(words)
+    assert given == [b"a-secret-of-some-length"]
