@@ -14,7 +14,7 @@ import pytest
 from areas import whole
 from library_double import FAULTS, DoubleTransport
 from ranks import options, rank
-from segue.core.errors import BootstrapTimeout, PeerLost, TransferFailed
+from segue.core.errors import BootstrapTimeout, OutOfCapacity, PeerLost, TransferFailed
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import library, library_wire
@@ -239,6 +239,32 @@ def test_connect_has_a_deadline_while_the_library_loads(ends: Ends) -> None:
     writer.on_loop(lambda: None)
     assert not writer.transport._writing
     assert not [e for e in writer.log if isinstance(e, PeerGone)], "who asked was told"
+    writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
+    start(writer, reader, 3, CopyBlock(0, 0, 1, 1))
+    writer.take(Written, epoch=3)
+
+
+@pytest.mark.parametrize("whose", ["writer", "reader"])
+def test_a_path_for_which_there_is_no_thread_is_not_made_and_ends_no_other(
+    ends: Ends, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host gives a process so many threads."""
+    writer, reader = ends(connect=False)
+    start_thread = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == {"writer": "segue-library-out", "reader": "segue-library-in"}[whose]:
+            raise RuntimeError("can't start new thread")
+        start_thread(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(OutOfCapacity if whose == "writer" else PeerLost):
+            writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
+    assert reader.take(PeerGone).proven
+    assert not reader.transport._receiving.of
+    writer.on_loop(lambda: None)
+    assert not writer.transport._writing
     writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
     start(writer, reader, 3, CopyBlock(0, 0, 1, 1))
     writer.take(Written, epoch=3)

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
-from segue.core.errors import BootstrapTimeout, SegueError
+from segue.core.errors import BootstrapTimeout, OutOfCapacity, SegueError
 from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
@@ -163,7 +163,11 @@ class LibraryTransport(Transport):
             channel.close()
             self._paths.check_connect(peer)  # says why
         self._loop.post(stream.open)
-        path.start()
+        try:
+            path.start()
+        except RuntimeError as exc:  # the host gives this process no more threads
+            self._loop.post(partial(self._shut, path))
+            raise OutOfCapacity(f"no thread for the path to {peer}: {exc}") from exc
         if not path.opened.wait(max(0.0, deadline - time.monotonic())):
             path.end(BootstrapTimeout(f"{peer} made no {self.name} path within {timeout_s} s"))
             raise BootstrapTimeout(f"{peer} made no {self.name} path within {timeout_s} s")

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from segue.core.errors import PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.core.errors import OutOfCapacity, PeerLost, PeerRefused, SegueError, TransferFailed
 from segue.core.types import RankId
 from segue.transport import handshake, library_wire
 from segue.transport.base import PeerGone, TransportEvent
@@ -119,7 +119,11 @@ class ReceivingPath:
             case library_wire.Greeting(blob) if self._greeting is None:
                 self._stream.answered()
                 self._greeting = blob
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as exc:  # the host gives this process no more of them
+                    self._greeting = None  # so that the end does not wait for it
+                    raise OutOfCapacity(f"no thread for the path of {self.peer}: {exc}") from exc
             case library_wire.Ask(epoch) if self.ready:
                 granted = (self.peer, epoch) in self._grants
                 if granted:
