@@ -94,6 +94,8 @@ def ends() -> Iterator[Ends]:
     for end in made:
         end.transport.close()
     FAULTS.reset()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE_S)
     assert set(threading.enumerate()) <= before
 
 

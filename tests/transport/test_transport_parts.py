@@ -15,7 +15,7 @@ import pytest
 from areas import whole
 from library_double import DoubleTransport
 from ranks import make_shm, make_tcp, options, rank
-from segue.core.errors import ConfigError, OutOfCapacity, PeerRefused, TransferFailed
+from segue.core.errors import ConfigError, Internal, OutOfCapacity, PeerRefused, TransferFailed
 from segue.core.types import Incarnation, LeaderId, RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake, kinds, ranges
@@ -572,6 +572,15 @@ def test_lesson_22_a_thread_that_dies_is_told_of_who_writes_here_and_of_whom_we_
         (PeerGone, rank("c"), False),
     }
     assert hooked.wait(60)
+    for peer in (rank("a"), rank("c"), rank("d")):
+        broken.fence(peer, 5)
+        answer = told.get(timeout=60)
+        assert isinstance(answer, Fenced)
+        assert (answer.peer, answer.epoch) == (peer, 5)
+    broken.write(rank("c"), 6, 1, [CopyBlock(0, 0, 1, 1)])
+    failed = told.get(timeout=60)
+    assert isinstance(failed, WriteFailed)
+    assert isinstance(failed.error, Internal)
     for side, memory in zip(sides, memories, strict=True):
         side.close()
         memory.close()

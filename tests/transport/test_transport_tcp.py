@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from segue.layout.content import whole_pages
 from segue.layout.spec import KVShape, PoolSpec
 from segue.transport import handshake, tcp_wire
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.transport.channel import Channel
 from segue.transport.epochs import Grants
 from segue.transport.ioloop import Timer
 from segue.transport.memory import Memory, Region, allocate
@@ -704,6 +706,25 @@ def test_a_peer_that_connects_anew_replaces_its_old_streams(reader: Reader) -> N
     assert reader.events.empty()  # the peer is not gone
     new.close()
     old.close()
+
+
+def test_the_streams_of_a_path_that_is_not_wanted_when_it_stands_are_closed(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transport was closed while it connected, or two threads connected at once."""
+    writer = Reader(streams=3)
+    opened, open_streams = list[Channel](), writer.transport._sockets.open_streams
+
+    def kept(*args: Any) -> list[Channel]:
+        opened.extend(open_streams(*args))
+        return opened
+
+    monkeypatch.setattr(writer.transport._sockets, "open_streams", kept)
+    monkeypatch.setattr(writer.transport._paths, "add", lambda *_: False)
+    writer.transport.connect(rank("rogue"), reader.endpoint, 60)
+    assert [channel.sock.fileno() for channel in opened] == [-1] * 3
+    assert isinstance(reader.next(), PeerGone)
+    writer.close()
 
 
 @pytest.mark.parametrize("streams", [1, 3, 8])

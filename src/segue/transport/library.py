@@ -206,7 +206,8 @@ class LibraryTransport(Transport):
                 return
             self._grants.remove(peer, epoch)
             self._paths.fenced.add(peer, epoch)
-        self._loop.post(partial(self._receiving.fence, peer, epoch, partial(self._fence_writes, peer, epoch)))
+        writes = partial(self._fence_writes, peer, epoch)
+        self._emitter.run_soon(self._loop, partial(self._receiving.fence, peer, epoch, writes))
 
     def close(self) -> None:
         """See `Transport.close`. What is in flight may land first, so that peers hear a goodbye."""
