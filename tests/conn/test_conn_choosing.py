@@ -13,9 +13,10 @@ from segue.conn import opening
 from segue.conn.config import HOST
 from segue.conn.opening import PathOpening
 from segue.conn.peers import Introduction, PathSpeed, Peer, Probe
+from segue.conn.rank import FENCE_AGAIN_S
 from segue.core.errors import BootstrapTimeout, OutOfCapacity, PeerLost, SegueError, TransferFailed
 from segue.core.limits import Limits
-from segue.core.paths import PathCandidate, PathFigures
+from segue.core.paths import PathCandidate, PathChoice, PathFigures
 from segue.core.types import LeaderId, RankId, Role, new_incarnation
 from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo, PathChosen, ProbeReady
 from segue.transport.probe import PageShape, Scratch
@@ -316,7 +317,7 @@ def test_decode_lets_prefill_measure_follows_its_choice_and_fences_whatever_come
 def test_decode_follows_no_choice_that_there_is_not_and_fences_all_the_same(
     word: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "OPENING_S", 0.0)
+    monkeypatch.setattr(opening, "OPENING_S", 0.02)
 
     async def test(rig: Rig) -> None:
         if word is None:
@@ -326,7 +327,59 @@ def test_decode_follows_no_choice_that_there_is_not_and_fences_all_the_same(
         with pytest.raises(SegueError) as caught:
             await rig.opening.open(rig.peer)
         assert isinstance(caught.value, PeerLost if word is None else TransferFailed)
+        if word is None:
+            assert "in 0.03 s" in str(caught.value), "prefill may have a large pool to map before it measures"
         assert len(rig.of("fence")) == 2
         assert rig.of("change") == []
 
     run(Role.DECODE, test)
+
+
+def test_scratch_is_fenced_until_the_transport_has_taken_it() -> None:
+    async def test(rig: Rig) -> None:
+        later: list[tuple[float, Callable[[], None]]] = []
+        normal, breaks = rig.ranks._fence, [RuntimeError("a bug"), RuntimeError("again")]
+
+        def fence(name: str, writer: RankId, epoch: int) -> None:
+            normal(name, writer, epoch)
+            if breaks:
+                raise breaks.pop()
+
+        rig.ranks._fence = fence  # type: ignore[method-assign]
+        rig.loop.call_later = lambda delay, call: later.append((delay, call))  # type: ignore[method-assign, assignment]
+        rig.opening._fence("second", 1, RankId(PEER, 0), 77)
+        for number in (1, 2):
+            [(delay, call)] = later
+            assert (len(rig.of("fence")), delay) == (number, FENCE_AGAIN_S)
+            later.clear()
+            call()
+        assert rig.of("fence") == [("second", RankId(PEER, 0), 77)] * 3
+        assert later == []
+
+    run(Role.DECODE, test)
+
+
+def test_decode_that_speaks_of_its_choice_before_prefill_has_made_one_is_refused() -> None:
+    async def test(rig: Rig) -> None:
+        assert rig.peer.word is not None
+        rig.peer.word.set_result(PathChosen("second"))
+        with pytest.raises(TransferFailed, match="PathChosen where it was to say that it is ready"):
+            await rig.opening.open(rig.peer)
+        assert rig.sent == []
+
+    run(Role.PREFILL, test)
+
+
+def test_that_a_path_is_slow_for_its_host_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rig: Rig) -> None:
+        del rig.opening._tell  # type: ignore[attr-defined]
+        monkeypatch.setattr(opening, "slow", lambda figures, host, in_memory: f"slow {in_memory}")
+        rig.in_memory = {"first"}
+        for name in ("first", "second"):
+            found = [PathCandidate(transport=each, figures=FAST) for each in ("first", "second")]
+            rig.peer.take(PathChoice(transport=name, candidates=found))
+            await rig.opening._tell(rig.peer)
+            assert rig.peer.speed.choice is not None
+            assert rig.peer.speed.choice.slow == f"slow {name == 'first'}"
+
+    run(Role.PREFILL, test)
