@@ -1,0 +1,111 @@
+"""What two leaders make of what they say of themselves: pure, and the same on both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from test_conn_paths import endpoint_bytes, info
+from test_manager import SHAPE
+
+from segue.conn.peers import Joined, join
+from segue.core.errors import LayoutMismatch, PeerRefused
+from segue.core.types import LeaderId, RankCoord, Role, new_incarnation
+from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.layout.spec import PoolSpec
+from segue.session.api import PeerInfo
+from segue.transport.probe import Scratch, page_shape
+
+
+def joined(prefill: LeaderInfo, decode: LeaderInfo) -> Joined:
+    """What follows on either side."""
+    found = []
+    for role, mine, theirs in ((Role.PREFILL, prefill, decode), (Role.DECODE, decode, prefill)):
+        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        peer = PeerInfo(LeaderId(new_incarnation()), other, "there", msgspec.msgpack.encode(theirs))
+        made = join(role, mine, peer)
+        assert made.info == theirs
+        found.append(made)
+    one, other_one = found
+    assert (one.transport, one.plan.pairs, one.probe) == (
+        other_one.transport,
+        other_one.plan.pairs,
+        other_one.probe,
+    )
+    return one
+
+
+def thirds(*order: int) -> list[PoolSpec]:
+    """A rank for each layer, in this order of them."""
+    return [
+        PoolSpec(
+            shape=SHAPE,
+            coord=RankCoord(pp=layer),
+            page_tokens=4,
+            pages=16,
+            layer_start=layer,
+            layer_count=1,
+            head_count=SHAPE.kv_heads,
+        )
+        for layer in order
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"protocol": PROTOCOL_VERSION - 1},
+        {"protocol": PROTOCOL_VERSION + 1},
+        {"model": "m" * 16 + "a"},
+        {"model": ""},
+        {"endpoints": {}},
+        {"endpoints": {"tcp": []}, "ranks": []},
+    ],
+)
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_what_does_not_fit_is_refused_whichever_side_says_it(role: Role, changes: dict[str, Any]) -> None:
+    mine = info(model="m" * 16 + "b") if "model" in changes else info()
+    peer = PeerInfo(LeaderId(new_incarnation()), role, "there", msgspec.msgpack.encode(info(**changes)))
+    with pytest.raises(LayoutMismatch if "ranks" in changes else PeerRefused):
+        join(Role.DECODE if role is Role.PREFILL else Role.PREFILL, mine, peer)
+
+
+def test_a_probe_writes_from_a_rank_to_one_that_it_shares_kv_with_and_into_that_one_s_own_scratch() -> None:
+    """Where another rank keeps nothing, this one may keep its KV."""
+    endpoints = {"tcp": [endpoint_bytes(1000)] * 3}
+    prefill = info(ranks=thirds(0, 1, 2), endpoints=endpoints, scratch=[(10, 64), (20, 64), (30, 64)])
+    decode = info(ranks=thirds(2, 1, 0), endpoints=endpoints, scratch=[(100, 8), (200, 16), (300, 32)])
+    probe = joined(prefill, decode).probe
+    assert probe is not None
+    assert (probe.source, probe.target, probe.scratch) == (0, 2, Scratch(300, 32))
+    assert probe.shape == page_shape(prefill.ranks[0], decode.ranks[2])
+
+
+@pytest.mark.parametrize("scratch", [[], [(10, 64)], [(10, 64), (20, 64)]])
+def test_nothing_is_measured_unless_every_rank_of_both_has_scratch(scratch: list[tuple[int, int]]) -> None:
+    endpoints = {"tcp": [endpoint_bytes(1000)] * 3}
+    whole = [(10, 64), (20, 64), (30, 64)]
+    for mine, theirs in ((scratch, whole), (whole, scratch)):
+        prefill, decode = (
+            info(ranks=thirds(0, 1, 2), endpoints=endpoints, scratch=each) for each in (mine, theirs)
+        )
+        assert joined(prefill, decode).probe is None
+
+
+def test_only_what_both_offer_is_measured_and_of_the_rest_it_is_said_why_not() -> None:
+    both = {"tcp": [endpoint_bytes(1000)]}
+    prefill = info(endpoints={**both, "shm": [endpoint_bytes(1000, "shm")]}, scratch=[(10, 64)])
+    decode = info(endpoints=both, scratch=[(20, 64)])
+    made = joined(prefill, decode)
+    assert made.probe is not None
+    assert (made.transport, made.probe.names) == ("tcp", ["tcp"])
+    assert [(one.transport, one.why_not) for one in made.probe.left_out] == [
+        ("shm", "is not offered by both")
+    ]
+
+
+def test_no_transport_in_common_names_those_of_either_side() -> None:
+    shm = info(endpoints={"shm": [endpoint_bytes(1000, "shm")]})
+    with pytest.raises(PeerRefused, match=r"prefill offers \['shm'\], decode \['tcp'\]"):
+        joined(shm, info())
