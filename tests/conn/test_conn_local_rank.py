@@ -1,0 +1,186 @@
+"""A rank of this process, over transports that do as they are told: what it grants, measures and ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_manager import spec
+
+from segue.conn.rank import LocalRank
+from segue.core.errors import BootstrapTimeout, OutOfCapacity
+from segue.core.types import LeaderId, RankId, new_incarnation
+from segue.layout.content import whole_pages
+from segue.layout.spec import PoolSpec
+from segue.sim.engine import lineage_spec
+from segue.transport.base import Endpoint, WriteFailed, Written
+from segue.transport.memory import allocate
+from segue.transport.probe import PageShape, Scratch
+
+PEER = RankId(LeaderId(new_incarnation()), 1)
+SCRATCH = 4096
+THEIRS, SHAPE = Scratch(0, 64), PageShape(1, 8)
+
+
+class Noting:
+    """A transport, or a digester, that notes what is asked of it."""
+
+    def __init__(self, name: str, asked: list[tuple[Any, ...]], on_event: Any) -> None:
+        self.name, self.asked, self.on_event = name, asked, on_event
+        #: the tag of each write
+        self.written: asyncio.Queue[int] = asyncio.Queue()
+
+    def register(self, memory: Any) -> Endpoint:
+        return Endpoint(self.name, memory.nbytes, b"")
+
+    def loaded(self, timeout_s: float) -> None:
+        self.asked.append(("loaded", self.name))
+
+    def grant(self, peer: RankId, epoch: int, area: Any) -> None:
+        self.asked.append(("grant", self.name, peer, epoch, area))
+
+    def write(self, peer: RankId, epoch: int, tag: int, blocks: Any) -> None:
+        self.written.put_nowait(tag)
+
+    def start(self) -> None: ...
+
+    def close(self) -> None:
+        self.asked.append(("close", self.name))
+
+
+class Rig:
+    def __init__(self, pool: PoolSpec, scratch_bytes: int = SCRATCH) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.memory = allocate(pool.nbytes + scratch_bytes)
+        self.transports: dict[str, Noting] = {}
+
+        def made(name: str) -> Callable[[Any], Any]:
+            def make(on_event: Any) -> Noting:
+                self.transports[name] = Noting(name, self.asked, on_event)
+                return self.transports[name]
+
+            return make
+
+        digester: Any = lambda memory, answer: Noting("digester", self.asked, answer)  # noqa: E731
+        self.rank = LocalRank(
+            0,
+            pool,
+            self.memory,
+            {name: made(name) for name in ("one", "two")},
+            digester,
+            None,  # type: ignore[arg-type]
+            scratch_bytes,
+        )
+        self.moved: list[Any] = []
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        owner: Any = SimpleNamespace(moved=lambda *event: self.moved.append(event))
+        await self.rank.start(owner, SimpleNamespace(post=loop.call_soon))  # type: ignore[arg-type]
+
+    def measure(self, timeout_s: float = 60.0) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self.rank.measure("one", PEER, 7, THEIRS, SHAPE, timeout_s))
+
+
+def run(test: Callable[[Rig], Awaitable[None]], **options: Any) -> None:
+    errors: list[Any] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        rig = Rig(options.pop("pool", spec()), **options)
+        try:
+            async with asyncio.timeout(60):
+                await rig.start()
+                await test(rig)
+        finally:
+            rig.memory.close()
+
+    asyncio.run(main())
+    assert errors == []
+
+
+@pytest.mark.parametrize("scratch_bytes", [SCRATCH, 0])
+def test_libraries_are_waited_for_only_where_paths_are_measured(scratch_bytes: int) -> None:
+    async def test(rig: Rig) -> None:
+        loaded = [asked[1] for asked in rig.asked if asked[0] == "loaded"]
+        assert loaded == (["one", "two"] if scratch_bytes else [])
+
+    run(test, scratch_bytes=scratch_bytes)
+
+
+def test_a_peer_is_let_into_scratch_over_each_transport_and_nowhere_else() -> None:
+    async def test(rig: Rig) -> None:
+        rig.asked.clear()
+        await rig.rank.admit(["one", "two"], PEER, 7)
+        assert rig.rank.scratch is not None
+        area = rig.rank.scratch.area
+        assert rig.asked == [("grant", name, PEER, 7, area) for name in ("one", "two")]
+        assert area.ranges().tolist() == [[rig.rank.spec.nbytes, rig.rank.spec.nbytes + SCRATCH]]
+
+    run(test)
+
+
+def test_what_may_be_written_are_the_pages_and_the_slot_of_the_state() -> None:
+    pool = lineage_spec(8, 4, slots=3)
+
+    async def test(rig: Rig) -> None:
+        rig.asked.clear()
+        assert rig.rank.grant("two", PEER, 7, (5, 2), 1)
+        assert rig.asked == [("grant", "two", PEER, 7, whole_pages(pool, (5, 2), 1))]
+        assert rig.asked[0][4].state is not None
+
+    run(test, pool=pool, scratch_bytes=0)
+
+
+def test_a_write_of_an_earlier_measurement_answers_none_of_a_later_one() -> None:
+    """It is still under way when its time is over: it says how slow the path was then."""
+
+    async def test(rig: Rig) -> None:
+        one = rig.transports["one"]
+        with pytest.raises(BootstrapTimeout):
+            await rig.measure(timeout_s=0.001)
+        first = one.written.get_nowait()
+        again = rig.measure()
+        second = await one.written.get()
+        assert second != first
+        one.on_event(Written(PEER, 7, first, 8, 600.0))
+        one.on_event(WriteFailed(PEER, 7, second, OutOfCapacity("the ring is full")))
+        one.on_event(WriteFailed(PEER, 7, second, OutOfCapacity("said twice")))
+        with pytest.raises(OutOfCapacity, match="the ring is full"):
+            await again
+        assert not rig.rank._measuring
+        assert one.written.empty()
+        assert [event[2].tag for event in rig.moved] == [first], "the owner knows no such write"
+
+    run(test)
+
+
+def test_a_measurement_ends_with_what_its_writes_took() -> None:
+    async def test(rig: Rig) -> None:
+        one, measured = rig.transports["one"], rig.measure()
+
+        async def land() -> None:
+            while True:
+                one.on_event(Written(PEER, 7, await one.written.get(), 8, 0.25))
+
+        landing = asyncio.ensure_future(land())
+        await measured
+        landing.cancel()
+        figures = measured.result()
+        assert figures.page_s > 0
+        assert not rig.rank._measuring
+        assert rig.moved == []
+
+    run(test)
+
+
+def test_nothing_is_hashed_any_more_when_the_first_transport_ends() -> None:
+    async def test(rig: Rig) -> None:
+        rig.asked.clear()
+        rig.rank.close()
+        assert rig.asked == [("close", "digester"), ("close", "one"), ("close", "two")]
+
+    run(test)
