@@ -210,3 +210,25 @@ def test_how_a_peer_is_reached_changes_with_the_choice_and_is_known_of_before() 
     assert made[1].asked == [("fence", "shm", RankId(ME, 0), 7), ("fence", "tcp", RankId(ME, 0), 8)]
     assert ranks.peer_of(transfer) == PEER
     assert ranks_of(Role.PREFILL, Noting(0)).peer_of(TransferId(5, 0, ME, PEER)) == PEER
+
+
+def test_a_transport_is_withdrawn_once_and_never_the_last_one() -> None:
+    ranks = ranks_of(Role.PREFILL, Noting(0, ("shm", "tcp", "rdma")))
+    assert not ranks.withdraw("mori"), "it was not offered"
+    assert [ranks.withdraw("shm") for _ in range(2)] == [True, False]
+    assert list(ranks.endpoints) == ["tcp", "rdma"]
+    assert [ranks.withdraw(name) for name in ("tcp", "rdma")] == [True, False]
+    assert list(ranks.endpoints) == ["rdma"]
+
+
+def test_as_many_peers_are_known_as_there_may_be_and_of_the_others_nothing_stays() -> None:
+    """A fence may come long after its session: no route is forgotten before there is need."""
+    ranks = ranks_of(Role.PREFILL, Noting(0))
+    peers = [LeaderId(new_incarnation()) for _ in range(12)]
+    for number, peer in enumerate(peers):
+        ranks.choose(peer, "tcp", ((0, 0), (0, 1)), {peers[0], peer})
+        ranks.died(RankId(peer, 1))
+        known = [each for each in peers if ranks.transport_to(each)]
+        assert len(known) == min(number + 1, 8)
+        assert known == [peers[0], *peers[max(1, number - 6) : number + 1]][: number + 1]
+    assert set(ranks._dead) == set(known)
