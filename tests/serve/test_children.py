@@ -9,6 +9,7 @@ import select
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,3 +311,27 @@ def test_a_process_started_by_hand_has_nobody_to_lose_and_nobody_to_tell() -> No
     assert not alone.supervised
     # One of an earlier test may end meanwhile.
     assert set(threading.enumerate()) <= before
+
+
+def test_what_a_child_wrote_before_its_end_is_read_also_where_its_end_is_seen_first() -> None:
+    """It is in the pipe, and says why the child ended."""
+
+    async def main() -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        loop.time = lambda: now  # type: ignore[method-assign]  # no wait is over, however long the machine takes
+        child: Any = object.__new__(Child)
+        child.process = SimpleNamespace(stdout=asyncio.StreamReader())
+        child._ended = asyncio.Event()
+        child._ended.set()
+        lines: list[bytes] = []
+        child._line = lines.append
+        reading = asyncio.ensure_future(child._forward_lines())
+        for _ in range(8):
+            await asyncio.sleep(0)
+        child.process.stdout.feed_data(b"the last\nwords")
+        child.process.stdout.feed_eof()
+        await reading
+        return lines
+
+    assert asyncio.run(main()) == [b"the last", b"words"]

@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from segue.core.ranks_config import RanksConfig
 from segue.core.settings import argv
 from segue.core.types import Role
 from segue.serve import process_tree
-from segue.serve.process_tree import ServeResult, secret_fd
+from segue.serve.process_tree import ProcessTree, ServeResult, secret_fd
 from segue.serve.supervisor import Supervisor, check_port
 
 Announce = Callable[[Supervisor, str], None]
@@ -340,3 +341,54 @@ def test_a_signal_drains_and_the_status_is_0(tmp_path: Path, number: signal.Sign
         process.send_signal(number)
         assert process.wait(60) == 0
     assert sorted(events(tmp_path / "j", "left")) == ["decode-0", "frontend", "prefill-0"]
+
+
+class Tree(ProcessTree):
+    """One without children."""
+
+    def ready(self, urls: Sequence[tuple[Role, str]]) -> None: ...
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_that_means_the_end_asks_for_a_drain_and_the_next_one_for_the_end_at_once(
+    number: signal.Signals,
+) -> None:
+    """A terminal that is closed, too."""
+
+    async def main() -> None:
+        tree = Tree(1.0, console=None)
+        async with tree.signals():
+            signal.raise_signal(number)
+            await asyncio.wait_for(tree._stop.wait(), 60)
+            assert not tree._halt.is_set()
+            signal.raise_signal(number)
+            await asyncio.wait_for(tree._halt.wait(), 60)
+        tree._console.close()
+
+    asyncio.run(main())
+
+
+P, D, U, F = Role.PREFILL, Role.DECODE, Role.UNIFIED, Role.FRONTEND
+
+
+@pytest.mark.parametrize(
+    ("alive", "dead", "missing"),
+    [
+        ([P, D, F], [], None),
+        ([P, D, F], [P, D], None),
+        ([D, F], [P], P),
+        ([P, F], [D], D),
+        ([P, D], [F], F),
+        ([U, F], [P], None),  # what was decode is unified now
+        ([U, F], [P, D], None),
+        ([P, D, F], [U], U),
+        ([F], [U], U),
+    ],
+)
+def test_a_service_goes_on_while_each_role_or_a_unified_one_in_its_place_is_there(
+    alive: list[Role], dead: list[Role], missing: Role | None
+) -> None:
+    tree = object.__new__(Tree)
+    children: Any = [SimpleNamespace(role=role, alive=True) for role in alive]
+    tree.children = [*children, *(SimpleNamespace(role=role, alive=False) for role in dead)]
+    assert tree._missing() is missing
