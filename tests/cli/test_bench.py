@@ -42,6 +42,12 @@ def test_requests_say_what_a_measurement_needs() -> None:
     assert "return_timeline" not in body
 
 
+def test_the_model_that_was_named_is_asked_for() -> None:
+    fake = FakeOpenAI()
+    report = measure(fake, model="another")
+    assert {body["model"] for body in fake.bodies} == {report["model"]} == {"another"}
+
+
 def test_prompts_are_exact_distinct_and_repeatable() -> None:
     first, second, other = FakeOpenAI(), FakeOpenAI(), FakeOpenAI()
     report = measure(first, shared_prefix_tokens=5, concurrency=1)

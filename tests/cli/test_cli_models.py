@@ -9,10 +9,12 @@ import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from segue.cli import models
+from segue.core.config import DEFAULT_MODEL
 from segue.engine import store
 
 STAGES = ("download", "unpack", "convert")
@@ -59,9 +61,36 @@ def test_in_a_log_each_stage_is_one_line(
     assert capsys.readouterr().err.splitlines() == [f"segue: {stage} m" for stage in STAGES]
 
 
+def test_what_was_asked_for_is_what_the_store_looks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def resolve_model(model: str, *, cache: object, revision: object, weights: bool, progress: object) -> str:
+        asked.append((model, cache, revision, weights))
+        return "/somewhere"
+
+    monkeypatch.setattr(store, "resolve_model", resolve_model)
+    models.resolve("m", None)
+    models.resolve("org/m", str(tmp_path), "v1", weights=False)
+    assert asked == [("m", None, None, True), ("org/m", tmp_path, "v1", False)]
+
+
+def test_a_model_that_is_a_folder_here_is_named_by_its_whole_path_and_the_default_one_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("mine", DEFAULT_MODEL):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert models.located("mine") == str(tmp_path / "mine")
+    assert [models.located(name) for name in (DEFAULT_MODEL, "org/other")] == [DEFAULT_MODEL, "org/other"]
+
+
 @pytest.mark.parametrize(
     ("config", "token_bytes"),
     [
+        ({"num_attention_heads": 6, "hidden_size": 48}, 2 * 3 * 2 * 6 * 8),
+        ({"num_attention_heads": 6, "head_dim": 16, "hidden_size": 48}, 2 * 3 * 2 * 6 * 16),
         ({"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}, 2 * 3 * 2 * 2 * 8),
         (
             {
@@ -74,13 +103,16 @@ def test_in_a_log_each_stage_is_one_line(
             2 * 3 * (24 + 8),
         ),
     ],
-    ids=["grouped", "latent"],
+    ids=["each its own", "heads of another size", "grouped", "latent"],
 )
 def test_the_kv_of_a_token_is_what_the_pool_will_hold_of_it(
     config: dict[str, object], token_bytes: int, tmp_path: Path
 ) -> None:
     described = {**config, "num_hidden_layers": 3, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(described))
-    size = models.model_size(tmp_path)
-    assert size is not None
-    assert size.token_bytes == token_bytes
+    for text in (described, {"text_config": described, "hidden_size": 7}):
+        (tmp_path / "config.json").write_text(json.dumps(text))
+        sizes = [models.model_size(tmp_path, dtype) for dtype in ("bfloat16", "float32")]
+        assert [size.token_bytes for size in sizes if size is not None] == [token_bytes, 2 * token_bytes]
+    (tmp_path / "config.json").write_text(json.dumps({**described, "num_attention_heads": "six"}))
+    assert models.model_size(tmp_path) is None

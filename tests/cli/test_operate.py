@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from segue.cli import operate
+from segue.cli.main import main
 from segue.cli.operate import duration, pairs, shown, table
 from segue.cli.operate_flags import seconds
 from segue.core.control import Load
@@ -11,6 +20,7 @@ from segue.core.errors import ConfigError
 from segue.core.operate import PairSight, Sight
 from segue.core.paths import PathCandidate, PathChoice, PathFigures
 from segue.core.types import Role
+from segue.fleet.life import Life
 from segue.fleet.operator import Row
 
 LOAD = Load(
@@ -132,3 +142,124 @@ def test_a_time_to_wait_is_a_number_of_seconds_that_ends(text: str) -> None:
     with pytest.raises(ConfigError, match="--timeout"):
         seconds(text)
     assert seconds("0.5") == 0.5
+
+
+def test_a_pair_that_has_carried_nothing_has_no_speed_and_failures_are_not_successes() -> None:
+    idle = PairSight(peer="cccccccc dp0", transport="shm", succeeded=0, failed=3)
+    line = shown([row(Role.PREFILL, "b", 0, idle)]).split("\n\n")[1].splitlines()[1]
+    assert line.split() == ["bbbbbbbb", "dp0", "cccccccc", "dp0", "shm", "-", "-", "0", "3"]
+
+
+# ---- what a command asks of the fleet ------------------------------------------------------------------
+
+RECORD = SimpleNamespace(role=Role.PREFILL, incarnation="a" * 32)
+
+
+class Asked:
+    """An operator that notes what it is asked."""
+
+    def __init__(self, parts: list[str], silent: list[str]) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.life = Life(request_id="r", parts=parts, silent=silent)  # type: ignore[arg-type]
+
+    async def named(self, name: str) -> Any:
+        self.calls.append(("named", name))
+        return RECORD
+
+    async def steer(self, record: Any, *, draining: bool, timeout_s: float, say: Any) -> None:
+        assert record is RECORD
+        self.calls.append(("steer", draining, timeout_s))
+
+    async def switch(self, record: Any, role: Role, *, timeout_s: float, say: Any) -> Any:
+        assert record is RECORD
+        self.calls.append(("switch", role, timeout_s))
+        return SimpleNamespace(role=role, incarnation="b" * 32)
+
+    async def ps(self) -> list[Row]:
+        return [row(Role.DECODE, "c")]
+
+    async def explain(self, request_id: str) -> Life:
+        self.calls.append(("explain", request_id))
+        return self.life
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Asked]]:
+    """Run a command against such an operator."""
+    secret = tmp_path / "secret"
+    secret.write_text("a-secret-of-some-length")
+
+    def asked(
+        words: str, parts: list[str] | None = None, silent: list[str] | None = None
+    ) -> tuple[int, Asked]:
+        one = Asked(parts or [], silent or [])
+
+        @contextlib.asynccontextmanager
+        async def operator(url: str, **given: Any) -> AsyncIterator[Asked]:
+            assert url == "https://10.0.0.1:1"
+            assert (given["secret"], given["tls"]) == (b"a-secret-of-some-length", "tls of ca.pem")
+            yield one
+
+        monkeypatch.setattr(operate, "operator", operator)
+        monkeypatch.setattr(operate, "from_config", lambda config, _host: f"tls of {config.tls_ca}")
+        monkeypatch.setattr(operate, "told", lambda life: f"the life of {life.request_id}")
+        files = "--tls-cert c.pem --tls-key k.pem --tls-ca ca.pem"
+        more = f"--registry https://10.0.0.1:1 --secret-file {secret} {files}"
+        return main([*words.split(), *more.split()]), one
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("drain aaaa", ("steer", True, 600.0)),
+        ("drain aaaa --timeout 5", ("steer", True, 5.0)),
+        ("resume aaaa", ("steer", False, 600.0)),
+        ("switch aaaa decode --timeout 7", ("switch", Role.DECODE, 7.0)),
+    ],
+)
+def test_an_instance_is_steered_as_the_command_says(
+    ask: Callable[..., tuple[int, Asked]],
+    words: str,
+    call: tuple[Any, ...],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, one = ask(words)
+    assert (status, one.calls) == (0, [("named", "aaaa"), call])
+    said = capsys.readouterr().out
+    assert said == ("decode bbbbbbbb serving, before it prefill\n" if "switch" in words else "")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_life_is_told_and_an_unknown_one_is_no_success(
+    ask: Callable[..., tuple[int, Asked]], as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "explain r" + " --json" * as_json
+    status, one = ask(words, parts=["a part"])
+    said = capsys.readouterr().out
+    assert (status, one.calls) == (0, [("explain", "r")])
+    assert json.loads(said)["parts"] == ["a part"] if as_json else said == "the life of r\n"
+    for silent in ([], ["decode dddddddd"]):
+        status, _ = ask(words, silent=silent)
+        captured = capsys.readouterr()
+        assert status == 1
+        assert "no process knows the request r" in captured.err
+        assert ("without an answer: decode dddddddd" in captured.err) is bool(silent)
+        if as_json:
+            assert json.loads(captured.out)["silent"] == silent
+        else:
+            assert captured.out == ""
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_fleet_is_shown_or_written_as_json(
+    ask: Callable[..., tuple[int, Asked]], as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _ = ask("ps" + " --json" * as_json)
+    said = capsys.readouterr().out
+    assert status == 0
+    if as_json:
+        assert json.loads(said)[0]["instance"] == "c" * 32
+    else:
+        assert said.startswith("INSTANCE")

@@ -42,6 +42,9 @@ def test_summary_counts_what_was_asked_and_what_came() -> None:
     assert (result["requests"], result["completed"]) == (4, 2)
     assert result["errors"] == {"http_429": 1, "cut_off": 1}
     assert (result["requests_per_s"], result["output_tokens_per_s"]) == (1.0, 2.0)
+    assert (result["prompt_tokens"], result["output_tokens"]) == (20, 4)
+    assert "goodput" not in summary(samples, 2.0)
+    assert summary(samples, 2.0, slo_itl_ms=150.0)["goodput"]["good"] == 2  # type: ignore[index]
     assert result["ttft_ms"] == pytest.approx(
         {"n": 2, "mean": 200, "p50": 200, "p90": 280, "p99": 298, "max": 300}
     )

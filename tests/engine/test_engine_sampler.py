@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from segue.core.errors import Internal, InvalidRequest
 from segue.core.request import Grammar, SamplingParams
-from segue.engine.sampler import Sampler, check_sampling
+from segue.engine.sampler import MAX_LOGIT_BIAS, Sampler, _candidates, check_sampling
 
 VOCAB = 64
 EOS = 2
@@ -427,3 +427,55 @@ def test_values_at_the_edge_are_taken():
     sampler = Sampler(VOCAB, {EOS})
     sampler.open(1, [1], params)
     assert len(sampler) == 1
+
+
+def test_each_row_has_its_own_logprob_and_who_asked_for_none_has_none():
+    sampler, rows = Sampler(VOCAB, []), logits(3, rows=3)
+    for seq_id, logprobs in enumerate((2, None, 2)):
+        sampler.open(seq_id, [1], SamplingParams(temperature=0.0, logprobs=logprobs))
+    first, second, third = sampler.sample([0, 1, 2], rows)
+    assert second.logprob is None
+    for result, row in ((first, rows[0]), (third, rows[2])):
+        expected = torch.log_softmax(row.double(), -1)
+        assert result.logprob.token == result.token == int(expected.argmax())
+        assert result.logprob.logprob == pytest.approx(float(expected.max()), abs=1e-5)
+        assert [token for token, _ in result.logprob.top] == expected.topk(2).indices.tolist()
+
+
+def test_where_no_token_is_left_nothing_is_drawn():
+    """The model admits the stop alone, and `min_tokens` bans it."""
+    row = torch.full((1, VOCAB), -math.inf)
+    row[0, 7] = 1.0
+    for temperature in (0.0, 1.0):
+        sampler = Sampler(VOCAB, [7])
+        sampler.open(0, [1], SamplingParams(temperature=temperature, min_tokens=1))
+        [result] = sampler.sample([0], row)
+        assert result.token is None
+        assert "no token is left" in result.error
+
+
+def test_top_p_counts_what_min_p_has_left():
+    weights = np.array([1.0, 0.6, 0.5] + [0.05] * 20, np.float32)
+    # 0.7 of 2.1 is 1.47: the third one begins at 1.6.
+    assert _candidates(weights, SamplingParams(min_p=0.4, top_p=0.7)).tolist() == [0, 1]
+    assert _candidates(weights, SamplingParams(top_p=0.7)).tolist() == [0, 1, 2] + list(range(3, 23))
+
+
+def test_a_seed_below_nothing_is_another_one():
+    def drawn(seed):
+        sampler = Sampler(VOCAB, [])
+        sampler.open(0, [1], SamplingParams(temperature=1.0, seed=seed))
+        return [sampler.sample([0], logits(step))[0].token for step in range(12)]
+
+    assert drawn(-1) == drawn(2**64 - 1)
+    assert drawn(-1) != drawn(1)
+
+
+def test_as_many_biases_as_are_allowed():
+    for count in (MAX_LOGIT_BIAS, MAX_LOGIT_BIAS + 1):
+        sampling = SamplingParams(logit_bias=dict.fromkeys(range(count), 1.0))
+        if count <= MAX_LOGIT_BIAS:
+            check_sampling(sampling, 1000)
+        else:
+            with pytest.raises(InvalidRequest, match="at most"):
+                check_sampling(sampling, 1000)
