@@ -114,5 +114,5 @@ def test_the_kv_of_a_token_is_what_the_pool_will_hold_of_it(
         (tmp_path / "config.json").write_text(json.dumps(text))
         sizes = [models.model_size(tmp_path, dtype) for dtype in ("bfloat16", "float32")]
         assert [size.token_bytes for size in sizes if size is not None] == [token_bytes, 2 * token_bytes]
-    (tmp_path / "config.json").write_text(json.dumps({**described, "num_attention_heads": "six"}))
+    (tmp_path / "config.json").write_text(json.dumps({**described, "num_hidden_layers": None}))
     assert models.model_size(tmp_path) is None

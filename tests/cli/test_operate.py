@@ -244,7 +244,7 @@ def test_a_life_is_told_and_an_unknown_one_is_no_success(
         status, _ = ask(words, silent=silent)
         captured = capsys.readouterr()
         assert status == 1
-        assert "no process knows the request r" in captured.err
+        assert "no process knows the request 'r'" in captured.err
         assert ("without an answer: decode dddddddd" in captured.err) is bool(silent)
         if as_json:
             assert json.loads(captured.out)["silent"] == silent

@@ -179,3 +179,47 @@ def test_random_logits_under_a_schema_give_the_schema_on_both_sides(compiler, to
     value = json.loads(tokenizer.decode(tokens[:-1]))
     assert value["city"] in ("Paris", "Rome")
     assert isinstance(value["n"], int)
+
+
+def test_a_refused_token_is_named_and_the_state_stays_as_it_was(compiler, tokenizer):
+    state, _ = follow(compiler, tokenizer, Grammar("regex", "abc"), "a")
+    wrong = tokenizer.encode("z")[0]
+    state.accept(wrong)
+    state.accept(tokenizer.encode("b")[0])
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=f"token {wrong} does not fit"):
+            state.admitted()
+
+
+def test_one_text_of_two_kinds_is_two_formats(compiler, tokenizer):
+    """What is a grammar is a regular expression for itself, too."""
+    source = 'start: "a"'
+    for kind, text in (("lark", "a"), ("regex", source), ("lark", "a")):
+        state, at = follow(compiler, tokenizer, Grammar(kind, source), text)
+        assert (at, state.accepting) == (len(text), True)
+    assert len(compiler) == 2
+
+
+def test_of_formats_the_one_that_was_asked_for_longest_ago_is_forgotten(compiler):
+    compiled, compile_ = [], compiler._compile
+
+    def noted(grammar):
+        compiled.append(grammar.text)
+        return compile_(grammar)
+
+    compiler._compile = noted
+    for text in ("a", "b", "a", "c", "a", "b"):
+        compiler.open(Grammar("regex", text))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_the_size_of_a_format_is_counted_in_bytes(tokenizer):
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], max_grammar_bytes=8)
+    compiler.open(Grammar("regex", "é" * 4))
+    with pytest.raises(InvalidRequest, match="has 10 bytes; the limit is 8"):
+        compiler.open(Grammar("regex", "é" * 5))
+
+
+def test_a_tokenizer_may_know_more_words_than_the_model(tokenizer):
+    compiler = GrammarCompiler(tokenizer, len(tokenizer) - 1, [0])
+    assert len(compiler.open(Grammar("regex", "a+")).admitted()) == len(tokenizer) - 1

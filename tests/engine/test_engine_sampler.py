@@ -458,7 +458,7 @@ def test_top_p_counts_what_min_p_has_left():
     weights = np.array([1.0, 0.6, 0.5] + [0.05] * 20, np.float32)
     # 0.7 of 2.1 is 1.47: the third one begins at 1.6.
     assert _candidates(weights, SamplingParams(min_p=0.4, top_p=0.7)).tolist() == [0, 1]
-    assert _candidates(weights, SamplingParams(top_p=0.7)).tolist() == [0, 1, 2] + list(range(3, 23))
+    assert _candidates(weights, SamplingParams(top_p=0.7)).tolist() == list(range(23))
 
 
 def test_a_seed_below_nothing_is_another_one():
@@ -479,3 +479,19 @@ def test_as_many_biases_as_are_allowed():
         else:
             with pytest.raises(InvalidRequest, match="at most"):
                 check_sampling(sampling, 1000)
+
+
+def test_alternatives_are_the_best_first_equal_ones_by_number_and_none_that_cannot_come():
+    row = torch.full((1, VOCAB), -math.inf)
+    row[0, [3, 5, 9]] = torch.tensor([1.0, 2.0, 1.0])
+    sampler = Sampler(VOCAB, [])
+    sampler.open(0, [1], SamplingParams(temperature=0.0, logprobs=5))
+    [result] = sampler.sample([0], row)
+    assert [token for token, _ in result.logprob.top] == [5, 3, 9]
+    assert all(math.isfinite(value) for _, value in result.logprob.top)
+
+
+def test_a_prompt_that_repetition_is_counted_over_must_be_of_the_vocabulary():
+    for output, penalty in (([], 1.5), ([VOCAB], 1.0)):
+        with pytest.raises(InvalidRequest, match="the prompt names token"):
+            Sampler(VOCAB, []).open(0, [VOCAB], SamplingParams(repetition_penalty=penalty), output)

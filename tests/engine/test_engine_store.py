@@ -8,6 +8,7 @@ import struct
 import threading
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -208,6 +209,17 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path):
     assert is_no_room(caught.value)
 
 
+@pytest.mark.parametrize("spare_bytes", [64 * 2**20, 64 * 2**20 - 1])
+def test_some_room_is_left_for_others(tmp_path, monkeypatch, spare_bytes):
+    free = SimpleNamespace(free=10**9 + spare_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: free)
+    if spare_bytes == 64 * 2**20:
+        check_room(tmp_path, 10**9)
+    else:
+        with pytest.raises(OSError, match="needed"):
+            check_room(tmp_path, 10**9)
+
+
 def test_the_deadline_ends_the_child_and_cleans_up(tiny, tmp_path):
     with pytest.raises(ConfigError, match="not ready after"):
         resolve_model(str(tiny[0]), cache=tmp_path, deadline_s=0.3)
@@ -279,6 +291,11 @@ def cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
+def longer(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -287,10 +304,13 @@ def cut(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
         (lambda f: (f / "config.json").write_text("{}"), "model_type"),
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+        (lambda f: (f / "config.json").write_text('{"model_type": 7}'), "model_type"),
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
+        (lambda f: (f / "tokenizer.json").rename(f / "vocab.json"), "no tokenizer"),
         (lambda f: (f / "model.safetensors").unlink(), "no weights"),
         (shard, r"lacks the weight file two\.safetensors"),
         (cut, "copy it again"),
+        (longer, "copy it again"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x" * 200), "not a safetensors file"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"[]"), "broken safetensors"),
     ],
