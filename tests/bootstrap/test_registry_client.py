@@ -1009,6 +1009,26 @@ def test_a_drain_of_an_incarnation_that_is_over_says_so(error: type[SegueError])
     asyncio.run(main())
 
 
+def test_a_drain_from_elsewhere_is_of_all_ranks_and_one_s_own_of_those_that_are_registered_here() -> None:
+    async def main() -> None:
+        store = RegistryStore(SystemClock(), ttl_s=LIMITS.registry_ttl_s)
+        mine, other, operator = (LocalRegistry(store, limits=LIMITS) for _ in range(3))
+        for rank, each in enumerate((mine, other)):
+            await each.register(record(A, dp_rank=rank, dp_size=2))
+
+        def flags() -> list[bool]:
+            return [where.draining for where in store.instances().instances[0].replicas]
+
+        await operator.set_draining(A, True)
+        assert flags() == [True, True]
+        await other.set_draining(A, False)
+        assert flags() == [True, False]
+        for each in (mine, other, operator):
+            await each.aclose()
+
+    asyncio.run(main())
+
+
 def test_a_room_of_an_instance_that_has_left_does_not_register_it_again() -> None:
     async def main() -> None:
         backend = Answers()

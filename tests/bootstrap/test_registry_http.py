@@ -448,11 +448,13 @@ def test_expiry_wakes_a_waiting_query_by_itself() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_goes_away_leaves_no_waiting_query_behind() -> None:
+def test_a_client_that_goes_away_leaves_no_waiting_query_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("segue.bootstrap.server.MAX_WAIT_S", 3600.0)  # it does not end by itself
+
     async def main() -> None:
         server = await serve("127.0.0.1", 0, secret=None, limits=Limits())
         _, writer = await asyncio.open_connection(server.host, server.port)
-        writer.write(b"GET /v1/rooms/9?wait_s=30 HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /v1/rooms/9?wait_s=3600 HTTP/1.1\r\nhost: x\r\n\r\n")
         await _until_subscribed(server.store, 9)
         before = len(server.store._watchers)
         writer.close()

@@ -76,6 +76,14 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
+async def stopped(server: GuardedServer, jumps: Jumps) -> None:
+    """It has stopped; its drain is over as soon as everything has had its turns."""
+    stopping = asyncio.create_task(server.stop())
+    while not stopping.done():
+        jumps.over(0.2)
+        await asyncio.sleep(0)
+
+
 async def turns(condition: Callable[[], bool] = lambda: False) -> None:
     """What is under way has happened."""
     for _ in range(30):
@@ -113,10 +121,7 @@ def test_an_answer_that_outlasts_the_drain_is_ended_and_its_socket_with_it() -> 
             reader, writer = await asyncio.open_connection(*server.address)
             writer.write(ASK)
             await app.asked.wait()
-            stopping = asyncio.create_task(server.stop())
-            while not stopping.done():
-                jumps.over(0.2)
-                await asyncio.sleep(0)
+            await stopped(server, jumps)
             assert b"hello" not in await ended(reader)
             writer.close()
         assert app.ended == ["cancelled"]
@@ -126,7 +131,7 @@ def test_an_answer_that_outlasts_the_drain_is_ended_and_its_socket_with_it() -> 
 
 def test_a_client_that_does_not_read_its_answer_keeps_no_socket_of_a_server_that_has_stopped() -> None:
     async def main() -> None:
-        app = App(b"x" * 2**24)
+        app, jumps = App(b"x" * 2**24), Jumps()
         app.go_on.set()
         async with running(app) as server:
             _, writer = await asyncio.open_connection(*server.address, limit=2**12)
@@ -134,7 +139,7 @@ def test_a_client_that_does_not_read_its_answer_keeps_no_socket_of_a_server_that
             await turns(lambda: bool(app.ended))
             [connection] = server.server_state.connections
             assert connection.transport.get_write_buffer_size() > 0
-            await server.stop()
+            await stopped(server, jumps)
             await turns(lambda: not server.server_state.connections)
             assert not server.server_state.connections
             writer.close()

@@ -6,7 +6,7 @@ import pytest
 from session_peers import SECRET, hello
 
 from segue.core.errors import ErrorCode, LayoutMismatch, PeerRefused, SegueError, Unauthorized
-from segue.session.frames import Opened, Proof, SessionAccepted, SessionRefused, Welcome
+from segue.session.frames import Duplicate, Opened, Proof, SessionAccepted, SessionRefused, Welcome
 from segue.session.handshake import Handshake, Progress, prove, session_key
 
 KEY = session_key(SECRET)
@@ -40,6 +40,23 @@ def test_both_sides_prove_themselves_and_the_smaller_incarnation_decides(key: by
     assert dialler.others == {b"x" * 16}
     assert listener.receive(Opened(), 10.0) is Progress.OPEN
     assert dialler.id == listener.id
+
+
+@pytest.mark.parametrize("listener_decides", [True, False])
+def test_who_decides_takes_no_decision_from_the_other_side(listener_decides: bool) -> None:
+    """Else a session is open on one side while the other still looks whether it wants it."""
+    for said in (Opened(), Duplicate()):
+        first, second = ("b", "a") if listener_decides else ("a", "b")
+        dialler = Handshake(hello(first), dialling=True, key=KEY, version=1)
+        listener = Handshake(hello(second), dialling=False, key=KEY, version=1)
+        exchange_hellos(dialler, listener)
+        listener.receive(dialler.proof_frame(), 10.0)
+        dialler.receive(listener.proof_frame(), 10.0)
+        decides = listener if listener_decides else dialler
+        assert decides.decides
+        decides.receive(Welcome(payload=b"", max_frame_bytes=1), 10.0)
+        with pytest.raises(PeerRefused, match="was due"):
+            decides.receive(said, 10.0)
 
 
 def test_another_secret_proves_nothing() -> None:
