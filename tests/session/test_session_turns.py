@@ -67,6 +67,8 @@ class Net:
     def __init__(self, hosts: dict[str, str], bound: str = "") -> None:
         self.loop = TurnLoop()
         self.nodes: dict[str, SessionNode] = {}
+        #: why dials did not end in a session
+        self.failed: list[SegueError] = []
         for name, host in hosts.items():
             self.start(name, host, bound)
 
@@ -104,8 +106,8 @@ class Net:
                 expect=peer.me,
                 timeout_s=3.0,  # type: ignore[attr-defined]
             )
-        except SegueError:
-            return
+        except SegueError as error:
+            self.failed.append(error)
 
     def step(self, what: str, a: int, b: int) -> None:
         names = list(self.nodes)
@@ -270,6 +272,7 @@ def test_of_two_that_dial_each_other_the_first_session_stays_however_the_network
             net.step(rng.choice(("turn", "deliver", "deliver")), rng.randrange(16), rng.randrange(16))
         crossed += sum(end.protocol.handshake.authenticated for end in net.loop.ends) > 2
         net.rest(seed)
+        assert net.failed == [], f"{seed}: both dials end in the one session, whichever it is"
         opened = [node.stats.opened for node in net.nodes.values()]
         assert opened == [1, 1], f"{seed}: a session was opened and given up for another: {opened}"
         assert not any(net.owner(name).ends for name in net.nodes), seed
