@@ -616,15 +616,19 @@ def test_as_many_rooms_as_requests_are_waited_for_at_the_same_time(kind: str) ->
     many = 40
 
     async def main() -> None:
-        came, all_came = [0], asyncio.Event()
+        came, gone = list[asyncio.StreamWriter](), list[asyncio.StreamWriter]()
+        all_came, all_gone = asyncio.Event(), asyncio.Event()
 
         async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.readuntil(b"\r\n\r\n")
-            came[0] += 1
-            if came[0] == many:
+            came.append(writer)
+            if len(came) == many:
                 all_came.set()
             await reader.read()
             writer.close()
+            gone.append(writer)
+            if len(gone) == many:
+                all_gone.set()
 
         async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
@@ -634,6 +638,7 @@ def test_as_many_rooms_as_requests_are_waited_for_at_the_same_time(kind: str) ->
             await asyncio.wait_for(all_came.wait(), DEADLINE_S)
             await client.aclose()
             assert all(isinstance(e, Draining) for e in await asyncio.gather(*asking, return_exceptions=True))
+            await asyncio.wait_for(all_gone.wait(), DEADLINE_S)
 
     asyncio.run(main())
 
@@ -1059,6 +1064,37 @@ def test_a_client_that_is_closed_asks_no_more_and_leaves_no_task() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_leaves_while_it_is_kept_alive_does_not_end_the_keep_alive_of_the_others() -> None:
+    """What said that it lives is on its way while it leaves, and is refused for that."""
+
+    class Leaves(Answers):
+        registry: LocalRegistry | None = None
+
+        async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+            if self.registry is not None and dp_rank == 0:
+                await self.registry.leave(LeaderId(A, 0))
+                raise Draining("rank 0 has left")
+            return await super().put_rank(record, dp_rank)
+
+    async def main() -> None:
+        backend = Leaves()
+        registry = registry_on(backend)
+        for rank in range(2):
+            await registry.register(record(A, dp_rank=rank, dp_size=2))
+        backend.registry = registry
+        backend.ranks.clear()
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(backend.ranks) < 3 and not keeping.done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert not keeping.done()
+        assert {one.replicas[0].dp_rank for one in backend.ranks} == {1}
+        await registry.leave(LeaderId(A, 1))
+        await asyncio.wait_for(keeping, DEADLINE_S)
 
     asyncio.run(main())
 

@@ -283,7 +283,16 @@ class _Registry:
 
     async def _say_again(self, incarnation: Incarnation) -> None:
         """All that a registry may have forgotten."""
-        complete = await self._put(self._mine[incarnation])
+        complete = None
+        while complete is None:
+            said = self._mine[incarnation]
+            try:
+                complete = await self._put(said)
+            except _OVER:
+                now = self._mine.get(incarnation)
+                if now is None or len(now.replicas) == len(said.replicas):
+                    raise
+                # One of our ranks has left meanwhile, which is what we were told: the others live.
         if (record := self._mine.get(incarnation)) is not None:
             self._mine[incarnation] = msgspec.structs.replace(record, complete=record.complete or complete)
         if incarnation in self._unsaid:
