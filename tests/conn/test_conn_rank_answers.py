@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from test_worker_rank import FULL, PEER, Owner, Refusing, with_raw_worker
 
 from segue.conn import rank_wire as wire
 from segue.conn.io import IoThread, LoopIo
+from segue.conn.rank import FENCE_AGAIN_S
 from segue.conn.rank_worker import RankWorker
 from segue.conn.worker_rank import WorkerRank
 from segue.core.errors import BootstrapTimeout, PeerLost, RequestTooLarge, SegueError, TransferFailed
@@ -114,6 +116,7 @@ class Answering(Refusing):
 
     def __init__(self) -> None:
         super().__init__()
+        self.scratch = Scratch(640, 64)
         self.order: list[str] = []
 
     async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
@@ -135,7 +138,8 @@ class Answering(Refusing):
     def fence(self, transport: str, peer: RankId, epoch: int) -> None:
         self.owner.moved(0, transport, Fenced(peer, epoch, epoch == 5))
         if epoch == 6:
-            self.owner.moved(0, transport, PeerGone(peer, True, PeerLost("it has ended")))
+            for proven in (True, False):
+                self.owner.moved(0, transport, PeerGone(peer, proven, PeerLost("it has ended")))
             self.owner.moved(0, transport, WriteFailed(peer, 6, 8, TransferFailed("cut"), True))
 
     def checksum(self, effect: events.ComputeChecksum) -> None:
@@ -175,7 +179,7 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
             rank.checksum(asked(tag))
         rank.fence("shm", PEER, 5)
         rank.fence("shm", PEER, 6)
-        await owner.until(lambda: len(owner.heard) == 10)
+        await owner.until(lambda: len(owner.heard) == 11)
         await asyncio.to_thread(rank.close)
 
     asyncio.run(main())
@@ -199,7 +203,9 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
         Fenced(PEER, 5, True),
         Fenced(PEER, 6, False),
     ]
-    assert [each.proven for each in owner.heard if isinstance(each, PeerGone)] == [True]
+    assert [each.proven for each in owner.heard if isinstance(each, PeerGone)] == [True, False]
+    said = (rank.spec, rank.endpoints, rank.scratch)
+    assert said == (answering.spec, answering.endpoints, answering.scratch)
     assert answering.order == [
         "connect shm b'where' 5.0",
         "measure 5",
@@ -209,6 +215,43 @@ def test_each_command_has_its_answer_and_what_cannot_be_done_is_answered_too() -
     ]
     assert isinstance(gone.get(timeout=60), PeerLost)
     worker.close()
+    assert gone.empty(), "once"
+
+
+def alone(rank: Any) -> tuple[RankWorker, list[Any], list[Any]]:
+    """A worker without a leader: when it calls again, and when it takes its leader for gone."""
+    later, gone = list[Any](), list[Any]()
+    io: Any = SimpleNamespace(loop=SimpleNamespace(call_later=lambda *what: later.append(what)))
+    return RankWorker(rank, None, io, Limits(), gone.append), later, gone  # type: ignore[arg-type]
+
+
+def test_a_leader_that_is_not_heard_is_not_gone_before_its_end_of_the_channel_is() -> None:
+    """Its fences may still come, and writes may land: to end now would leave them without an answer."""
+    worker, _, gone = alone(Answering())
+    worker._ended(PeerLost("it does not read"), False)
+    assert gone == []
+    worker._ended(PeerLost("it has ended"), True)
+    assert [str(error) for error in gone] == ["it has ended"]
+
+
+def test_a_fence_that_was_not_taken_is_asked_for_again_by_the_worker_itself() -> None:
+    rank, fence = Answering(), wire.FenceCommand("shm", PEER, 5)
+    taken: list[int] = []
+
+    def take(transport: str, peer: RankId, epoch: int) -> None:
+        taken.append(epoch)
+        if len(taken) < 3:
+            raise RuntimeError("a bug")
+
+    rank.fence = take  # type: ignore[method-assign]
+    worker, later, _ = alone(rank)
+    worker._asked(fence)
+    for number in (1, 2):
+        [(delay, call, command)] = later
+        assert (len(taken), delay, command) == (number, FENCE_AGAIN_S, fence)
+        later.clear()
+        call(command)
+    assert (taken, later) == ([5, 5, 5], [])
 
 
 def test_a_worker_closes_its_channel_only_after_its_transports() -> None:
