@@ -232,3 +232,67 @@ def test_as_many_peers_are_known_as_there_may_be_and_of_the_others_nothing_stays
         assert len(known) == min(number + 1, 8)
         assert known == [peers[0], *peers[max(1, number - 6) : number + 1]][: number + 1]
     assert set(ranks._dead) == set(known)
+
+
+class Connecting(Noting):
+    """A rank whose connects take until the test says so."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.under_way: list[asyncio.Future[None]] = []
+        self.ended = 0
+
+    async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
+        self.under_way.append(asyncio.get_running_loop().create_future())
+        await self.under_way[-1]
+        self.ended += 1
+
+
+async def turns() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_one_path_is_opened_at_a_time_also_after_who_asked_for_it_has_gone(role: Role) -> None:
+    """A connect that cannot be cancelled would else meet the next one at the same path. On decode the paths
+    between its ranks are those of every peer."""
+
+    async def main() -> None:
+        ranks = ranks_of(role, writer := Connecting(0), Connecting(1))
+        relays = ((0, 0, 1),) if role is Role.DECODE else ()
+        for peer in (PEER, OTHER):
+            ranks.choose(peer, "tcp", ((0, 0),), {PEER, OTHER}, relays)
+        peers = (PEER, OTHER, PEER, OTHER) if role is Role.DECODE else (PEER,) * 4
+        asking = [asyncio.ensure_future(ranks.connect(peer, info(), 3.0)) for peer in peers]
+        await turns()
+        asking[0].cancel()
+        for number in range(1, 5):
+            await turns()
+            assert (len(writer.under_way), writer.ended) == (number, number - 1)
+            writer.under_way[-1].set_result(None)
+        found = await asyncio.gather(*asking, return_exceptions=True)
+        assert isinstance(found[0], asyncio.CancelledError)
+        assert (found[1:], writer.ended) == ([None] * 3, 4)
+        assert not ranks._connecting
+
+    asyncio.run(main())
+
+
+def test_the_paths_to_two_peers_are_opened_at_once() -> None:
+    """One that swallows packets keeps nobody waiting but itself."""
+
+    async def main() -> None:
+        ranks = ranks_of(Role.PREFILL, writer := Connecting(0))
+        for peer in (PEER, OTHER):
+            ranks.choose(peer, "tcp", ((0, 0),), {PEER, OTHER})
+        asking = [asyncio.ensure_future(ranks.connect(peer, info(), 3.0)) for peer in (PEER, OTHER)]
+        await turns()
+        assert len(writer.under_way) == 2
+        writer.under_way[1].set_exception(FULL.exception())
+        with pytest.raises(OutOfCapacity):
+            await asking[1]
+        writer.under_way[0].set_result(None)
+        await asking[0]
+
+    asyncio.run(main())
