@@ -37,7 +37,7 @@ from segue.serve.instance import LOOK_AGAIN_S, Instance
 from segue.serve.leader import Abandon, Drain, Hold, Inspect
 from segue.serve.rank_process import WORDS, CannotWord, HereWord, LoadedWord, ServeOrder, SetUpOrder, heard
 from segue.serve.turns import Turns
-from segue.serve.workers import OpenedReplica, RankProcess, Workers
+from segue.serve.workers import OpenedReplica, RankProcess, Workers, open_replica
 from segue.sim.engine import lineage_spec
 
 ME = LeaderId(Incarnation("a" * 32), 1)
@@ -667,6 +667,38 @@ def test_the_first_reason_why_a_replica_is_over_is_told_once_and_when_no_rank_is
     made.workers.fail(PeerLost("the first"))
     made.workers.fail(PeerLost("what came of it"))
     assert told == [("the first", ["killed", "killed", "waited", "waited"])]
+
+
+def test_a_rank_that_is_lost_between_two_roles_is_told_to_the_next_one_and_not_to_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "WorkerRank", lambda rank, _channel, _limits: rank)
+    made, told = ranks((), ()), list[str]()
+    gone = PeerLost("rank 2 has ended")
+
+    def channel(_: object) -> None:
+        made.workers.fail(gone)  # as whoever watches the ranks says
+
+    monkeypatch.setattr(workers, "_channel", lambda _worker: None)
+    made.workers.serve(ME, (), CONFIG, lambda _: told.append("first"))
+    monkeypatch.setattr(workers, "_channel", channel)
+    with pytest.raises(PeerLost, match="rank 2"):
+        made.workers.serve(ME, (), CONFIG, lambda _: told.append("second"))
+    assert told == []
+
+
+def test_ranks_of_a_model_that_could_not_be_loaded_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ranks((), (), stubborn=True)
+
+    def loaded(*_: object) -> None:
+        raise PeerLost("rank 1 has ended on the way")
+
+    monkeypatch.setattr(workers, "Workers", lambda count: made.workers)
+    monkeypatch.setattr(workers, "_loaded", loaded)
+    with pytest.raises(PeerLost):
+        open_replica(InstanceConfig(model="m", registry="http://127.0.0.1:1", tp=3))
+    assert made.log[:2] == ["killed", "killed"], "at once: one that loads would leave later"
+    assert made.log.count("closed") == 4
 
 
 def test_ranks_are_asked_to_leave_together_and_one_that_does_not_is_killed(
