@@ -1,6 +1,7 @@
 """`segue bench` against a server that holds no model: what it asks, what it counts, what it says."""
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,60 @@ def test_an_idle_connection_that_the_server_closed_is_opened_again() -> None:
 
     assert asyncio.run(once()) == ("", "")
     assert served == 2
+
+
+GOOD = b'data: {"choices": [{"text": "x"}]}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answers", "errors", "connections"),
+    [
+        # What comes after an error belongs to nobody: the next request must not read it.
+        ([(b'data: {"error": {}}\n\n', 100), (GOOD, 0)], ["in_stream", ""], 2),
+        # It may have been carried out: it is not sent again.
+        ([(GOOD, 0), (GOOD[:20], -1)], ["", "disconnected"], 1),
+        ([(b"", -1)], ["disconnected"], 1),
+        ([(GOOD, 0), (GOOD, 0)], ["", ""], 1),
+    ],
+    ids=["an error in the stream", "cut off within an answer", "closed without a word", "kept alive"],
+)
+def test_a_request_is_sent_once_and_what_is_left_of_an_answer_is_read_by_nobody(
+    answers: list[tuple[bytes, int]], errors: list[str], connections: int
+) -> None:
+    """Each answer, and how many bytes are still owed; -1: the connection ends there."""
+    opened: list[Any] = []
+    asked: list[bytes] = []
+
+    async def main() -> list[str]:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            opened.append(asyncio.current_task())
+            try:
+                while True:
+                    await reader.readuntil(b"\r\n\r\n{}")
+                    body, owed = answers[len(asked)]
+                    asked.append(body)
+                    if body:
+                        size = len(body) + abs(owed)
+                        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + body)
+                    if owed < 0:
+                        break
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        connection = ClientConnection(Target("127.0.0.1", server.sockets[0].getsockname()[1], "", None))
+        found = [(await stream(connection, "/", b"{}", 60.0)).error for _ in answers]
+        connection.close()
+        server.close()
+        await asyncio.gather(*opened)
+        await server.wait_closed()
+        return found
+
+    assert asyncio.run(main()) == errors
+    assert (len(asked), len(opened)) == (len(answers), connections)
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
