@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
@@ -36,6 +37,8 @@ def test_a_call_that_hangs_holds_up_no_other_one_and_each_gives_what_came_of_it(
     assert calls.submit(divmod, 7, 2).result(60) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         calls.submit(divmod, 7, 0).result(60)
+    with pytest.raises(SystemExit):  # who waits would wait for ever
+        calls.submit(sys.exit, 3).result(60)
     assert not hangs.done()
     go_on.set()
     assert hangs.result(60) is True

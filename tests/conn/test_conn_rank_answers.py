@@ -65,6 +65,9 @@ def test_only_what_is_still_unanswered_is_answered_when_the_worker_ends() -> Non
         assert (hashed.tag, hashed.error) == (2, lost.info)
         rank.fence("shm", PEER, 13)
         assert owner.heard[-1] == Fenced(PEER, 13, True)
+        rank.write("shm", PEER, 5, 4, ())
+        failed = owner.heard[-1]
+        assert (failed.epoch, failed.tag, str(failed.error)) == (5, 4, str(lost)), "or nobody would"
         for refused in (lambda: rank.grant("shm", PEER, 6, [1]), lambda: rank.checksum(asked(3))):
             with pytest.raises(PeerLost):
                 refused()
@@ -96,6 +99,52 @@ def test_who_waits_for_an_answer_hears_that_the_worker_is_lost_or_that_it_takes_
         with pytest.raises(PeerLost):
             await waiting
         assert not rank._asked
+
+    with_raw_worker(use)
+
+
+def test_a_question_has_its_own_time_and_that_of_a_worker_which_is_slow_to_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float | None] = []
+    timeout = asyncio.timeout
+
+    def noted(delay: float | None) -> asyncio.Timeout:
+        waits.append(delay)
+        return timeout(delay)
+
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        rank._limits = Limits(peer_silence_s=20.0)
+        monkeypatch.setattr(asyncio, "timeout", noted)
+        asking = [
+            asyncio.ensure_future(each)
+            for each in (
+                rank.connect("shm", PEER, b"", 5.0),
+                rank.admit(["shm"], PEER, 6),
+                rank.measure("shm", PEER, 5, Scratch(0, 2), PageShape(1, 1), 7.0),
+            )
+        ]
+        await asyncio.sleep(0)
+        monkeypatch.undo()
+        assert waits == [25.0, 20.0, 27.0]
+        figures = PathFigures(page_s=0.5, bytes_per_s=2.0)
+        for number in (1, 2, 3):
+            worker.sendall(wire.encode(wire.DoneAnswer(number, figures if number == 3 else None)))
+        assert await asyncio.gather(*asking) == [None, None, figures]
+
+    with_raw_worker(use)
+
+
+def test_each_checksum_of_a_hand_off_is_answered_when_the_worker_ends() -> None:
+    """Pages wait for every one of them."""
+
+    async def use(rank: WorkerRank, owner: Owner, worker: socket.socket) -> None:
+        for tag in (1, 2, 3):
+            rank.checksum(asked(tag))
+        worker.shutdown(socket.SHUT_RDWR)
+        await owner.until(lambda: len(owner.heard) == 4)
+        lost, *hashed = owner.heard
+        assert [(each.tag, each.error) for each in hashed] == [(tag, lost.info) for tag in (1, 2, 3)]
 
     with_raw_worker(use)
 

@@ -249,6 +249,17 @@ def test_a_part_that_a_pool_does_not_hold_is_refused(part: Part) -> None:
         canonical_content(spec, part, Span(0, 3), [0], 0, LayerSample(), "test")
 
 
+@pytest.mark.parametrize("part", [Part(0, 1, 2, 1), Part(1, 1, 1, 1), Part(1, 2, 2, 1), Part(1, 1, 2, 2)])
+def test_what_lies_before_or_behind_the_layers_and_heads_of_a_rank_is_not_its_own(part: Part) -> None:
+    spec = PoolSpec(
+        shape=kv(), pages=9, page_tokens=4, layer_start=1, layer_count=1, head_start=2, head_count=1
+    )
+    own = canonical_content(spec, Part(1, 1, 2, 1), Span(0, 3), [0], 0, LayerSample(), "test")
+    assert own.nbytes == 3 * (spec.k_token_bytes + spec.v_token_bytes)
+    with pytest.raises(LayoutMismatch):
+        canonical_content(spec, part, Span(0, 3), [0], 0, LayerSample(), "test")
+
+
 def test_whole_pages_are_all_their_bytes_in_the_order_of_the_memory() -> None:
     spec = PoolSpec(shape=kv(), pages=9, page_tokens=4, layer_count=3, head_count=4)
     area = whole_pages(spec, [7, 2, 3])

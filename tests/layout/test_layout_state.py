@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from msgspec.structs import replace
 
-from segue.core.errors import LayoutMismatch
+from segue.core.errors import Internal, LayoutMismatch
 from segue.core.types import RankCoord, Span
-from segue.layout.content import LayerSample, checksum, whole_pages
+from segue.layout.content import LayerSample, canonical_content, checksum, part_of, whole_pages
 from segue.layout.planner import plan_pair
 from segue.layout.spec import STATE_ALIGN, KVShape, PlaneSpec, PoolSpec, StateTensor
 
@@ -51,6 +52,19 @@ def test_what_is_granted_is_the_pages_and_the_slot_and_nothing_else() -> None:
         granted[int(start) : int(end)] = True
     assert granted.sum() == 2 * spec.page_bytes + SHAPE.state_bytes
     assert granted[spec.slot_offset(2) :].all()
+
+
+def test_a_state_is_content_also_without_tokens_and_is_hashed_whole_or_not_at_all() -> None:
+    spec = pool()
+    content = canonical_content(spec, part_of(spec), Span(3, 3), [], 0, LayerSample(), "test", 2)
+    assert content.state == (spec.slot_offset(2), SHAPE.state_bytes)
+    assert content.nbytes == SHAPE.state_bytes
+    data = bytearray(range(256)) * (spec.nbytes // 256 + 1)
+    whole = memoryview(data)[: spec.nbytes]
+    assert checksum([whole], content) == xxhash.xxh3_64_intdigest(whole[spec.slot_offset(2) :])
+    for short in (1, SHAPE.state_bytes):
+        with pytest.raises(Internal, match="outside"):
+            checksum([whole[:-short]], content)
 
 
 @pytest.mark.parametrize(

@@ -513,6 +513,12 @@ def test_what_reaches_into_the_next_period_meets_what_begins_it() -> None:
     assert first_clash([key, Box(1, 80, 40, ((100, 8),))]) in ((0, 1), (1, 0))
 
 
+def test_a_small_box_inside_a_large_one_does_not_hide_what_meets_the_large_one_behind_it() -> None:
+    large, inside = Box(0, 0, 100, ()), Box(0, 10, 10, ())
+    assert first_clash([large, inside, Box(1, 50, 10, ())]) == (0, 1)
+    assert first_clash([large, inside, Box(1, 100, 10, ())]) is None
+
+
 def test_a_pair_of_unequal_strides_has_one_plan_hash_and_another_than_layer_major_pools() -> None:
     shape = kv(layers=2)
     pools = [
