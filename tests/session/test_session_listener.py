@@ -68,9 +68,10 @@ class Door:
     def _make_room(self) -> None:
         self.rooms += 1
 
-    async def come(self, said: bytes = b"") -> Stranger:
-        """One more client; returns once it is being let in."""
-        before, client = len(self.made), socket.create_connection(self.sock.getsockname())
+    async def come(self, said: bytes = b"", host: str = "127.0.0.1") -> Stranger:
+        """One more client, from `host`; returns once it is being let in."""
+        client = socket.create_connection(self.sock.getsockname(), source_address=(host, 0))
+        before = len(self.made)
         self.clients.append(client)
         client.sendall(said)
         while len(self.made) == before:  # noqa: ASYNC110  nobody is told
@@ -154,6 +155,16 @@ def test_a_connection_that_is_lost_while_it_is_accepted_costs_nobody_else_anythi
         await told(await door.come())
         assert first.why_cut is None
         assert (door.counts, door.rooms) == ({}, 0)
+
+    run(test)
+
+
+def test_one_address_pushes_out_its_own_strangers_and_nobody_elses() -> None:
+    async def test(door: Door) -> None:
+        alone = await told(await door.come(host="127.0.0.2"))
+        flood = [await told(await door.come()) for _ in range(9)]
+        assert alone.why_cut is None
+        assert [one.why_cut is None for one in flood] == [False] * 5 + [True] * 4, "half of all may be its"
 
     run(test)
 
