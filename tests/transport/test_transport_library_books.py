@@ -431,6 +431,21 @@ def test_a_process_that_was_stopped_gives_its_peers_time_to_answer() -> None:
     assert ["said nothing" in str(error) for error in made.ends] == [True]
 
 
+def test_a_peer_that_says_anything_is_there() -> None:
+    """Its answer may take longer than other things that it has to say."""
+    made = Stream()
+    made.stream.open()
+    for _ in range(3):
+        made.stream.expect()
+    assert len(made.loop.timers) == 1
+    for epoch in range(4):
+        made.loop.advance(0.9 * SILENCE_S)
+        made.hears(GrantEpoch(epoch))
+    assert not made.ends
+    made.loop.advance(1.1 * SILENCE_S)
+    assert ["said nothing" in str(error) for error in made.ends] == [True]
+
+
 def test_nothing_is_told_after_the_end_of_a_stream() -> None:
     made = Stream()
     made.stream._told = lambda message: (made.told.append(message), made.stream.close())[1]

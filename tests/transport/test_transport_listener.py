@@ -303,6 +303,24 @@ def test_who_is_not_let_in_after_all_is_closed_and_hears_the_reason_if_there_is_
     assert len(turned.listener._pending) == 0
 
 
+def test_a_handshake_is_waited_for_as_it_asks_and_then_an_answer(turned: Turned) -> None:
+    class Asks(PlainChannel):
+        buffered = True
+
+        def handshake(self) -> int:
+            return steps.pop(0)
+
+    steps = [select.EPOLLIN, select.EPOLLOUT, 0]
+    turned.listener._open_channel = lambda sock: Asks(sock)
+    sock, fd = turned.comes()
+    asked = [turned.loop.asked[fd]]
+    for events in (select.EPOLLIN, select.EPOLLOUT):
+        turned.loop.of[fd](events)
+        asked.append(turned.loop.asked[fd])
+    assert asked == [select.EPOLLIN, select.EPOLLOUT, select.EPOLLIN]
+    turned.proves(sock, fd).finish(sock.recv(1000))
+
+
 # ---- under TLS --------------------------------------------------------------------------------------
 
 

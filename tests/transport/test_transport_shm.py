@@ -6,6 +6,8 @@ import queue
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +21,7 @@ from segue.layout.blocks import CopyBlock
 from segue.transport import handshake
 from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
 from segue.transport.memory import Memory, allocate, available_bytes, host_region, sealed
+from segue.transport.shm_out import MappedPeer
 from segue.transport.shm_table import SLOTS, GrantTable, GrantView
 from segue.transport.shm_wire import ShmAddress
 
@@ -235,6 +238,24 @@ def test_grants_are_bounded_and_found() -> None:
         assert view.find(token(other, 78)) == -1
     table.remove_peer(rank("aaaa"))
     assert len(table) == 0
+    view.close()
+    table.close()
+
+
+def test_a_writer_sees_between_two_slices_that_its_epoch_has_ended() -> None:
+    """Also when another one has its slot by then."""
+    table = GrantTable()
+    view = GrantView(table.fd)
+    mapped: Any = SimpleNamespace(grants=view)
+    path = MappedPeer(None, None, ROGUE, rank("bbbb"), mapped, print, lambda _path: True)  # type: ignore[arg-type]
+    allowed, other = path.allowing(3), path.allowing(4)
+    assert not allowed()
+    table.add(ROGUE, 3)
+    assert allowed()
+    table.remove(ROGUE, 3)
+    assert not allowed()
+    table.add(ROGUE, 4)
+    assert (allowed(), other()) == (False, True)
     view.close()
     table.close()
 

@@ -55,8 +55,13 @@ class Line:
         cursor.advance(nbytes)
         return nbytes
 
-    def receive(self, _nbytes: int) -> bytes | None:
-        return self.data.pop(0) if self.data else None
+    def receive(self, nbytes: int) -> bytes | None:
+        """Of what came; the rest of that stays where no poll sees it, as in a record of TLS."""
+        if not self.data:
+            return None
+        data = self.data.pop(0)
+        assert len(data) <= nbytes, "the rest would wait until more comes"
+        return data
 
     def close(self, *, reset: bool = False) -> None:
         self.closed = True
@@ -69,7 +74,11 @@ class Loops(VirtualLoop):
         super().__init__()
         self.of: dict[int, Callable[[int], None]] = {}
         self.posted: list[Callable[[], None]] = []
+        self.asked: dict[int, int] = {}
         self._full = full
+
+    def change(self, fd: int, events: int) -> None:
+        self.asked[fd] = events
 
     def watch(self, fd: int, _events: int, ready: Callable[[int], None]) -> None:
         if self._full:
@@ -311,6 +320,76 @@ def test_each_epoch_of_a_stream_is_held_against_its_own_area(incoming: Incoming)
     incoming.hears(part(20, 4, 41, 10))
     assert ["outside the pages granted" in str(error) for error in incoming.ends] == [True]
     assert np.count_nonzero(incoming.array) == 30
+
+
+class Inside:
+    """A channel under TLS that has decrypted all of `data` already: no poll tells of it."""
+
+    buffered = True
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.sent, self.closed = data, b"", False
+
+    def fileno(self) -> int:
+        return 7
+
+    def receive(self, nbytes: int) -> bytes | None:
+        assert not self.closed
+        found, self.data = self.data[:nbytes], self.data[nbytes:]
+        return found or None
+
+    def receive_rows(self, cursor: tcp_wire.Cursor, limit_bytes: int) -> int:
+        assert not self.closed
+        nbytes = min(cursor.left, limit_bytes, len(self.data))
+        self.data = self.data[nbytes:]
+        cursor.advance(nbytes)
+        return nbytes or -1
+
+    def send(self, data: bytes) -> int:
+        self.sent += data
+        return len(data)
+
+    def close(self, *, reset: bool = False) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_parts_that_are_decrypted_already_are_read_without_a_poll_until_the_stream_is_closed(
+    closes: bool,
+) -> None:
+    loop, grants, ends = Loops(), Grants(), list[SegueError]()
+    grants.add(PEER, 9, whole(4096))
+    channel = Inside(b"".join(part(9, n, 0, 10) for n in range(50)))
+    stream = InStream(
+        loop,  # type: ignore[arg-type]
+        channel,  # type: ignore[arg-type]
+        PEER,
+        Memory([host_region(np.zeros(4096, np.uint8))]),
+        grants,
+        ends.append,
+        tuning=TcpTuning(),
+        stall_s=STALL_S,
+    )
+    loop.of[7](select.EPOLLIN)
+    turns = 1
+    while loop.posted:
+        if closes:
+            stream.close()
+        loop.posted.pop(0)()
+        turns += 1
+    assert (
+        len(channel.sent) < 50 * tcp_wire.ACK.size if closes else len(channel.sent) == 50 * tcp_wire.ACK.size
+    )
+    assert turns > 1, "others have their turn between"
+    assert not ends
+    stream.close()
+
+
+def test_a_stream_that_was_closed_has_not_stalled(incoming: Incoming) -> None:
+    incoming.hears(part(9, 1, 0, 100)[:60])
+    incoming.stream.close()
+    incoming.loop.wait(10 * STALL_S)
+    assert not incoming.ends
 
 
 @pytest.mark.parametrize("taken", [0, 5])
