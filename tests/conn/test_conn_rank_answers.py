@@ -39,6 +39,7 @@ def test_only_what_is_still_unanswered_is_answered_when_the_worker_ends() -> Non
             rank.write("shm", PEER, 5, tag, ())
             rank.fence("shm", PEER, 10 + tag)
             rank.checksum(asked(tag))
+        rank.write("shm", PEER, 6, 3, ())
         error = TransferFailed("broke").info
         for answer in (
             wire.LandedAnswer("shm", PEER, 5, 1, 640, 0.25),

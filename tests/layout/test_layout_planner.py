@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -290,6 +291,59 @@ def test_unequal_k_and_v_make_two_blocks_and_mla_one() -> None:
     for kv, blocks in ((shape(k_dim=3), 2), (shape(kind="mla", kv_heads=1, k_dim=5, v_dim=0), 1)):
         plan = plan_pair([whole(kv)], [whole(kv, 9)])
         assert len(plan.blocks(0, 0, Span(0, 8), [1, 2], [3, 4], 0)) == blocks
+
+
+@pytest.mark.parametrize("pages", [(9, 5), (5, 9)])
+def test_a_page_exists_where_it_does_in_every_rank_of_the_target(pages: tuple[int, int]) -> None:
+    model = shape(layers=2, kv_heads=1)
+    targets = [
+        PoolSpec(
+            shape=model,
+            coord=RankCoord(pp=layer),
+            pages=count,
+            page_tokens=4,
+            layer_start=layer,
+            layer_count=1,
+            head_count=1,
+        )
+        for layer, count in enumerate(pages)
+    ]
+    assert plan_pair(targets, targets).target_pages == 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_start": 1},
+        {"layer_start": -1},
+        {"layer_count": 3},
+        {"layer_count": 0},
+        {"head_start": 1},
+        {"head_start": -1},
+        {"head_count": 3},
+        {"head_count": 0},
+        {"pages": 0},
+        {"page_tokens": 0},
+    ],
+)
+def test_a_pool_is_a_part_of_its_model(changes: dict[str, int]) -> None:
+    model = shape(layers=2)
+    fields = {"pages": 1, "page_tokens": 1, "layer_count": 2, "head_count": 2}
+    PoolSpec(shape=model, **fields)
+    with pytest.raises(LayoutMismatch, match="not a part"):
+        PoolSpec(shape=model, **(fields | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": "mla"}, {"v_dim": 0}, {"v_dim": -1}, {"layers": 0}, {"kv_heads": 0}, {"k_dim": 0}],
+)
+def test_a_shape_has_something_of_each_and_only_a_latent_has_no_v(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"layers": 1, "kv_heads": 1, "k_dim": 1, "v_dim": 1, "item_bytes": 1}
+    KVShape(dtype="int8", **fields)
+    KVShape(dtype="int8", **(fields | {"kind": "mla", "v_dim": 0}))
+    with pytest.raises(LayoutMismatch, match="not a KV shape"):
+        KVShape(dtype="int8", **(fields | changes))
 
 
 def test_a_whole_pool_is_one_range() -> None:

@@ -37,6 +37,7 @@ def test_slots_lie_behind_the_pages_one_beside_the_other() -> None:
     assert (CONV.nbytes, SUMS.nbytes) == (60, 192)
     assert SHAPE.state_offsets == (0, 64)
     assert SHAPE.state_bytes == 256
+    assert SHAPE.state_layers == 3, "of the tensor that most layers keep"
     assert spec.slots_at == -(-5 * spec.page_bytes // STATE_ALIGN) * STATE_ALIGN
     assert [spec.slot_offset(slot) for slot in range(3)] == [spec.slots_at + 256 * slot for slot in range(3)]
     assert spec.nbytes == spec.slots_at + 3 * 256

@@ -513,6 +513,27 @@ def test_what_reaches_into_the_next_period_meets_what_begins_it() -> None:
     assert first_clash([key, Box(1, 80, 40, ((100, 8),))]) in ((0, 1), (1, 0))
 
 
+@pytest.mark.parametrize("backwards", ["layers", "values"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_no_row_lies_before_the_one_before_it_whatever_the_order_of_layers_and_values(
+    backwards: str, side: int
+) -> None:
+    """A step back would be a number without a sign on its way to a transport."""
+    shape = kv(layers=3)
+    plain = rank(shape, 4, 4)
+    width = shape.k_dim * shape.item_bytes
+    row = plain.head_count * width
+    page, whole = 4 * row, 16 * row
+    order = [5, 4, 3, 2, 1, 0] if backwards == "layers" else [1, 0, 3, 2, 5, 4]
+    planes = tuple(PlaneSpec(0, at * whole, page, row, width) for at in order)
+    turned = msgspec.structs.replace(plain, regions=(6 * whole,), planes=planes)
+    pools = [turned, plain] if side == 0 else [plain, turned]
+    plan = plan_pair([pools[0]], [pools[1]])
+    blocks = plan.blocks(0, 0, Span(0, 8), [0, 1], [2, 3], 0)
+    assert all(min(b.src_stride, b.dst_stride, b.src_group_stride, b.dst_group_stride) >= 0 for b in blocks)
+    assert sum(b.nbytes for b in blocks) == 8 * shape.token_bytes
+
+
 def test_a_small_box_inside_a_large_one_does_not_hide_what_meets_the_large_one_behind_it() -> None:
     large, inside = Box(0, 0, 100, ()), Box(0, 10, 10, ())
     assert first_clash([large, inside, Box(1, 50, 10, ())]) == (0, 1)
