@@ -176,6 +176,23 @@ def test_a_group_whose_exchange_was_interrupted_is_of_no_use(monkeypatch: pytest
         group.least([3])
 
 
+def test_an_exchange_that_fails_leaves_the_group_and_its_reason_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connections end at once, or who waits for this rank would wait until its own time is over."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("connection reset")
+
+    group = TorchGroup(HashStore(), "one", 0, 1, timeout_s=10)
+    monkeypatch.setattr(group, "_gloo", SimpleNamespace(allreduce=broken))
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="connection reset"):
+            group.least([3])
+        assert group._gloo is None
+        group.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_others_of_a_killed_rank_are_told_at_once(tmp_path: Path, size: int) -> None:
