@@ -7,11 +7,12 @@ from typing import cast
 
 import pytest
 
-from segue.core.request import Output, Request, SamplingParams
+from segue.core.request import Output, Request, SamplingParams, TokenLogprob, Usage
 from segue.core.types import FinishReason
-from segue.frontend.generate import Sample
+from segue.frontend.generate import Meter, Sample
 from segue.frontend.params import Text
 from segue.frontend.tokenizer import ModelTokenizer
+from segue.observe.metrics import Metrics
 
 
 class Letters:
@@ -34,3 +35,54 @@ def test_a_stop_string_ends_the_text_from_the_last_of_min_tokens_on(min_tokens: 
         if piece.finish is not None:
             break
     assert (shown, piece.finish, piece.stop_reason) == (text, FinishReason.STOP, "b")
+
+
+def letters(*stops: str, include: bool = False) -> Sample:
+    request = Request(request_id="r", prompt=[1], sampling=SamplingParams(max_tokens=9))
+    return Sample(request, Text(stops, include_stop=include), cast(ModelTokenizer, Letters()))
+
+
+def test_what_comes_after_a_stop_string_is_neither_counted_nor_shown() -> None:
+    sample = letters("bc")
+    logprobs = [TokenLogprob(token, -1.0, []) for token in range(5)]
+    piece = sample.feed(Output(request_id="r", token_ids=[0, 1, 2, 3, 4], logprobs=logprobs))
+    assert (piece.text, piece.token_ids, piece.stop_reason) == ("a", [0, 1, 2], "bc")
+    assert [lp.token for lp in piece.logprobs] == [0, 1, 2]
+    assert sample.tokens == 3
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+@pytest.mark.parametrize("stops", [(), ("never",)])
+def test_the_token_that_ended_an_answer_is_text_only_if_that_is_asked_for(
+    include: bool, text: str, stops: tuple[str, ...]
+) -> None:
+    sample = letters(*stops, include=include)
+    ended = Output(request_id="r", token_ids=[0, 1], finish=FinishReason.STOP, stop_token=1)
+    piece = sample.feed(ended)
+    assert (piece.text, piece.token_ids, sample.tokens) == (text, [0, 1], 2)
+
+
+def test_the_last_word_on_usage_and_times_counts() -> None:
+    """What goes on elsewhere says so again."""
+    sample = letters()
+    for position, cached in enumerate((1, 7)):
+        usage, timeline = Usage(prefill_cached=cached), {"queue": float(cached)}
+        sample.feed(Output(request_id="r", position=position, token_ids=[0], usage=usage, timeline=timeline))
+    sample.feed(Output(request_id="r", position=2, token_ids=[0]))
+    assert (sample.usage.prefill_cached, sample.timeline) == (7, {"queue": 7.0})
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_sample_leaves_the_gauge_that_it_is_counted_in_and_only_a_complete_one_has_a_duration(
+    begun: bool, complete: bool
+) -> None:
+    metrics = Metrics()
+    meter = Meter(metrics, lambda: 5.0, 1.0)
+    meter.enter()
+    if begun:
+        meter.first(letters())
+    meter.end(letters(), begun=begun, complete=complete)
+    value = metrics.registry.get_sample_value
+    assert value("segue_generations_running") == value("segue_generations_waiting") == 0
+    assert value("segue_e2e_seconds_count") == int(complete)
