@@ -302,13 +302,16 @@ def test_a_stop_string_ends_the_work_also_where_the_client_is_behind(tokenizer: 
         taken.append(piece)
         return never
 
+    metrics = Metrics()
+
     async def main() -> None:
-        meter = Meter(Metrics(), time.monotonic, 0.0)
+        meter = Meter(metrics, time.monotonic, 0.0)
         async with asyncio.timeout(DEADLINE_S):
             await generate(backend, [sample], meter, take, budget_s=1)  # type: ignore[arg-type]
 
     asyncio.run(main())
     assert backend.cancelled == ["r"]
+    assert metrics.registry.get_sample_value("segue_e2e_seconds_count") == 1, "it has ended well"
     assert (taken[0].text, taken[0].stop_reason) == ("the ", "answer")
     assert sample.tokens == len(taken[0].token_ids) < len(ids), "what came after it is not billed"
 

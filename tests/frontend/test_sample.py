@@ -86,3 +86,22 @@ def test_a_sample_leaves_the_gauge_that_it_is_counted_in_and_only_a_complete_one
     value = metrics.registry.get_sample_value
     assert value("segue_generations_running") == value("segue_generations_waiting") == 0
     assert value("segue_e2e_seconds_count") == int(complete)
+
+
+def test_a_stop_string_that_is_found_at_the_end_keeps_the_token_that_ended_the_answer() -> None:
+    """It is counted as every such token is, although it is no text."""
+    sample = letters("b")
+    sample._detokenizer = Late()  # type: ignore[assignment]
+    ended = Output(request_id="r", token_ids=[0, 1, 9], finish=FinishReason.STOP, stop_token=9)
+    piece = sample.feed(ended)
+    assert (piece.text, piece.stop_reason, piece.token_ids) == ("a", "b", [0, 1, 9])
+
+
+class Late:
+    """A detokenizer that holds everything back until the end."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return "ab"

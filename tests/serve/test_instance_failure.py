@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from deployment import deployment, lineage_engine
 
+from segue.bootstrap.client import RegistryClient
 from segue.core.config import InstanceConfig
 from segue.core.errors import BootstrapUnreachable, Draining, ErrorCode, PeerRestarted
-from segue.core.types import Role
+from segue.core.types import Incarnation, Role
 from segue.serve import turns as module
 from segue.serve.instance import Instance
 from segue.serve.turns import run_instance
@@ -23,10 +24,21 @@ from segue.serve.turns import run_instance
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), Draining("the registry says so")])
 @pytest.mark.parametrize("role", [Role.DECODE, Role.UNIFIED])
-def test_whatever_ends_the_keep_alive_ends_the_instance_loudly(role: Role, error: Exception) -> None:
+def test_whatever_ends_the_keep_alive_ends_the_instance_loudly(
+    role: Role, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[str] = []
+    keep_alive = RegistryClient.keep_alive
+
+    async def noted(self: RegistryClient, incarnation: Incarnation) -> None:
+        kept.append(incarnation)
+        await keep_alive(self, incarnation)
+
+    monkeypatch.setattr(RegistryClient, "keep_alive", noted)
     with deployment(role) as made:
         [running] = made.running
         instance = running.instance
+        assert kept == [instance.me.incarnation], "else the registry forgets it"
 
         async def ends() -> None:
             raise error
