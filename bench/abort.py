@@ -24,8 +24,6 @@ import httpx
 from leader_pair import Pair, Say, Work
 from recorded import commit, quantile
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 class Aborts(Pair):
     """Hand-offs of which one side ends each."""
@@ -64,7 +62,7 @@ def between_leaders(aborts: int, transport: str) -> dict[str, list[float]]:
 
 
 def through_http(count: int) -> list[float]:
-    sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+    import from_tests  # noqa: F401
     import tiny_model
     import traffic
     from cluster import MODEL, Cluster

@@ -16,18 +16,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import from_tests  # noqa: F401
+import soak_changes
+import tiny_model
+import traffic
+from cluster import Cluster
+from soak_kills import Report, leaks
+
 from recorded import commit
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "e2e"), str(ROOT / "tests" / "e2e" / "chaos")]
-
-import soak_changes  # noqa: E402
-import tiny_model  # noqa: E402
-import traffic  # noqa: E402
-from cluster import Cluster  # noqa: E402
-from soak_kills import Report, leaks  # noqa: E402
-
-from segue.core.types import Role  # noqa: E402
+from segue.core.types import Role
 
 LIMITS = ("--keepalive-s", "0.5", "--peer-silence-s", "3", "--request-budget-s", "300")
 PLAN = [

@@ -12,17 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import tempfile
 from pathlib import Path
 
+import from_tests  # noqa: F401
+import etcd_faults
+import tiny_model
+
 from recorded import commit
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / part) for part in ("fleet", "e2e", "e2e/chaos", "")]
-
-import etcd_faults  # noqa: E402
-import tiny_model  # noqa: E402
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 

@@ -20,16 +20,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import from_tests  # noqa: F401
+import soak_kills
+import tiny_model
+import traffic
+from cluster import Cluster
+from holdings import LIBRARY_PATH, PATH_DESCRIPTORS
+
 from recorded import commit
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "e2e"), str(ROOT / "tests" / "e2e" / "chaos")]
-
-import soak_kills  # noqa: E402
-import tiny_model  # noqa: E402
-import traffic  # noqa: E402
-from cluster import Cluster  # noqa: E402
-from holdings import LIBRARY_PATH, PATH_DESCRIPTORS  # noqa: E402
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 LIMITS = ("--keepalive-s", "0.5", "--peer-silence-s", "3", "--request-budget-s", "60")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -21,9 +19,6 @@ from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.http_server import HttpServer, bind
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
-
-_TESTS = Path(__file__).resolve().parent.parent / "tests"
-sys.path[:0] = [str(_TESTS / "frontend"), str(_TESTS)]  # in this order: each has a conftest
 
 #: Called before each token of a request, with the token's index: the pace of the answers.
 Pace = Callable[[Request, int], Awaitable[None]]
@@ -137,6 +132,8 @@ def serve(
 ) -> None:
     """Send the port over `pipe`, then answer whatever comes with `state`, until "stop". With `records` each
     request leaves there what a fleet's would."""
+    import from_tests  # noqa: F401
+
     from conftest import make_tokenizer
 
     make_tokenizer().save_pretrained(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,46 @@ def test_no_measurement_is_forgotten() -> None:
     commands = {file.stem for file in ROOT.glob("bench/*.py") if '__name__ == "__main__"' in file.read_text()}
     # `leader_pair` is the other process of `abort` and `open_rooms`.
     assert commands - {"leader_pair"} == SMALLEST.keys() | ELSEWHERE
+
+
+def test_what_a_measurement_takes_from_the_tests_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what that takes from other tests: nobody but `from_tests` says where these are."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folders = runpy.run_path(str(ROOT / "bench" / "from_tests.py"))["FOLDERS"]
+    ours = {file.stem for file in ROOT.glob("tests/**/*.py")}
+    files = [file for file in ROOT.glob("bench/*.py") if "import from_tests" in file.read_text()]
+    assert len(files) > 3
+    read = set(files)
+    while files:
+        file = files.pop()
+        for name in imported(file) & ours:
+            found = next(
+                (folder / f"{name}.py" for folder in folders if (folder / f"{name}.py").exists()), None
+            )
+            assert found is not None or (ROOT / "bench" / f"{name}.py").exists(), (
+                f"{file}: {name} is not found"
+            )
+            if found is not None and found not in read:
+                read.add(found)
+                files.append(found)
+    assert {file.stem for file in read} >= {"cluster", "ports", "soak_kills", "etcd_faults"}
+    for file in set(ROOT.glob("bench/*.py")) - read - {ROOT / "bench" / "from_tests.py"}:
+        assert "tests" not in [node.value for node in constants(file)], f"{file}: take `from_tests`"
+
+
+def imported(file: Path) -> set[str]:
+    """The first part of the name of every module that is imported anywhere in `file`."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+def constants(file: Path) -> list[ast.Constant]:
+    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
 
 
 @pytest.fixture(scope="module")

@@ -184,8 +184,11 @@ def test_ranks_that_share_experts_change_their_role_together_and_lose_nothing(
     with served(folder, *sizes) as made, ThreadPoolExecutor(6) as pool:
         processes = {child.pid for role in ("prefill", "decode") for child in made.instances(role)}
         answers = [streaming(made, pool, prompt, COUNT) for prompt in PROMPTS]
-        for before, after in (("prefill", "decode"), ("decode", "prefill")):
-            turned = made.operate("switch", names(made, before)[-1], after)
+        moved = names(made, "prefill")[-1]
+        [stayed] = names(made, "decode")
+        # Both kinds of instances: who was prefill decodes from then on, alone.
+        for who, before, after in ((moved, "prefill", "decode"), (stayed, "decode", "prefill")):
+            turned = made.operate("switch", who, after)
             assert f"serving, before it {before}" in turned
             assert list(pool.map(lambda prompt: tokens(ask(made.url, prompt)), PROMPTS * 2)) == wanted * 2
         assert [tokens(answer.result(120)) for answer in answers] == wanted

@@ -1,0 +1,9 @@
+"""Import this before what a measurement takes from the tests: Python finds it from then on."""
+
+import sys
+from pathlib import Path
+
+_TESTS = Path(__file__).resolve().parent.parent / "tests"
+#: In this order: of two that have a module of the same name (`conftest`) the first one is meant.
+FOLDERS = [_TESTS / "frontend", _TESTS / "fleet", _TESTS / "e2e", _TESTS / "e2e" / "chaos", _TESTS]
+sys.path[:0] = map(str, FOLDERS)
