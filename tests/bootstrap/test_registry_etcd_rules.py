@@ -388,6 +388,9 @@ async def test_a_room_has_one_owner_that_registered_here_and_is_waited_for() -> 
     with pytest.raises(DpRankConflict):
         await mine.put_room(5, room(0))
     assert await mine.room(5, 0.0) == LeaderId(A, 1)
+    etcd.between[:] = [lambda: etcd.write(mine._room_key(6), b"somebody's", 101)] * 99
+    with pytest.raises(BootstrapTimeout, match="changed under our hands"):
+        await mine.put_room(6, room())
 
 
 @run

@@ -11,7 +11,7 @@ import pytest
 from test_manager import spec
 
 from segue.conn.rank import LocalRank
-from segue.core.errors import BootstrapTimeout, OutOfCapacity
+from segue.core.errors import BootstrapTimeout, Internal, OutOfCapacity
 from segue.core.types import LeaderId, RankId, new_incarnation
 from segue.layout.content import whole_pages
 from segue.layout.spec import PoolSpec
@@ -121,6 +121,20 @@ def test_a_peer_is_let_into_scratch_over_each_transport_and_nowhere_else() -> No
         assert area.ranges().tolist() == [[rig.rank.spec.nbytes, rig.rank.spec.nbytes + SCRATCH]]
 
     run(test)
+
+
+def test_a_rank_without_scratch_lets_nobody_in_and_measures_nothing() -> None:
+    async def test(rig: Rig) -> None:
+        rig.asked.clear()
+        for refused in (
+            rig.rank.admit(["one"], PEER, 7),
+            rig.rank.measure("one", PEER, 7, THEIRS, SHAPE, 60),
+        ):
+            with pytest.raises(Internal, match="no scratch"):
+                await refused
+        assert rig.asked == []
+
+    run(test, scratch_bytes=0)
 
 
 def test_what_may_be_written_are_the_pages_and_the_slot_of_the_state() -> None:

@@ -13,7 +13,7 @@ from segue.core.errors import ErrorCode, InvalidRequest, PeerLost, TransferFaile
 from segue.core.limits import Limits
 from segue.core.types import KVPoll, LeaderId, Role, Span, TransferId
 from segue.handoff import events
-from segue.handoff.dp_ranks import FAIL, REDIRECT, DpRanks
+from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
 from segue.handoff.exchange import Exchange
 from segue.handoff.messages import (
     Abort,
@@ -213,3 +213,17 @@ def test_a_word_of_the_wrong_direction_is_nobody_s_and_is_not_answered(role: Rol
         assert exchange.handle(events.Received(ONE, other), 1.0) == []
         assert exchange.handle(events.Received(TWO, message), 1.0) == []
         assert exchange.counters["stray_messages"] == before + 2
+
+
+@pytest.mark.parametrize(
+    ("dp", "rank"),
+    [
+        (DpRanks(size=4, load_balance=FOLLOW_BOOTSTRAP_ROOM), 2),
+        (DpRanks(size=1, load_balance=FOLLOW_BOOTSTRAP_ROOM), None),
+        (DpRanks(size=4), None),
+    ],
+)
+def test_a_room_names_a_rank_where_prefill_has_several_and_goes_by_rooms(
+    dp: DpRanks, rank: int | None
+) -> None:
+    assert dp.follows(4 * 10**18 + 6) == rank
