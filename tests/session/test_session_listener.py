@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import uvloop
 from session_peers import DEADLINE_S
 
 from segue.core.errors import BootstrapUnreachable, OutOfCapacity, PeerRefused, SegueError
@@ -94,17 +95,20 @@ async def told(one: Stranger) -> Stranger:
 
 def run(test: Callable[[Door], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
-        loop, door = asyncio.get_running_loop(), Door(**options)
-        accept = loop.sock_accept
+        door, accept = Door(**options), module.accepted
 
-        async def or_lacks(sock: socket.socket) -> Any:
-            client, where = await accept(sock)
+        async def or_lacks(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Any:
+            client, where = await accept(loop, sock)
             if door.lacks:
                 client.close()
                 raise door.lacks.pop(0)
             return client, where
 
-        loop.sock_accept = or_lacks  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(module, "accepted", or_lacks)
+            await served(door)
+
+    async def served(door: Door) -> None:
         async with asyncio.timeout(DEADLINE_S):
             door.listener.open(door.sock)
             try:
@@ -169,12 +173,39 @@ def test_one_address_pushes_out_its_own_strangers_and_nobody_elses() -> None:
     run(test)
 
 
-def test_a_flood_of_connections_leaves_others_their_turns() -> None:
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_who_knocks_in_the_turn_in_which_nobody_is_accepted_any_more_is_not_lost(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """An accepted connection that nobody has would stay open, and its client would wait."""
+
+    async def main() -> None:
+        loop, tasks = asyncio.get_running_loop(), list[asyncio.Task[Any]]()
+        with listening("127.0.0.1", 0, what="a test", flag="port") as sock:
+            for first in (True, False):  # the loop hears of both in one turn, in either order
+                with sock.dup() as same:
+                    if not first:
+                        loop.add_reader(same, lambda: tasks[-1].cancel())
+                    tasks.append(asyncio.create_task(module.accepted(loop, sock)))
+                    await asyncio.sleep(0)
+                    if first:
+                        loop.add_reader(same, lambda: tasks[-1].cancel())
+                    with socket.create_connection(sock.getsockname()):
+                        await asyncio.wait(tasks)
+                        loop.remove_reader(same)
+                        taken = sock.accept() if tasks[-1].cancelled() else tasks[-1].result()
+                        taken[0].close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+
+
+def test_a_flood_of_connections_leaves_others_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(door: Door) -> None:
         loop, accepted, seen = asyncio.get_running_loop(), 0, asyncio.Event()
         at: list[int] = []
 
-        async def at_once(_: object) -> tuple[socket.socket, tuple[str, int]]:
+        async def at_once(*_: object) -> tuple[socket.socket, tuple[str, int]]:
             nonlocal accepted
             if accepted == 100:
                 await asyncio.Event().wait()
@@ -186,7 +217,7 @@ def test_a_flood_of_connections_leaves_others_their_turns() -> None:
             door.clients.append(theirs)
             return ours, (f"10.0.0.{accepted}", 1)
 
-        loop.sock_accept = at_once  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(module, "accepted", at_once)
         await door.come()
         await seen.wait()
         assert at[0] <= module._AT_ONCE

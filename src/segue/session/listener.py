@@ -114,7 +114,7 @@ class GuardedListener:
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
             try:
-                sock, where = await loop.sock_accept(listener)
+                sock, where = await accepted(loop, listener)
             except OSError as error:
                 if error.errno not in _OUT_OF_DESCRIPTORS:
                     log.warning("a connection was lost while it was accepted: %s", error)
@@ -195,8 +195,23 @@ def _hang_up(sock: socket.socket) -> None:
         return  # it has ended already
 
 
-async def _first_byte(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> int:
-    """The first byte that the peer sends, left in the socket. ConnectionError if it leaves."""
+async def accepted(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> tuple[socket.socket, Any]:
+    """The next connection, non-blocking, and its address. Raises OSError.
+
+    Who is cancelled has accepted nobody. `loop.sock_accept` may have: a connection that it has taken in the
+    turn of the cancellation is given to nobody, and its client waits for an answer.
+    """
+    while True:
+        try:
+            sock, where = listener.accept()
+        except (BlockingIOError, InterruptedError):
+            await _readable(loop, listener)
+            continue
+        sock.setblocking(False)
+        return sock, where
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
     ready: asyncio.Future[None] = loop.create_future()
 
     def readable() -> None:
@@ -208,6 +223,11 @@ async def _first_byte(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> i
         await ready
     finally:
         loop.remove_reader(sock)
+
+
+async def _first_byte(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> int:
+    """The first byte that the peer sends, left in the socket. ConnectionError if it leaves."""
+    await _readable(loop, sock)
     data = sock.recv(1, socket.MSG_PEEK)
     if not data:
         raise ConnectionResetError("the peer left before its first byte")

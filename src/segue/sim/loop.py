@@ -221,9 +221,6 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._secured.append(hidden)
         return hidden
 
-    async def sock_accept(self, listener: SimListener) -> tuple[Socket, tuple[str, int]]:  # type: ignore[override]
-        return await listener.accept()
-
     async def connect_accepted_socket(  # type: ignore[override]
         self, protocol_factory: Callable[[], Any], sock: Socket, **options: Any
     ) -> tuple[Any, Any]:

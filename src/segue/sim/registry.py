@@ -20,6 +20,7 @@ from segue.core.errors import DpRankConflict, ErrorCode, SegueError
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, LeaderId, Role
 from segue.serve.registry import follow_prefill
+from segue.session.listener import accepted
 from segue.sim.front import FrontNode
 from segue.sim.http import SimGuardedServer, SimHttp
 from segue.sim.leader import LeaderNode
@@ -366,11 +367,11 @@ class SimRegistry:
         process = Process(self.world, f"impostor {fault.name}")
         clock = SkewedClock(self.world, 0.0, 1.0)
         loop = SimLoop(process, clock, self.deployment.network, HOST)  # type: ignore[abstract]
-        listener = self.deployment.network.listening(loop, PORT)
+        listener: Any = self.deployment.network.listening(loop, PORT)
 
         async def serve() -> None:
             while True:
-                sock, _ = await loop.sock_accept(listener)
+                sock: Any = (await accepted(loop, listener))[0]
                 await loop.connect_accepted_socket(lambda: _Impostor(answer), sock)
 
         def end() -> None:

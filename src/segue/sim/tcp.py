@@ -92,6 +92,9 @@ class Socket(asyncio.Transport):
             self._reading = True
             self.loop.call_soon(self._catch_up)
 
+    def setblocking(self, _blocks: bool) -> None:
+        """As a socket: only asyncio reads from it."""
+
     def watch(self, readable: Callable[[], None] | None) -> None:
         """Call `readable` when there is something to read, as `add_reader`; None: no more."""
         self._readable = readable
@@ -287,7 +290,7 @@ class SimListener:
         self.process = loop.process
         self._bound = ("", 0)
         self._waiting: deque[Socket] = deque()
-        self._newcomer: asyncio.Future[None] | None = None
+        self._readable: Callable[[], None] | None = None
         #: until when the system has no descriptor for another connection
         self.starved_until = 0.0
 
@@ -339,14 +342,19 @@ class SimListener:
     def knocked(self, socket: Socket) -> None:
         """The kernel has accepted one more connection."""
         self._waiting.append(socket)
-        if self._newcomer is not None and not self._newcomer.done():
-            self.loop.enter(self._newcomer.set_result, None)
+        if self._readable is not None:
+            self.loop.enter(self._readable)
 
-    async def accept(self) -> tuple[Socket, tuple[str, int]]:
-        """The next connection. OSError while there are no descriptors."""
-        while not self._waiting:
-            self._newcomer = self.loop.create_future()
-            await self._newcomer
+    def watch(self, readable: Callable[[], None] | None) -> None:
+        """Call `readable` when somebody knocks, as `add_reader`; None: no more."""
+        self._readable = readable
+        if readable is not None and self._waiting:
+            self.loop.call_soon(readable)
+
+    def accept(self) -> tuple[Socket, tuple[str, int]]:
+        """The next connection. BlockingIOError if nobody waits, OSError while there are no descriptors."""
+        if not self._waiting:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         if self.network.world.now < self.starved_until:
             raise OSError(errno.EMFILE, "too many open files")
         socket = self._waiting.popleft()
