@@ -18,12 +18,14 @@ from segue.core.control import Outputs
 from segue.core.errors import (
     AbortedByClient,
     DeadlineExceeded,
+    DpRankOutOfRange,
     Draining,
     Internal,
     OutOfCapacity,
+    PeerLost,
 )
 from segue.core.records import MAX_FOUND
-from segue.core.request import Output, Wait
+from segue.core.request import Output, RankHints, Wait
 from segue.core.types import FinishReason, Role
 from segue.fleet.call import Signal
 
@@ -38,9 +40,10 @@ def test_a_replica_is_counted_what_a_request_may_need_there_at_most_until_it_lea
         p, d = await rig.add(Role.PREFILL, "hang"), await rig.add(Role.DECODE, "hang")
         stream, task = await begun(rig, p, d, request=rig.request(max_tokens=7, prompt=[1, 2, 3, 4]))
         assert tokens(rig) == {"prefill": 11, "decode": 11}
-        said(d, d.submits[0])  # an output without tokens: prefill has still work to do
-        said(d, d.submits[0], token_ids=[5])
+        said(d, d.submits[0])  # an output without tokens
         assert (await task).token_ids == []
+        assert tokens(rig) == {"prefill": 11, "decode": 11}, "prefill has still work to do"
+        said(d, d.submits[0], token_ids=[5])
         assert (await anext(stream)).token_ids == [5]
         assert tokens(rig) == {"prefill": 0, "decode": 11}
         said(d, d.submits[0], position=1, finish=FinishReason.STOP)
@@ -268,3 +271,46 @@ def test_what_another_attempt_gets_is_what_is_left_of_the_request_s_time() -> No
             await task
 
     run(test)
+
+
+def test_a_rank_that_nobody_has_is_refused_before_anything_is_begun() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.UNIFIED)
+        asked = structs.replace(rig.request(), ranks=RankHints(routed_dp_rank=7))
+        with pytest.raises(DpRankOutOfRange):
+            rig.fleet.submit(asked, budget_s=DEADLINE_S)
+        assert rig.fleet.in_flight == 0
+
+    run(test)
+
+
+def test_the_only_pair_is_asked_again_after_a_moment_and_not_after_all_that_one_may_wait() -> None:
+    async def test(rig: Rig) -> None:
+        p, d = await rig.add(Role.PREFILL, "hang"), await rig.add(Role.DECODE, "hang")
+        _, task = await begun(rig, p, d)
+        gone = PeerLost("the link broke").at(origin=f"decode {d.node.me}", peer=f"prefill {p.node.me}")
+        d.behave = "serve"
+        said(d, d.submits[0], error=gone.info)
+        assert (await task).token_ids == [5]
+        await rig.until(lambda: not rig.fleet.in_flight)
+
+    run(test, no_replica_wait_s=10 * DEADLINE_S, reported_loss_wait_s=0.01)
+
+
+def test_a_frontend_that_drains_waits_for_somebody_to_go_on_with_what_it_has_begun() -> None:
+    async def test(rig: Rig) -> None:
+        first = await rig.add(Role.UNIFIED, "one")
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
+        await anext(stream)
+        rig.fleet.drain()
+        rig.registry.drop(first.node.me.incarnation)
+        first.session.close(PeerLost("gone"))
+        await rig.until(lambda: not rig.fleet.membership.replicas)
+        rest = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        second = await rig.add(Role.UNIFIED, "hang")
+        await second.until(lambda: bool(second.submits))
+        said(second, second.submits[0], position=1, token_ids=[6], finish=FinishReason.LENGTH)
+        assert (await rest).token_ids == [6]
+
+    run(test, replacement_wait_s=DEADLINE_S)

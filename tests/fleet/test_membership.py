@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from fleet_rig import DEADLINE_S, FakeRegistry, Leader, Rig, run
 
 from segue.bootstrap.records import InstanceRecord
 from segue.core.control import Outputs
-from segue.core.errors import BootstrapUnreachable, PeerLost, Unauthorized
+from segue.core.errors import BootstrapUnreachable, PeerLost, PeerRefused, Unauthorized
 from segue.core.request import Output
-from segue.core.types import FinishReason, Role
+from segue.core.types import FinishReason, LeaderId, Role
 from segue.session.node import SessionNode
 
 
@@ -116,6 +117,68 @@ def test_a_replica_that_leaves_the_list_is_forgotten_when_nothing_runs_on_it_any
         assert [output.token_ids async for output in stream] == [[9]]
         assert rig.fleet.membership.replicas == {}
         assert rig.fleet.sizes() == {"streams": 0, "legs": 0, "tokens": 0, "unlisted": 0}
+
+    run(test)
+
+
+def test_one_that_is_forgotten_is_neither_dialled_nor_talked_to_any_more() -> None:
+    async def test(rig: Rig) -> None:
+        leader = await rig.add(Role.UNIFIED)
+        ended = asyncio.Event()
+        leader.closed = lambda *_: ended.set()  # type: ignore[method-assign]
+        dialer = rig.fleet.membership._dialers[leader.node.me]
+        rig.registry.drop(leader.node.me.incarnation)
+        await rig.until(lambda: not rig.fleet.membership.replicas)
+        await asyncio.wait_for(ended.wait(), DEADLINE_S)
+        assert dialer._task is not None
+        await asyncio.wait_for(asyncio.gather(dialer._task, return_exceptions=True), DEADLINE_S)
+
+    run(test)
+
+
+def test_the_late_end_of_an_older_session_ends_nothing_of_the_newer_one() -> None:
+    async def test(rig: Rig) -> None:
+        leader = await rig.add(Role.UNIFIED, "one")
+        stream = rig.fleet.submit(rig.request(), budget_s=DEADLINE_S)
+        await anext(stream)
+        replica = rig.fleet.membership.replicas[leader.node.me]
+        older: Any = SimpleNamespace(peer=replica.session.peer)  # type: ignore[union-attr]
+        rig.fleet.membership.closed(older, PeerLost("late"))
+        assert replica.session is not None
+        last = Output(request_id="r1", position=1, token_ids=[9], finish=FinishReason.LENGTH)
+        leader.session.send(Outputs([last]))
+        assert [output.token_ids async for output in stream] == [[9]]
+
+    run(test)
+
+
+def test_a_session_has_the_time_of_a_connection_and_of_a_hand_shake(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    normal = SessionNode.connect
+
+    async def connect(self: SessionNode, *args: Any, timeout_s: float, **options: Any) -> Any:
+        given.append(timeout_s)
+        return await normal(self, *args, timeout_s=timeout_s, **options)
+
+    monkeypatch.setattr(SessionNode, "connect", connect)
+
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.UNIFIED)
+        assert given == [rig.fleet.limits.connect_s + rig.fleet.limits.handshake_s]
+
+    run(test)
+
+
+def test_another_rank_of_an_instance_that_is_listed_is_not_listed_by_that() -> None:
+    async def test(rig: Rig) -> None:
+        listed = await rig.add(Role.UNIFIED)
+        for leader, fine in ((listed.node.me, True), (LeaderId(listed.node.me.incarnation, 1), False)):
+            peer: Any = SimpleNamespace(leader=leader, role=Role.UNIFIED)
+            if fine:
+                rig.fleet.membership.accept(peer)
+            else:
+                with pytest.raises(PeerRefused):
+                    rig.fleet.membership.accept(peer)
 
     run(test)
 
