@@ -354,3 +354,14 @@ def test_a_peer_without_a_session_is_a_problem_unless_the_end_of_its_session_is_
     assert found == f"no session for peer {PREFILL}"
     rig.line.closing = True
     assert rig.manager.problems() == []
+
+
+def test_what_is_wrong_with_the_tables_of_hand_offs_is_a_problem(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_self: object) -> None:
+        raise Internal("a hand-off without a deadline")
+
+    rig.line.closing = True
+    monkeypatch.setattr(type(rig.manager.exchange), "check_integrity", broken)
+    assert rig.manager.problems() == ["a hand-off without a deadline"]

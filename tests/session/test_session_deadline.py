@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +110,14 @@ def test_nothing_is_left_of_one_that_was_closed() -> None:
     assert not loop.timers
     loop.pass_to(10.0)
     assert not passed
+
+
+def test_who_has_closed_one_is_not_kept_by_it() -> None:
+    class Owner:
+        def late(self) -> None: ...
+
+    owner = Owner()
+    deadline, known = Deadline(Loop(), owner.late), weakref.ref(owner)  # type: ignore[arg-type]
+    deadline.close()
+    del owner
+    assert known() is None, "without the garbage collector"

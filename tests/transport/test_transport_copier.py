@@ -25,6 +25,7 @@ from segue.layout.blocks import CopyBlock
 from segue.transport.base import TransportEvent, WriteFailed, Written
 from segue.transport.copier import Copier
 from segue.transport.copy_queue import CopyJob, CopyQueue
+from segue.transport.shm_host import HOST
 
 SLICE = 10
 MEMORY = mmap.mmap(-1, 4096)
@@ -422,3 +423,22 @@ def test_the_first_error_of_a_write_is_the_one_that_is_told() -> None:
     event = write.event()
     assert isinstance(event, WriteFailed)
     assert (str(event.error), event.refused) == (str(Internal("a bug")), False)
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [({1, 4, 6, 9}, [[1, 6], [4, 9]]), ({3, 5}, [[3], [5]]), ({7}, [])],
+    ids=["two each", "one each", "too few"],
+)
+def test_threads_that_copy_share_no_cpu_where_there_are_enough(
+    there: set[int], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: there)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda who, cpus: kept.append(cpus) if who == 0 else None)
+    ran: list[int] = []
+    for nth in range(2):
+        thread = HOST.copying("copy", nth, 2, lambda nth=nth: ran.append(nth))  # type: ignore[misc]
+        thread.start()
+        thread.join(60)
+    assert (kept, ran) == (wanted, [0, 1])

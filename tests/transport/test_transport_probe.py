@@ -164,3 +164,13 @@ def test_a_choice_is_one_line() -> None:
     assert choice.told() == (
         "tcp 2.00 GB/s, 100 us a page; shm 1.00 GB/s, 100 us a page; nixl is not offered by both"
     )
+
+
+def test_a_path_that_is_just_so_much_faster_does_not_displace_one_that_is_preferred() -> None:
+    def whole_s(needed_s: float) -> PathFigures:
+        return PathFigures(page_s=needed_s, bytes_per_s=float("inf"))
+
+    first = PathCandidate(transport="first", figures=whole_s(3.0))
+    for needed_s, taken in ((2.0, "first"), (1.99, "second")):
+        second = PathCandidate(transport="second", figures=whole_s(needed_s))
+        assert decide([first, second], SHAPE) == taken
