@@ -42,7 +42,7 @@ KVManager.close = checked
 LEFT = re.compile(r"cannot join \S+: \S+ cannot be reached: Connection refused")
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_handover(transport: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CHECK)
     checked = tmp_path / "checked"

@@ -90,6 +90,7 @@ def test_parts_by_hand_take_the_name_too_and_the_frontend_only_the_tokenizer(
     assert not list((tmp_path / "front").rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_pool_as_small_as_the_sentence_says_serves(tiny: Path) -> None:
     words = ["--model", str(tiny), "--dtype", "float32", "--port", "0", "--page-tokens", "128"]
     command = [sys.executable, "-m", "segue.cli.main", "serve", *words, "--kv-gib", "0.00001"]

@@ -143,6 +143,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
             assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_everything_at_once() -> None:
     with Served(*SMALL, "--port", "0") as made:
         body = {"model": "smollm2", "prompt": [5], "max_tokens": 2000, "ignore_eos": True, "stream": True}

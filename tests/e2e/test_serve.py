@@ -184,6 +184,7 @@ def test_two_and_two_of_smollm2(
     assert_right(Served(*FLOAT32, *TWO_AND_TWO, *how), SHORT, short_reference)
 
 
+@pytest.mark.slow
 def test_seeded_sampling_is_equal_apart_and_unified(served: Served) -> None:
     how = {"temperature": 0.8, "top_p": 0.9, "seed": 77}
     asked = prompts()[3:7]

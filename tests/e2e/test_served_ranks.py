@@ -35,6 +35,7 @@ def ask(url: str, prompt: list[int], count: int = COUNT) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: Path) -> None:
     with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:
         answers = [ask(made.url, prompt).json()["choices"][0]["token_ids"] for prompt in PROMPTS]

@@ -121,11 +121,13 @@ def answer(
     return [made.front.tokens(f"{tag}{i}") for i in range(len(wanted))]
 
 
-# Every family meets both transports, both sizes of deployment and the two extremes of a chunk.
+# With the slow ones every family meets both transports, both sizes of deployment and the extremes of a chunk.
 @pytest.mark.parametrize(
     ("roles", "transport", "chunk_tokens"),
-    [(TWO_TWO, "tcp", 16), (ONE_ONE, "shm", WHOLE)],
-    ids=["2P2D-tcp-16", "1P1D-shm-whole"],
+    [
+        pytest.param(TWO_TWO, "tcp", 16, id="2P2D-tcp-16"),
+        pytest.param(ONE_ONE, "shm", WHOLE, id="1P1D-shm-whole", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)
 def test_each_family_equals_generate(
