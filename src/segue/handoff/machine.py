@@ -1,40 +1,61 @@
 """What both halves of a hand-off have in common; who may end one, and what proves that memory is free again.
 
-**A machine** is a table, `TABLE`: state × class of event → what is done, and the next state. An event
-without a row is not legal in that state: `IllegalEvent` is raised, and nothing has changed. `FOLLOWS` says
-what comes by itself, as soon as it is true. What is done appends effects to the exchange's `Turn`; if it
-raises, the state stays and none of its effects is carried out.
+**A machine** is a table, `TABLE`: state × class of event → a handler, and the next state. `FOLLOWS` has the
+states that are left without an event: as soon as their condition holds, the step beside it is taken.
+Handlers append effects to the exchange's `Turn`.
 
-**Who may end a hand-off.** Either half, alone, in every state before its end; the reason makes no difference.
+- An event without a row, and an answer that nobody waits for, is an `IllegalEvent`: nothing changes.
+- If a handler raises anything else, the state stays, none of its effects is carried out, and the exchange
+  ends this hand-off. So do messages that contradict the plan, wrong checksums, and bugs.
+
+A *state* is the machine's own. Its *phase* is what the engine is shown of it (`STATES`).
+
+**Who may end a hand-off.** Either half, alone, in every state before its end; the reason makes no
+difference.
 
 | who | by which event |
 |---|---|
-| its engine | `AbortTransfer` |
+| its engine, also because a client or a frontend wants so | `AbortTransfer` |
 | its clock | `Tick`, at the request's deadline |
-| its peer | `Failed`, `Abort`, `Gone`, `Drained`, `Moved` |
+| its peer, which has failed, or has stopped | `Failed`, `Drained` |
+| its peer, which asks prefill to stop, or has no such hand-off | `Abort`, `Gone` |
+| its peer, whose other DP rank has the room | `Moved` |
 | its session | `PeerDown` |
 | its ranks | `WriteBroken`; `ChecksumReady` with an error, or with the wrong checksum |
-| whatever is wrong | a handler raises; the exchange ends this hand-off with that error, and no other one |
+| whatever else is wrong | a handler raises; no other hand-off ends by that |
 | success | decode alone, when the tally is complete (`FOLLOWS`); prefill learns it by `Committed` |
 
-Each half ends once: it tells its engine (`Phase`) and, unless that one knows or cannot be reached, its peer
-(`End`). What comes afterwards changes no outcome; it can only be a proof.
+Each half ends once. It tells its engine (`Phase`) and sends its peer `Failed`, unless the peer has ended it.
+Without a session it sends that over the next one (`End`). What comes afterwards changes no outcome; it can
+only be a proof.
 
-**Who may touch the pages** is part of each state (`STATES`, `lease.py`). Pages that were never published are
-free when the hand-off ends. Published ones are in quarantine after a failure until three things are known:
+**Who may touch the pages** is part of each state (`STATES`, `lease.py`). Pages that nobody else could touch
+yet are free when the hand-off ends: decode's, as long as nobody was told of them; prefill's, as long as no
+write from them was posted. All others are in quarantine after a failure until three things are known. A
+`Fence` tells one of our own ranks to stop all that it does for this hand-off; it answers (`FenceDone`) when
+it has.
 
-1. *We* carry out no write any more: each rank of ours in the plan has answered its own `Fence`. On decode
-   that is said of its ranks' writes to one another, too (`Relay`): both ends of such a write are fenced.
-2. *The peer* carries out none. Decode only; into prefill's pages nobody writes. Each of these answers was a
-   proof by itself, or prefill said `Drained` or `Gone`, or its process is known to be dead.
-3. Nobody reads: each `ComputeChecksum` was answered by the rank that was asked.
+1. *Our ranks have stopped*: each of ours in the plan has answered its own `Fence`. On prefill they read the
+   pages, to send them. On decode they write, too: what arrives over `tcp`, and what one rank passes on to
+   another (`Relay`: both ends of such a write are fenced).
+2. *The peer writes no more.* Decode only; into prefill's pages nobody writes. One of these:
+
+   - Each of the answers of 1 was a proof (`FenceDone.proven`). Over `tcp` it is: decode itself puts the
+     bytes in their place, and drops what comes later. Over `shm` it is not: prefill writes into decode's
+     memory itself.
+   - Prefill said `Drained` (all its ranks have answered their fences) or `Gone` (it has no such hand-off).
+   - All processes of that prefill leader that write here are known to be dead (`PeerDown.dead`): the kernel
+     or the transport says so.
+3. *Nobody reads*: each `ComputeChecksum` was answered by the rank that was asked.
 
 No proof is: a time that has passed, a lost session, an error, the answer of another rank, a word of another
-incarnation. Prefill's word alone is none either: what it sent over a stream that broke may still be landing,
-by decode's own hand.
+incarnation. Nor is prefill's word without 1: what it sent over a stream that broke may still be put in its
+place by decode's own thread.
 
-**A handler that breaks** (a bug) ends its hand-off and is never shown the same event again. If that event was
-the proof, the pages stay in quarantine until the process ends: less memory, but never a wrong token.
+**If no proof comes** the pages stay in quarantine, at worst until the process ends: less memory, but never a
+wrong token. So it is with a rank of ours that hangs, and, where our fences prove nothing, with a prefill
+that can neither be reached nor be known to be dead. So it is, too, when a handler breaks (a bug) on the
+event that was the proof: it is never shown the same event again.
 """
 
 from __future__ import annotations
@@ -90,7 +111,7 @@ def rows(after: enum.StrEnum, handlers: Mapping[type[Any], Handler]) -> dict[typ
 
 
 class IllegalEvent(Internal):
-    """The table does not allow this event here, or nobody waits for this answer. Nothing has changed."""
+    """The table does not allow this event here, or nobody waits for this answer: it changes nothing."""
 
 
 class End(enum.Enum):
@@ -98,7 +119,7 @@ class End(enum.Enum):
 
     HERE = "it began here: the peer is told"
     BY_PEER = "the peer ended it, and knows"
-    SESSION_LOST = "there is no session to tell it over; the next one will"
+    SESSION_LOST = "there is no session; the peer is told over the next one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +149,7 @@ class Machine:
     __slots__ = (
         "_plan",
         "deadline",
+        "ended_by_peer",
         "epoch",
         "error",
         "exposed_pages",
@@ -137,7 +159,6 @@ class Machine:
         "new_epoch",
         "opened_at",
         "peer",
-        "peer_notified",
         "prefix_tokens",
         "prompt_tokens",
         "ranks",
@@ -170,8 +191,8 @@ class Machine:
         #: How many pages somebody else may touch, while the lease says that somebody may.
         self.exposed_pages = 0
         self.fences = Fences(())
-        #: The peer ended this hand-off itself, so it need not hear of it again.
-        self.peer_notified = False
+        #: The peer ended this hand-off, so it need not hear of it.
+        self.ended_by_peer = False
 
     @property
     def phase(self) -> KVPoll:
@@ -275,13 +296,13 @@ class Machine:
     def end(self, error: ErrorInfo, end: End) -> None:
         """What every failure does: it is remembered, and the engine and the peer are told."""
         self.error = error
-        self.peer_notified = end is End.BY_PEER
+        self.ended_by_peer = end is End.BY_PEER
         self.emit(Phase(self.transfer, KVPoll.FAILED, error=error))
         if end is End.HERE:
             self.send(Failed(self.transfer, error))
 
     def release(self) -> None:
-        """The pages are free."""
+        """Nobody but our engine touches the pages any more."""
         self.emit(Release(self.transfer))
 
     # ---- handlers of both halves -------------------------------------------------------------------
@@ -308,7 +329,7 @@ class Machine:
 
     def resend_failure(self) -> None:
         """Say again that this hand-off has failed: a session that broke may have lost it."""
-        if self.error is not None and not self.peer_notified:
+        if self.error is not None and not self.ended_by_peer:
             self.send(Failed(self.transfer, self.error))
 
     def on_fenced(self, event: FenceDone) -> None:

@@ -41,14 +41,14 @@ class ParkedDestination:
 
 @dataclass(slots=True)
 class Tombstone:
-    """A tombstone. `opened` says whether this side ever had a machine for it; `peer_notified`, that the
-    peer knows of the end by itself."""
+    """A tombstone. `opened` says whether this side ever had a machine for it; `ended_by_peer`, that the
+    peer need not be told of the end."""
 
     phase: KVPoll
     error: ErrorInfo | None
     timer: DeadlineEntry
     opened: bool
-    peer_notified: bool
+    ended_by_peer: bool
 
 
 class Tombstones:
@@ -170,7 +170,7 @@ class Tombstones:
         or still to come."""
         for transfer, ended in self.ended.items():
             other = transfer.decode if self._local.role is Role.PREFILL else transfer.prefill
-            if ended.error is not None and not ended.peer_notified and other == peer:
+            if ended.error is not None and not ended.ended_by_peer and other == peer:
                 self._turn.emit(Send(peer, Failed(transfer, ended.error)))
 
     def peer_down(self, peer: LeaderId, error: ErrorInfo) -> None:
@@ -198,14 +198,14 @@ class Tombstones:
     def add_tombstone(self, machine: Machine) -> None:
         """Remember a machine that has ended."""
         ended = Tombstone(
-            machine.phase, machine.error, machine.timer, opened=True, peer_notified=machine.peer_notified
+            machine.phase, machine.error, machine.timer, opened=True, ended_by_peer=machine.ended_by_peer
         )
         self._add(machine.transfer, ended, machine.deadline)
 
     def _add_unopened(self, transfer: TransferId, error: ErrorInfo, until: float) -> None:
         timer = DeadlineEntry(transfer, until)
         self._deadlines.add(timer)
-        self._add(transfer, Tombstone(KVPoll.FAILED, error, timer, opened=False, peer_notified=True), until)
+        self._add(transfer, Tombstone(KVPoll.FAILED, error, timer, opened=False, ended_by_peer=True), until)
 
     def _add(self, transfer: TransferId, ended: Tombstone, until: float) -> None:
         """Leave a tombstone until the transfer's deadline, and long enough that what is still under way
