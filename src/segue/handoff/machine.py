@@ -31,22 +31,22 @@ only be a proof.
 
 **Who may touch the pages** is part of each state (`STATES`, `lease.py`). Pages that nobody else could touch
 yet are free when the hand-off ends: decode's, as long as nobody was told of them; prefill's, as long as no
-write from them was posted. All others are in quarantine after a failure until three things are known. A
-`Fence` tells one of our own ranks to stop all that it does for this hand-off; it answers (`FenceDone`) when
-it has.
+write of them was started. All others are in quarantine after a failure until all three of these are known. A
+`Fence` tells one of our own ranks to stop all that it sends and writes for this hand-off; it answers
+(`FenceDone`) when it has.
 
 1. *Our ranks have stopped*: each of ours in the plan has answered its own `Fence`. On prefill they read the
    pages, to send them. On decode they write, too: what arrives over `tcp`, and what one rank passes on to
    another (`Relay`: both ends of such a write are fenced).
 2. *The peer writes no more.* Decode only; into prefill's pages nobody writes. One of these:
 
-   - Each of the answers of 1 was a proof (`FenceDone.proven`). Over `tcp` it is: decode itself puts the
-     bytes in their place, and drops what comes later. Over `shm` it is not: prefill writes into decode's
-     memory itself.
+   - The answers of 1 say so, too (`FenceDone.proven`). Over `tcp` they do: decode itself puts the bytes in
+     their place, and drops what comes later. Over `shm` they do not: prefill writes into decode's memory
+     itself.
    - Prefill said `Drained` (all its ranks have answered their fences) or `Gone` (it has no such hand-off).
    - All processes of that prefill leader that write here are known to be dead (`PeerDown.dead`): the kernel
      or the transport says so.
-3. *Nobody reads*: each `ComputeChecksum` was answered by the rank that was asked.
+3. *No checksum reads*: each `ComputeChecksum` was answered by the rank that was asked.
 
 No proof is: a time that has passed, a lost session, an error, the answer of another rank, a word of another
 incarnation. Nor is prefill's word without 1: what it sent over a stream that broke may still be put in its
