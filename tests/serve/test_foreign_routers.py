@@ -418,6 +418,7 @@ def test_dynamos_indexer_knows_what_our_instances_have_cached_also_when_it_comes
                 told |= {"endpoint": f"tcp://127.0.0.1:{port + 1}"}
                 told |= {"replay_endpoint": f"tcp://127.0.0.1:{port + 2}"}
                 assert post(INDEXER, "/register", told).status_code == 201
+            known({(0, WORKERS[0]): whole})  # without another event
             for port in WORKERS:
                 assert ask_at(port, prompts[1]) == 0
             known({(0, WORKERS[0]): whole, (1, WORKERS[0]): whole, (1, WORKERS[1]): whole})

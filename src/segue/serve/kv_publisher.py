@@ -1,8 +1,11 @@
 """KV events over ZMQ as vLLM publishes them, so that other people's routers can subscribe.
 
-A PUB socket sends `(topic, number, batch)`, the number in 8 bytes, big end first. A ROUTER socket answers a
+An XPUB socket sends `(topic, number, batch)`, the number in 8 bytes, big end first. A ROUTER socket answers a
 number with `(number, batch)` of that one and all later ones that are kept, and at the end with number -1 and
 nothing. ZMQ drops what a slow subscriber does not take; it sees that by a gap in the numbers.
+
+Whoever subscribes makes us send a batch without events. By its number one who comes late, or comes back after
+this process has restarted, sees at once that it has missed something, and need not wait for the next event.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ log = logging.getLogger("segue.instance")
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 * 2**20
 #: Batches that wait for our own thread, or for a subscriber.
 _MAX_WAITING = 10_000
+#: How a message to an XPUB socket begins that is a subscription.
+_SUBSCRIBES = b"\x01"
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -52,11 +57,15 @@ class KVPublisher:
         # Above all numbers of an earlier process at this address, of which a subscriber may have seen many:
         # it takes lower ones for what it knows already, and would keep the pages of that process for ever.
         self._next = int(clock() * 1000)
+        self._dropped = 0
+        #: The batch that was sent last, the newest that is kept, has no events.
+        self._empty = False
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._context = zmq.Context()
         self._context.set(zmq.IPV6, ":" in host)
-        self._pub = self._bound(zmq.PUB, host, config.kv_events_port + dp_rank, "--kv-events-port")
+        self._pub = self._bound(zmq.XPUB, host, config.kv_events_port + dp_rank, "--kv-events-port")
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of each subscriber, not of a topic's first
         self._replay: Any = None
         if (replay := config.kv_events_replay_port) is not None:
             self._replay = self._bound(zmq.ROUTER, host, replay + dp_rank, "--kv-events-replay-port")
@@ -86,12 +95,13 @@ class KVPublisher:
 
     def publish(self, events: list[KVEvent]) -> None:
         """Send `events` as one batch; from one thread at a time, and never blocks."""
-        number, self._next = self._next, self._next + 1
-        payload = self._encoder.encode(KVEventBatch(self._clock(), events, self._dp_rank))
         try:
-            self._outer.send_multipart((number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
+            before = self._dropped.to_bytes(8, "big")
+            self._outer.send_multipart((before, self._payload(events)), self._zmq.NOBLOCK)
+            self._dropped = 0
         except self._zmq.Again:
-            log.warning("event=kv_events_dropped number=%d", number)  # subscribers see the gap
+            self._dropped += 1  # the next one leaves so many numbers out: subscribers see the gap
+            log.warning("event=kv_events_dropped events=%d", len(events))
 
     def close(self) -> None:
         """Send what waits, and end. Idempotent."""
@@ -101,11 +111,14 @@ class KVPublisher:
             self._thread.join()
             self._context.destroy(linger=0)
 
+    def _payload(self, events: list[KVEvent]) -> bytes:
+        return self._encoder.encode(KVEventBatch(self._clock(), events, self._dp_rank))
+
     # ---- its thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = self._zmq.Poller()
-        for socket in filter(None, (self._inner, self._replay)):
+        for socket in filter(None, (self._inner, self._pub, self._replay)):
             poller.register(socket, self._zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
@@ -113,10 +126,27 @@ class KVPublisher:
                 frames = self._inner.recv_multipart()
                 if len(frames) == 1:
                     return
-                self._pub.send_multipart((self._topic, *frames))
-                self._keep(int.from_bytes(frames[0], "big"), frames[1])
+                self._next += int.from_bytes(frames[0], "big")
+                self._send(frames[1])
+                self._empty = False
+            if self._pub in ready and self._pub.recv_multipart()[0].startswith(_SUBSCRIBES):
+                self._greet()
             if self._replay is not None and self._replay in ready:
                 self._answer(self._replay.recv_multipart())
+
+    def _greet(self) -> None:
+        """Send a batch without events, to all: to one of them alone a PUB socket sends nothing."""
+        if self._empty:
+            number, payload = self._kept[-1]
+            self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        else:
+            self._send(self._payload([]))
+            self._empty = True
+
+    def _send(self, payload: bytes) -> None:
+        number, self._next = self._next, self._next + 1
+        self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+        self._keep(number, payload)
 
     def _keep(self, number: int, payload: bytes) -> None:
         self._kept.append((number, payload))
