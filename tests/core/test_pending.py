@@ -66,6 +66,7 @@ def test_it_is_bounded_and_forgets_whoever_left(steps: list[tuple[int, int, bool
             assert table.discard(connection) is (here.pop(connection, None) is not None)
         assert set(table) == set(here)
         assert len(table) <= 7
+        assert table._of.keys() == {str(h) for h in here.values()}, "an address without one is forgotten"
         assert all(list(here.values()).count(h) <= 3 for h in set(here.values()))
     for connection in list(here):
         table.discard(connection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import resource
@@ -14,11 +15,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from safetensors.torch import save_file
 
 from hub_server import Hub, Repository, serve
@@ -449,3 +452,33 @@ def test_what_a_child_said_while_its_parent_was_stopped_is_heard(
     monkeypatch.setattr(child.selectors, "DefaultSelector", Stopped)
     said = child.run("says", [], {}, lambda *_: None, deadline_s=600, silence_s=60)
     assert (said.status, said.result) == (0, "x")
+
+
+@pytest.mark.parametrize(
+    ("location", "told"),
+    [
+        ("https://hub.example/org/tiny/blob", True),
+        ("https://cdn.example/org/tiny/blob?signed", False),
+        ("http://hub.example/org/tiny/blob", False),
+        ("https://hub.example:8443/org/tiny/blob", False),
+    ],
+    ids=["the hub itself", "another host", "another scheme", "another port"],
+)
+def test_the_token_is_told_to_nobody_but_the_hub(
+    location: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, str]] = []
+
+    def http_get(_url: str, out: Any, *, headers: dict[str, str], **_: Any) -> None:
+        asked.append(headers)
+        out.write(b"x")
+
+    about = SimpleNamespace(etag=hashlib.sha256(b"x").hexdigest(), size=1, location=location)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_url", lambda *_, **__: "https://hub.example/org/tiny/file")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda _url: about)
+    monkeypatch.setattr(file_download, "http_get", http_get)
+    monkeypatch.setattr(
+        "huggingface_hub.utils.build_hf_headers", lambda: {"authorization": "Bearer ours", "user-agent": "x"}
+    )
+    hub._weight_file(NAME, "model.safetensors", tmp_path / "snapshots" / "a", lambda _: None)
+    assert asked == [{"user-agent": "x"} | ({"authorization": "Bearer ours"} if told else {})]

@@ -1,6 +1,7 @@
 """Each rank computes its heads, its layers or its rows; together they are the model."""
 
 import contextlib
+import copy
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from segue.engine.base import SequenceStep, run_step
 from segue.engine.cpu_forward import load_forward
 from segue.engine.families import load_model
 from segue.engine.group import Place
-from segue.engine.slicing import check_size, cut, heads_of, part_of
+from segue.engine.slicing import _keep_columns, check_size, cut, heads_of, part_of
 from segue.layout.sides import boxes_of
 from segue.layout.spec import KVShape, PoolSpec
 
@@ -195,3 +196,13 @@ def test_a_rank_that_converts_its_part_alone_has_what_a_conversion_of_the_whole_
     for name, tensor in held[0].items():
         assert tensor.dtype == held[1][name].dtype, name
         assert torch.equal(tensor, held[1][name]), name
+
+
+def test_a_bias_behind_a_layer_that_is_summed_counts_once():
+    whole, rows = torch.nn.Linear(6, 4), torch.randn(3, 6)
+    parts = []
+    for tp, columns in enumerate((slice(0, 2), slice(2, 6))):
+        part = copy.deepcopy(whole)
+        _keep_columns(part, columns, tp)
+        parts.append(part(rows[:, columns]))
+    torch.testing.assert_close(sum(parts), whole(rows))

@@ -14,7 +14,7 @@ from segue.core.parallel import ParallelSize
 from segue.core.request import SamplingParams
 from segue.engine.base import SequenceStep, run_step
 from segue.engine.pipe import MAX_BYTES, Pipe
-from segue.engine.ranks import DoneWord, OrderFrame
+from segue.engine.ranks import DoneWord, OrderFrame, TellOrder, _carry_out
 
 PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90]
 STEP = SequenceStep(1, PROMPT, 0, [0], True)
@@ -192,3 +192,10 @@ def test_a_pipe_bounds_its_frames_and_its_waits():
         ours.receive(1.0)
     ours.close()
     assert MAX_BYTES == 2**26
+
+
+def test_what_the_leader_needs_no_more_goes_before_the_next_order_of_any_kind():
+    copies, told = {1: "a", 2: "b", 3: "c"}, []
+    body = msgspec.msgpack.encode(OrderFrame(7, TellOrder(b"words"), [1, 3, 9]))
+    assert _carry_out(body, 7, None, None, copies, told.append) is None
+    assert (copies, told) == ({2: "b"}, [b"words"])

@@ -96,6 +96,15 @@ def test_a_step_that_only_continues_computes_what_one_pass_does(engine):
         torch.testing.assert_close(tensor[0].float(), tensor[1].float(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_prompt_that_begins_with_one_token_finds_nothing_of_the_slot_s_last_owner(engine):
+    run_step(engine, [step(1, [0, 1, 2], 0)])
+    one = [step(seq_id, [page], slot, PROMPT[:1]) for seq_id, page, slot in ((2, 3, 0), (3, 4, 1))]
+    for each in one:
+        run_step(engine, [each])
+    for tensor in engine._pool.states:
+        assert torch.equal(tensor[0], tensor[1])
+
+
 def test_layers_that_leave_before_the_others_are_fewer_than_all_whatever_kind_the_last_one_is(
     engine, monkeypatch
 ):

@@ -274,6 +274,13 @@ NATIVE: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("body", [{"text": []}, {"input_ids": []}, {"input_ids": [[]]}])
+def test_a_native_body_without_prompts_is_refused_as_that(tokenizer: ModelTokenizer, body: Any) -> None:
+    asked = read_native(json.dumps(body).encode())
+    with pytest.raises(BadParam, match="prompt"):
+        native_plan(Planner(tokenizer), asked, as_completion(asked), CARD, "id")
+
+
 def native(**body: Any) -> CompletionBody:
     return as_completion(read_native(json.dumps({"text": "hi", **body}).encode()))
 
