@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -65,10 +65,19 @@ EVENTS: list[KVEvent] = [
 ]
 
 
+def heard_once(sub: zmq.Socket[bytes], last: int) -> tuple[bytes, int, bytes]:
+    """The next message with another number than the `last` one."""
+    while True:
+        topic, number, payload = sub.recv_multipart()
+        if (found := int.from_bytes(number, "big")) != last:
+            return topic, found, payload
+
+
 class Subscriber:
     """A router: a SUB socket, and a REQ socket for what it missed."""
 
     def __init__(self, port: int, replay: int, topic: str) -> None:
+        self.last = -1
         self.context = zmq.Context()
         self.sub, self.req = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
         for one in (self.sub, self.req):
@@ -78,14 +87,16 @@ class Subscriber:
         self.sub.connect(f"tcp://127.0.0.1:{port}")
         self.req.connect(f"tcp://127.0.0.1:{replay}")
 
-    def until_greeted(self) -> None:
-        """Until it hears the batch without events with which it is told that it is known."""
+    def until_beat(self) -> None:
+        """Until it hears a batch without events: the publisher knows it."""
         while self.next()[2].events:
             pass
 
     def next(self) -> tuple[bytes, int, VBatch]:
-        topic, number, payload = self.sub.recv_multipart()
-        return topic, int.from_bytes(number, "big"), msgspec.msgpack.decode(payload, type=VBatch)
+        """The next one that is no repeat."""
+        topic, number, payload = heard_once(self.sub, self.last)
+        self.last = number
+        return topic, number, msgspec.msgpack.decode(payload, type=VBatch)
 
     def missed(self, number: int) -> list[tuple[int, VBatch]]:
         self.req.send_multipart((b"", number.to_bytes(8, "big")))
@@ -104,13 +115,25 @@ def ports() -> tuple[int, int]:
         return one.getsockname()[1], two.getsockname()[1]
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Batches without events soon; a test may say when they end, but for a repeat."""
+
+    def every(seconds: float) -> None:
+        monkeypatch.setattr(kv_publisher, "BEAT_S", seconds)
+
+    every(0.01)
+    return every
+
+
 @pytest.fixture
-def pair(ports: tuple[int, int]) -> Iterator[tuple[KVPublisher, Subscriber]]:
+def pair(ports: tuple[int, int], fast: Callable[[float], None]) -> Iterator[tuple[KVPublisher, Subscriber]]:
     port, replay = ports
     config = KVEventsConfig(kv_events_port=port, kv_events_replay_port=replay, kv_events_topic="kv@x@tiny")
     publisher = KVPublisher(config, "localhost", 0, lambda: 5.0)
     subscriber = Subscriber(port, replay, "kv@")
-    subscriber.until_greeted()
+    subscriber.until_beat()
+    fast(3600.0)
     yield publisher, subscriber
     publisher.close()
     subscriber.context.destroy()
@@ -162,13 +185,14 @@ def test_who_followed_an_earlier_process_sees_a_gap_and_hears_that_nothing_is_th
     earlier = KVPublisher(config, "127.0.0.1", 0, lambda: 100.0)
     subscriber = Subscriber(*ports, "kv")
     try:
-        subscriber.until_greeted()
+        subscriber.until_beat()
         earlier.publish(EVENTS[:1])
         heard = subscriber.next()
         earlier.close()
         later = KVPublisher(config, "127.0.0.1", 0, lambda: 160.0)
         try:
-            assert subscriber.next()[1] >= 160_000, "as soon as it has found the next process, by itself"
+            while subscriber.next()[1] < 160_000:  # by itself it hears of the next process
+                pass
             missed = subscriber.missed(heard[1] + 1)
             assert (missed[0][0], missed[0][1].events) == (160_000, [VCleared()])
         finally:
@@ -178,29 +202,49 @@ def test_who_followed_an_earlier_process_sees_a_gap_and_hears_that_nothing_is_th
         subscriber.context.destroy()
 
 
-def test_who_subscribes_late_hears_at_once_that_there_was_something_and_the_others_nothing_new(
+def test_who_subscribes_late_hears_that_there_was_something_and_the_others_nothing_new(
+    ports: tuple[int, int],
+) -> None:
+    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
+    publisher, first = KVPublisher(config, "127.0.0.1", 0, lambda: 5.0), Subscriber(*ports, "kv")
+    try:
+        first.until_beat()
+        publisher.publish(EVENTS[:1])
+        stored = first.next()
+        for _ in range(3):
+            late = Subscriber(*ports, "kv")
+            try:
+                # However often it is said, no kept batch makes room for that.
+                assert late.next() == (b"kv", stored[1] + 1, VBatch(5.0, [], 0))
+                assert late.missed(stored[1])[0] == stored[1:], "what it missed is there"
+            finally:
+                late.context.destroy()
+        assert first.next()[1:] == (stored[1] + 1, VBatch(5.0, [], 0))
+        publisher.publish(EVENTS[1:2])
+        assert first.next()[1] == stored[1] + 2
+    finally:
+        publisher.close()
+        first.context.destroy()
+
+
+def test_a_replay_of_all_that_is_kept_has_its_end_however_late_it_is_read(
     pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int]
 ) -> None:
-    publisher, first = pair
-    publisher.publish(EVENTS[:1])
-    stored = first.next()
-    greetings = []
-    for _ in range(3):
-        late = Subscriber(*ports, "kv@")
+    publisher, late = pair
+    late.missed(0)  # its thread has kept the batch that was heard, and keeps nothing more
+    for number in range(kv_publisher.KEPT_BATCHES):
+        publisher._keep(number, b"x" * 3000)
+    for _ in range(2):
+        late.req.send_multipart((b"", (0).to_bytes(8, "big")))
+        other = Subscriber(*ports, "kv@")
         try:
-            greetings.append(late.next())
-            assert late.missed(stored[1])[0] == stored[1:], "what it missed is there"
-            assert first.next() == greetings[-1]
+            assert other.missed(2**63) == [], "by then the first one's answer is on its way"
         finally:
-            late.context.destroy()
-    assert [(number, batch.events) for _, number, batch in greetings] == [(stored[1] + 1, [])] * 3, (
-        "however many come, no kept batch makes room for that"
-    )
-    publisher.publish(EVENTS[1:2])
-    assert first.next()[1] == stored[1] + 2
-    first.sub.unsubscribe("kv@")
-    first.sub.subscribe("kv")
-    assert first.next()[1:] == (stored[1] + 3, VBatch(5.0, [], 0))
+            other.context.destroy()
+        found = []
+        while (frames := late.req.recv_multipart())[1] != END:
+            found.append(int.from_bytes(frames[1], "big"))
+        assert found == list(range(kv_publisher.KEPT_BATCHES))
 
 
 def test_a_port_that_is_taken_is_one_sentence(ports: tuple[int, int]) -> None:
@@ -226,15 +270,14 @@ class Stranger:
         self.sub.setsockopt_string(zmq.SUBSCRIBE, "kv")
         self.sub.connect(f"tcp://127.0.0.1:{port}")
         self.replay = f"tcp://127.0.0.1:{replay}"
-        self.last, self.index, self.greeted = -1, dict[int, list[int]](), False
+        self.last, self.index, self.known = -1, dict[int, list[int]](), False
 
     def lose(self) -> None:
         """One message never arrives."""
-        self.sub.recv_multipart()
+        heard_once(self.sub, self.last)
 
     def hear(self) -> None:
-        _, seq_bytes, payload = self.sub.recv_multipart()
-        seq = int.from_bytes(seq_bytes, "big")
+        _, seq, payload = heard_once(self.sub, self.last)
         if 0 <= self.last < seq - 1:
             for missed in range(self.last + 1, seq):
                 # A REQ socket takes one answer, and what follows would be in the way of its next question.
@@ -249,7 +292,7 @@ class Stranger:
 
     def _process(self, payload: bytes) -> None:
         _ts, events, *_rank = msgspec.msgpack.decode(payload)
-        self.greeted = self.greeted or not events
+        self.known = self.known or not events
         for event in events:
             match event.pop("type"):
                 case "BlockStored":
@@ -264,7 +307,9 @@ class Stranger:
                     self.index.clear()
 
 
-def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(ports: tuple[int, int]) -> None:
+def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(
+    ports: tuple[int, int], fast: Callable[[float], None]
+) -> None:
     rng = random.Random(3)
     pool = PagePool(24, 4)
     tree = PrefixTree(pool, 4)
@@ -272,8 +317,9 @@ def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(ports: 
     config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
     publisher, stranger = KVPublisher(config, "127.0.0.1", 0), Stranger(*ports)
     try:
-        while not stranger.greeted:
+        while not stranger.known:
             stranger.hear()
+        fast(3600.0)
         lost = 0
         for number in range(60):
             tokens = [rng.randrange(2) for _ in range(4 * rng.randint(1, 6))]

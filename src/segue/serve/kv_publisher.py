@@ -1,17 +1,20 @@
 """KV events over ZMQ as vLLM publishes them, so that other people's routers can subscribe.
 
-An XPUB socket sends `(topic, number, batch)`, the number in 8 bytes, big end first. A ROUTER socket answers a
+A PUB socket sends `(topic, number, batch)`, the number in 8 bytes, big end first. A ROUTER socket answers a
 number with `(number, batch)` of that one and all later ones that are kept, and at the end with number -1 and
 nothing. ZMQ drops what a slow subscriber does not take; it sees that by a gap in the numbers.
 
-Whoever subscribes makes us send a batch without events. By its number one who comes late, or comes back after
-this process has restarted, sees at once that it has missed something, and need not wait for the next event.
+A second after a batch, and then each second until the next one, a batch without events is sent, always with
+the same number. By that a subscriber that comes late, or comes back after this process has restarted, sees
+that it has missed something, and need not wait for the next event. (An XPUB socket would tell of each
+subscription, but it keeps without a limit what strangers send it.)
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -32,8 +35,8 @@ log = logging.getLogger("segue.instance")
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 * 2**20
 #: Batches that wait for our own thread, or for a subscriber.
 _MAX_WAITING = 10_000
-#: How a message to an XPUB socket begins that is a subscription.
-_SUBSCRIBES = b"\x01"
+#: How long after a batch the one without events follows, and its repeats.
+BEAT_S = 1.0
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -64,8 +67,7 @@ class KVPublisher:
         self._kept_bytes = 0
         self._context = zmq.Context()
         self._context.set(zmq.IPV6, ":" in host)
-        self._pub = self._bound(zmq.XPUB, host, config.kv_events_port + dp_rank, "--kv-events-port")
-        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of each subscriber, not of a topic's first
+        self._pub = self._bound(zmq.PUB, host, config.kv_events_port + dp_rank, "--kv-events-port")
         self._replay: Any = None
         if (replay := config.kv_events_replay_port) is not None:
             self._replay = self._bound(zmq.ROUTER, host, replay + dp_rank, "--kv-events-replay-port")
@@ -83,7 +85,8 @@ class KVPublisher:
 
     def _bound(self, kind: int, host: str, port: int, flag: str) -> Any:
         socket = self._context.socket(kind)
-        socket.set_hwm(_MAX_WAITING)
+        # A whole replay and its end, twice: of what a reader has taken ZMQ hears by halves of that.
+        socket.set_hwm(_MAX_WAITING if kind == self._zmq.PUB else 2 * (KEPT_BATCHES + 1))
         socket.setsockopt(self._zmq.LINGER, 0)
         try:
             address = getaddrinfo(host, port)[0][4][0]  # ZMQ binds to no name
@@ -118,24 +121,27 @@ class KVPublisher:
 
     def _run(self) -> None:
         poller = self._zmq.Poller()
-        for socket in filter(None, (self._inner, self._pub, self._replay)):
+        for socket in filter(None, (self._inner, self._replay)):
             poller.register(socket, self._zmq.POLLIN)
+        beat_at = math.inf  # before there is a batch
         while True:
-            ready = dict(poller.poll())
+            left_s = beat_at - time.monotonic()
+            ready = dict(poller.poll(None if left_s == math.inf else max(0, math.ceil(left_s * 1e3))))
             if self._inner in ready:
                 frames = self._inner.recv_multipart()
                 if len(frames) == 1:
                     return
                 self._next += int.from_bytes(frames[0], "big")
                 self._send(frames[1])
-                self._empty = False
-            if self._pub in ready and self._pub.recv_multipart()[0].startswith(_SUBSCRIBES):
-                self._greet()
+                self._empty, beat_at = False, time.monotonic() + BEAT_S
             if self._replay is not None and self._replay in ready:
                 self._answer(self._replay.recv_multipart())
+            if time.monotonic() >= beat_at:
+                self._beat()
+                beat_at = time.monotonic() + BEAT_S
 
-    def _greet(self) -> None:
-        """Send a batch without events, to all: to one of them alone a PUB socket sends nothing."""
+    def _beat(self) -> None:
+        """Send the batch without events."""
         if self._empty:
             number, payload = self._kept[-1]
             self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
