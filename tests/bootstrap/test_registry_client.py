@@ -1071,6 +1071,45 @@ def test_a_client_that_is_closed_asks_no_more_and_leaves_no_task() -> None:
     asyncio.run(main())
 
 
+def test_a_rank_that_leaves_while_a_drain_is_said_does_not_end_the_keep_alive_of_the_others() -> None:
+    class Leaves(Answers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.registry: LocalRegistry | None = None
+            self.flags: list[DrainFlag] = []
+
+        async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+            if self.registry is None and self.flags and dp_rank == 0:
+                raise Draining("rank 0 has left")
+            return await super().put_rank(record, dp_rank)
+
+        async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
+            await super().put_draining(incarnation, flag)
+            self.flags.append(flag)
+            if self.registry is not None:
+                leaving, self.registry = self.registry.leave(LeaderId(A, 0)), None
+                await leaving
+                raise NotFound("rank 0 is not here")
+
+    async def main() -> None:
+        backend = Leaves()
+        registry = registry_on(backend)
+        for rank in range(2):
+            await registry.register(record(A, dp_rank=rank, dp_size=2))
+        backend.errors[:] = [BootstrapUnreachable("away")]
+        await registry.set_draining(A, True)
+        assert not backend.flags, "it is told with the next keep-alive"
+        backend.registry = registry
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        await until(backend, lambda: len(backend.flags) > 1 or keeping.done())
+        assert not keeping.done()
+        assert backend.flags == [DrainFlag(draining=True, dp_rank=rank) for rank in (0, 1)]
+        await registry.leave(LeaderId(A, 1))
+        await asyncio.wait_for(keeping, DEADLINE_S)
+
+    asyncio.run(main())
+
+
 def test_a_rank_that_leaves_while_it_is_kept_alive_does_not_end_the_keep_alive_of_the_others() -> None:
     """What said that it lives is on its way while it leaves, and is refused for that."""
 
@@ -1179,6 +1218,42 @@ def test_a_registry_that_begins_anew_hears_of_the_rooms_that_live_with_the_time_
         await until(backend, lambda: len(backend.rooms) > 10)
         assert [room for room, _ in backend.rooms] == [*range(19, 10, -1), 7, 5]
         keeping.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("between", [Unauthorized("another secret"), PeerRefused("a page of HTML")])
+def test_rooms_are_kept_for_the_registry_though_something_else_answers_at_its_address_meanwhile(
+    between: SegueError,
+) -> None:
+    async def main() -> None:
+        backend = Answers()
+        registry = registry_on(backend)
+        await registry.register(record(A))
+        for room in (5, 6, 7):
+            await registry.register_room(room, LeaderId(A), ttl_s=60.0)
+        backend.rooms.clear()
+        backend.epoch = "second"
+        backend.errors[:] = [None, None, between]  # as it hears of the second room
+        keeping = asyncio.create_task(registry.keep_alive(A))
+        await until(backend, lambda: len(backend.rooms) == 3)
+        assert [room for room, _ in backend.rooms] == [7, 6, 5]
+        assert not backend.errors
+        keeping.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_room_whose_time_has_passed_in_a_pause_was_lost_for_what_was_wrong_before_it() -> None:
+    async def main() -> None:
+        backend, clock = Answers(BootstrapUnreachable("away")), VirtualClock()
+        registry = registry_on(backend, clock)
+        registering = asyncio.create_task(registry.register_room(5, LeaderId(A), ttl_s=5.0))
+        await backend.asked.wait()
+        clock.advance(6.0)
+        with pytest.raises(BootstrapUnreachable, match="away"):
+            await asyncio.wait_for(registering, DEADLINE_S)
+        assert not backend.rooms
 
     asyncio.run(main())
 

@@ -7,7 +7,7 @@ test with `LocalRegistry` tests what `RegistryClient` does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Protocol, TypeVar
 
 import httpx
@@ -233,6 +233,8 @@ class _Registry:
                     too_late = self._clock.now() + pause_s >= until
                     if not self._may_pass(error, leader) or too_late or await self._pause(pause_s):
                         raise
+                    if self._clock.now() >= until:  # this process stood still meanwhile
+                        raise
         except BaseException:
             if self._rooms.get(room) is mine:
                 del self._rooms[room]
@@ -283,21 +285,27 @@ class _Registry:
 
     async def _say_again(self, incarnation: Incarnation) -> None:
         """All that a registry may have forgotten."""
-        complete = None
-        while complete is None:
-            said = self._mine[incarnation]
-            try:
-                complete = await self._put(said)
-            except _OVER:
-                now = self._mine.get(incarnation)
-                if now is None or len(now.replicas) == len(said.replicas):
-                    raise
-                # One of our ranks has left meanwhile, which is what we were told: the others live.
+        complete = await self._of_ours(incarnation, self._put)
         if (record := self._mine.get(incarnation)) is not None:
-            self._mine[incarnation] = msgspec.structs.replace(record, complete=record.complete or complete)
+            complete = record.complete or bool(complete)
+            self._mine[incarnation] = msgspec.structs.replace(record, complete=complete)
         if incarnation in self._unsaid:
             await self._say_draining(incarnation)
         await self._say_rooms()
+
+    async def _of_ours(
+        self, incarnation: Incarnation, say: Callable[[InstanceRecord], Awaitable[bool]]
+    ) -> bool | None:
+        """Say something of those of our ranks that have not left. None if all have."""
+        while (record := self._mine.get(incarnation)) is not None:
+            try:
+                return await say(record)
+            except (NotFound, *_OVER):
+                now = self._mine.get(incarnation)
+                if now is not None and len(now.replicas) == len(record.replicas):
+                    raise
+                # One of them has left meanwhile, which is what we were told: the others live.
+        return None
 
     async def _put(self, record: InstanceRecord) -> bool:
         """Returns whether all ranks of the instance have been there."""
@@ -340,7 +348,7 @@ class _Registry:
             try:
                 await self._put_room(room, leader, until)
             except BaseException as error:
-                if not isinstance(error, SegueError) or self._may_pass(error, leader):
+                if not isinstance(error, (NotFound, *_OVER)) or self._may_pass(error, leader):
                     self._unsaid_rooms.append(room)
                     self._forgotten.set()
                     raise
@@ -351,18 +359,22 @@ class _Registry:
                 return
 
     async def _say_draining(self, incarnation: Incarnation) -> None:
-        record = self._mine[incarnation]
+        draining = await self._of_ours(incarnation, self._put_draining)
+        known = self._mine.get(incarnation)
+        if known is not None and known.draining == draining:
+            self._unsaid.discard(incarnation)
+
+    async def _put_draining(self, record: InstanceRecord) -> bool:
+        """Returns the flag."""
         flags = [DrainFlag(draining=record.draining, dp_rank=replica.dp_rank) for replica in record.replicas]
         try:
             for flag in flags:
-                await self._backend.put_draining(incarnation, flag)
+                await self._backend.put_draining(record.incarnation, flag)
         except NotFound:
-            await self._put(record)
+            await self._put(record)  # the registry restarted and has not heard of us yet
             for flag in flags:
-                await self._backend.put_draining(incarnation, flag)
-        known = self._mine.get(incarnation)
-        if known is not None and known.draining == record.draining:
-            self._unsaid.discard(incarnation)
+                await self._backend.put_draining(record.incarnation, flag)
+        return record.draining
 
     def _report(self, error: SegueError) -> None:
         self.last_error = error
