@@ -1228,7 +1228,7 @@ def test_rooms_are_kept_for_the_registry_though_something_else_answers_at_its_ad
 ) -> None:
     async def main() -> None:
         backend = Answers()
-        registry = registry_on(backend)
+        registry = registry_on(backend, VirtualClock())
         await registry.register(record(A))
         for room in (5, 6, 7):
             await registry.register_room(room, LeaderId(A), ttl_s=60.0)
