@@ -71,8 +71,8 @@ class _Impostor(asyncio.Protocol):
 
 
 class CheckedStore(RegistryStore):
-    """Production's store; what it lets in is what the process in question is, and whom it forgets was
-    silent."""
+    """Production's store; what it lets in is what the process in question is, whom it forgets was silent, and
+    who leaves takes no other rank along."""
 
     deployment: Deployment
 
@@ -117,6 +117,16 @@ class CheckedStore(RegistryStore):
                 silent_s = self.deployment.world.now - self._heard_at[incarnation, rank]
                 if silent_s < TTL_S - 1e-6:
                     self._wrong(f"forgot {incarnation[:8]} after {silent_s:.3f} s of silence")
+
+    def _take_out(self, leader: LeaderId, why: type[SegueError]) -> None:
+        others = self._alive(leader.incarnation) - {leader.dp_rank}
+        super()._take_out(leader, why)
+        if others - self._alive(leader.incarnation):
+            self._wrong(f"dropped other ranks of {leader.incarnation[:8]} with rank {leader.dp_rank}")
+
+    def _alive(self, incarnation: Incarnation) -> set[int]:
+        entry = self._entries.get(incarnation)
+        return {rank for rank, known in entry.ranks.items() if known.alive} if entry is not None else set()
 
     def heard_of(self, leader: LeaderId) -> bool:
         """Whether it registered within the time to live."""
