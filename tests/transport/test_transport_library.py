@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import library, library_wire
 from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
-from segue.transport.library_out import MAX_IN_FLIGHT_BYTES, pieces
+from segue.transport.library_out import MAX_IN_FLIGHT_BYTES, WritingPath, pieces
 from segue.transport.memory import Memory, host_region
 
 MiB = 2**20
@@ -270,6 +271,43 @@ def test_a_path_for_which_there_is_no_thread_is_not_made_and_ends_no_other(
     writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
     start(writer, reader, 3, CopyBlock(0, 0, 1, 1))
     writer.take(Written, epoch=3)
+
+
+def test_a_transport_closes_whole_while_a_path_that_got_no_thread_is_still_there(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who closes, on another thread, may come before the loop has taken the path away."""
+    writer, reader = ends(connect=False)
+
+    def refused(_path: WritingPath) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(WritingPath, "start", refused)
+    monkeypatch.setattr(writer.transport, "_shut", lambda _path: None)
+    with pytest.raises(OutOfCapacity, match="no thread for the path"):
+        writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
+    writer.transport.close()
+    listener = writer.transport._listener
+    assert listener is not None
+    assert listener._sock.fileno() == -1
+    assert not writer.transport._loop._thread.is_alive()
+
+
+def test_a_path_whose_thread_starts_after_the_close_ends_and_nobody_waits_for_it(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = ends(connect=False)
+    start_path = WritingPath.start
+
+    def late(path: WritingPath) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(writer.transport.close).result(PATIENCE_S)
+        start_path(path)
+
+    monkeypatch.setattr(WritingPath, "start", late)
+    with pytest.raises(TransferFailed, match="was closed"):
+        writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
+    assert not writer.transport._loop._thread.is_alive()
 
 
 def test_a_library_that_is_not_loaded_in_time_is_said_to_be_missing_from_choices(

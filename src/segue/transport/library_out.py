@@ -136,8 +136,9 @@ class WritingPath:
         self._calls.put(self._close)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread. False when it has not ended in time."""
-        if threading.current_thread() is not self._thread:
+        """Wait for the thread, if it runs: the host may have had none to start. False when it has not ended
+        in time. One that starts after `close` touches no memory."""
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
