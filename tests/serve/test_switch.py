@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -94,6 +95,13 @@ class Switchable:
         assert isinstance(self._engine, LineageEngine)
         self._engine.memory.release()
         self._memory.close()
+
+
+def turn(one: Switchable) -> None:
+    """Have it become prefill, as an operator does whose `switch` finds it without requests."""
+    instance = one.turns.instance
+    drained = msgspec.structs.replace(instance.scheduler.load(), drained=True)
+    instance.plane.io.post(instance._turn, instance._in_role(Role.PREFILL), drained)
 
 
 @contextmanager
@@ -206,11 +214,48 @@ def test_a_leader_with_companions_that_is_to_leave_between_two_roles_leaves_with
             one.turns.drain()
 
         instance.close = and_told  # type: ignore[method-assign]
-        drained = msgspec.structs.replace(instance.scheduler.load(), drained=True)
-        instance.plane.io.post(instance._turn, instance._in_role(Role.PREFILL), drained)
+        turn(one)
         one.thread.join(60)
         one.close()
         assert others.asked == ["listen", "listen", "done", "close"]
+
+
+def test_a_leader_says_that_it_is_done_if_another_rank_was_between_two_roles() -> None:
+    class Leaving(Others):
+        """One of them is done before we are in our second role."""
+
+        def listen(self, wake: object, leave: Any, lost: object) -> None:
+            super().listen(wake, leave, lost)
+            if self.asked == ["listen", "listen"]:
+                leave()
+
+    others = Leaving()
+    with deployment() as made:
+        one = Switchable(Role.DECODE, f"http://127.0.0.1:{made.registry.port}", others)
+        turn(one)
+        one.thread.join(60)
+        one.close()
+    assert others.asked == ["listen", "listen", "done", "close"]
+
+
+def test_a_leader_says_that_it_is_done_if_it_is_to_leave_while_the_role_before_is_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = Others()
+    with deployment() as made:
+        one = Switchable(Role.DECODE, f"http://127.0.0.1:{made.registry.port}", others)
+        first, unfreezes = one.turns.instance, gc.unfreeze
+
+        def and_told() -> None:
+            unfreezes()
+            assert one.turns.instance is not first
+            one.turns.drain()
+
+        monkeypatch.setattr(gc, "unfreeze", and_told)
+        turn(one)
+        one.thread.join(60)
+        one.close()
+    assert others.asked == ["listen", "listen", "done", "close"]
 
 
 def test_a_switch_waits_for_what_is_there_and_resume_ends_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,8 +244,9 @@ class Instance:
     # ---- life --------------------------------------------------------------------------------
 
     def start(self) -> bool:
-        """Listen, then register: from here on peers and frontends find this instance. False if it was
-        asked to drain while the registry, there when the model began to load, was away.
+        """Listen, then register: from here on peers and frontends find this instance. False if it is to leave
+        and has not registered: it was asked to before the registry answered, or its companions have told so.
+        Then `run` still ends as it does after a drain, of which companions hear.
 
         Raises ConfigError (port in use), BootstrapUnreachable or Unauthorized.
         """

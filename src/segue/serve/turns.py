@@ -48,13 +48,17 @@ class Turns:
         while True:
             instance = self.instance
             try:
-                # A signal may have come while there was none, and been told to the one before. Companions
-                # compute with us until all of them are done, so with those we drain as an instance does.
-                if (self._leaving and instance.companions is None) or not instance.start():
-                    return
-                if self._leaving:
+                if self._leaving:  # the signal came while there was none, and was told to the one before
+                    if instance.companions is None:
+                        return
                     instance.drain()
-                ready(instance)
+                started = instance.start()
+                if started:
+                    ready(instance)
+                elif instance.companions is None:
+                    return
+                # Companions compute with us until all of them are done, and take it for a loss if one goes
+                # without saying so: what kept us from registering waits in the leader's inbox.
                 instance.run()
             finally:
                 instance.close()
