@@ -169,6 +169,21 @@ def test_who_drains_is_waited_for_by_nobody_once_all_do(ranks):
     assert told[0].lost == [], "it has drained, as all have"
 
 
+def test_what_is_said_while_nobody_listens_is_told_to_who_listens_next(ranks):
+    (first, second, _), _, links = ranks
+    before, anew = [], []
+    first.listen(lambda: before.append("wake"), lambda: before.append("leave"), before.append)
+    first.stop_listening()
+    second._say(DpDoneWord(1))
+    second._say(StepWord(1))
+    links[2][0].settimeout(60)
+    while _decoder.decode(links[2][0].recv(65536)) != StepWord(1):
+        pass  # once it is passed on, the word before was taken
+    first.listen(lambda: anew.append("wake"), lambda: anew.append("leave"), anew.append)
+    assert {*anew} == {"leave", "wake"}
+    assert before == []
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_the_end_of_a_rank_that_has_not_drained_is_a_loss_unless_we_leave_ourselves(ranks, closed):
     (first, second, _), told, links = ranks

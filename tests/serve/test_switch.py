@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,8 @@ from segue.core.config import InstanceConfig, ModelConfig
 from segue.core.operate import Steer
 from segue.core.request import SamplingParams
 from segue.core.types import Role, new_incarnation
+from segue.engine.base import Companions
+from segue.engine.dp_group import DpGroup
 from segue.fleet.operator import Operator
 from segue.serve.instance import Instance
 from segue.serve.turns import Turns
@@ -53,6 +56,8 @@ class Others:
     def listen(self, wake: object, leave: object, lost: object) -> None:
         self.asked.append("listen")
 
+    def stop_listening(self) -> None: ...
+
     def close(self) -> None:
         self.asked.append("close")
 
@@ -60,7 +65,7 @@ class Others:
 class Switchable:
     """One leader of an instance in a thread of its own, as `segue prefill` runs it in a process."""
 
-    def __init__(self, role: Role, registry: str, companions: Others | None = None, **of_dp: Any) -> None:
+    def __init__(self, role: Role, registry: str, companions: Companions | None = None, **of_dp: Any) -> None:
         engine, memory = lineage_engine()
         self._engine, self._memory = engine, memory
         config = InstanceConfig(
@@ -256,6 +261,29 @@ def test_a_leader_says_that_it_is_done_if_it_is_to_leave_while_the_role_before_i
         one.thread.join(60)
         one.close()
     assert others.asked == ["listen", "listen", "done", "close"]
+
+
+def test_nothing_of_the_role_before_is_kept_for_what_its_companions_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory of its pages, tables and sessions would be held until the next switch."""
+    others = DpGroup(0, 1, [], "what it has loaded")
+    ordered, unfreezes = threading.Event(), gc.unfreeze
+    # Whoever gives the order still holds the instance.
+    monkeypatch.setattr(gc, "unfreeze", lambda: (ordered.wait(60), unfreezes()))
+    with deployment() as made:
+        one = Switchable(Role.DECODE, f"http://127.0.0.1:{made.registry.port}", others)
+        first = weakref.ref(one.turns.instance)
+        one.served.clear()
+        one.ready.clear()
+        turn(one)
+        ordered.set()
+        try:
+            assert one.ready.wait(60)
+            assert one.served[0] is one.turns.instance
+            assert first() is None
+        finally:
+            one.close()
 
 
 def test_a_switch_waits_for_what_is_there_and_resume_ends_it(capsys: pytest.CaptureFixture[str]) -> None:

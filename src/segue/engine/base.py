@@ -157,7 +157,7 @@ class Engine(Protocol):
 class Companions(Protocol):
     """The other DP ranks of an instance whose ranks compute every step together (`engine.dp_group`).
 
-    Called by the leader's thread, but for `listen` and `close`."""
+    Called by the leader's thread, but for `listen`, `stop_listening` and `close`."""
 
     @property
     def behind(self) -> bool:
@@ -176,6 +176,11 @@ class Companions(Protocol):
         changed, `leave` that another rank is done, and once `lost` why nothing can be computed any more.
 
         Once more for the next role of this process: what the listeners before were told is told again."""
+        ...
+
+    def stop_listening(self) -> None:
+        """Tell and keep the listeners no longer: they belong to a role that has ended. What is said from now
+        on is told to the next ones."""
         ...
 
     def close(self) -> None:

@@ -63,6 +63,10 @@ class DpForward:
         """See `Companions.listen`."""
         self._group.listen(wake, leave, lost)
 
+    def stop_listening(self) -> None:
+        """See `Companions.stop_listening`."""
+        self._group.stop_listening()
+
     def close(self) -> None:
         """See `Companions.close`."""
         self._group.close()

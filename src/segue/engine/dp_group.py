@@ -115,9 +115,10 @@ class DpGroup:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._closed = False
-        self._wake: Callable[[], None] = _nothing
-        self._leave: Callable[[], None] = _nothing
-        self._on_lost: Callable[[SegueError], None] = lambda _: None
+        self._wake: Callable[[], None]
+        self._leave: Callable[[], None]
+        self._on_lost: Callable[[SegueError], None]
+        self.stop_listening()
         self._thread = threading.Thread(target=self._hear, name="dp-group", daemon=True)
 
     # ---- the start -------------------------------------------------------------------------------
@@ -152,6 +153,11 @@ class DpGroup:
         elif self._done:
             leave()
         wake()
+
+    def stop_listening(self) -> None:
+        """See `Companions.stop_listening`."""
+        with self._lock:
+            self._wake, self._leave, self._on_lost = _nothing, _nothing, lambda _: None
 
     # ---- steps -----------------------------------------------------------------------------------
 

@@ -428,6 +428,8 @@ class Instance:
                     self.workers.close()
                 if self.companions is not None:
                     self.companions.close()
+            elif self.companions is not None:
+                self.companions.stop_listening()  # or they would keep all of this instance
             if self._publisher is not None:
                 self._publisher.close()
 
