@@ -25,6 +25,7 @@ from segue.cli.transport_probe import Speed
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
 from segue.layout.blocks import CopyBlock
+from segue.transport.host_memory import GroupMemory
 from segue.transport.kinds import KINDS, OK
 from segue.transport.probe import FAR_UNDER, Measurement
 
@@ -231,6 +232,14 @@ def test_the_facts_of_this_host_are_those_that_its_transports_rely_on(
     facts = host_facts.gather(str(tmp_path))
     assert facts.pidfd == "Operation not permitted"
     assert "not permitted" in facts.transports["shm"]
+
+
+def test_the_limit_of_memory_is_the_least_of_the_groups_of_this_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for groups, least in (([], None), ([GroupMemory(3 * MIB, 0), GroupMemory(2 * MIB, MIB)], 2 * MIB)):
+        monkeypatch.setattr(host_facts, "limited_groups", lambda groups=groups: groups)
+        assert host_facts.gather(str(tmp_path)).memory_limit_bytes == least
 
 
 def test_a_listener_of_a_process_with_mooncake_in_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

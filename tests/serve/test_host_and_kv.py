@@ -19,32 +19,36 @@ from segue.transport.probe import SCRATCH_BYTES
 
 ME = LeaderId(Incarnation("a" * 32), 1)
 SPEC = lineage_spec(8)
+KiB = 1024
 
 
 @pytest.mark.parametrize(
-    ("files", "cores", "free_bytes"),
+    ("files", "cores", "free_kib"),
     [
         ({}, 4, 1000),
         ({"cpu.max": "max 100000", "memory.max": "max", "memory.current": "5"}, 4, 1000),
         ({"cpu.max": "250000 100000"}, 2, 1000),
         ({"cpu.max": "50000 100000"}, 1, 1000),
         ({"cpu.max": "900000 100000"}, 4, 1000),
-        ({"memory.max": "900\n", "memory.current": "300\n"}, 4, 600),
-        ({"memory.max": "9000", "memory.current": "300"}, 4, 1000),
-        ({"memory.max": "300", "memory.current": "900"}, 4, 0),
-        ({"memory.max": "300"}, 4, 1000),
+        ({"memory.max": f"{900 * KiB}\n", "memory.current": f"{300 * KiB}\n"}, 4, 600),
+        ({"memory.max": f"{9000 * KiB}", "memory.current": f"{300 * KiB}"}, 4, 1000),
+        ({"memory.max": f"{300 * KiB}", "memory.current": f"{900 * KiB}"}, 4, 0),
+        ({"memory.max": f"{300 * KiB}"}, 4, 1000),
+        ({"pod/memory.max": f"{900 * KiB}", "pod/memory.current": f"{300 * KiB}"}, 4, 600),
     ],
     ids=str,
 )
 def test_a_process_has_what_both_its_host_and_its_cgroup_allow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int, free_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int, free_kib: int
 ) -> None:
-    for name, text in files.items():
+    kernel = {"proc/meminfo": "MemAvailable: 1000 kB\n", "proc/self/cgroup": "0::/pod\n"}
+    kernel |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in kernel.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda _pid: {1, 3, 5, 7})
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     found = this_host(tmp_path)
-    assert (found.cores, found.free_bytes) == (cores, free_bytes)
+    assert (found.cores, found.free_bytes) == (cores, free_kib * KiB)
 
 
 def made(

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from ranks import make_shm, options, rank
 from segue.core.errors import ConfigError, OutOfCapacity, TransferFailed
 from segue.layout.blocks import CopyBlock
 from segue.layout.spec import KVShape, PlaneSpec, PoolSpec
-from segue.transport import memory as memory_module
 from segue.transport import ranges
 from segue.transport.fake import FakeTransport
-from segue.transport.memory import Memory, MemoryKind, Region, allocate, available_bytes, host_region
+from segue.transport.host_memory import available_bytes, limited_groups
+from segue.transport.memory import Memory, MemoryKind, Region, allocate, host_region
 from segue.transport.shm import ShmTransport
 from segue.transport.tcp import TcpTransport
 from segue.transport.tensors import _plane, _regions, _view, pool_of
@@ -207,6 +208,21 @@ def check(memory: Memory, spec: PoolSpec, behind: int, fits: bool, why: str) -> 
 GiB = 2**30
 
 
+def host_files(root: Path, groups: str | None = None) -> Callable[[str, str], None]:
+    """Writes a file of a kernel below `root`, where a host with 8 GiB is already, and which `groups` we are
+    in."""
+
+    def write(name: str, text: str) -> None:
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    write("proc/meminfo", f"MemTotal: {32 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\nCached: 9 kB\n")
+    if groups is not None:
+        write("proc/self/cgroup", groups)
+    return write
+
+
 @pytest.mark.parametrize(
     ("groups", "left_gib"),
     [
@@ -218,25 +234,65 @@ GiB = 2**30
         ({"pod": ("max", 1), "": (4 * GiB, 1 * GiB)}, 3),
         ({"pod": (6 * GiB, 1 * GiB), "": (4 * GiB, 1 * GiB)}, 3),
         ({"pod": (4 * GiB, 1 * GiB), "": ("max", 1)}, 3),
+        ({"pod": (4 * GiB, 4 * GiB, f"anon 7\ninactive_file {3 * GiB}\nslab 9\n")}, 3),
+        ({"pod": (4 * GiB, 4 * GiB, f"active_file {GiB}\ninactive_file {GiB}\n")}, 2),
+        ({"pod": (4 * GiB, 4 * GiB, f"file {3 * GiB}\nshmem {3 * GiB}\ninactive_anon {3 * GiB}\n")}, 0),
+        ({"": (4 * GiB, 4 * GiB, f"inactive_file {3 * GiB}\n")}, 3),
+        ({"pod": (4 * GiB, 1 * GiB, f"inactive_file {2 * GiB}\n")}, 4),
     ],
 )
 def test_what_is_available_is_what_the_host_and_each_group_above_still_have(
-    groups: dict[str, tuple[int | str, int]], left_gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: dict[str, tuple[int | str, ...]], left_gib: int, tmp_path: Path
 ) -> None:
-    """More would be taken, and then some process is killed."""
+    """More would be taken, and then some process is killed. What the kernel drops before is not taken."""
+    write = host_files(tmp_path, "0::/node/pod\n")
+    for name, (limit, used, *stat) in groups.items():
+        write(f"sys/fs/cgroup/node/{name}/memory.max", f"{limit}\n")
+        write(f"sys/fs/cgroup/node/{name}/memory.current", f"{used}\n")
+        for text in stat:
+            write(f"sys/fs/cgroup/node/{name}/memory.stat", str(text))
+    assert available_bytes(tmp_path) == left_gib * GiB
 
-    def write(name: str, text: str) -> None:
-        file = tmp_path / name.lstrip("/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
 
-    write("/proc/meminfo", f"MemTotal: {32 * 2**20} kB\nMemAvailable: {8 * 2**20} kB\nCached: 9 kB\n")
-    write("/proc/self/cgroup", "0::/node/pod\n")
-    for name, (limit, used) in groups.items():
-        write(f"/sys/fs/cgroup/node/{name}/memory.max", f"{limit}\n")
-        write(f"/sys/fs/cgroup/node/{name}/memory.current", f"{used}\n")
-    monkeypatch.setattr(memory_module, "Path", lambda name: tmp_path / name.lstrip("/"))
-    assert available_bytes() == left_gib * GiB
+NO_LIMIT = 2**63 - 4096
+V1_CACHE = f"cache {3 * GiB}\ninactive_file 1\ntotal_inactive_file {2 * GiB}\ntotal_active_file {GiB}\n"
+
+
+@pytest.mark.parametrize(
+    "lines", ["4:memory:/node/pod\n0::/\n", "0::/\n7:cpu,memory:/node/pod\n", "4:memory:/node/pod\n1:cpu:/\n"]
+)
+@pytest.mark.parametrize(
+    ("groups", "left_gib", "limits_gib"),
+    [
+        ({}, 8, []),
+        ({"": (NO_LIMIT, 30 * GiB), "node/pod": (NO_LIMIT, GiB)}, 8, []),
+        ({"": (NO_LIMIT, 30 * GiB), "node/pod": (6 * GiB, GiB)}, 5, [6]),
+        ({"node": (4 * GiB, 2 * GiB), "node/pod": (6 * GiB, GiB)}, 2, [6, 4]),
+        ({"node/pod": (4 * GiB, 4 * GiB, V1_CACHE)}, 3, [4]),
+        # In a container: the mount begins at the container's own group.
+        ({"": (4 * GiB, GiB)}, 3, [4]),
+    ],
+)
+def test_limits_of_groups_of_version_1_count_as_well(
+    lines: str,
+    groups: dict[str, tuple[int | str, ...]],
+    left_gib: int,
+    limits_gib: list[int],
+    tmp_path: Path,
+) -> None:
+    write = host_files(tmp_path, lines)
+    for name, (limit, used, *stat) in groups.items():
+        write(f"sys/fs/cgroup/memory/{name}/memory.limit_in_bytes", f"{limit}\n")
+        write(f"sys/fs/cgroup/memory/{name}/memory.usage_in_bytes", f"{used}\n")
+        for text in stat:
+            write(f"sys/fs/cgroup/memory/{name}/memory.stat", str(text))
+    assert available_bytes(tmp_path) == left_gib * GiB
+    assert [group.limit_bytes / GiB for group in limited_groups(tmp_path)] == limits_gib
+
+
+def test_a_kernel_without_control_groups_limits_nothing(tmp_path: Path) -> None:
+    host_files(tmp_path)
+    assert available_bytes(tmp_path) == 8 * GiB
 
 
 def test_memory_that_the_kernel_does_not_give_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.transport import handshake
 from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
-from segue.transport.memory import Memory, allocate, available_bytes, host_region, sealed
+from segue.transport.host_memory import available_bytes
+from segue.transport.memory import Memory, allocate, host_region, sealed
 from segue.transport.shm_out import MappedPeer
 from segue.transport.shm_table import SLOTS, GrantTable, GrantView
 from segue.transport.shm_wire import ShmAddress

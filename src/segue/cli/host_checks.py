@@ -73,7 +73,7 @@ def memory(facts: HostFacts) -> Check:
     text += f", the cgroup may have {limit / GIB:.1f} GiB" if limit is not None else ", no limit by a cgroup"
     if facts.free_bytes >= MEMORY_BYTES:
         return Check("memory", "ok", text)
-    return Check("memory", "warn", text, "set --kv-gib low, use --unified, or raise the cgroup's memory.max")
+    return Check("memory", "warn", text, "set --kv-gib low, use --unified, or raise the cgroup's limit")
 
 
 def open_files(facts: HostFacts) -> Check:

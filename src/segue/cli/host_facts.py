@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from segue.serve.host import this_host
+from segue.transport.host_memory import limited_groups
 from segue.transport.kinds import KINDS
 
 #: What the engine cannot be without.
@@ -82,7 +83,7 @@ class HostFacts:
     #: As the cgroup allows, like `free_bytes`.
     cores: int
     free_bytes: int
-    #: Of the cgroup; None without one.
+    #: The least of the cgroup and those above it; None without one.
     memory_limit_bytes: int | None
     #: Installed versions by package.
     packages: Mapping[str, str]
@@ -126,7 +127,7 @@ def gather(cache: str | None = None) -> HostFacts:
         cpuinfo=_read("/proc/cpuinfo"),
         cores=host.cores,
         free_bytes=host.free_bytes,
-        memory_limit_bytes=_memory_limit(),
+        memory_limit_bytes=min((group.limit_bytes for group in limited_groups()), default=None),
         packages=_packages(),
         drivers=_drivers(),
         rdma_ports=_rdma_ports(),
@@ -205,14 +206,6 @@ def _try_loopback() -> None:
 
 def _try_port(port: int) -> None:
     socket.create_server(("127.0.0.1", port)).close()
-
-
-def _memory_limit() -> int | None:
-    group = _read("/proc/self/cgroup").rpartition("0::")[2].strip()
-    for folder in (Path("/sys/fs/cgroup") / group.lstrip("/"), Path("/sys/fs/cgroup")):
-        if (limit := _read(folder / "memory.max")).isdigit():
-            return int(limit)
-    return None
 
 
 def _packages() -> dict[str, str]:

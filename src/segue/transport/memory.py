@@ -21,7 +21,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ import numpy.typing as npt
 
 from segue.core.errors import ConfigError, OutOfCapacity
 from segue.layout.spec import PoolSpec, region_starts
+from segue.transport.host_memory import available_bytes
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
@@ -202,23 +202,6 @@ _ADVICE = {
     MemoryKind.HOST: "let segue.transport.memory.allocate allocate it, or use tcp",
     MemoryKind.SHARED: "use another transport",
 }
-
-
-def available_bytes() -> int:
-    """Memory that this process can still take without swapping: the host's, or that of one of its cgroups if
-    less. A group is bound by each one above it, too."""
-    words = Path("/proc/meminfo").read_text(encoding="ascii").split()
-    available = int(words[words.index("MemAvailable:") + 1]) * 1024
-    group = Path("/proc/self/cgroup").read_text(encoding="ascii").rpartition("0::")[2].strip().lstrip("/")
-    for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
-        try:
-            files = [Path(f"/sys/fs/cgroup/{folder}/memory.{name}") for name in ("max", "current")]
-            limit, used = (file.read_text(encoding="ascii").strip() for file in files)
-        except OSError:
-            continue  # no memory controller there, as in the group of all
-        if limit != "max":
-            available = min(available, max(0, int(limit) - int(used)))
-    return available
 
 
 def allocate(nbytes: int, name: str = "segue-kv") -> Memory:
