@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -375,13 +376,18 @@ def test_the_other_ranks_leave_with_an_instance_unless_it_serves_on_in_another_r
     switched: bool, failed: bool, left: bool
 ) -> None:
     closed: list[str] = []
+
+    def keeps_no_listener() -> None:
+        closed.append("no listener")
+
     with instance() as made:
         for name in ("workers", "companions", "_publisher"):
-            setattr(made, name, SimpleNamespace(close=lambda name=name: closed.append(name)))
+            close = partial(closed.append, name)
+            setattr(made, name, SimpleNamespace(close=close, stop_listening=keeps_no_listener))
         made.follows = made.config if switched else None
         made.failure = Internal("a bug") if failed else None
         made.close()
-        assert closed == [*(["workers", "companions"] if left else []), "_publisher"]
+        assert closed == [*(["workers", "companions"] if left else ["no listener"]), "_publisher"]
 
 
 def test_what_one_frontend_is_told_of_the_cache_is_not_published_to_all() -> None:
@@ -508,7 +514,13 @@ def test_a_signal_before_the_start_or_between_two_lives_is_not_lost(lives: type[
     together = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
     together.drain()
     together.run(lambda _: None)
-    assert Life.made[0].steps == ["drain", "start", "drain", "run", "close"]
+    assert Life.made[0].steps == ["drain", "drain", "start", "run", "close"]
+    Life.made.clear()
+    lives.starts = False
+    alone = Turns(CONFIG, OpenedReplica(object(), object()))  # type: ignore[arg-type]
+    alone.run(lambda _: pytest.fail("it has not registered"))
+    assert Life.made[0].steps == ["start", "run", "close"], "it tells them that it is done"
+    lives.starts = True
     lives.companions = None
     Life.made.clear()
     Life.switches = [AS_PREFILL]
