@@ -69,7 +69,7 @@ MISFITS = {
     ("role", "what"),
     [
         pytest.param("decode", "dtype", marks=pytest.mark.slow),
-        ("prefill", "model"),
+        pytest.param("prefill", "model", marks=pytest.mark.slow),
         pytest.param("decode", "model", marks=pytest.mark.soak),
         pytest.param("decode", "transport", marks=pytest.mark.soak),
         pytest.param("prefill", "dtype", marks=pytest.mark.soak),

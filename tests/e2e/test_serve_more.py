@@ -311,7 +311,8 @@ def test_a_gguf_file_gives_the_tokens_of_the_folder_it_came_from(tiny: Path, tmp
         assert served.stop() == 0
 
 
-@pytest.mark.parametrize("command", ["serve", pytest.param("prefill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["serve", "prefill"])
 def test_an_unsupported_family_is_refused_by_name(tiny: Path, tmp_path: Path, command: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny, folder)

@@ -40,6 +40,7 @@ def speaks_tls(port: int) -> bool:
             return False
 
 
+@pytest.mark.slow
 def test_a_deployment_under_mutual_tls_answers_and_every_inner_port_is_tls(
     tiny: Path, tmp_path: Path
 ) -> None:
