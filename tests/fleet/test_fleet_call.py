@@ -28,6 +28,7 @@ from segue.core.records import MAX_FOUND
 from segue.core.request import Output, RankHints, Wait
 from segue.core.types import FinishReason, Role
 from segue.fleet.call import Signal
+from segue.session.wire import Wire
 
 
 def tokens(rig: Rig) -> dict[str, int]:
@@ -314,3 +315,21 @@ def test_a_frontend_that_drains_waits_for_somebody_to_go_on_with_what_it_has_beg
         assert (await rest).token_ids == [6]
 
     run(test, replacement_wait_s=DEADLINE_S)
+
+
+def test_what_requests_of_one_turn_send_to_a_leader_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rig: Rig) -> None:
+        await rig.add(Role.UNIFIED)
+        [connection] = rig.fleet.membership._node._connections
+        flushes, flush = [], Wire.flush
+
+        def counted(wire: Wire) -> None:
+            if wire is connection.wire and wire._out:
+                flushes.append(wire)
+            flush(wire)
+
+        monkeypatch.setattr(Wire, "flush", counted)
+        assert await asyncio.gather(*(rig.run() for _ in range(3))) == [[5, 6, 7]] * 3
+        assert len(flushes) == 1, "a write of its own goes past it"
+
+    run(test)
