@@ -20,7 +20,7 @@ from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
 from ports import HeldPort
 from segue.bootstrap.backends import HttpBackend, RegistryBackend, StoreBackend
-from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _View
+from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _InstanceView
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
 from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, Registered, RoomRecord
 from segue.bootstrap.server import RegistryServer, serve
@@ -810,7 +810,7 @@ def test_a_query_that_arrived_as_no_http_was_changed_on_its_way_and_ends_nobody(
 
 def test_whom_a_restarted_registry_has_not_heard_of_yet_stands_for_a_ttl_and_no_longer() -> None:
     clock = VirtualClock()
-    view = _View(10.0, clock)
+    view = _InstanceView(10.0, clock)
     old = InstanceList(version=1, epoch="first", age_s=100.0, instances=[record(A), record(B)])
     assert names(view.merge(old)) == [A, B]
     for age_s, version in ((1.0, 2), (5.0, 3)):
@@ -829,7 +829,7 @@ def test_whom_a_restarted_registry_has_not_heard_of_yet_stands_for_a_ttl_and_no_
 
 
 def test_who_was_not_heard_of_yet_stands_also_when_the_registry_restarts_again() -> None:
-    view = _View(10.0, VirtualClock())
+    view = _InstanceView(10.0, VirtualClock())
     lives = (("first", 100.0, [record(A), record(B)]), ("second", 1.0, [record(B)]), ("third", 1.0, []))
     for epoch, age_s, there in lives:
         shown = view.merge(InstanceList(version=1, epoch=epoch, age_s=age_s, instances=there))
@@ -1486,7 +1486,7 @@ def answer(epoch: str, age_s: float, *there: InstanceRecord) -> InstanceList:
 
 def test_an_instance_of_which_a_young_registry_knows_fewer_ranks_stands_as_it_was() -> None:
     clock = VirtualClock()
-    view = _View(10.0, clock)
+    view = _InstanceView(10.0, clock)
     ranks = [record(A, dp_rank=rank, dp_size=2).replicas[0] for rank in range(2)]
     whole = record(A, dp_size=2, replicas=ranks)
     half = record(A, dp_size=2, replicas=ranks[:1], complete=True)
@@ -1501,7 +1501,7 @@ def test_an_instance_of_which_a_young_registry_knows_fewer_ranks_stands_as_it_wa
 
 
 def test_a_registry_that_is_old_is_believed_at_once_also_by_who_did_not_know_its_life() -> None:
-    view = _View(10.0, VirtualClock())
+    view = _InstanceView(10.0, VirtualClock())
     view.merge(answer("first", 99.0, record(A), record(B)))
     assert names(view.merge(answer("second", 10.0, record(B)))) == [B]
     assert view.wait_s(30.0) == 30.0

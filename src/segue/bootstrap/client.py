@@ -192,7 +192,7 @@ class _Registry:
             self._report(error)
 
     async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
-        view = _View(self._ttl_s, self._clock)
+        view = _InstanceView(self._ttl_s, self._clock)
         backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
         shown: list[InstanceRecord] | None = None
         while not self._closing.is_set():
@@ -413,7 +413,7 @@ def _as_many(record: InstanceRecord, before: InstanceRecord) -> bool:
     return record.ready and len(record.replicas) >= len(before.replicas)
 
 
-class _View:
+class _InstanceView:
     """What a watcher believes, over restarts of the registry.
 
     A restarted registry knows nobody until each instance has said its name again, which takes up

@@ -64,23 +64,23 @@ class KeyEvent(msgspec.Struct, frozen=True):
         return self.type == "DELETE"
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _ReplyHeader(msgspec.Struct, frozen=True):
     revision: int = 0
 
 
 class _Found(msgspec.Struct, frozen=True):
-    header: _Header
+    header: _ReplyHeader
     kvs: list[Kv] = []
     more: bool = False
 
 
-class _Lease(msgspec.Struct, frozen=True):
+class _GrantedLease(msgspec.Struct, frozen=True):
     ID: int = 0
     TTL: int = 0
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    result: _Lease
+    result: _GrantedLease
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -167,7 +167,7 @@ class Etcd:
 
     async def grant(self, ttl_s: int) -> int:
         """A new lease; etcd may make it longer than `ttl_s`."""
-        return _decode(await self._ask("lease/grant", TTL=ttl_s), _Lease).ID
+        return _decode(await self._ask("lease/grant", TTL=ttl_s), _GrantedLease).ID
 
     async def keep_alive(self, lease: int) -> bool:
         """Begin the time of `lease` anew; False if it has ended."""

@@ -40,7 +40,7 @@ _MAX_TEXT = 512
 
 
 @dataclass(slots=True)
-class _Rank:
+class _RankEntry:
     record: ReplicaRecord
     expires_at: float
     alive: bool = True
@@ -50,7 +50,7 @@ class _Rank:
 @dataclass(slots=True)
 class _Entry:
     record: InstanceRecord  # without replicas; `complete` is current
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    ranks: dict[int, _RankEntry] = field(default_factory=dict)
     rooms: set[int] = field(default_factory=set)
 
     @property
@@ -146,7 +146,7 @@ class RegistryStore:
         expires_at = self._clock.now() + self._ttl_s
         # A heartbeat that was made before the flag changed must not change it back.
         draining = record.draining if known is None else known.draining
-        entry.ranks[dp_rank] = _Rank(replica, expires_at, draining=draining)
+        entry.ranks[dp_rank] = _RankEntry(replica, expires_at, draining=draining)
         self._addresses[replica.host, replica.port] = leader
         self._expect_expiry(expires_at, leader)
         alive = sum(rank.alive for rank in entry.ranks.values())
@@ -402,5 +402,5 @@ def _check_same(entry: _Entry, base: InstanceRecord, replica: ReplicaRecord) -> 
         )
 
 
-def _same_place(rank: _Rank, replica: ReplicaRecord) -> bool:
+def _same_place(rank: _RankEntry, replica: ReplicaRecord) -> bool:
     return (rank.record.host, rank.record.port) == (replica.host, replica.port)

@@ -64,7 +64,7 @@ class AdviseReport(msgspec.Struct, frozen=True, kw_only=True):
     advice: Advice
 
 
-class _Speed(msgspec.Struct, frozen=True, kw_only=True):
+class _WorkerSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """How fast one worker is with which model, from whatever source."""
 
     model: str
@@ -133,11 +133,11 @@ def report_of(config: AdviseConfig) -> AdviseReport:
     )
 
 
-def _speed(config: AdviseConfig, given: tuple[HandOffWire, ...]) -> _Speed:
+def _speed(config: AdviseConfig, given: tuple[HandOffWire, ...]) -> _WorkerSpeed:
     if config.measure or config.measured is not None:
         machine = _read(config.measured) if config.measured is not None else _measure(config)
         steps = fit(machine.forwards)
-        return _Speed(
+        return _WorkerSpeed(
             model=machine.model,
             steps=steps,
             kv_token_bytes=machine.kv_token_bytes,
@@ -150,7 +150,7 @@ def _speed(config: AdviseConfig, given: tuple[HandOffWire, ...]) -> _Speed:
     assert config.memory_gb_per_s is not None
     costs = _costs(config)
     hardware = Hardware(flops=config.compute_tflops * 1e12, memory_bytes_per_s=config.memory_gb_per_s * 1e9)
-    return _Speed(
+    return _WorkerSpeed(
         model=costs.name,
         steps=from_hardware(costs, hardware),
         kv_token_bytes=costs.kv_token_bytes,

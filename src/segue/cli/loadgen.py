@@ -28,14 +28,14 @@ class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class _ChunkChoice(msgspec.Struct, frozen=True):
     text: str | None = None
     delta: _Delta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class _ChunkUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -43,8 +43,8 @@ class _Usage(msgspec.Struct, frozen=True):
 class Event(msgspec.Struct, frozen=True):
     """As much of one stream event as a measurement needs; other fields are skipped unparsed."""
 
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+    choices: list[_ChunkChoice] = []
+    usage: _ChunkUsage | None = None
     error: object = None
     timeline: dict[str, float] | None = None
 
@@ -230,7 +230,7 @@ class StreamResult:
 
     token_times: list[float]
     end: float = 0.0
-    usage: _Usage | None = None
+    usage: _ChunkUsage | None = None
     finished: bool = False
     error: str = ""
     timeline: dict[str, float] | None = None

@@ -70,7 +70,7 @@ _Pair = tuple[int, int]
 
 
 @dataclass(slots=True)
-class _Write:
+class _ChunkWrite:
     """One chunk of one pair, from its first post until it was announced. `whole`: all its layers are posted;
     `in_flight`: posts that have not landed; `summed`: its checksum is here, or not wanted."""
 
@@ -118,9 +118,9 @@ class SenderMachine(Machine):
         self._partly_sent = Span(0, 0)
         self._layers_sent = 0
         #: by rank and tag: writes that have not landed, and chunks whose pages are read for their checksum
-        self._in_flight: dict[tuple[int, int], tuple[_Pair, _Write]] = {}
-        self._reading: dict[tuple[int, int], tuple[_Pair, _Write]] = {}
-        self._queues: dict[_Pair, deque[_Write]] = {}
+        self._in_flight: dict[tuple[int, int], tuple[_Pair, _ChunkWrite]] = {}
+        self._reading: dict[tuple[int, int], tuple[_Pair, _ChunkWrite]] = {}
+        self._queues: dict[_Pair, deque[_ChunkWrite]] = {}
         self._metadata_sent = False
         #: what to fail with if decode does not say why it refused a write, and the deadline without that
         self._refusal: ErrorInfo | None = None
@@ -245,7 +245,7 @@ class SenderMachine(Machine):
         for pair, share, pair_blocks in zip(plan.pairs, shares, blocks, strict=True):
             if not sent:
                 nbytes = plan.chunk_bytes(*pair, len(share), final)
-                self._queues[pair].append(_Write(part, self._sequence, nbytes, final))
+                self._queues[pair].append(_ChunkWrite(part, self._sequence, nbytes, final))
             write = self._queues[pair][-1]
             tag = self._next_tag
             self._next_tag += 1
@@ -265,7 +265,7 @@ class SenderMachine(Machine):
         return SenderState.TRANSFERRING if len(part) else SenderState.ALL_CACHED
 
     def _sum(
-        self, tag: int, pair: _Pair, write: _Write, share: Span, pages: tuple[int, ...], slot: int | None
+        self, tag: int, pair: _Pair, write: _ChunkWrite, share: Span, pages: tuple[int, ...], slot: int | None
     ) -> None:
         """Have the chunk's source bytes hashed, beside the write."""
         if self.local.kv_checksum is ChecksumMode.OFF:

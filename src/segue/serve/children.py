@@ -82,7 +82,7 @@ class Console:
                 return  # nobody reads any more; lines are dropped from here on
 
 
-class _Output(asyncio.subprocess.SubprocessStreamProtocol):
+class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
     """The pipes of a process, as asyncio has them, and `ended`: `Process.wait` waits for the end of the pipes
     too, which somebody else may hold open."""
 
@@ -103,7 +103,7 @@ class Child:
         self,
         spec: ChildSpec,
         transport: asyncio.SubprocessTransport,
-        output: _Output,
+        output: _Pipes,
         report_fd: int,
         console: Console,
     ) -> None:
@@ -124,7 +124,7 @@ class Child:
         report_read, report_write = os.pipe()
         try:
             transport, output = await asyncio.get_running_loop().subprocess_exec(
-                _Output,
+                _Pipes,
                 *spec.argv,
                 f"--lifeline-fd={lifeline_fd}",
                 f"--report-fd={report_write}",

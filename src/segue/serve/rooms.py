@@ -44,7 +44,7 @@ class _OpenRoom:
 
 
 @dataclass(slots=True)
-class _Ticket:
+class _UnusedTicket:
     dp_rank: int
     timer: asyncio.TimerHandle
 
@@ -62,7 +62,7 @@ class Rooms:
     meet_s: float = MEET_S
     abandoned: int = 0
     _rooms: dict[int, _OpenRoom] = field(default_factory=dict)
-    _tickets: dict[int, _Ticket] = field(default_factory=dict)
+    _tickets: dict[int, _UnusedTicket] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, int]:
         """Legs that wait here; all zero at rest."""
@@ -188,7 +188,7 @@ class Rooms:
         if len(self._tickets) >= self.limit:
             raise OutOfCapacity(f"{self.limit} prompts wait here for a decode instance")
         timer = asyncio.get_running_loop().call_later(budget_s, self._expired, number)
-        self._tickets[number] = _Ticket(dp_rank, timer)
+        self._tickets[number] = _UnusedTicket(dp_rank, timer)
         try:
             yield
         except BaseException:

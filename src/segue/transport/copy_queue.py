@@ -61,7 +61,7 @@ class _Queued:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _AwaitedJobs:
     """What is to be said once none of `jobs` is held any more."""
 
     jobs: set[CopyJob]
@@ -90,7 +90,7 @@ class CopyQueue:
         self._max_jobs = max_jobs
         self._queue: deque[_Queued] = deque()
         self._held: set[CopyJob] = set()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_AwaitedJobs] = []
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -154,7 +154,7 @@ class CopyQueue:
         idle = self._end(hit, error)
         waits_for = {job for job in self._held if hit(job)}
         if waits_for:
-            self._waiting.append(_Waiting(waits_for, then))
+            self._waiting.append(_AwaitedJobs(waits_for, then))
         return idle, bool(waits_for)
 
     def fail(self, error: SegueError) -> list[CopyJob]:

@@ -51,7 +51,7 @@ class Post:
     handle: Handle
 
 
-class _Over(Exception):
+class _PathEnds(Exception):
     """The path is to end without anything being wrong."""
 
 
@@ -149,7 +149,7 @@ class WritingPath:
         try:
             self._tell(library_wire.Greeting(self._library().greeting()), True)
             self._serve()
-        except _Over:
+        except _PathEnds:
             pass
         except Exception as exc:
             error = self._typed(exc)
@@ -291,7 +291,7 @@ class WritingPath:
         self._closing = True
         self._queue.clear()
         if self._end is None:
-            raise _Over
+            raise _PathEnds
 
     # ---- books -----------------------------------------------------------------------------------
 

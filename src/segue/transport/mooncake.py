@@ -100,7 +100,7 @@ class MooncakeLibrary(Library):
         """See `Library.receiving`. Raises TransferFailed."""
         engine = self._engine()
         self._register(engine, memory)
-        return _Receiving(engine, f"{self._host}:{engine.get_rpc_port()}", self._protocol == _TCP)
+        return _MooncakeReceivingEnd(engine, f"{self._host}:{engine.get_rpc_port()}", self._protocol == _TCP)
 
     def writing(self, peer: RankId, memory: Memory, target: Memory, blob: bytes) -> WritingEnd:
         """See `Library.writing`. Asks the peer's engine for its description, which proves that it answers;
@@ -133,7 +133,7 @@ class MooncakeLibrary(Library):
             raise TransferFailed("mooncake cannot register the KV pool", retryable=False)
 
 
-class _Receiving(ReceivingEnd):
+class _MooncakeReceivingEnd(ReceivingEnd):
     def __init__(self, engine: Any, name: str, proves: bool) -> None:
         self.blob = name.encode("ascii")
         self._engine = engine
@@ -145,7 +145,7 @@ class _Receiving(ReceivingEnd):
         return last and self._proves
 
 
-class _Post:
+class _BatchPost:
     """Pieces of one post: those that the engine has, by its numbers, and those that it has not."""
 
     def __init__(self, pieces: Iterator[tuple[int, int, int]]) -> None:
@@ -167,12 +167,14 @@ class _Writing(WritingEnd):
         source, target = rows.source.copy(), rows.target.copy()
         self._memory.to_addresses(source)
         self._target.to_addresses(target)
-        post = _Post(zip(source[:, 0].tolist(), target[:, 0].tolist(), source[:, 1].tolist(), strict=True))
+        post = _BatchPost(
+            zip(source[:, 0].tolist(), target[:, 0].tolist(), source[:, 1].tolist(), strict=True)
+        )
         self._begin(post)
         return post
 
     def done(self, handle: Handle) -> bool:
-        assert isinstance(handle, _Post)
+        assert isinstance(handle, _BatchPost)
         # Each number is a pointer, which the engine frees when it has said how the piece ended.
         while (
             handle.running and (status := self._engine.transfer_check_status(handle.running[0])) != _RUNNING
@@ -189,7 +191,7 @@ class _Writing(WritingEnd):
         self._engine = None
         return (last and self._proves) or not self._running
 
-    def _begin(self, post: _Post) -> None:
+    def _begin(self, post: _BatchPost) -> None:
         while not post.all_begun and self._running < _MAX_RUNNING:
             piece = next(post.left, None)
             if piece is None:
