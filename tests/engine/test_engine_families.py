@@ -147,3 +147,11 @@ def test_half_precision_is_as_close_to_float32_as_transformers(folders, family, 
     serve(engine_for(folders(family), sampler, dtype=dtype), [prompt], 1, chunk=16)
     ours = (torch.log_softmax(sampler.logits[0].float(), -1) - exact).abs().mean()
     assert ours < 2 * theirs + 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_bfloat16_is_computed_where_packing_is_refused(folders, family, monkeypatch):
+    """As on a processor below AVX-512, whatever this one is."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+    test_half_precision_is_as_close_to_float32_as_transformers(folders, family, "bfloat16")

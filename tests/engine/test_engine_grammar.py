@@ -1,6 +1,10 @@
 """Grammars over a tokenizer of single bytes: no model is needed to see what is admitted."""
 
 import json
+import queue
+import selectors
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,9 +12,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from segue.core.errors import InvalidRequest
+from segue.core.errors import InvalidRequest, OutOfCapacity
 from segue.core.request import Grammar, SamplingParams
-from segue.engine.grammar import GrammarCompiler
+from segue.engine.grammar import MAX_PREPARING, GrammarCompiler
+from segue.engine.grammar_check import GrammarChecker
 from segue.engine.sampler import Sampler
 
 SCHEMA = json.dumps(
@@ -36,6 +41,38 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
+@pytest.fixture(scope="module")
+def tokenizer_of_joints():
+    """Has also words that go over the end of a value and of a key, as those of a real tokenizer do."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<eos>": 0} | {letter: i + 1 for i, letter in enumerate(alphabet)}
+    merges = {}
+    blank, line = "\u0120", "\u010a"  # as a vocabulary of bytes writes them
+    for word in ('","', f'",{blank}"', f'",{line}"', f'",{line}{blank}"', f'",{blank}{blank}"', '":"","'):
+        for end in range(2, len(word) + 1):
+            merges[word[: end - 1], word[end - 1]] = None
+            vocab.setdefault(word[:end], len(vocab))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("words", ["tokenizer", "tokenizer_of_joints"])
+def test_a_schema_of_500_optional_properties_can_be_followed(words, closed, request):
+    tokenizer = request.getfixturevalue(words)
+    kinds = [({"type": "string"}, "x"), ({"type": "integer"}, 1), ({"type": "array"}, [])]
+    properties = {f"prop_{i}": kinds[i % 3][0] for i in range(500)}
+    schema = {"type": "object", "properties": properties}
+    if closed:
+        schema["additionalProperties"] = False
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0])
+    text = json.dumps({f"prop_{i}": kinds[i % 3][1] for i in (0, 3, 4, 499)})
+    state, at = follow(compiler, tokenizer, Grammar("json_schema", json.dumps(schema)), text)
+    assert (at, state.accepting) == (len(text), True)
+
+
 @pytest.fixture
 def compiler(tokenizer):
     return GrammarCompiler(tokenizer, len(tokenizer) + 5, [0], max_cached=2)
@@ -57,6 +94,8 @@ def follow(compiler, tokenizer, grammar, text):
         (Grammar("json_schema", SCHEMA), '{"city": "Rome", "n": -12}'),
         (Grammar("json_object"), '{"a": [1, {"b": null}], "c": "é"}'),
         (Grammar("regex", "[a-c]{3}x"), "abcx"),
+        (Grammar("json_schema", "true"), '{"a": 1}'),
+        (Grammar("json_schema", "{}"), '{"a": 1}'),
         (Grammar("lark", 'start: "yes" | "no"'), "yes"),
     ],
 )
@@ -110,6 +149,11 @@ def test_white_space_in_json_is_bounded(compiler, tokenizer):
         (Grammar("lark", "start: nothing"), "nothing"),
         (Grammar("lark", ""), "[Ee]mpty"),
         (Grammar("regex", "a" * 100_000), "65536"),
+        (Grammar("regex", r"[^\s\S]"), "no text"),
+        (Grammar("json_schema", '{"$ref": "#"}'), "no text"),
+        (Grammar("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'), "no text"),
+        (Grammar("json_schema", '{"enum": []}'), "empty"),
+        (Grammar("json_schema", "false"), "json_schema"),
         (
             Grammar(
                 "json_schema",
@@ -201,16 +245,9 @@ def test_one_text_of_two_kinds_is_two_formats(compiler, tokenizer):
 
 
 def test_of_formats_the_one_that_was_asked_for_longest_ago_is_forgotten(compiler):
-    compiled, compile_ = [], compiler._compile
-
-    def noted(grammar):
-        compiled.append(grammar.text)
-        return compile_(grammar)
-
-    compiler._compile = noted
-    for text in ("a", "b", "a", "c", "a", "b"):
+    for text in ("a", "b", "a", "c"):
         compiler.open(Grammar("regex", text))
-    assert compiled == ["a", "b", "c", "b"]
+    assert [compiler.known(Grammar("regex", text)) for text in "abc"] == [True, False, True]
 
 
 def test_the_size_of_a_format_is_counted_in_bytes(tokenizer):
@@ -223,3 +260,230 @@ def test_the_size_of_a_format_is_counted_in_bytes(tokenizer):
 def test_a_tokenizer_may_know_more_words_than_the_model(tokenizer):
     compiler = GrammarCompiler(tokenizer, len(tokenizer) - 1, [0])
     assert len(compiler.open(Grammar("regex", "a+")).admitted()) == len(tokenizer) - 1
+
+
+# ---- compiled beside the owner's thread, within limits -------------------------------------------------
+
+
+def prepared(compiler, *grammars):
+    """Settle `grammars` as the leader does."""
+    done = queue.SimpleQueue()
+    for grammar in grammars:
+        compiler.prepare(grammar, partial(done.put, grammar))
+    for _ in grammars:
+        compiler.settle(done.get(timeout=60))
+
+
+@pytest.fixture(scope="module")
+def checking(tokenizer):
+    """Little CPU time: what is counted here is whether a limit ends a compilation, not when."""
+    compiler = GrammarCompiler(
+        tokenizer, len(tokenizer) + 5, [0], checker=partial(GrammarChecker, cpu_s=0.25, answer_s=120.0)
+    )
+    yield compiler
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}'),
+        Grammar("json_schema", '{"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}'),
+        Grammar("lark", "start: A\nA: /.*a.{18}/ & /.*b.{17}/ & /.*c.{16}/ & ~/.*d.{15}/"),
+        Grammar("lark", 'start: x\nx: %json {"type": "integer", "multipleOf": 999983}'),
+    ],
+)
+def test_a_format_without_a_bound_is_refused_and_the_next_one_is_compiled(checking, tokenizer, grammar):
+    honest = Grammar("regex", f"[{grammar.kind[0]}]x")
+    prepared(checking, grammar, honest)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="make it simpler"):
+            checking.open(grammar)
+    assert checking.known(grammar), "a refusal is remembered"
+    assert follow(checking, tokenizer, honest, grammar.kind[0] + "x")[0].finished
+
+
+def test_a_format_that_takes_too_much_memory_is_refused(tokenizer):
+    checker = partial(GrammarChecker, cpu_s=60.0, memory_mib=16, answer_s=120.0)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=checker)
+    grammar = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')
+    prepared(compiler, grammar)
+    with pytest.raises(InvalidRequest, match="16 MiB"):
+        compiler.open(grammar)
+    compiler.close()
+
+
+def test_a_prepared_format_gives_the_library_s_reasons(checking):
+    bad = [Grammar("regex", "("), Grammar("json_schema", '{"$ref": "#"}'), Grammar("regex", "a" * 100_000)]
+    prepared(checking, *bad)
+    for grammar, reason in zip(bad, ("unclosed", "no text", "65536"), strict=True):
+        with pytest.raises(InvalidRequest, match=reason):
+            checking.open(grammar)
+
+
+def test_a_killed_child_refuses_with_an_error_that_may_be_tried_again_and_a_new_one_is_started(tokenizer):
+    checkers = []
+
+    def made(*args):
+        checkers.append(GrammarChecker(*args, answer_s=120.0))
+        return checkers[0]
+
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=made)
+    first, second = Grammar("regex", "a"), Grammar("regex", "b")
+    prepared(compiler, first)
+    checkers[0]._end()
+    prepared(compiler, second)
+    assert compiler.open(second).admitted().sum() == 1
+    compiler.close()
+    third = Grammar("regex", "c")
+    with pytest.raises(OutOfCapacity):
+        checkers[0].check(third)
+
+
+def test_a_child_that_reads_nothing_has_a_deadline(tmp_path, monkeypatch):
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexec sleep 5\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(silent))
+    checker = GrammarChecker("x" * 2**20, 10, [0], answer_s=0.1)
+    with pytest.raises(OutOfCapacity, match="TimeoutError"):
+        checker.check(Grammar("regex", "a"))
+    checker.close()
+
+
+def test_a_close_ends_whoever_waits_for_the_child_before_it_closes_the_pipes(tmp_path, monkeypatch):
+    """Of a pipe that another thread closes nobody is told who waits for it: 6 of 400 waited on."""
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nread head\necho '{}'\nread question\nexec sleep 60\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(silent))
+    ended, reads, waiting, selecting = [], [], threading.Event(), threading.Event()
+    real = selectors.DefaultSelector
+
+    class Late(real):
+        """Waits for the answer only once `close` has killed the child."""
+
+        def select(self, timeout=None):
+            if self.get_map() and next(iter(self.get_map().values())).events == selectors.EVENT_READ:
+                reads.append(1)
+                if len(reads) == 2:
+                    waiting.set()
+                    assert selecting.wait(60)
+            return super().select(timeout)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Late)
+    checker = GrammarChecker("{}", 10, [0], answer_s=30.0)
+
+    def check():
+        with pytest.raises(OutOfCapacity) as caught:
+            checker.check(Grammar("regex", "a"))
+        ended.append(str(caught.value))
+
+    thread = threading.Thread(target=check)
+    thread.start()
+    assert waiting.wait(60)  # registered, and not waiting yet
+    closing = threading.Thread(target=checker.close)
+    closing.start()
+    closing.join(1.0)
+    selecting.set()
+    thread.join(60)
+    closing.join(60)
+    assert ["the process ended" in text for text in ended] == [True], ended
+
+
+def test_a_close_drops_what_waits_and_leaves_no_thread(tokenizer):
+    """Else the interpreter compiles everything that waits before it ends: 24 s for twenty formats."""
+    entered, goes_on = threading.Event(), threading.Event()
+
+    class Waiting:
+        def __init__(self, *args): ...
+
+        def check(self, grammar):
+            entered.set()
+            assert goes_on.wait(60)
+            return 0
+
+        def close(self):
+            goes_on.set()
+
+    before = set(threading.enumerate())
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=Waiting)
+    done = []
+    for letter in "abc":
+        compiler.prepare(Grammar("regex", letter), partial(done.append, letter))
+    assert entered.wait(60)
+    compiler.close()
+    assert {thread for thread in threading.enumerate() if thread.is_alive()} <= before
+    assert len(done) < 3
+
+
+def test_a_failure_of_the_child_is_told_and_the_format_may_be_prepared_again(tokenizer):
+    answers = [OutOfCapacity("not now"), 100]
+
+    class Failing:
+        def __init__(self, *args): ...
+
+        def check(self, grammar):
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def close(self): ...
+
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=Failing)
+    grammar = Grammar("regex", "a")
+    prepared(compiler, grammar)
+    with pytest.raises(OutOfCapacity, match="not now"):
+        compiler.open(grammar)
+    assert not compiler.known(grammar)
+    prepared(compiler, grammar)
+    assert compiler.open(grammar).admitted().sum() == 1
+    compiler.close()
+
+
+def test_formats_that_wait_are_bounded(checking):
+    done = queue.SimpleQueue()
+    grammars = [Grammar("regex", f"w{i}") for i in range(MAX_PREPARING + 1)]
+    for grammar in grammars[:-1]:
+        checking.prepare(grammar, partial(done.put, grammar))
+    with pytest.raises(OutOfCapacity):
+        checking.prepare(grammars[-1], partial(done.put, grammars[-1]))
+    for _ in grammars[:-1]:
+        checking.settle(done.get(timeout=60))
+
+
+@pytest.mark.parametrize("rule", ["s s s | /./ | /../", "s s | /[a-z]/ | /[a-z ]/", "s s | /a/ |"])
+def test_an_ambiguous_grammar_ends_with_the_client_s_error_before_it_costs_others_much(
+    compiler, tokenizer, rule
+):
+    """With llguidance's own limits these go on; the counts of a step say how much work a token may be."""
+    with pytest.raises(InvalidRequest, match=r"Too many items|Current row"):  # noqa: PT012
+        state = compiler.open(Grammar("lark", f"start: s\ns: {rule}"))
+        for _ in range(2000):
+            state.admitted()
+            state.accept(tokenizer.encode("a")[0])
+
+
+def test_a_format_that_was_prepared_again_is_the_last_one_to_be_forgotten(tokenizer, monkeypatch):
+    """The owner opens it next, on the thread that must not compile."""
+    monkeypatch.setattr("segue.engine.grammar.MAX_CACHED_BYTES", 150)
+    answers = [OutOfCapacity("not now"), 100, 100]
+
+    class Failing:
+        def __init__(self, *args): ...
+
+        def check(self, grammar):
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        def close(self): ...
+
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [0], checker=Failing)
+    again, other = Grammar("regex", "a"), Grammar("regex", "b")
+    for grammar in (again, other, again):
+        prepared(compiler, grammar)
+    assert compiler.known(again)
+    compiler.close()

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from segue.core.errors import ConfigError
-from segue.engine import cpu_kernels
 from segue.engine.cpu_kernels import make_kernels
 from segue.engine.cpu_numba import _half, wide
 
@@ -266,7 +265,7 @@ def test_float32_is_rounded_to_float16_as_numpy_does():
 
 def test_a_processor_without_float16_or_wide_vectors_will_do(tmp_path):
     """LLVM ends the process where it misses a conversion."""
-    plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    plain = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "SEGUE_CACHE": str(tmp_path)}
     here = f"{__file__}::test_norm[5-33-1-float16]"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", here],
@@ -277,17 +276,3 @@ def test_a_processor_without_float16_or_wide_vectors_will_do(tmp_path):
         check=False,
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
-
-
-def test_a_kernel_on_disk_is_not_taken_for_one_made_from_another_edition_of_its_parts(monkeypatch, tmp_path):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-
-    def compiled(edition):
-        def double(x: int) -> None:
-            x += x
-
-        monkeypatch.setattr(cpu_kernels, "EDITION", edition)
-        cpu_kernels._compile(double, numba.void(numba.int64), 1)
-        return len(list(tmp_path.rglob("*.nbi")))
-
-    assert [compiled(edition) for edition in ("one", "one", "two")] == [1, 1, 2]

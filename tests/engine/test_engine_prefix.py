@@ -11,6 +11,7 @@ from segue.engine.prefix import PrefixTree, allocate_evicting
 
 SIZE = 2
 tokens = st.lists(st.integers(0, 1), max_size=14)
+salts = st.integers(0, 2)
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -24,14 +25,14 @@ class TreeMachine(RuleBasedStateMachine):
         self.running = []
         self.quarantined = []
 
-    @rule(prompt=tokens, room=st.integers(0, 4))
-    def run(self, prompt, room):
+    @rule(prompt=tokens, room=st.integers(0, 4), salt=salts)
+    def run(self, prompt, room, salt):
         """Serve a prompt as prefill does: match, allocate the rest, compute it, insert."""
-        peeked = self.tree.peek(prompt)
-        match = self.tree.match(prompt)
+        peeked = self.tree.peek(prompt, salt)
+        match = self.tree.match(prompt, salt)
         assert match.tokens == peeked == len(match.pages) * SIZE <= len(prompt)
         for i, page in enumerate(match.pages):
-            assert self.written[page] == tuple(prompt[: (i + 1) * SIZE])
+            assert self.written[page] == (salt, *prompt[: (i + 1) * SIZE])
         need = self.pool.pages_for(len(prompt)) - len(match.pages)
         before = (self.pool.free, self.tree.pages, self.tree.evictable)
         try:
@@ -43,23 +44,23 @@ class TreeMachine(RuleBasedStateMachine):
             return
         pages = match.pages + fresh
         for i in range(len(match.pages), len(pages)):
-            self.written[pages[i]] = tuple(prompt[: (i + 1) * SIZE])
-        added = self.tree.insert(prompt, pages)
+            self.written[pages[i]] = (salt, *prompt[: (i + 1) * SIZE])
+        added = self.tree.insert(prompt, pages, salt)
         assert added == len(prompt) // SIZE - len(match.pages)
-        assert self.tree.peek(prompt) == len(prompt) // SIZE * SIZE
+        assert self.tree.peek(prompt, salt) == len(prompt) // SIZE * SIZE
         self.running.append(pages)
 
-    @rule(prompt=tokens)
-    def run_without_looking(self, prompt):
+    @rule(prompt=tokens, salt=salts)
+    def run_without_looking(self, prompt, salt):
         """Compute a prompt whole, as two equal prompts in one batch do: duplicates stay the caller's."""
         need = self.pool.pages_for(len(prompt))
         if need > self.pool.free:
             return
         pages = self.pool.allocate(need)
         for i, page in enumerate(pages):
-            self.written[page] = tuple(prompt[: (i + 1) * SIZE])
-        known = self.tree.peek(prompt) // SIZE
-        assert self.tree.insert(prompt, pages) == len(prompt) // SIZE - known
+            self.written[page] = (salt, *prompt[: (i + 1) * SIZE])
+        known = self.tree.peek(prompt, salt) // SIZE
+        assert self.tree.insert(prompt, pages, salt) == len(prompt) // SIZE - known
         self.running.append(pages)
 
     @rule(data=st.data())
@@ -309,3 +310,25 @@ def test_integrity_check_sees_a_page_that_is_found_nowhere_or_is_free(breaks):
         tree._node_of[page] = tree._node_of[other[0]]
     with pytest.raises(Internal, match=r"another node|is free"):
         tree.check_integrity()
+
+
+def test_a_prompt_finds_only_pages_that_came_with_its_salt() -> None:
+    pool = PagePool(16, 2)
+    tree = PrefixTree(pool, 2)
+    prompt, other = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9]
+    for salt in (7, 8):
+        pages = pool.allocate(3)
+        assert tree.insert(prompt, pages, salt) == 3
+        pool.release(pages)
+    assert [tree.peek(prompt, salt) for salt in (0, 7, 8, 9)] == [0, 6, 6, 0]
+    assert tree.match([7, *prompt], 0).tokens == 0, "a salt is no token"
+    pages = pool.allocate(3)
+    assert tree.insert(other, pages, 7) == 1, "the node of one salt is cut, and not that of the other"
+    pool.release(pages)
+    assert (tree.peek(other, 7), tree.peek(other, 8), tree.peek(prompt, 7)) == (6, 4, 6)
+    tree.check_integrity()
+    assert sorted(salt for _, after, _, salt in tree.runs() if after is None) == [7, 8]
+    pool.release(tree.match(prompt, 8).pages)
+    assert tree.evict(4) == 4
+    assert (tree.peek(prompt, 7), tree.peek(prompt, 8)) == (0, 6)
+    tree.check_integrity()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.core.errors import Internal, InvalidRequest
+from segue.core.errors import ErrorCode, Internal, InvalidRequest
 from segue.core.request import Grammar, SamplingParams
 from segue.engine.sampler import MAX_LOGIT_BIAS, Sampler, _candidates, check_sampling
 
@@ -353,6 +353,8 @@ def test_a_grammar_masks_and_a_stuck_one_is_that_sequences_error():
     assert sampler.sample([1, 2], rows)[0].token == EOS  # finished: min_tokens gives way
     stuck, other = sampler.sample([1, 2], rows)
     assert "admits no token" in stuck.error
+    assert stuck.refused
+    assert stuck.failure("").code is ErrorCode.INVALID_REQUEST
     assert other.error is None
     assert grammar.seen == [12, EOS]
 

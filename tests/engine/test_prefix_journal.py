@@ -107,3 +107,25 @@ def test_of_what_came_before_everything_went_nothing_is_told_as_there() -> None:
     before, after = BlockStored([1, 2], None, [0] * 8, SIZE), BlockStored([3], None, [0] * 4, SIZE)
     assert net([before, AllBlocksCleared(), after]) == (True, [3], [])
     assert net([before, BlockRemoved([2]), after]) == (False, [1, 3], [2])
+
+
+def test_hashes_of_pages_are_those_of_their_salt_also_of_pages_that_were_there_before() -> None:
+    pool = PagePool(24, SIZE)
+    tree, prompt, longer = PrefixTree(pool, SIZE), [1] * 8, [1] * 16
+    pages = pool.allocate(2)
+    tree.insert(prompt, pages, 7)
+    pool.release(pages)
+    journal = PrefixJournal(tree, SIZE)
+    assert held_of(journal.whole()) == set(page_hashes(prompt, SIZE, 7))
+    for salt in (7, 8, 0):
+        pages = pool.allocate(4)
+        tree.insert(longer, pages, salt)
+        pool.release(pages)
+    every = [set(page_hashes(longer, SIZE, salt)) for salt in (7, 8, 0)]
+    assert len(set.union(*every)) == 12
+    assert held_of(journal.take()) == set.union(*every) - set(page_hashes(prompt, SIZE, 7))
+    assert held_of(journal.whole()) == set.union(*every)
+
+
+def held_of(events: list[KVEvent]) -> set[int]:
+    return {block for event in events if isinstance(event, BlockStored) for block in event.block_hashes}

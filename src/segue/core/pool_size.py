@@ -56,6 +56,21 @@ def _least_bytes(size: ModelSize, least_tokens: int) -> int:
     return tokens_bytes + max(tokens_bytes // (STATE_PART - 1), size.state_bytes) + _ROUNDING_BYTES
 
 
+def check_memory(kv_gib: float | None, instances: int, host: Host) -> None:
+    """Raise ConfigError if the pools of so many instances, each with the given `kv_gib`, are larger than the
+    free memory of `host`."""
+    if kv_gib is None or int(kv_gib * 2**30) * instances <= host.free_bytes:
+        return
+    asked = f"--kv-gib {kv_gib:g}"
+    if instances > 1:
+        asked += f" for each of {instances} instances, {kv_gib * instances:g} GiB in all,"
+    most = math.floor(host.free_bytes / instances / 2**30 * 100) / 100
+    raise ConfigError(
+        f"{asked} is more than the {host.free_bytes / 2**30:.2f} GiB of memory that are free here, limits of "
+        f"control groups included; give at most {most:g} (weights need room, too), or leave --kv-gib out"
+    )
+
+
 def kv_pool_bytes(
     kv_gib: float | None,
     host: Host,
@@ -94,6 +109,7 @@ def kv_pool_bytes(
     if share < least:
         raise ConfigError(
             f"{host.free_bytes / 2**30:.2f} GiB of free memory are too little for {pools} KV pools beside "
-            "the weights; start fewer instances, or set --kv-gib"
+            "the weights; start fewer instances, give --dtype bfloat16 where float32 is chosen (its weights "
+            "take twice as much), or set --kv-gib"
         )
     return share

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from segue.core.errors import SegueError
-from segue.core.request import SamplingParams, TokenLogprob
+from segue.core.errors import ErrorInfo, Internal, InvalidRequest, SegueError
+from segue.core.request import Grammar, SamplingParams, TokenLogprob
 from segue.core.types import Span
 from segue.layout.spec import PoolSpec
 
@@ -65,7 +65,8 @@ class SequenceResult:
 
     `token` is None where nothing was sampled. `prompt_logprobs` holds one entry per token in
     `tokens` of the step (the first token of a prompt has None), if the sequence asked for them.
-    `error` is set when this sequence alone failed (a grammar that admits no token, say).
+    `error` is set when this sequence alone failed; `refused` says that its own settings are the cause (a
+    grammar that admits no token, say), not the engine.
     """
 
     seq_id: int
@@ -73,6 +74,12 @@ class SequenceResult:
     logprob: TokenLogprob | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     error: str | None = None
+    refused: bool = False
+
+    def failure(self, otherwise: str) -> ErrorInfo:
+        """The error that ends this sequence's request; `otherwise` is its text if the engine gave none."""
+        kind = InvalidRequest if self.refused else Internal
+        return kind(self.error or otherwise).info
 
 
 class StepHandle(Protocol):
@@ -93,6 +100,26 @@ class StepOnCall:
     ready: bool = True
 
 
+class Formats(Protocol):
+    """Output formats that are compiled beside the leader's thread (`engine.grammar.GrammarCompiler`)."""
+
+    def known(self, grammar: Grammar) -> bool:
+        """Whether `Engine.open` has nothing to compile for `grammar`."""
+        ...
+
+    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
+        """Compile it and call `done`, on another thread. OutOfCapacity if too many wait."""
+        ...
+
+    def settle(self, grammar: Grammar) -> None:
+        """After `done`: take the result over, so that `grammar` is known."""
+        ...
+
+    def close(self) -> None:
+        """End what compiles, and drop what waits for it."""
+        ...
+
+
 class HostPages(Protocol):
     """KV and state of a retracted sequence, kept outside the pool."""
 
@@ -110,6 +137,8 @@ class Engine(Protocol):
 
     info: ModelInfo
     spec: PoolSpec
+    #: None for an engine whose `open` never computes for long.
+    formats: Formats | None
 
     def open(
         self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams, output: Sequence[int] = ()

@@ -14,6 +14,7 @@ import torch
 from segue.core.errors import ConfigError, Internal, InvalidRequest, SegueError
 from segue.core.request import SamplingParams, TokenLogprob
 from segue.engine.base import (
+    Formats,
     HostPages,
     ModelInfo,
     OnStored,
@@ -24,6 +25,7 @@ from segue.engine.base import (
 from segue.engine.cpu_forward import CpuForward, Forward, load_forward
 from segue.engine.cpu_fused import Head
 from segue.engine.packing import Packed, Segment, StepLimits, check, pack
+from segue.engine.progress import step
 from segue.layout.spec import PoolSpec
 from segue.transport.memory import Memory
 
@@ -91,8 +93,10 @@ class CpuEngine:
         head: Head,
         sampler: TokenSampler,
         send_layers: int = 0,
+        formats: Formats | None = None,
     ) -> None:
         self.info = info
+        self.formats = formats
         self._send_layers = send_layers
         self._pool = pool = forward.pool
         self.spec: PoolSpec = pool.spec
@@ -249,12 +253,14 @@ def load_engine(
     memory: Memory | None = None,
     sampler: TokenSampler | None = None,
     send_layers: int = 0,
+    cache: str | Path | None = None,
 ) -> CpuEngine:
     """Load the model in `folder` (transformers configuration and safetensors) with a KV pool.
 
     The pool takes at most `pool_bytes`, in `memory` if given, else in a new memfd. `threads` is
     the number of cores torch uses in this process. `sampler` replaces segue's own (tests and
-    benchmarks of the forward alone); `send_layers` as `CpuEngine`'s. Raises ConfigError with what to change.
+    benchmarks of the forward alone); `send_layers` as `CpuEngine`'s, `cache` as `load_forward`'s. Raises
+    ConfigError with what to change.
     """
     own = load_forward(
         folder,
@@ -263,6 +269,7 @@ def load_engine(
         page_tokens=page_tokens,
         threads=threads,
         memory=memory,
+        cache=cache,
     )
     return make_engine(folder, own, own, sampler, send_layers)
 
@@ -283,11 +290,14 @@ def make_engine(
         eos_token_ids=loaded.eos_token_ids,
         dtype=loaded.shape.dtype,
     )
+    formats = None
     if sampler is None:
         from segue.engine.sampler import Sampler
 
-        sampler = Sampler(info.vocab_size, info.eos_token_ids, _grammars(folder, info))
-    return CpuEngine(info, forward, own.windows, own.head, sampler, send_layers)
+        with step("tokenizer"):
+            formats = _grammars(folder, info)
+        sampler = Sampler(info.vocab_size, info.eos_token_ids, formats)
+    return CpuEngine(info, forward, own.windows, own.head, sampler, send_layers, formats)
 
 
 def _grammars(folder: Path, info: ModelInfo) -> GrammarCompiler | None:

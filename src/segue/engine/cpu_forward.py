@@ -23,6 +23,7 @@ from segue.engine.group import ALONE, Place
 from segue.engine.kvpool import HostKV, KVPool, make_pool
 from segue.engine.model_fingerprint import fingerprint
 from segue.engine.packing import Packed
+from segue.engine.progress import step
 from segue.engine.slicing import cut, part_of
 from segue.transport.memory import Memory
 
@@ -167,12 +168,14 @@ def load_forward(
     place: Place = ALONE,
     dp_rank: int = 0,
     dp_size: int = 1,
+    cache: str | Path | None = None,
 ) -> CpuForward:
     """Load the part of the model in `folder` that the rank at `place` computes, with its KV pool.
 
     The pools of all ranks of the replica take at most `pool_bytes` together. `threads` is the number of cores
     torch uses in this process. With a `dp_size` of more than 1 so many DP ranks share out the experts, and
-    this is `dp_rank`. Raises ConfigError with what to change.
+    this is `dp_rank`. `cache` is segue's cache folder if not the default one. Raises ConfigError with what to
+    change.
     """
     if threads < 1:
         raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
@@ -180,11 +183,14 @@ def load_forward(
     keep_freed_memory()
     identity, size = fingerprint(folder), place.size
     with torch.inference_mode():
-        whole = load_model(folder, dtype, in_parts=size.ranks > 1)
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        with step("weights_loading", f"model={folder.name} gib={weights / 2**30:.2f} dtype={dtype}"):
+            whole = load_model(folder, dtype, in_parts=size.ranks > 1)
         loaded = cut(whole, size, place.coord)
         experts = share_experts(loaded, dp_rank, dp_size) if dp_size > 1 else []
-        kernels = make_kernels(dtype, loaded.shape.k_dim, loaded.heads, loaded.part.heads, threads)
+        kernels = make_kernels(dtype, loaded.shape.k_dim, loaded.heads, loaded.part.heads, threads, cache)
         head = fuse(loaded, kernels, place)
     parts = [part_of(whole.shape, whole.heads, size, size.coord(rank)) for rank in range(size.ranks)]
-    pool = make_pool(loaded.shape, parts, place.coord, place.rank, pool_bytes, page_tokens, memory)
+    with step("kv_pool", f"gib={pool_bytes / 2**30:.2f} ranks={size.ranks}"):
+        pool = make_pool(loaded.shape, parts, place.coord, place.rank, pool_bytes, page_tokens, memory)
     return CpuForward(identity, loaded, head, kernels, pool, place, experts)

@@ -1,13 +1,14 @@
 """Replaces the decoder layers of a loaded model by ones with fewer, larger operations.
 
 Same mathematics, other grouping: q, k and v in one product; weights packed once for oneDNN where that
-is faster (bfloat16 on this hardware; measured for float32 and float16: no gain); activation, gating
+is faster (bfloat16 with AVX-512 or AMX; measured for float32 and float16: no gain); activation, gating
 and residual folded into the products; norms in the cheapest of torch's forms. Every family's fused
 layers are compared with transformers' own by the tests; a layer of an unknown make is left alone.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,11 +28,17 @@ from segue.engine.slicing import AbsentLayer
 #: Tokens per row that may tie for the best logit and are told apart; more say that nothing is known.
 MAX_TIES = 256
 
-_packed_unary = torch.ops.mkldnn._linear_pointwise.default
-_packed_binary = torch.ops.mkldnn._linear_pointwise.binary
-
 #: oneDNN's name and algorithm of the activations that it can fold into a product.
 _ACTIVATIONS = {"silu": ("swish", ""), "gelu_pytorch_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}
+
+
+def packs_bfloat16() -> bool:
+    """Whether bfloat16 weights can be packed here. oneDNN refuses below AVX-512; on ARM torch's own products
+    use its kernels already, and packed ones are not measured."""
+    there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if platform.machine() != "x86_64" or not there:
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Product(Protocol):
@@ -60,29 +67,31 @@ class PackedProduct:
     """A product whose weights lie in the order oneDNN's kernels read them in."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self._unary = torch.ops.mkldnn._linear_pointwise.default
+        self._binary = torch.ops.mkldnn._linear_pointwise.binary
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         self.bias = bias
         self._activation, self._algorithm = _ACTIVATIONS[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = _packed_unary(x, self.weight, self.bias, "none", [], "")
+        out: Tensor = self._unary(x, self.weight, self.bias, "none", [], "")
         return out
 
     def activated(self, x: Tensor) -> Tensor:
-        out: Tensor = _packed_unary(x, self.weight, self.bias, self._activation, [], self._algorithm)
+        out: Tensor = self._unary(x, self.weight, self.bias, self._activation, [], self._algorithm)
         return out
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        out: Tensor = _packed_binary(x, other, self.weight, self.bias, "mul")
+        out: Tensor = self._binary(x, other, self.weight, self.bias, "mul")
         return out
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        out: Tensor = _packed_binary(x, other, self.weight, self.bias, "add")
+        out: Tensor = self._binary(x, other, self.weight, self.bias, "add")
         return out
 
 
 class PlainProduct:
-    """A product by torch's own kernel, for types where packing gains nothing."""
+    """A product by torch's own kernel, for types where packing gains nothing or is refused."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Any) -> None:
         self.weight = weight
@@ -276,7 +285,7 @@ class ProductMaker:
         self._one_plus = gemma or config.model_type in QWEN_FAMILIES
         # lfm2 has no choice, and does not name it
         self._act = config.hidden_activation if gemma else config.to_dict().get("hidden_act", "silu")
-        self._packed = dtype == "bfloat16" and self._act in _ACTIVATIONS and torch._C._has_mkldnn
+        self._packed = dtype == "bfloat16" and self._act in _ACTIVATIONS and packs_bfloat16()
 
     def summed(self, linear: nn.Linear) -> Product:
         """A product that the tensor-parallel ranks have the columns of."""

@@ -7,14 +7,14 @@ al., PagedAttention, 2023; softmax in blocks after Milakov and Gimelshein, 2018)
 
 Kernels take addresses (`Tensor.data_ptr()`): unpacking a dozen arrays would cost as much as a norm.
 Their caller vouches that everything is contiguous and that pages and positions were checked
-(`packing.check`). Arithmetic is float32; each result is rounded once. numba keeps what it compiled on
-disk, by its name and this file's date; the other file that kernels are made from is part of the name.
+(`packing.check`). Arithmetic is float32; each result is rounded once.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -23,7 +23,6 @@ from numba import float64, int64, void
 
 from segue.core.errors import ConfigError
 from segue.engine.cpu_numba import (
-    EDITION,
     ITEM_BYTES,
     ITEMS,
     OPTIONS,
@@ -38,6 +37,8 @@ from segue.engine.cpu_numba import (
     whole_vectors,
     wide,
 )
+from segue.engine.kernel_cache import Source, compile_kernels
+from segue.engine.store import cache_folder
 
 #: Tokens whose scores are held at once; with their K and V they fit into the first-level cache.
 BLOCK_TOKENS = 128
@@ -54,8 +55,11 @@ class Kernels(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def make_kernels(dtype: str, head_dim: int, heads: int, kv_heads: int, threads: int) -> Kernels:
-    """The kernels for heads of one size; compiling takes some seconds the first time on a machine.
+def make_kernels(
+    dtype: str, head_dim: int, heads: int, kv_heads: int, threads: int, cache: str | Path | None = None
+) -> Kernels:
+    """The kernels for heads of one size. Compiling takes some seconds; `cache` (default: segue's cache
+    folder) keeps the result.
 
     `norm(x, out, weight, rows, size, eps)`: root mean square norm of rows `[rows, size]`; `weight` is
     float32 `[size]`.
@@ -74,24 +78,22 @@ def make_kernels(dtype: str, head_dim: int, heads: int, kv_heads: int, threads: 
     """
     if dtype not in ITEMS:
         raise ConfigError(f"--dtype must be one of {', '.join(ITEMS)}, not {dtype}")
-    norm, turn = _norm(dtype), _turn(dtype, head_dim, heads, kv_heads)
-    attend = _attend(dtype, head_dim, heads, kv_heads, threads)
-    return Kernels(
-        norm=_compile(norm, void(*[int64] * 5, float64), threads),
-        turn=_compile(turn, void(*[int64] * 5, float64, *[int64] * 3), threads),
-        attend=_compile(attend, void(*[int64] * 11, float64), threads),
+    parallel = {**OPTIONS, "parallel": threads > 1}
+    size = f"{dtype}_{head_dim}_{heads}_{kv_heads}"
+    sources = (
+        Source(f"norm_{dtype}", _norm(dtype), void(*[int64] * 5, float64)),
+        Source(
+            f"turn_{size}",
+            _turn(dtype, head_dim, heads, kv_heads),
+            void(*[int64] * 5, float64, *[int64] * 3),
+        ),
+        Source(
+            f"attend_{size}_{threads}",
+            _attend(dtype, head_dim, heads, kv_heads, threads),
+            void(*[int64] * 11, float64),
+        ),
     )
-
-
-def _compile(function: Callable[..., None], signature: Any, threads: int) -> Callable[..., None]:
-    options = {**OPTIONS, "parallel": threads > 1}
-    function.__qualname__ += f".{EDITION}"
-    compiled: Callable[..., None]
-    try:
-        compiled = numba.njit(signature, **options, cache=True)(function)
-    except RuntimeError:  # no folder that can be written to: compiled at every start, then
-        compiled = numba.njit(signature, **options)(function)
-    return compiled
+    return Kernels(*compile_kernels(sources, parallel, Path(cache or cache_folder())))
 
 
 def _norm(dtype: str) -> Callable[..., None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -22,8 +20,6 @@ OPTIONS: dict[str, Any] = {
 #: numpy has no bfloat16, numba no float16: both are integers here, told apart by their sign.
 ITEMS: dict[str, Any] = {"bfloat16": np.uint16, "float16": np.int16, "float32": np.float32}
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-#: What this file says, as part of the name under which a kernel that uses it is kept on disk.
-EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 _WORD = ir.IntType(32)
 
 

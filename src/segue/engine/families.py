@@ -18,6 +18,7 @@ from segue.core.errors import ConfigError, Internal
 from segue.engine.deepseek import DEEPSEEK_FAMILIES, latent_items
 from segue.engine.hybrid import HYBRID_FAMILIES, QWEN_FAMILIES, state_tensors
 from segue.engine.kvpool import DTYPES
+from segue.engine.progress import counted
 from segue.engine.qwen_hybrid import reshape_qwen
 from segue.engine.supported import refuse_options, refuse_unsupported
 from segue.layout.content import Part
@@ -100,6 +101,7 @@ def load_model(folder: Path, dtype: str, *, in_parts: bool = False) -> LoadedMod
 
     AttentionInterface.register(ATTENTION_NAME, _not_fused)
     logging.disable_progress_bar()
+    before = logging.set_tqdm_hook(_told)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -110,6 +112,8 @@ def load_model(folder: Path, dtype: str, *, in_parts: bool = False) -> LoadedMod
         )
     except (OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"the model in {folder} cannot be loaded: {exc}") from exc
+    finally:
+        logging.set_tqdm_hook(before)
     model.eval().requires_grad_(False)
     if config.model_type == "lfm2":
         _rename_lfm2(model.model)
@@ -126,6 +130,13 @@ def load_model(folder: Path, dtype: str, *, in_parts: bool = False) -> LoadedMod
         context_tokens=int(config.max_position_embeddings),
         eos_token_ids=_eos_token_ids(folder, config),
     )
+
+
+def _told(factory: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What transformers counts the weights with: lines of our log in place of a bar."""
+    if options.get("desc") != "Loading weights" or not args:
+        return factory(*args, **options)
+    return counted("weights_loading", args[0], len(args[0]))
 
 
 def _stored_dtype(folder: Path, model_type: str) -> torch.dtype | None:

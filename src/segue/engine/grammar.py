@@ -3,25 +3,58 @@
 A compiled grammar is kept as a matcher in its first state, and a sequence gets a copy (7 µs). The state
 depends on the tokens alone, so a first token drawn on prefill and told to decode leads to the same masks
 on both sides. For the same reason the limits on a grammar are counts of work, never seconds: both sides,
-on any machine, take or refuse the same grammars. At the limits compiling took 0.1 s.
+on any machine, take or refuse the same grammars. At the limits compiling took 0.1 s. Some constructs are not
+counted by the library: `prepare` tries a grammar in a process with limits of its own (`grammar_check`) and
+compiles it on a thread, so that the leader's thread only looks up what is compiled.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from typing import TYPE_CHECKING
 
 import llguidance
-import llguidance.hf
 import numpy as np
-import transformers
 from numpy.typing import NDArray
 
-from segue.core.errors import InvalidRequest
+from segue.core.errors import Internal, InvalidRequest, OutOfCapacity, SegueError
 from segue.core.request import Grammar
+from segue.engine.grammar_check import GrammarChecker
+
+if TYPE_CHECKING:
+    import transformers
 
 MAX_GRAMMAR_BYTES = 64 * 2**10
 MAX_CACHED = 64
+#: Memory of the compiled grammars that are kept, as they were measured when they were tried.
+MAX_CACHED_BYTES = 256 * 2**20
+#: Grammars that wait to be compiled.
+MAX_PREPARING = 64
+#: Items in a row, and items per mask. A schema has four items for each optional property that may follow: 500
+#: such properties need 2,007, and 5,000 to 10,000; a mask then takes 16 ms at most and 2 ms on average. The
+#: dearest schemas that were found take 40 ms.
+_ITEMS_JSON = 3_000, 12_000
+#: The work per token grows with the cube of the items in an ambiguous Lark grammar: 13 ms here.
+_ITEMS_OTHER = 400, 5_000
+
+
+def _limits(kind: str) -> llguidance.LLParserLimits:
+    """Work per grammar, per mask and per token, in llguidance's counts. Schemas with 128 tools, 1,800 enum
+    values or 500 optional properties pass; the library's own limits let a mask take 520 ms."""
+    row, mask = _ITEMS_JSON if kind.startswith("json") else _ITEMS_OTHER
+    return llguidance.LLParserLimits(
+        max_grammar_size=250_000,
+        max_items_in_row=row,
+        step_max_items=mask,
+        step_lexer_fuel=50_000,
+        max_lexer_states=20_000,
+        verbose_errors=False,
+    )
+
+
 #: Bounded white space: a small model otherwise likes to end a JSON text in blanks without end.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 _MAX_REASON = 500
@@ -64,13 +97,17 @@ class GrammarMatcher:
     def accept(self, token: int) -> None:
         """Advance by `token`. If it does not fit, every later `admitted` raises."""
         if self._refused is None and not self._matcher.is_error() and not self._matcher.consume_token(token):
-            self._refused = token
+            reason = self._matcher.get_error()
+            if "items" not in reason and "lexer error" not in reason:  # not a limit: `admitted` tells those
+                self._refused = token
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer; keeps the last `MAX_CACHED` it was asked for.
+    """Compiles grammars for one tokenizer; keeps the last `MAX_CACHED` it was asked for, within
+    `MAX_CACHED_BYTES`, and what was refused.
 
-    Making one costs a quarter of a second (the tokenizer is turned into a trie). One thread only.
+    Making one costs a quarter of a second (the tokenizer is turned into a trie). One thread only, apart from
+    the thread that `prepare` starts.
     """
 
     def __init__(
@@ -81,58 +118,134 @@ class GrammarCompiler:
         *,
         max_grammar_bytes: int = MAX_GRAMMAR_BYTES,
         max_cached: int = MAX_CACHED,
+        checker: Callable[[str, int, list[int]], GrammarChecker] = GrammarChecker,
     ) -> None:
         eos = sorted(eos_token_ids)
         words = max(vocab_size, len(tokenizer))
-        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=words, eos_token=eos or None)
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        text = backend.to_str()
+        self._tokenizer = make_tokenizer(text, words, eos)
+        self._checker = checker(text, words, eos)
         self._vocab_size = vocab_size
         self._max_grammar_bytes = max_grammar_bytes
         self._max_cached = max_cached
-        self._limits = llguidance.LLParserLimits(max_grammar_size=250_000, verbose_errors=False)
-        self._compiled: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[llguidance.LLMatcher | SegueError, int]] = OrderedDict()
+        #: handed over by the thread; settled by the owner
+        self._prepared: dict[Grammar, tuple[llguidance.LLMatcher | SegueError, int]] = {}
+        self._preparing: set[Grammar] = set()
+        self._thread: ThreadPoolExecutor | None = None
 
     def __len__(self) -> int:
-        """Grammars in the cache."""
-        return len(self._compiled)
+        """Compiled grammars in the cache."""
+        return sum(not isinstance(kept, SegueError) for kept, _ in self._compiled.values())
 
     def open(self, grammar: Grammar) -> GrammarMatcher:
-        """A fresh state of `grammar`. InvalidRequest with the library's reason if it cannot be compiled."""
-        key = (grammar.kind, grammar.text)
-        matcher = self._compiled.get(key)
-        if matcher is None:
-            matcher = self._compile(grammar)
-            self._compiled[key] = matcher
-            if len(self._compiled) > self._max_cached:
-                self._compiled.popitem(last=False)
-        else:
-            self._compiled.move_to_end(key)
+        """A fresh state of `grammar`. InvalidRequest with the library's reason if it cannot be compiled.
+
+        Compiles on this thread, without a limit on time, what was not prepared."""
+        if grammar not in self._compiled:
+            self._check_size(grammar)
+            self._keep(grammar, (compile_grammar(self._tokenizer, grammar), 0))
+        matcher, _ = self._compiled[grammar]
+        self._compiled.move_to_end(grammar)
+        if isinstance(matcher, SegueError):
+            raise type(matcher)(matcher.info.text)
         return GrammarMatcher(matcher.deep_copy(), self._vocab_size)
 
-    def _compile(self, grammar: Grammar) -> llguidance.LLMatcher:
+    # ---- beside the owner's thread -----------------------------------------------------------------
+
+    def known(self, grammar: Grammar) -> bool:
+        """Whether `open` answers at once, and another try would not help."""
+        if len(grammar.text) > self._max_grammar_bytes:
+            return True
+        kept, _ = self._compiled.get(grammar, (None, 0))
+        return kept is not None and (not isinstance(kept, SegueError) or isinstance(kept, InvalidRequest))
+
+    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
+        """Compile `grammar` within limits of time and memory, then call `done` on another thread: `settle`
+        makes it known. OutOfCapacity if too many wait. One call per grammar until it is settled."""
+        if len(self._preparing) >= MAX_PREPARING:
+            raise OutOfCapacity(f"{MAX_PREPARING} output formats wait to be compiled; try again")
+        self._preparing.add(grammar)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="segue-formats")
+        self._thread.submit(self._prepare, grammar, done)
+
+    def settle(self, grammar: Grammar) -> None:
+        """Take over what became of `grammar`: until another one is settled, `open` answers at once."""
+        self._preparing.discard(grammar)
+        self._keep(grammar, self._prepared.pop(grammar))
+
+    def close(self) -> None:
+        """End the process and the thread that prepare."""
+        self._checker.close()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
+        try:
+            self._check_size(grammar)
+            size = self._checker.check(grammar)
+            self._prepared[grammar] = compile_grammar(self._tokenizer, grammar), size
+        except SegueError as error:
+            self._prepared[grammar] = error, 0
+        except Exception as exc:  # the boundary: whoever waits for it must be answered
+            self._prepared[grammar] = Internal(f"a bug while compiling an output format: {exc!r}"), 0
+        done()
+
+    def _check_size(self, grammar: Grammar) -> None:
         size = len(grammar.text.encode(errors="replace"))
         if size > self._max_grammar_bytes:
             raise InvalidRequest(
                 f"The output format has {size} bytes; the limit is {self._max_grammar_bytes}."
             )
-        build = llguidance.LLMatcher
-        try:
-            match grammar.kind:
-                case "json_object":
-                    source = build.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
-                case "json_schema":
-                    source = build.grammar_from_json_schema(grammar.text, overrides=_JSON_OPTIONS)
-                case "regex":
-                    source = build.grammar_from_regex(grammar.text)
-                case "lark":
-                    source = build.grammar_from_lark(grammar.text)
-        except ValueError as exc:  # text that is not JSON, or not UTF-8
-            raise InvalidRequest(f"The output format ({grammar.kind}) is not valid: {_reason(exc)}") from exc
-        matcher = build(self._tokenizer, source, log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise InvalidRequest(
-                f"The output format ({grammar.kind}) is not valid: {_reason(matcher.get_error())}"
-            )
-        return matcher
+
+    def _keep(self, grammar: Grammar, kept: tuple[llguidance.LLMatcher | SegueError, int]) -> None:
+        self._compiled[grammar] = kept
+        self._compiled.move_to_end(grammar)
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > self._max_cached
+            or sum(size for _, size in self._compiled.values()) > MAX_CACHED_BYTES
+        ):
+            self._compiled.popitem(last=False)
+
+
+def make_tokenizer(text: str, words: int, eos: list[int]) -> llguidance.LLTokenizer:
+    """llguidance's tokenizer from the text of a tokenizer.json."""
+    return llguidance.LLTokenizer(text, n_vocab=words, eos_token=eos or None)
+
+
+def compile_grammar(tokenizer: llguidance.LLTokenizer, grammar: Grammar) -> llguidance.LLMatcher:
+    """A matcher in its first state. InvalidRequest if `grammar` is not valid or admits nothing."""
+    build = llguidance.LLMatcher
+    try:
+        match grammar.kind:
+            case "json_object":
+                source = build.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+            case "json_schema":
+                # `true` means {}; the library takes no options for a schema that is no object.
+                text = "{}" if grammar.text.strip() == "true" else grammar.text
+                source = build.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+            case "regex":
+                source = build.grammar_from_regex(grammar.text)
+            case "lark":
+                source = build.grammar_from_lark(grammar.text)
+    except ValueError as exc:  # text that is not JSON, or not UTF-8
+        raise InvalidRequest(f"The output format ({grammar.kind}) is not valid: {_reason(exc)}") from exc
+    matcher = build(tokenizer, source, log_level=0, limits=_limits(grammar.kind))
+    if matcher.is_error():
+        raise InvalidRequest(
+            f"The output format ({grammar.kind}) is not valid: {_reason(matcher.get_error())}"
+        )
+    first = matcher.deep_copy()
+    if not any(first.compute_bitmask()) or first.is_error():
+        reason = _reason(first.get_error())
+        if "NoExtensionBias" in reason or not reason:
+            reason = "no text satisfies it"
+        raise InvalidRequest(f"The output format ({grammar.kind}) admits no first token: {reason}")
+    return matcher
 
 
 def _reason(text: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zipfile
 from pathlib import Path
@@ -53,25 +54,40 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _tensors(file: BinaryIO) -> list[tuple[str, bytes]]:
-    """Each tensor of one file: its name, and a hash of its type, shape and sampled bytes."""
+def weight_count(folder: Path) -> int:
+    """Numbers in the safetensors files in `folder`, of whatever type. Raises ValueError, KeyError, TypeError,
+    AttributeError or OSError for files that are broken."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            count += sum(math.prod(entry["shape"]) for entry in _header(file)[0].values())
+    return count
+
+
+def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """The description of each tensor of one file, and where their bytes begin."""
     size = os.fstat(file.fileno()).st_size
     header_bytes = int.from_bytes(file.read(8), "little")
     if not 2 <= header_bytes <= min(size - 8, _MAX_HEADER_BYTES):
         raise ValueError(f"{file.name} is not a safetensors file")
     header: dict[str, Any] = json.loads(file.read(header_bytes))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + header_bytes
+
+
+def _tensors(file: BinaryIO) -> list[tuple[str, bytes]]:
+    """Each tensor of one file: its name, and a hash of its type, shape and sampled bytes."""
+    size = os.fstat(file.fileno()).st_size
+    header, start = _header(file)
     found = []
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         begin, end = entry["data_offsets"]
-        if not 0 <= begin <= end <= size - 8 - header_bytes:
+        if not 0 <= begin <= end <= size - start:
             raise ValueError(f"{file.name} is cut short: tensor {name} ends at byte {end}")
         digest = hashlib.blake2b(digest_size=16)
         digest.update(json.dumps([entry["dtype"], entry["shape"]]).encode())
         last = max(begin, end - SAMPLE_BYTES)
         for at in (begin, begin + (last - begin) // 2, last):
-            digest.update(os.pread(file.fileno(), min(SAMPLE_BYTES, end - at), 8 + header_bytes + at))
+            digest.update(os.pread(file.fileno(), min(SAMPLE_BYTES, end - at), start + at))
         found.append((name, digest.digest()))
     return found
 

@@ -5,6 +5,9 @@ are found by the tuple of their first page's tokens. Lookups compare the tokens 
 alone, and no hash leaves the process), so a match is always KV of exactly these tokens. Pure Python:
 the simulator drives the same code.
 
+Each prompt has a salt (0: none) and finds only pages of prompts with the same one, because it is part of the
+key of the root's children. So clients that must not learn each other's prompts share nothing.
+
 Recency is an order, not a clock: `_recent` lists the nodes from least to most recently used, and every
 touch moves a path to the end, leaf first. So a node always stands behind its descendants, and one pass
 from the front meets leaves before the parents they uncover.
@@ -53,6 +56,8 @@ class _Node:
     tokens: tuple[int, ...]
     pages: list[int]
     parent: _Node | None
+    #: its place among its parent's children
+    key: tuple[int, ...]
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
     #: children that cannot be evicted whole
     blocked: int = 0
@@ -67,8 +72,8 @@ class _Node:
 class Journal(Protocol):
     """Who hears what the tree takes and gives back."""
 
-    def stored(self, pages: Sequence[int], after: int | None, tokens: Sequence[int]) -> None:
-        """It has taken `pages`, which hold `tokens` and follow the page `after`."""
+    def stored(self, pages: Sequence[int], after: int | None, tokens: Sequence[int], salt: int) -> None:
+        """It has taken `pages`, which hold `tokens` and follow the page `after`, or begin one of `salt`."""
         ...
 
     def removed(self, pages: Sequence[int]) -> None:
@@ -78,6 +83,11 @@ class Journal(Protocol):
     def cleared(self) -> None:
         """It has given everything back."""
         ...
+
+
+def _root_key(first: tuple[int, ...], salt: int) -> tuple[int, ...]:
+    """Where the root has a child that begins with `first`; no two salts have one place."""
+    return (salt, *first) if salt else first
 
 
 class PrefixTree:
@@ -91,7 +101,7 @@ class PrefixTree:
             raise ValueError(f"the tree's pages have {page_tokens} tokens, the pool's {pool.page_tokens}")
         self._pool = pool
         self._page_tokens = page_tokens
-        self._root = _Node((), [], None)
+        self._root = _Node((), [], None, ())
         self._recent: OrderedDict[_Node, None] = OrderedDict()
         self._pages = 0
         self._evictable = 0
@@ -110,13 +120,13 @@ class PrefixTree:
 
     # --- lookup -------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest cached prefix of `tokens` in whole pages.
+    def match(self, tokens: Sequence[int], salt: int = 0) -> PrefixMatch:
+        """The longest cached prefix of `tokens` in whole pages, of those that came with this `salt`.
 
         The caller gets a lease on each page and releases it through the pool. To leave a token to
         compute (a forward needs one), pass `tokens[:-1]`.
         """
-        node, partial, pages = self._walk(tuple(tokens))
+        node, partial, pages = self._walk(tuple(tokens), salt)
         self._touch(partial or node)
         self._pool.share(pages)
         found = len(pages) * self._page_tokens
@@ -126,16 +136,17 @@ class PrefixTree:
         self.stats.hit_tokens += found
         return PrefixMatch(pages, found)
 
-    def peek(self, tokens: Sequence[int]) -> int:
+    def peek(self, tokens: Sequence[int], salt: int = 0) -> int:
         """How many tokens `match` would find; takes no lease and leaves recency and stats alone."""
-        return len(self._walk(tuple(tokens))[2]) * self._page_tokens
+        return len(self._walk(tuple(tokens), salt)[2]) * self._page_tokens
 
-    def _walk(self, tokens: tuple[int, ...]) -> tuple[_Node, _Node | None, list[int]]:
+    def _walk(self, tokens: tuple[int, ...], salt: int) -> tuple[_Node, _Node | None, list[int]]:
         """Follow `tokens`: the deepest node matched whole, the child matched in part, and the pages."""
         size = self._page_tokens
         node, at, pages = self._root, 0, list[int]()
         while at + size <= len(tokens):
-            child = node.children.get(tokens[at : at + size])
+            first = tokens[at : at + size]
+            child = node.children.get(first if at else _root_key(first, salt))
             if child is None:
                 break
             if tokens[at : at + len(child.tokens)] == child.tokens:
@@ -166,8 +177,8 @@ class PrefixTree:
 
     # --- insertion ----------------------------------------------------------------------------
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> int:
-        """Remember that `pages` hold the KV of `tokens`, whole pages only.
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: int = 0) -> int:
+        """Remember that `pages` hold the KV of `tokens`, whole pages only, for prompts of this `salt`.
 
         The tree takes its own lease on pages whose tokens it does not have yet; where it has them
         already its own page stays and the caller's is left alone. The caller keeps its leases either
@@ -176,7 +187,7 @@ class PrefixTree:
         size = self._page_tokens
         whole = min(len(tokens) // size, len(pages))
         key = tuple(tokens[: whole * size])
-        node, partial, known = self._walk(key)
+        node, partial, known = self._walk(key, salt)
         new = list(pages[len(known) : whole])
         self._pool.share(new)
         if partial is not None:
@@ -186,8 +197,9 @@ class PrefixTree:
             else:
                 node = partial
         if new:
-            leaf = _Node(key[len(known) * size :], new, node)
-            node.children[leaf.tokens[:size]] = leaf
+            rest = key[len(known) * size :]
+            leaf = _Node(rest, new, node, rest[:size] if known else _root_key(rest[:size], salt))
+            node.children[leaf.key] = leaf
             self._node_of.update(dict.fromkeys(new, leaf))
             node.blocked += 1  # nothing of the leaf is loose yet
             self._look_again(node)
@@ -196,7 +208,7 @@ class PrefixTree:
             self.stats.inserted_pages += len(new)
             node = leaf
             if self.journal is not None:
-                self.journal.stored(new, known[-1] if known else None, leaf.tokens)
+                self.journal.stored(new, known[-1] if known else None, leaf.tokens, salt)
         self._touch(node)
         return len(new)
 
@@ -212,10 +224,11 @@ class PrefixTree:
         """Cut `node` after `count` pages; returns the new upper half. The caller touches it."""
         assert node.parent is not None
         size = self._page_tokens
-        upper = _Node(node.tokens[: count * size], node.pages[:count], node.parent)
-        node.parent.children[upper.tokens[:size]] = upper
+        upper = _Node(node.tokens[: count * size], node.pages[:count], node.parent, node.key)
+        node.parent.children[upper.key] = upper
         node.tokens, node.pages, node.parent = node.tokens[count * size :], node.pages[count:], upper
-        upper.children[node.tokens[:size]] = node
+        node.key = node.tokens[:size]
+        upper.children[node.key] = node
         self._node_of.update(dict.fromkeys(upper.pages, upper))
         upper.loose = max(0, node.loose - len(node.pages))
         node.loose -= upper.loose
@@ -266,7 +279,7 @@ class PrefixTree:
         if kept:
             node.pages, node.tokens = node.pages[:kept], node.tokens[: kept * size]
         else:
-            del node.parent.children[node.tokens[:size]]
+            del node.parent.children[node.key]
             del self._recent[node]
         self._pages -= count
         self.stats.evicted_pages += count
@@ -313,14 +326,15 @@ class PrefixTree:
             self.journal.cleared()
         return count
 
-    def runs(self) -> Iterator[tuple[Sequence[int], int | None, Sequence[int]]]:
-        """Pages that lie behind one another in a node, the page before them if there is one, and their
-        tokens; parents before children."""
+    def runs(self) -> Iterator[tuple[Sequence[int], int | None, Sequence[int], int]]:
+        """Pages that lie behind one another in a node, the page before them if there is one, their tokens,
+        and without a page before them their salt; parents before children."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
             assert node.parent is not None
-            yield node.pages, node.parent.pages[-1] if node.parent.pages else None, node.tokens
+            salt = node.key[0] if len(node.key) > self._page_tokens else 0
+            yield node.pages, node.parent.pages[-1] if node.parent.pages else None, node.tokens, salt
             stack += node.children.values()
 
     # --- integrity ----------------------------------------------------------------------------
@@ -334,7 +348,9 @@ class PrefixTree:
         while stack:
             node = stack.pop()
             for first, child in node.children.items():
-                if child.parent is not node or child.tokens[: self._page_tokens] != first:
+                size = self._page_tokens
+                place = first if node is not self._root else first[-size:]
+                if child.parent is not node or child.key != first or child.tokens[:size] != place:
                     raise Internal("a node of the prefix tree hangs under the wrong parent or key")
                 if not child.pages or len(child.tokens) != len(child.pages) * self._page_tokens:
                     raise Internal(f"a node has {len(child.tokens)} tokens in {len(child.pages)} pages")

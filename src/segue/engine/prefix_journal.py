@@ -41,7 +41,7 @@ class PrefixJournal:
     def whole(self) -> list[KVEvent]:
         """All that is there, each page after its parent."""
         found: list[KVEvent] = []
-        for pages, after, tokens in self._tree.runs():
+        for pages, after, tokens, _ in self._tree.runs():
             hashes = [self._hash_of[page] for page in pages]
             parent = None if after is None else self._hash_of[after]
             found.append(BlockStored(hashes, parent, list(tokens), self._page_tokens))
@@ -49,9 +49,10 @@ class PrefixJournal:
 
     # ---- what the tree says ---------------------------------------------------------------------
 
-    def stored(self, pages: Sequence[int], after: int | None, tokens: Sequence[int]) -> None:
-        """The tree has taken `pages`, which hold `tokens` and follow the page `after`."""
-        hashes = self._hash(pages, after, tokens)
+    def stored(self, pages: Sequence[int], after: int | None, tokens: Sequence[int], salt: int) -> None:
+        """The tree has taken `pages`, which hold `tokens` and follow the page `after`, or begin a prompt of
+        `salt`."""
+        hashes = self._hash(pages, after, tokens, salt)
         parent = None if after is None else self._hash_of[after]
         self._add(BlockStored(hashes, parent, list(tokens), self._page_tokens), len(pages))
 
@@ -65,9 +66,9 @@ class PrefixJournal:
         # What has not been taken is of no interest any more.
         self._events, self._blocks = [AllBlocksCleared()], 1
 
-    def _hash(self, pages: Sequence[int], after: int | None, tokens: Sequence[int]) -> list[int]:
+    def _hash(self, pages: Sequence[int], after: int | None, tokens: Sequence[int], salt: int) -> list[int]:
         size, hashes = self._page_tokens, list[int]()
-        parent = None if after is None else self._hash_of[after]
+        parent = salt if after is None else self._hash_of[after]
         for index, page in enumerate(pages):
             parent = self._hash_of[page] = next_hash(parent, tokens[index * size : (index + 1) * size])
             hashes.append(parent)

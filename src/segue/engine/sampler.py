@@ -263,7 +263,7 @@ class Sampler:
                 try:
                     token = self._choose(sequence, rows[at], token)
                 except _NoChoiceError as none:
-                    results.append(SequenceResult(seq_id, error=str(none)))
+                    results.append(SequenceResult(seq_id, error=str(none), refused=True))
                     continue
                 if sequence.s.logprobs is not None:
                     logprob = _logprobs(rows[at : at + 1], [token], sequence.s.logprobs)[0]
@@ -343,7 +343,7 @@ class Sampler:
         except InvalidRequest as stuck:
             raise _NoChoiceError(str(stuck)) from stuck
         if not admitted.any():
-            raise _NoChoiceError("the grammar admits no token here")
+            raise _NoChoiceError("the output format admits no token here; change the format")
         row[~admitted] = -np.inf
         if stops is not None:
             admitted[stops] = False

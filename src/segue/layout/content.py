@@ -274,7 +274,9 @@ def checksum(regions: Sequence[memoryview], content: Content) -> int:
     return found.intdigest()
 
 
-def _in_order(memory: memoryview, plane: Plane, slot: int, tokens: int, page_tokens: int) -> Iterator[bytes]:
+def _in_order(
+    memory: memoryview, plane: Plane, slot: int, tokens: int, page_tokens: int
+) -> Iterator[memoryview]:
     """Copies of a run of tokens in canonical order, piece by piece."""
     strides = (plane.page_stride, plane.token_stride, plane.head_stride, 1)
     for at, pages, each in page_pieces(slot, tokens, page_tokens):
@@ -288,7 +290,8 @@ def _in_order(memory: memoryview, plane: Plane, slot: int, tokens: int, page_tok
         few = max(1, PIECE_BYTES // plane.row_bytes)
         for page in range(0, pages, many):
             for token in range(0, each, few):
-                yield rows[page : page + many, token : token + few].tobytes()
+                # Not `tobytes` of the strided view: numpy before 2.4 copies that item by item.
+                yield np.ascontiguousarray(rows[page : page + many, token : token + few]).reshape(-1).data
 
 
 def _outside(start: int, limit: int) -> Internal:

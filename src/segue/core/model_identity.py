@@ -1,0 +1,22 @@
+"""Weights and number type of an instance's model in one word, and the difference between two. Pure."""
+
+from __future__ import annotations
+
+#: Characters of a fingerprint that are shown to a person.
+_SHOWN = 16
+
+
+def model_identity(fingerprint: str, dtype: str) -> str:
+    """The word that two instances must share before one can read the other's KV."""
+    return f"{fingerprint}/{dtype}"
+
+
+def difference(prefill: str, decode: str) -> tuple[str, str]:
+    """How the models of two instances differ, and the flags that mend it."""
+    (weights, _, dtype), (other_weights, _, other) = prefill.partition("/"), decode.partition("/")
+    if weights == other_weights:
+        common = "float32" if "float32" in (dtype, other) else dtype
+        found = f"prefill serves this model in {dtype}, decode in {other}"
+        return found, f"start both with --dtype {common} (auto depends on the processor)"
+    found = f"prefill and decode serve different weights, {weights[:_SHOWN]} and {other_weights[:_SHOWN]}"
+    return found, "start both with the same --model, --revision and --dtype"
