@@ -37,13 +37,15 @@ class StatusCode(enum.Enum):
 @dataclass
 class Faults:
     """running: clear it, and nothing is copied. fails: transfers end with an error; the bytes land all the
-    same where `lands` is set. raises: building a connection raises. port: of engines."""
+    same where `lands` is set. raises: building a connection raises. port: of engines. late: where writes go
+    that are copied only when the test does it (`IOEngine.copy`)."""
 
     running: threading.Event = field(default_factory=threading.Event)
     fails: bool = False
     lands: bool = True
     raises: str = ""
     port: int | None = None
+    late: list[Any] | None = None
     writes: list[int] = field(default_factory=list)
     taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # one for each write
 
@@ -187,7 +189,11 @@ class IOEngine:
             rows = list(zip(local_offsets[i], remote_offsets[i], sizes[i], strict=True))
             assert all(at + n <= local.size and to + n <= remote.size for at, to, n in rows)
             pairs = [(remote.data + to, local.data + at, n) for at, to, n in rows]
-            self.work.put((status, pairs if func else [(at, to, n) for to, at, n in pairs]))
+            work = status, pairs if func else [(at, to, n) for to, at, n in pairs]
+            if func and FAULTS.late is not None:
+                FAULTS.late.append(work)
+            else:
+                self.work.put(work)
             if func:
                 FAULTS.writes.append(len(rows))
                 FAULTS.taken.release()
@@ -201,14 +207,17 @@ class IOEngine:
 
     def run(self) -> None:
         while (work := self.work.get()) is not None:
-            status, pairs = work
-            for to, at, n in pairs:
-                FAULTS.running.wait(20)
-                if not FAULTS.fails or FAULTS.lands:
-                    ctypes.memmove(to, at, n)
-            status.message = "the peer does not answer" if FAULTS.fails else ""
-            status.code = StatusCode.ERR_RDMA_OP if FAULTS.fails else StatusCode.SUCCESS
-            status.ended.set()
+            self.copy(*work)
+
+    @staticmethod
+    def copy(status: TransferStatus, pairs: list[tuple[int, int, int]]) -> None:
+        for to, at, n in pairs:
+            FAULTS.running.wait(20)
+            if not FAULTS.fails or FAULTS.lands:
+                ctypes.memmove(to, at, n)
+        status.message = "the peer does not answer" if FAULTS.fails else ""
+        status.code = StatusCode.ERR_RDMA_OP if FAULTS.fails else StatusCode.SUCCESS
+        status.ended.set()
 
 
 def reset() -> None:

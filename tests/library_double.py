@@ -33,6 +33,7 @@ class Faults:
     says_failed: posts that land are said to have failed.
     closing: clear it, and no writing end can be closed until it is set again.
     unproven: closing a receiving end stops what lands, and does not say so.
+    reads_on: closing a writing end does not end what it reads.
     """
 
     running: threading.Event = field(default_factory=threading.Event)
@@ -40,6 +41,7 @@ class Faults:
     fail_after: int | None = None
     says_failed: bool = False
     unproven: bool = False
+    reads_on: bool = False
     loading: threading.Event | None = None
     refuse: str = ""
     posts: list[tuple[int, int]] = field(default_factory=list)  # rows and bytes of each
@@ -148,7 +150,7 @@ class DoubleWritingEnd(WritingEnd):
         return handle.landed
 
     def close(self) -> bool:
-        return FAULTS.closing.wait(60)
+        return FAULTS.closing.wait(60) and not FAULTS.reads_on
 
 
 class DoubleLibrary(Library):

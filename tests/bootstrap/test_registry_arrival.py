@@ -10,9 +10,9 @@ import pytest
 
 from ports import HeldPort
 from segue.bootstrap import arrival as module
-from segue.bootstrap.arrival import arrival
+from segue.bootstrap.arrival import arrival, until_answered
 from segue.bootstrap.server import serve
-from segue.core.errors import BootstrapUnreachable, PeerRefused, Unauthorized
+from segue.core.errors import BootstrapTimeout, BootstrapUnreachable, PeerRefused, SegueError, Unauthorized
 from segue.core.limits import Limits
 
 LIMITS = Limits(handshake_s=60.0, connect_s=60.0)
@@ -143,7 +143,18 @@ def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
-@pytest.mark.parametrize("status", [b"502 Bad Gateway", b"503 Service Unavailable", b"504 Gateway Timeout"])
+@pytest.mark.parametrize(
+    "status",
+    [
+        b"502 Bad Gateway",
+        b"503 Service Unavailable",
+        b"504 Gateway Timeout",
+        b"429 Too Many Requests",
+        b"500 Internal Server Error",
+        b"408 Request Timeout",
+        b"522 Connection Timed Out",
+    ],
+)
 def test_a_proxy_with_nobody_behind_it_is_waited_for(status: bytes) -> None:
     async def test() -> None:
         one, served = Waiting(), asyncio.Event()
@@ -155,6 +166,37 @@ def test_a_proxy_with_nobody_behind_it_is_waited_for(status: bytes) -> None:
         server = await serve("127.0.0.1", one.port, secret=SECRET, limits=LIMITS)
         assert await one.task is True
         await server.close()
+
+    run(test)
+
+
+def test_what_time_heals_is_asked_again_and_said_once() -> None:
+    answers_: list[SegueError | None] = [
+        BootstrapUnreachable("it restarts"),
+        BootstrapTimeout("it restarts"),
+        None,
+    ]
+    said: list[str] = []
+
+    async def ask() -> None:
+        answer = answers_.pop(0)
+        if answer is not None:
+            raise answer
+
+    def asked(stop: asyncio.Event) -> Awaitable[bool]:
+        return until_answered(ask, wait_s=60, stop=stop, say=said.append)
+
+    async def test() -> None:
+        assert await asked(asyncio.Event())
+        assert answers_ == []
+        assert len(said) == 1
+        assert "it restarts" in said[0]
+        answers_.extend([PeerRefused("no"), BootstrapUnreachable("away")])
+        with pytest.raises(PeerRefused):
+            await asked(asyncio.Event())
+        stop = asyncio.Event()
+        stop.set()
+        assert not await asked(stop)
 
     run(test)
 

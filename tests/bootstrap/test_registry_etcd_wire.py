@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
+import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from segue.bootstrap import backends
 from segue.bootstrap import etcd as module
 from segue.bootstrap.etcd import Compacted, Etcd, Kv, NoLease
 from segue.core.errors import (
@@ -23,6 +26,7 @@ from segue.core.errors import (
 from segue.core.limits import Limits
 
 PLACES = [("10.0.0.1", 1), ("10.0.0.2", 2), ("fd00::1", 3)]
+DEADLINE_S = 60.0
 Answer = Callable[[str, str, Any], httpx.Response]
 
 
@@ -30,7 +34,9 @@ def b64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def client(answer: Answer, places: int = 1) -> tuple[Etcd, list[tuple[str, str, Any]]]:
+def client(
+    answer: Answer, places: int = 1, limits: Limits | None = None
+) -> tuple[Etcd, list[tuple[str, str, Any]]]:
     """A client of so many members whose answers are those of `answer` (host, method, body); and what it
     asked."""
     asked: list[tuple[str, str, Any]] = []
@@ -39,9 +45,7 @@ def client(answer: Answer, places: int = 1) -> tuple[Etcd, list[tuple[str, str, 
         asked.append((request.url.host, request.url.path.removeprefix("/v3/"), json.loads(request.content)))
         return answer(*asked[-1])
 
-    etcd = Etcd(PLACES[:places], Limits(), None)
-    etcd._client = httpx.AsyncClient(transport=httpx.MockTransport(handle))
-    return etcd, asked
+    return Etcd(PLACES[:places], limits or Limits(), None, httpx.MockTransport(handle)), asked
 
 
 def said(**body: Any) -> Answer:
@@ -86,14 +90,45 @@ def test_keys_are_read_with_numbers_that_are_texts_and_the_oldest_first() -> Non
             (b"p/a", 8, 5),
         ]
         assert read.revision == 20
-        assert asked[0][2] == {"key": b64("p/"), "range_end": b64("p0"), "limit": module.MAX_KEYS}
+        assert asked[0][2] == {"key": b64("p/"), "range_end": b64("p0"), "limit": module.PAGE_KEYS}
         assert await etcd.get(b"p/a") == (read.kvs[1], 20)
         etcd, _ = client(said(header={"revision": "20"}))
         assert await etcd.get(b"p/a") == (Kv(b"p/a"), 20)
-        etcd, _ = client(said(header={}, more=True))
+        etcd, asked = client(said(header={}, more=True))
         with pytest.raises(OutOfCapacity):
             await etcd.read(b"p/")
+        assert len(asked) == 1, "a page without a key has no next one"
 
+    asyncio.run(main())
+
+
+def test_many_keys_are_read_in_pages_of_one_revision_and_not_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [f"p/{number:04}" for number in range(30)]
+
+    def answer(_host: str, _method: str, body: Any) -> httpx.Response:
+        left = [key for key in keys if key.encode() >= base64.b64decode(body["key"])]
+        kvs = [{"key": b64(key), "create_revision": "3"} for key in left[: body["limit"]]]
+        return httpx.Response(
+            200, json={"header": {"revision": "20"}, "kvs": kvs, "more": len(left) > len(kvs)}
+        )
+
+    async def main() -> None:
+        etcd, asked = client(answer)
+        read = await etcd.read(b"p/")
+        assert ([kv.key.decode() for kv in read.kvs], read.revision) == (keys, 20)
+        assert [body.get("revision") for *_, body in asked] == [None, "20", "20", "20"]
+        assert {body["range_end"] for *_, body in asked} == {b64("p0")}
+        for name, most in (("MAX_KEYS", 16), ("MAX_READ", 600)):
+            with monkeypatch.context() as less:
+                less.setattr(module, name, most)
+                etcd, asked = client(answer)
+                with pytest.raises(OutOfCapacity):
+                    await etcd.read(b"p/")
+                assert len(asked) == 2, name
+
+    monkeypatch.setattr(module, "PAGE_KEYS", 8)
     asyncio.run(main())
 
 
@@ -262,12 +297,91 @@ def test_a_question_ends_in_time_and_a_watch_with_the_silence_that_is_too_long()
             times.append(request.extensions["timeout"])
             return httpx.Response(200, json={"ID": "5"})
 
-        etcd = Etcd(PLACES[:1], Limits(connect_s=3.0), None)
-        etcd._client = httpx.AsyncClient(transport=httpx.MockTransport(answer), timeout=None)
+        etcd = Etcd(PLACES[:1], Limits(connect_s=3.0), None, httpx.MockTransport(answer))
         await etcd.grant(1)
         with pytest.raises(BootstrapUnreachable):
             async for _ in etcd.watch(b"p/", 5, 7.0):
                 pass
         assert [(one["connect"], one["read"]) for one in times] == [(3.0, 3.0), (3.0, 7.0)]
+
+    asyncio.run(main())
+
+
+class Endless(httpx.AsyncByteStream):
+    """An answer of `piece` again and again; after `count` of them nothing comes any more, and it does not
+    end."""
+
+    def __init__(self, piece: bytes, count: int) -> None:
+        self.piece, self.count, self.sent, self.closed = piece, count, 0, False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(self.count):
+            self.sent += len(self.piece)
+            yield self.piece
+        await asyncio.Event().wait()
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+async def ask(etcd: Etcd, how: str) -> None:
+    if how == "watch":
+        async for _ in etcd.watch(b"p/", 5, 0.05):
+            pass
+    elif how == "read":
+        await etcd.read(b"p/")
+    else:
+        await etcd.put(Kv(b"k"), b"v", 1)
+
+
+@pytest.mark.parametrize("how", ["watch", "read", "put"])
+@pytest.mark.parametrize("status", [200, 400, 503])
+def test_an_answer_of_any_kind_is_read_up_to_a_bound(
+    how: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "MAX_ANSWER", 2**20)
+    monkeypatch.setattr(module, "MAX_LINE", 2**20)
+
+    async def main() -> None:
+        body = Endless(b"x" * 2**16, 100)
+        etcd, _ = client(lambda *_: httpx.Response(status, stream=body))
+        with pytest.raises(PeerRefused, match=r"more than 1048576 bytes|longer than 1048576 bytes"):
+            await asyncio.wait_for(ask(etcd, how), DEADLINE_S)
+        assert (body.sent, body.closed) == (2**20 + 2**16, True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("watch", None), ("read", BootstrapTimeout), ("put", BootstrapTimeout)]
+)
+def test_an_answer_that_comes_in_part_has_one_deadline(how: str, error: type[Exception] | None) -> None:
+    """Each read has a limit of its own; a peer that sends a byte now and then was within it for ever."""
+
+    async def main() -> None:
+        body = Endless(b" ", 3)
+        etcd, _ = client(lambda *_: httpx.Response(200, stream=body), limits=Limits(connect_s=0.05))
+        with pytest.raises(error) if error is not None else contextlib.nullcontext():
+            await asyncio.wait_for(ask(etcd, how), DEADLINE_S)
+        assert (body.sent, body.closed) == (3, True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["watch", "read"])
+def test_an_answer_that_is_compressed_although_nobody_asked_for_that_is_not_read(how: str) -> None:
+    """64 KiB of it could be 64 MiB."""
+    body = zlib.compress(b"[" * 2**20)
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers["Accept-Encoding"])
+        return httpx.Response(200, stream=Lines(body), headers={"Content-Encoding": "deflate"})
+
+    async def main() -> None:
+        etcd = Etcd(PLACES[:1], Limits(), None, httpx.MockTransport(answer))
+        with pytest.raises(PeerRefused, match="Content-Encoding"):
+            await ask(etcd, how)
+        assert asked == ["identity"]
 
     asyncio.run(main())

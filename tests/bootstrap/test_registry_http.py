@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_records import DEADLINE_S, SECRET, A, B, record
 
+from segue.bootstrap import backends
 from segue.bootstrap.auth import bearer_token
 from segue.bootstrap.backends import HttpBackend
 from segue.bootstrap.digest import DIGEST_HEADER, digest_of
@@ -26,11 +27,13 @@ from segue.bootstrap.store import RegistryStore
 from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.core.clock import VirtualClock
 from segue.core.errors import (
+    BootstrapTimeout,
     BootstrapUnreachable,
     ConfigError,
     Draining,
     ErrorCode,
     OutOfCapacity,
+    PeerRefused,
     SegueError,
     Unauthorized,
 )
@@ -174,6 +177,47 @@ def test_every_other_error_is_an_answer_and_the_caller_decides_whether_it_is_ask
         with pytest.raises(cls, match="because"):
             await backend.delete(LeaderId(A))
         assert asked == 1
+        await backend.close()
+
+    asyncio.run(main())
+
+
+class Endless(httpx.AsyncByteStream):
+    """So many pieces of 64 KiB, after which nothing comes and the answer does not end."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.sent = count, 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for _ in range(self.count):
+            self.sent += 1
+            yield b"x" * 2**16
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("count", "status", "error", "sent"),
+    [(100, 200, PeerRefused, 17), (100, 503, PeerRefused, 17), (3, 200, BootstrapTimeout, 3)],
+    ids=["large", "large error", "slow"],
+)
+def test_an_answer_has_a_bound_and_one_deadline(
+    count: int, status: int, error: type[SegueError], sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read had a limit of its own, and nothing counted the bytes."""
+    monkeypatch.setattr(backends, "MAX_ANSWER", 2**20)
+
+    async def main() -> None:
+        body, asked = Endless(count), list[str]()
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            asked.append(request.headers["Accept-Encoding"])
+            return httpx.Response(status, stream=body)
+
+        limits = Limits(connect_s=0.05)
+        backend = HttpBackend("http://r:1", SECRET, limits, None, httpx.MockTransport(answer))
+        with pytest.raises(error):
+            await asyncio.wait_for(backend.instances(None, None, 0.0), DEADLINE_S)
+        assert (body.sent, asked) == (sent, ["identity"])
         await backend.close()
 
     asyncio.run(main())

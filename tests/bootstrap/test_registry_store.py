@@ -201,6 +201,7 @@ def at(host: str = "h", port: int = 1, **more: Any) -> dict[str, Any]:
         ({"model": "x" * 512}, {"model": "x" * 513}),
         ({"served_model": "x" * 512}, {"served_model": "x" * 513}),
         ({"http_host": "x" * 512}, {"http_host": "x" * 513}),
+        ({"source": "x" * 4096}, {"source": "x" * 4097}),
         ({"dp_size": 2**16}, {"dp_size": 2**16 + 1}),
         ({"cp_size": 1}, {"cp_size": 0}),
         ({"http_port": 65535}, {"http_port": 65536}),

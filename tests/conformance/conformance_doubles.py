@@ -85,6 +85,21 @@ def without(name: str, test: str, fixtures: list[str]) -> str:
     return _COPIES if "peer" in fixtures else DOUBLES[name].without.get(test, "")
 
 
+def hold(name: str) -> Callable[[], None]:
+    """Have what is posted from now on land only when the answer is called, in a double that can do that; it
+    goes on to read and to write whatever its transport has closed, as a network card would."""
+    if name != "mori+double":
+        return lambda: None
+    late = double_mori.FAULTS.late = []
+
+    def land() -> None:
+        double_mori.FAULTS.late = None
+        for work in late:
+            double_mori.IOEngine.copy(*work)
+
+    return land
+
+
 def reset() -> None:
     """End what the doubles have started."""
     for double in (double_mori, double_memfabric, double_cuda):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+from conformance_doubles import hold
 from conformance_harness import Pair, Side, content, each_head, laid_out
 
 from areas import whole
@@ -392,6 +393,34 @@ def test_close_of_the_receiver_in_flight_fails_the_writes(pair: Pairs) -> None:
     for tag in range(8):
         p.writer.outcome(3, tag)
     assert isinstance(p.move(3, 99, CopyBlock(0, 0, 1, 1)), WriteFailed)
+
+
+def test_a_fence_after_a_path_was_replaced_is_true_for_the_one_before(name: str, pair: Pairs) -> None:
+    """Once it is answered, nothing reads our memory for the epoch, by whichever path that was posted. Where
+    nothing proves that of the old path, it is not answered."""
+    p = pair(16 * MiB)
+    p.writer.array[:] = 1
+    p.grant(3)
+    land = hold(name)
+    for tag in range(8):
+        p.write(3, tag, CopyBlock(0, 0, 1, 16 * MiB))
+    p.reader.transport.close()
+    p.writer.take(PeerGone, peer=p.reader.me)
+    again = Side(name, p.reader.me, 16 * MiB)
+    try:
+        p.writer.transport.connect(again.me, again.endpoint, 60)
+        p.writer.transport.fence(again.me, 3)
+        p.writer.fence(again.me, 4)
+        answered = any(isinstance(event, Fenced) and event.epoch == 3 for event in p.writer.log)
+        p.writer.array[:] = 2
+        land()
+        again.transport.grant(p.writer.me, 5, whole(16 * MiB))
+        assert isinstance(p.move(5, 0, CopyBlock(0, 0, 1, 10)), Written)
+        p.writer.fence(again.me, 5)
+        assert not (answered and (p.reader.array == 2).any())
+        assert np.count_nonzero(again.array == 2) == 10
+    finally:
+        again.close()
 
 
 def test_close_is_idempotent_and_ends_everything(name: str) -> None:

@@ -49,7 +49,7 @@ class Side:
         self.memory: Memory = options.pop("memory", None) or allocate(self.spec.nbytes)
         self.changes: queue.Queue[Change] = queue.Queue()
         runtime = options.pop("runtime", HOST)
-        options = {"model": "m", "limits": LIMITS, "transports": [transport], **options}
+        options = {"model": "m/float32", "limits": LIMITS, "transports": [transport], **options}
         config = KVConfig(role=role, spec=self.spec, **options)
         self.manager = KVManager(config, self.memory, self.changes.put, runtime=runtime)
         self.me = config.me
@@ -235,7 +235,11 @@ def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"model": "other"}, "another model"),
+        ({"model": "other"}, "the same --model, --revision and --dtype"),
+        (
+            {"model": "m/bfloat16"},
+            "prefill serves this model in float32, decode in bfloat16; start both with",
+        ),
         (
             {
                 "spec": spec(
@@ -249,18 +253,24 @@ def test_lesson_09_a_peer_that_ends_fails_its_transfers_and_the_next_one_serves(
     ],
 )
 def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object], text: str) -> None:
-    said: queue.Queue[str] = queue.Queue()
+    """Both logs say why: of decode, which dials, and of prefill."""
+    dialler: queue.Queue[str] = queue.Queue()
+    listener: queue.Queue[str] = queue.Queue()
 
     class Listen(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if "cannot join" in record.msg:
-                said.put(record.getMessage())
+                dialler.put(record.getMessage())
+            if "no session" in record.msg:
+                listener.put(record.getMessage())
 
     handler = Listen()
     logging.getLogger("segue.session").addHandler(handler)
     try:
         with sides(**options) as (prefill, decode):
-            assert text in said.get(timeout=DEADLINE_S)
+            assert text in dialler.get(timeout=DEADLINE_S)
+            if "secret" not in options:  # a stranger is no warning
+                assert text in listener.get(timeout=DEADLINE_S)
             transfer = TransferId(new_room(), 0, prefill.me, decode.me)
             receiver = decode.manager.receiver(transfer)
             receiver.init(5, 2 * DEADLINE_S)

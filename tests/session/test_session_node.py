@@ -404,6 +404,41 @@ def test_the_owners_refusal_reaches_the_dialler_unchanged() -> None:
     asyncio.run(main())
 
 
+def test_a_listener_warns_once_of_a_peer_that_is_refused_again_and_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def warned() -> list[str]:
+        lines = [record for record in caplog.records if record.levelname == "WARNING"]
+        return [record.getMessage() for record in lines if "no session with" in record.getMessage()]
+
+    async def main() -> None:
+        here, there = Events(), Events(refuse=LayoutMismatch("give both --this"))
+        listener, dialler = node("a", here), node("b", there)
+        async with closing(dialler, listener):
+            address = await listener.listen("127.0.0.1", 0)
+            for _ in range(3):
+                with pytest.raises(LayoutMismatch):
+                    await dialler.connect(*address, timeout_s=DEADLINE_S)
+            there.refuse = LayoutMismatch("give both --that")
+            with pytest.raises(LayoutMismatch):
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            there.refuse = None
+            session = await dialler.connect(*address, timeout_s=DEADLINE_S)
+            assert [text.rpartition("both ")[2] for text in warned()] == ["--this", "--that"]
+            session.close()
+            await here.wait("closed")
+            there.refuse = LayoutMismatch("give both --that")
+            with pytest.raises(LayoutMismatch):
+                await dialler.connect(*address, timeout_s=DEADLINE_S)
+            for _ in range(2):
+                with pytest.raises(LayoutMismatch):
+                    await dialler.connect(*address, timeout_s=DEADLINE_S)
+        assert len(warned()) == 3, "once more after a session"
+
+    caplog.set_level("INFO", logger="segue.session")
+    asyncio.run(main())
+
+
 def test_the_dialler_may_refuse_too_and_an_owners_bug_is_a_refusal() -> None:
     async def main() -> None:
         here, there = Events(), Events(refuse=LayoutMismatch("no"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from segue.transport.ioloop import IoLoop
@@ -210,6 +210,7 @@ class Watched:
     events: int
     turn: int
     told: int = 0
+    changed: int = -1  # the turn in which other events were asked for last
 
 
 @dataclass(eq=False)
@@ -287,6 +288,7 @@ class Model:
         if (fd := self.slots[n % 4]) in self.watched:
             assert fd is not None
             self.watched[fd].events = (IN, OUT, IN | OUT)[(n + 1) % 3]
+            self.watched[fd].changed = self.turn
             self.loop.change(fd, self.watched[fd].events)
 
     def post(self, _n: int) -> None:
@@ -332,7 +334,6 @@ class Model:
     def step(self) -> None:
         """One turn, and whether all that was due has happened in it."""
         before = dict(self.watched)
-        asked = {watch: watch.events for watch in before.values()}
         self.at_poll = {
             watch: watch.events & (OUT | (IN if self.raised[watch.fd] else 0)) for watch in before.values()
         }
@@ -342,7 +343,8 @@ class Model:
         posted = len(self.posted)
         self.loop.turn()
         for fd, watch in before.items():
-            if self.watched.get(fd) is watch and watch.events == asked[watch]:
+            # Events that were changed and changed back may have been unasked for when their time came.
+            if self.watched.get(fd) is watch and watch.changed < self.turn:
                 assert watch.told == bool(self.at_poll[watch]), "told once, if there was anything"
         assert self.ran == self.posted[: len(self.ran)], "calls run once and in order"
         assert len(self.ran) >= posted, "a call waits for another turn"
@@ -362,6 +364,11 @@ STEP = st.tuples(st.sampled_from(WHAT * 2 + WHAT_ELSE), st.integers(0, 23))
     start=st.lists(STEP, min_size=4, max_size=16),
     programs=st.lists(st.lists(STEP, max_size=5), max_size=40),
     moves=st.lists(st.sampled_from((0.0, 0.5, 1.0)), min_size=3, max_size=8),
+)
+@example(  # one callback asks for other events of a descriptor, a later one of that turn for the first again
+    start=[("open", 0), ("open", 0), ("reopen", 10), ("post", 0)],
+    programs=[[("change", 6)], [("change", 2)]],
+    moves=[0.0, 0.0, 0.0],
 )
 def test_the_loop_does_what_its_model_does(
     start: list[tuple[str, int]], programs: list[list[tuple[str, int]]], moves: list[float]

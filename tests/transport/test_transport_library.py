@@ -6,8 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -266,8 +265,7 @@ def test_a_path_for_which_there_is_no_thread_is_not_made_and_ends_no_other(
             writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
     assert reader.take(PeerGone).proven
     assert not reader.transport._receiving.of
-    writer.on_loop(lambda: None)
-    assert not writer.transport._writing
+    until(lambda: not writer.transport._writing)
     writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
     start(writer, reader, 3, CopyBlock(0, 0, 1, 1))
     writer.take(Written, epoch=3)
@@ -430,15 +428,40 @@ def test_each_side_owes_an_answer_until_it_has_given_it_and_none_afterwards(ends
     assert writer.on_loop(writer.owed) == [0]
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_new_path_does_not_answer_for_what_the_old_one_may_still_read(ends: Ends, when: str) -> None:
+    writer, reader = ends()
+    FAULTS.reads_on = True
+    FAULTS.fail_after = 0
+    start(writer, reader, 3, CopyBlock(0, 0, 1, 100))
+    writer.take(PeerGone)
+    reader.take(PeerGone)  # with its grants
+    FAULTS.fail_after = None
+    if when == "before":
+        writer.transport.fence(reader.me, 3)
+    writer.transport.connect(reader.me, reader.endpoint, PATIENCE_S)
+    start(writer, reader, 4, CopyBlock(0, 0, 1, 100))
+    writer.take(Written, epoch=4)
+    writer.transport.write(reader.me, 3, 2, [CopyBlock(0, 0, 1, 100)])  # a late one, by the new path
+    writer.take(WriteFailed, epoch=3, tag=2)
+    writer.transport.fence(reader.me, 3)
+    assert writer.fenced(reader.me, 4).proven
+    assert not [e for e in writer.log if isinstance(e, Fenced) and e.epoch == 3]
+    writer.transport.close()
+    assert library.STILL_USED.pop()[0] is writer.memory
+
+
 def test_a_fence_of_one_peer_and_epoch_is_held_back_by_what_is_unquiet_of_it_alone(ends: Ends) -> None:
-    """Its library could not close the writing end of a path: it may read what was posted for epoch 3."""
-    writer, _ = ends(connect=False)
-    path: Any = SimpleNamespace(peer=rank("cccc"), unsettled={3})
-    writer.transport._unquiet.append(path)
-    for peer, epoch in ((rank("cccc"), 3), (rank("cccc"), 4), (rank("dddd"), 3)):
+    writer, reader = ends()
+    FAULTS.reads_on = True
+    FAULTS.fail_after = 0
+    start(writer, reader, 3, CopyBlock(0, 0, 1, 100))
+    writer.take(PeerGone)
+    for peer, epoch in ((reader.me, 3), (reader.me, 4), (rank("dddd"), 3)):
         writer.transport.fence(peer, epoch)
     writer.on_loop(lambda: None)
-    assert writer.log == [Fenced(rank("cccc"), 4, True), Fenced(rank("dddd"), 3, True)]
+    fenced = [event for event in writer.log if isinstance(event, Fenced)]
+    assert fenced == [Fenced(reader.me, 4, True), Fenced(rank("dddd"), 3, True)]
     writer.transport.close()
     assert library.STILL_USED.pop()[0] is writer.memory, "else it becomes somebody else's"
 

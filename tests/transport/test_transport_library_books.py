@@ -204,8 +204,18 @@ def test_a_write_that_never_lands_ends_the_path() -> None:
     assert 1000.0 + SILENCE_S < writing.now <= 1000.0 + SILENCE_S + 20.0
 
 
-def test_a_write_after_a_long_rest_and_a_process_that_was_stopped_have_their_whole_time() -> None:
-    steps = [0.0, 10.0, 3600.0, 29.0, 29.0]  # between two looks; the process stands still in the third
+@pytest.mark.parametrize("stopped_s", [SILENCE_S / 2 + 1, 3600.0])
+def test_a_write_after_a_long_rest_and_a_process_that_was_stopped_have_their_whole_time(
+    stopped_s: float,
+) -> None:
+    steps = [
+        0.0,
+        10.0,
+        stopped_s,
+        29.0,
+        29.0,
+        0.0,
+    ]  # between two looks; the process stands still in the third
 
     def looked(n: int) -> bool:
         if n == 1:
@@ -303,6 +313,35 @@ def test_the_peers_fence_is_settled_once_when_what_was_posted_has_landed() -> No
     assert writing.said.count(Settled(3)) == 1
     assert writing.told(Written) == [(3, 1)]
     assert [(e.tag, e.refused) for e in writing.events if isinstance(e, WriteFailed)] == [(2, True)]
+
+
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 1, 3)])
+def test_an_epoch_is_over_when_all_its_posts_have_landed_in_whatever_order(order: tuple[int, ...]) -> None:
+    """The first post is of another epoch, which nobody ends."""
+    looks = before = 0
+
+    def looked(n: int) -> bool:
+        nonlocal looks, before
+        looks, before = looks + (n <= before), n
+        if (looks, n) == (0, 1):
+            writing.path.told(FenceEpoch(3))
+            writing.path.fence(3)
+            writing.path.close()
+        assert Settled(3) not in writing.said or looks > max(order.index(2), order.index(3)) + 1
+        return looks > order.index(n)
+
+    writing = Writing(looked)
+    writing.ready(3, 4)
+    for epoch, tag in ((4, 1), (3, 2), (3, 3)):
+        writing.write(epoch, tag)
+    writing.run()
+    ends = [
+        event.proven if isinstance(event, Fenced) else getattr(event, "tag", None)
+        for event in writing.events[:-1]
+    ]
+    over = max(order.index(2), order.index(3)) + 1
+    assert ends == [*order[:over], True, *order[over:]]
+    assert writing.said.count(Settled(3)) == 1
 
 
 def test_what_a_peer_grants_and_what_waits_for_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,14 @@ def test_what_is_available_is_what_the_host_and_each_group_above_still_have(
     assert available_bytes(tmp_path) == left_gib * GiB
 
 
+def test_version_2_beside_version_1_is_looked_at_where_it_is_mounted(tmp_path: Path) -> None:
+    write = host_files(tmp_path, "3:cpu,cpuacct:/pod\n0::/pod\n")
+    write("sys/fs/cgroup/unified/cgroup.controllers", "memory\n")
+    write("sys/fs/cgroup/unified/pod/memory.max", f"{6 * GiB}\n")
+    write("sys/fs/cgroup/unified/pod/memory.current", f"{GiB}\n")
+    assert available_bytes(tmp_path) == 5 * GiB
+
+
 NO_LIMIT = 2**63 - 4096
 V1_CACHE = f"cache {3 * GiB}\ninactive_file 1\ntotal_inactive_file {2 * GiB}\ntotal_active_file {GiB}\n"
 

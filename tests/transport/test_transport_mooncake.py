@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import struct
@@ -180,6 +181,9 @@ def test_an_engine_that_somebody_else_holds_too_lives_on_and_its_end_is_no_proof
     end = library().receiving(PEER, memories(64)[0], b"")
     assert Engine.made
     assert not end.close()
+    end, _engine, *_ = writing()
+    end.post(rows(3))
+    assert not end.close()
 
 
 def test_over_another_protocol_both_register_and_no_end_is_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,22 +197,23 @@ def test_over_another_protocol_both_register_and_no_end_is_a_proof(monkeypatch: 
     assert not library().receiving(PEER, target, b"").close()
 
 
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 @pytest.mark.parametrize(
-    ("protocol", "runs", "quiet"),
-    [("tcp", True, True), ("tcp", False, True), ("rdma", True, False), ("rdma", False, True)],
+    "how", ["runs", "has landed", "is said to have failed", "timed out", "was not taken"]
 )
-def test_dropping_an_engine_ends_its_reading_over_tcp_or_where_nothing_runs(
-    protocol: str, runs: bool, quiet: bool, monkeypatch: pytest.MonkeyPatch
+def test_dropping_an_engine_ends_its_reading_over_tcp_or_where_all_has_landed(
+    protocol: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_PROTOCOL", protocol)
     end, engine, *_ = writing()
-    post = end.post(rows(3))
-    if not runs:
-        engine.end(count=3)
-        assert end.done(post)
+    engine.takes = how != "was not taken"
+    with contextlib.suppress(TransferFailed):
+        post = end.post(rows(1))
+        engine.end({"runs": 0, "has landed": 1, "is said to have failed": -1, "timed out": -2}[how])
+        end.done(post)
     del engine
     Engine.made.clear()
-    assert end.close() is quiet
+    assert end.close() is (protocol == "tcp" or how == "has landed")
 
 
 @pytest.mark.parametrize("status", [-1, 1])

@@ -189,9 +189,13 @@ def test_whatever_else_nixl_says_is_a_failure_when_it_is_posted_and_later() -> N
     assert made.released == []
 
 
-def test_an_agent_that_somebody_else_holds_lives_on_and_may_read() -> None:
-    end = writing(Recorded())
-    kept = end._agent
-    assert not end.close()
-    del kept
-    assert writing(Recorded()).close()
+def test_an_agent_that_somebody_else_holds_lives_on_and_may_read_or_let_somebody_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    for make in (writing, lambda made: nixl.NixlReceivingEnd(made, regions("cpu"))):
+        end = make(Recorded())
+        kept = end._agent
+        assert not end.close()
+        del kept
+        assert make(Recorded()).close()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -34,8 +37,14 @@ from segue.session.tls import Tls, explain, not_tls
 
 T = TypeVar("T")
 
-#: How a proxy says that whom it stands for is not there.
-_NOBODY_BEHIND = (502, 503, 504)
+#: Bytes of one answer of a registry: the list of some 25,000 ranks.
+MAX_ANSWER = 16 * 2**20
+
+
+def proxy_in_trouble(status: int) -> bool:
+    """Whether an answer without a body of ours may be another one later: a proxy is busy, limits the rate of
+    requests, or has nobody behind it."""
+    return status >= 500 or status in (408, 425, 429)
 
 
 class RegistryBackend(ABC):
@@ -63,21 +72,79 @@ class RegistryBackend(ABC):
     async def close(self) -> None: ...
 
 
-class ClosableClient(httpx.AsyncClient):
-    """Raises SegueErrors, and errors of httpx and ssl, and no others. Draining once it is closed, also to who
-    sends again after it has waited; httpx's own error for that is a bare RuntimeError."""
+@dataclass(frozen=True, slots=True)
+class RegistryAnswer:
+    """A whole answer of a registry."""
+
+    status: int
+    headers: httpx.Headers
+    content: bytes
+
+
+class BoundedClient(httpx.AsyncClient):
+    """A client that reads at most `MAX_ANSWER` bytes of an answer.
+
+    Raises SegueErrors and errors of httpx and ssl, and no others. Raises Draining once it is closed, also to
+    a caller that waited for a connection; httpx raises a bare RuntimeError then.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        # Never through a proxy of the environment, and never to where an answer points.
+        super().__init__(trust_env=False, follow_redirects=False, **how)
+        # A few compressed bytes can be an answer of any size.
+        self.headers["Accept-Encoding"] = "identity"
 
     async def send(self, request: httpx.Request, **how: Any) -> httpx.Response:
+        """An answer of which only the head was read: httpx itself would read all of it."""
         if self.is_closed:
             raise Draining("the registry's client was closed")
         try:
-            return await super().send(request, **how)
+            return await super().send(request, **how | {"stream": True})
         except (httpx.HTTPError, ssl.SSLError):
             raise
         except Exception as error:
             # On uvloop a connection that is reset while it is made (its server was killed, or is overrun) has
             # no socket any more; anyio asks it for one, and the AttributeError passes through httpx.
             raise httpx.ReadError(f"its connection was not made: {error!r}", request=request) from error
+
+    async def ask(self, request: httpx.Request, within_s: float) -> RegistryAnswer:
+        """The answer to `request`. ReadTimeout unless all of it is here after `within_s`; PeerRefused if it
+        is too large."""
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await self.send(request)
+                try:
+                    return RegistryAnswer(answer.status_code, answer.headers, await self.content(answer))
+                finally:
+                    await answer.aclose()
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"no whole answer within {within_s:g} s", request=request) from error
+
+    async def content(self, answer: httpx.Response) -> bytes:
+        """The whole body of `answer`. PeerRefused if it is too large."""
+        content = bytearray()
+        async for piece in self.pieces(answer):
+            content += piece
+            if len(content) > MAX_ANSWER:
+                raise PeerRefused(f"{_origin(answer.request)} answered with more than {MAX_ANSWER} bytes")
+        return bytes(content)
+
+    async def pieces(self, answer: httpx.Response) -> AsyncIterator[bytes]:
+        """The body of `answer` as it comes. PeerRefused if it is compressed."""
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if encoding != "identity":
+            raise PeerRefused(f"{_origin(answer.request)} answered with Content-Encoding {encoding[:20]!r}")
+        try:
+            async for piece in answer.aiter_bytes():
+                yield piece
+        except (httpx.HTTPError, ssl.SSLError):
+            raise
+        except Exception as error:  # as in `send`
+            raise httpx.ReadError(f"its connection ended: {error!r}", request=answer.request) from error
+
+
+def _origin(request: httpx.Request) -> str:
+    return f"{request.url.scheme}://{request.url.netloc.decode('ascii', 'replace')}"
 
 
 class HttpBackend(RegistryBackend):
@@ -104,13 +171,10 @@ class HttpBackend(RegistryBackend):
         headers = {"Authorization": f"Bearer {bearer_token(secret)}"} if secret is not None else {}
         self._connect_s = limits.connect_s
         self._url = url.rstrip("/")
-        self._client = ClosableClient(
+        self._client = BoundedClient(
             base_url=self._url,
             headers=headers,
             verify=tls.client if tls is not None else False,
-            # Never through a proxy of the environment, and never to where an answer points.
-            trust_env=False,
-            follow_redirects=False,
             limits=httpx.Limits(max_connections=limits.max_queue, max_keepalive_connections=16),
             transport=transport,
         )
@@ -170,7 +234,7 @@ class HttpBackend(RegistryBackend):
             request = self._client.build_request(method, path, content=content, params=query, timeout=timeout)
             start = method.encode() + b" " + request.url.raw_path
             request.headers[DIGEST_HEADER] = digest_of(start, content or b"")
-            answer = await self._client.send(request)
+            answer = await self._client.ask(request, wait_s + self._connect_s)
         except httpx.TimeoutException as error:
             text = f"the registry at {self._url} did not answer in time ({type(error).__name__})"
             raise BootstrapTimeout(text) from error
@@ -178,17 +242,17 @@ class HttpBackend(RegistryBackend):
             who = f"the registry at {self._url}"
             raise unreachable(who, error, encrypted=self._url.startswith("https:")) from error
         told = answer.headers.get(DIGEST_HEADER)
-        if told is not None and told != digest_of(b"%d" % answer.status_code, answer.content):
+        if told is not None and told != digest_of(b"%d" % answer.status, answer.content):
             raise ChecksumMismatch(f"an answer of the registry at {self._url} was changed on its way")
-        if answer.status_code == 200:
+        if answer.status == 200:
             return answer.content
         try:
             info = msgspec.json.decode(answer.content, type=ErrorBody).error
         except DECODE_ERRORS as error:
-            if answer.status_code in _NOBODY_BEHIND:
-                text = f"a proxy at {self._url} answered {answer.status_code}: no registry is behind it yet"
+            if proxy_in_trouble(answer.status):
+                text = f"a proxy at {self._url} answered {answer.status} for the registry"
                 raise BootstrapUnreachable(text) from error
-            text = f"{self._url} answered {answer.status_code} and is no segue registry"
+            text = f"{self._url} answered {answer.status} and is no segue registry"
             raise PeerRefused(text) from error
         if path.startswith("/v1/rooms/") and isinstance(info.exception(), BootstrapTimeout):
             raise _NotYet(info.text)

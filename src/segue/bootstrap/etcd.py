@@ -6,6 +6,7 @@ strings, a watch is an answer that goes on, one JSON object a line.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -16,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import httpx
 import msgspec
 
-from segue.bootstrap.backends import ClosableClient, unreachable
+from segue.bootstrap.backends import BoundedClient, proxy_in_trouble, unreachable
 from segue.core.addresses import bracket
 from segue.core.errors import (
     DECODE_ERRORS,
@@ -32,8 +33,8 @@ from segue.session.tls import Tls
 
 T = TypeVar("T")
 
-#: Keys that one read returns.
-MAX_KEYS = 4096
+#: Keys that one read returns, and bytes of all its answers together; keys that one answer holds.
+MAX_KEYS, MAX_READ, PAGE_KEYS = 4096, 64 * 2**20, 512
 #: Bytes of one line of a watch; etcd's own requests are at most 1.5 MiB.
 MAX_LINE = 16 * 2**20
 #: gRPC codes that another caller, address or time would not mend: INVALID_ARGUMENT (etcd says so to a caller
@@ -125,15 +126,20 @@ class Etcd:
     Every call raises SegueErrors: retryable ones if no member answers in time, or has no leader.
     """
 
-    def __init__(self, places: Sequence[tuple[str, int]], limits: Limits, tls: Tls | None) -> None:
+    def __init__(
+        self,
+        places: Sequence[tuple[str, int]],
+        limits: Limits,
+        tls: Tls | None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         scheme = "http" if tls is None else "https"
         self._bases = [f"{scheme}://{bracket(host)}:{port}" for host, port in places]
         self._at = 0
         self._connect_s = limits.connect_s
-        self._client = ClosableClient(
+        self._client = BoundedClient(
             verify=tls.client if tls is not None else False,
-            trust_env=False,
-            follow_redirects=False,
+            transport=transport,
             # A room that is waited for, and the list of instances, hold a connection each.
             limits=httpx.Limits(max_connections=2 * limits.max_queue, max_keepalive_connections=16),
         )
@@ -144,12 +150,22 @@ class Etcd:
         return (found.kvs[0] if found.kvs else Kv(key)), found.header.revision
 
     async def read(self, prefix: bytes) -> Read:
-        """All keys that begin with `prefix`, oldest first. OutOfCapacity beyond `MAX_KEYS`."""
-        data = await self._ask("kv/range", **_under(prefix), limit=MAX_KEYS)
-        found = _decode(data, _Found)
-        if found.more:
-            raise OutOfCapacity(f"etcd holds more than {MAX_KEYS} keys under {prefix.decode()}")
-        return Read(sorted(found.kvs, key=lambda kv: kv.create_revision), found.header.revision)
+        """All keys that begin with `prefix`, oldest first. OutOfCapacity beyond `MAX_KEYS` or `MAX_READ`."""
+        kvs, revision, size, page = list[Kv](), 0, 0, _under(prefix)
+        while True:
+            data = await self._ask("kv/range", **page, limit=PAGE_KEYS)
+            found = _decode(data, _Found)
+            kvs += found.kvs
+            size += len(data)
+            revision = revision or found.header.revision
+            if not found.more:
+                return Read(sorted(kvs, key=lambda kv: kv.create_revision), revision)
+            if len(kvs) >= MAX_KEYS or size > MAX_READ or not found.kvs:
+                raise OutOfCapacity(
+                    f"etcd holds more than {MAX_KEYS} keys, or {MAX_READ} bytes, under {prefix.decode()}"
+                )
+            # Each page as of the first one's revision.
+            page |= {"key": _b64(found.kvs[-1].key + b"\0"), "revision": str(revision)}
 
     async def put(self, known: Kv, value: bytes, lease: int | None) -> bool:
         """Write `value` at the key of `known`, if nobody has written there since; under the lease it has if
@@ -188,22 +204,31 @@ class Etcd:
         create = _under(key) if prefix else {"key": _b64(key)}
         body = {"create_request": {**create, "start_revision": str(revision)}}
         timeout = httpx.Timeout(self._connect_s, read=silent_s)
+        url = f"{self._bases[self._at]}/v3/watch"
+        request = self._client.build_request("POST", url, json=body, timeout=timeout)
         try:
-            url = f"{self._bases[self._at]}/v3/watch"
-            async with self._client.stream("POST", url, json=body, timeout=timeout) as answer:
+            async with asyncio.timeout(silent_s):
+                answer = await self._client.send(request)
+            try:
                 if answer.status_code != 200:
-                    raise self._refusal(answer.status_code, await answer.aread())
-                async with aclosing(_lines(answer.aiter_bytes())) as lines:
-                    async for line in lines:
-                        news = _decode(line, _Line).result
+                    async with asyncio.timeout(self._connect_s):
+                        raise self._refusal(answer.status_code, await self._client.content(answer))
+                async with aclosing(_lines(self._client.pieces(answer))) as lines:
+                    while True:
+                        # A line has so long as a whole: its bytes could come one by one.
+                        async with asyncio.timeout(silent_s):
+                            line = await anext(lines, None)
+                        news = _decode(line, _Line).result if line is not None else None
                         if news is None or news.canceled:
                             if news is not None and news.compact_revision:
                                 raise Compacted
                             break
                         if news.events:
                             yield news.events
+            finally:
+                await answer.aclose()
             raise BootstrapUnreachable(f"etcd at {self._bases[self._at]} ended a watch")
-        except httpx.ReadTimeout:
+        except (httpx.ReadTimeout, TimeoutError):
             return
         except (httpx.HTTPError, ssl.SSLError) as error:
             raise self._away(error) from error
@@ -218,12 +243,12 @@ class Etcd:
         content = msgspec.json.encode(body)
         for left in range(len(self._bases) - 1, -1, -1):
             try:
-                answer = await self._client.post(
-                    f"{self._bases[self._at]}/v3/{method}", content=content, timeout=self._connect_s
-                )
-                if answer.status_code == 200:
+                url = f"{self._bases[self._at]}/v3/{method}"
+                request = self._client.build_request("POST", url, content=content, timeout=self._connect_s)
+                answer = await self._client.ask(request, self._connect_s)
+                if answer.status == 200:
                     return answer.content
-                raise self._refusal(answer.status_code, answer.content)
+                raise self._refusal(answer.status, answer.content)
             except (httpx.HTTPError, ssl.SSLError) as error:
                 trouble: SegueError = self._away(error)
             except SegueError as error:
@@ -237,7 +262,7 @@ class Etcd:
         try:
             wrong = msgspec.json.decode(data, type=_Wrong)
         except DECODE_ERRORS:
-            if status not in (502, 503, 504):
+            if not proxy_in_trouble(status):
                 return PeerRefused(f"{where} answered {status} and is no etcd with a JSON gateway")
             wrong = _Wrong(f"a proxy answered {status}")
         if wrong.code == _NOT_FOUND:

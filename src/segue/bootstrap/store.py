@@ -37,6 +37,8 @@ TOPOLOGY: Final = 0
 TIMERS: Final = -1
 
 _MAX_TEXT = 512
+#: Of `source`, which may be a path.
+_MAX_SOURCE = 4096
 
 
 @dataclass(slots=True)
@@ -348,6 +350,8 @@ def _check(record: InstanceRecord, dp_rank: int) -> ReplicaRecord:
     texts = (record.model, record.served_model, record.load_balance, record.http_host)
     if any(len(text) > _MAX_TEXT for text in texts):
         raise InvalidRequest(f"a text of {_name(record)} is longer than {_MAX_TEXT} characters")
+    if len(record.source) > _MAX_SOURCE:
+        raise InvalidRequest(f"the source of {_name(record)} is longer than {_MAX_SOURCE} characters")
     for name in ("dp_size", "tp_size", "pp_size", "cp_size"):
         if not 1 <= getattr(record, name) <= MAX_DP_SIZE:
             raise InvalidRequest(f"{name} must be in 1 … {MAX_DP_SIZE}, not {getattr(record, name)}")

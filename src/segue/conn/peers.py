@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from segue.core.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
+from segue.core.model_identity import difference
 from segue.core.paths import PathCandidate, PathChoice
 from segue.core.types import Role
 from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
@@ -147,12 +148,10 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
             f"{peer.address} speaks hand-off protocol {theirs.protocol}, this side {PROTOCOL_VERSION}; "
             "run the same segue version on both"
         )
-    if theirs.model != mine.model:
-        raise PeerRefused(
-            f"{peer.address} serves another model or dtype (fingerprint {theirs.model[:16]}, here "
-            f"{mine.model[:16]}); start both sides with the same --model and --dtype"
-        )
     prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
+    if theirs.model != mine.model:
+        found, mend = difference(prefill.model, decode.model)
+        raise PeerRefused(f"{found}; {mend}")
     plan = plan_pair(prefill.ranks, decode.ranks)
     endpoints = [
         {name: [_endpoint(data) for data in of_ranks or [b""]] for name, of_ranks in i.endpoints.items()}

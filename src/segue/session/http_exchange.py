@@ -69,6 +69,11 @@ class HttpExchange:
         """So much waits for the client that no more is to be written before `drained`."""
         return bool(self._cycle.flow.write_paused) and not self._cycle.disconnected
 
+    @property
+    def unread_bytes(self) -> int:
+        """What was written and has not left this process."""
+        return int(self._cycle.transport.get_write_buffer_size())
+
     async def drained(self) -> None:
         """Until the client has read most of what was written, or has left."""
         await self._cycle.flow.drain()

@@ -126,6 +126,7 @@ class SessionNode:
         self._places: dict[str, Connection] = {}
         self._arrivals: dict[LeaderId, list[asyncio.Future[None]]] = {}
         self._dials: dict[tuple[str, int, LeaderId | None], _Dial] = {}
+        self._refusals: dict[LeaderId, str] = {}
         self._quiet: asyncio.Future[None] | None = None
         self._turns = 0
         self._batch_depth = 0
@@ -421,6 +422,7 @@ class SessionNode:
         if told is not None:
             # It has ended in this very turn, and its `closed` waits for the next one.
             told.deliver_closed()
+        self._refusals.pop(leader, None)
         self._open[leader] = connection
         self._told[leader] = connection
         if connection.place:
@@ -443,9 +445,22 @@ class SessionNode:
             self.stats.ended += 1
             log.info("session ended: %s", connection.error)
         elif not connection.dialling:
-            log.info("no session: %s", connection.error)
+            self._not_opened(connection)
         if self._places.get(connection.place) is connection:
             del self._places[connection.place]
+
+    def _not_opened(self, connection: Connection) -> None:
+        """Log why a peer that dialled has no session. A misfit dials again for ever: the reason of one that
+        has proven itself is a warning once, until it changes."""
+        hello, error = connection.handshake.peer, connection.error
+        if error is None or error.info.retryable or hello is None or not connection.handshake.authenticated:
+            log.info("no session: %s", error)
+            return
+        if self._refusals.get(hello.leader) != str(error):
+            if len(self._refusals) >= self.limits.max_sessions:
+                self._refusals.clear()
+            self._refusals[hello.leader] = str(error)
+            log.warning("no session with %s: %s", connection.describe(), error)
 
     def closed(self, connection: Connection, error: SegueError) -> None:
         hello = connection.handshake.peer

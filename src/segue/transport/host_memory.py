@@ -1,4 +1,4 @@
-"""Memory that this process can still take: what its host has, within the limits of its control groups.
+"""Memory and CPU time that this process can still take, within the limits of its control groups.
 
 A group is bound by each one above it, too. The cache of files that is charged to a group counts as free, as
 it does in the host's MemAvailable: the kernel drops it before it refuses memory or kills. Memory of memfds
@@ -24,21 +24,19 @@ class GroupMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where a version of control groups says it: folder and names, and the keys of cache in `memory.stat`."""
+    """How a version of control groups calls it: files, and the keys of cache in `memory.stat`."""
 
-    folder: str
     limit: str
     used: str
     cache: tuple[str, str]
 
 
 _V1 = _Files(
-    "sys/fs/cgroup/memory",
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_active_file", "total_inactive_file"),
 )
-_V2 = _Files("sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file"))
+_V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -51,10 +49,10 @@ def available_bytes(root: Path = Path("/")) -> int:
 def limited_groups(root: Path = Path("/")) -> list[GroupMemory]:
     """The control groups of this process with a limit of memory, from its own up to the last that it sees: in
     a container that is the container's, whatever path the kernel names."""
-    files, group = _memory_group(root)
+    is_v1, folders = _groups(root, "memory")
+    files = _V1 if is_v1 else _V2
     found = []
-    for folder in (group, *group.parents):
-        at = root / files.folder / folder
+    for at in folders:
         limit, used = _read(at / files.limit), _read(at / files.used)
         if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT_BYTES:
             words = _read(at / "memory.stat").split()
@@ -64,18 +62,37 @@ def limited_groups(root: Path = Path("/")) -> list[GroupMemory]:
     return found
 
 
-def _memory_group(root: Path) -> tuple[_Files, PurePosixPath]:
-    """The group of this process that its memory is charged to. Where a hierarchy of version 1 has the memory
-    controller, that of version 2 has not."""
-    files, group = _V2, ""
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """CPUs whose time this process may take: the least quota of its control groups; None without one."""
+    is_v1, folders = _groups(root, "cpu")
+    found = []
+    for at in folders:
+        if is_v1:
+            words = [_read(at / "cpu.cfs_quota_us"), _read(at / "cpu.cfs_period_us")]
+        else:
+            words = _read(at / "cpu.max").split()
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
+            found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
+
+
+def _groups(root: Path, controller: str) -> tuple[bool, list[Path]]:
+    """Whether `controller` is one of version 1, and the folders of this process's group and of those above
+    it. Where a hierarchy of version 1 has a controller, that of version 2 has not."""
+    mounts = root / "sys/fs/cgroup"
+    hybrid = (mounts / "unified/cgroup.controllers").exists()
+    is_v1, mount, group = False, mounts / "unified" if hybrid else mounts, ""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            files, group = _V1, path
-        elif not controllers and files is _V2:
+        if controller in controllers.split(","):
+            names = (controller, controllers)  # `cpu` is most often a link to `cpu,cpuacct`
+            mount = next((mounts / name for name in names if (mounts / name).exists()), mounts / controller)
+            is_v1, group = True, path
+        elif not controllers and not is_v1:
             group = path
-    return files, PurePosixPath(group.lstrip("/"))
+    folder = PurePosixPath(group.lstrip("/"))
+    return is_v1, [mount / part for part in (folder, *folder.parents)]
 
 
 def _read(path: Path) -> str:

@@ -12,7 +12,8 @@ What is proven, and by what:
 - `Written`: the library's own success, nothing else. An error, a time that has passed and a handle that was
   released are no end of a write: each of them ends the whole path, on both sides.
 - `fence` at the writer: every post of the epoch has ended in success. Not `proven` after a path broke: then
-  it comes when the writing end was closed, and nothing reads our memory any more.
+  it comes when the writing end was closed, and nothing reads our memory any more. Where closing it proves
+  nothing, there is no answer for what was in flight, also when the peer has a new path.
 - `fence` at the receiver: the writer's word, over this stream, that every post of the epoch has ended in
   success; or that our receiving end was closed, where the library makes that a proof
   (`ReceivingEnd.close`). It is not answered before, and always `proven`: what a writer has given up may
@@ -39,7 +40,7 @@ from segue.core.types import RankId
 from segue.layout.blocks import CopyBlock
 from segue.layout.content import Content
 from segue.transport import handshake, library_wire, ranges
-from segue.transport.base import Endpoint, EventSink, Fenced, Transport, WriteFailed
+from segue.transport.base import Endpoint, EventSink, Fenced, Transport, TransportEvent, WriteFailed
 from segue.transport.channel import Channel
 from segue.transport.emitter import EventEmitter
 from segue.transport.epochs import Grants
@@ -85,7 +86,8 @@ class LibraryTransport(Transport):
         self._paths: Paths[WritingPath] = Paths(self.name, self.memory_kinds, self._emitter)
         #: Every path whose stream is open, with that; one that is not written by any more, too.
         self._writing: dict[WritingPath, ControlStream] = {}
-        self._unquiet: list[WritingPath] = []  # ended, and nothing says that our memory is not read any more
+        #: Epochs of paths that have ended, and nothing says that our memory is not read for them any more.
+        self._unquiet: set[tuple[RankId, int]] = set()
         self._loop = net.loop(f"segue-{self.name}", self._crashed)
         self._loop.start()
 
@@ -149,7 +151,7 @@ class LibraryTransport(Transport):
             memory,
             endpoint.nbytes,
             self._when_loaded,
-            self._emitter.emit,
+            self._tell,
             lambda message, owes: self._loop.post(partial(stream.send, message, owes=owes)),
             self._writer_gone,
             silence_s=self._silence_s,
@@ -282,16 +284,23 @@ class LibraryTransport(Transport):
             if (path := self._paths.of.get(peer)) is not None:
                 path.fence(epoch)
                 return
-            if any(path.peer == peer and epoch in path.unsettled for path in self._unquiet):
-                return  # never: something may read our memory for it
-        self._emitter.emit(Fenced(peer, epoch, True))
+        self._tell(Fenced(peer, epoch, True))
+
+    def _tell(self, event: TransportEvent) -> None:
+        """Every event of the writing side. A fence that any path has not settled is never answered, whichever
+        path answers: something may read our memory for it."""
+        if isinstance(event, Fenced):
+            with self._lock:
+                if (event.peer, event.epoch) in self._unquiet:
+                    return
+        self._emitter.emit(event)
 
     def _writer_gone(self, path: WritingPath, quiet: bool) -> bool:
         """On the path's thread, which is about to end. True if the path was connected."""
         with self._lock:
             connected = self._paths.remove(path.peer, path)
-            if not quiet and path.unsettled:
-                self._unquiet.append(path)
+            if not quiet:
+                self._unquiet.update((path.peer, epoch) for epoch in path.unsettled)
         self._loop.post(partial(self._shut, path))
         return connected
 

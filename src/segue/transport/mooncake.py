@@ -161,7 +161,9 @@ class _Writing(WritingEnd):
         self._memory = memory
         self._target = target
         self._proves = proves
-        self._running = 0
+        #: Pieces that were given to the engine and did not end in success. It may read even those of which it
+        #: says that they have failed: what was given up for a peer that stood still landed when that went on.
+        self._unsettled = 0
 
     def post(self, rows: PartRows) -> Handle:
         source, target = rows.source.copy(), rows.target.copy()
@@ -180,24 +182,24 @@ class _Writing(WritingEnd):
             handle.running and (status := self._engine.transfer_check_status(handle.running[0])) != _RUNNING
         ):
             handle.running.popleft()
-            self._running -= 1
             if status != _DONE:
                 raise TransferFailed(f"mooncake says {status} of a piece for {self._name}")
+            self._unsettled -= 1
         self._begin(handle)
         return handle.all_begun and not handle.running
 
     def close(self) -> bool:
         last = sys.getrefcount(self._engine) == 2
         self._engine = None
-        return (last and self._proves) or not self._running
+        return (last and self._proves) or not self._unsettled
 
     def _begin(self, post: _BatchPost) -> None:
-        while not post.all_begun and self._running < _MAX_RUNNING:
+        while not post.all_begun and self._unsettled < _MAX_RUNNING:
             piece = next(post.left, None)
             if piece is None:
                 post.all_begun = True
                 return
-            self._running += 1
+            self._unsettled += 1
             number = self._engine.transfer_submit_write(self._name, *piece)
             if not number:
                 raise TransferFailed(f"mooncake does not take a piece of {piece[2]} bytes for {self._name}")
