@@ -129,6 +129,18 @@ def test_prefix_aware_forgets_within_its_bound() -> None:
     assert len(policy._seen) == 10
 
 
+def test_a_prompt_follows_only_prompts_of_its_salt() -> None:
+    policy = PrefixAware(block_tokens=4)
+    prompt, both = list(range(8)), [candidate("a"), candidate("b")]
+    first = policy.choose(both, PlacementRequest(1, prompt, cache_salt=7)).leader
+    assert policy.known_tokens == 0
+    assert policy.choose(both, PlacementRequest(2, prompt, cache_salt=7)).leader == first
+    assert policy.known_tokens == 8
+    for salt in (0, 8):
+        policy.choose(both, PlacementRequest(3, prompt, cache_salt=salt))
+        assert policy.known_tokens == 0
+
+
 def test_lesson_23_prefix_hashes_are_equal_in_another_process() -> None:
     code = (
         "from segue.balance.policies import PrefixAware\n"

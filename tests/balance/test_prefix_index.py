@@ -139,3 +139,12 @@ def test_a_replica_that_others_have_filled_is_passed_over_whatever_it_holds() ->
         assert policy.known_tokens == known
         assert policy.choose([Candidate(A, load=full), Candidate(B)], PlacementRequest(2, PROMPT)).leader == B
         assert policy.known_tokens < known
+
+
+def test_pages_are_found_by_prompts_of_their_salt_alone() -> None:
+    index = PrefixIndex()
+    index.heard(A, Prefixes(seq=0, page_tokens=16, stored=list(page_hashes(PROMPT, 16, 5))))
+    index.heard(B, Prefixes(seq=0, page_tokens=16, stored=HASHES))
+    assert index.cached([A, B], PROMPT, 5) == {A: len(HASHES) * 16, B: 0}
+    assert index.cached([A, B], PROMPT) == {A: 0, B: len(HASHES) * 16}
+    assert index.cached([A, B], PROMPT, 6) == {A: 0, B: 0}

@@ -289,6 +289,33 @@ def test_a_full_fleet_and_a_full_worker_are_429() -> None:
     run(test)
 
 
+def test_a_request_of_which_the_caller_has_enough_is_a_success_everywhere() -> None:
+    async def test(rig: Rig) -> None:
+        p, d = await rig.add(Role.PREFILL), await rig.add(Role.DECODE, "one")
+        request = rig.request()
+        stream = rig.fleet.submit(request, budget_s=DEADLINE_S)
+        await anext(stream)
+        assert not rig.fleet.proven
+        rig.fleet.complete(request.request_id)
+        rig.fleet.complete(request.request_id)  # an ended id is ignored
+        await d.until(lambda: bool(d.cancels))
+        await p.until(lambda: bool(p.cancels))
+        assert [(c.request_id, c.complete) for c in d.cancels] == [(d.submits[0].request.request_id, True)]
+        assert p.cancels[0].complete
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        [record] = rig.fleet.records.find(request.request_id)
+        assert (record.error, record.ended) == (None, True)
+        assert rig.fleet.proven, "decode gave a token: the pair works"
+        assert rig.fleet.in_flight == 0
+        waiting = rig.request()
+        rig.fleet.submit(waiting, budget_s=DEADLINE_S)
+        rig.fleet.complete(waiting.request_id)  # before it is placed
+        assert rig.fleet.in_flight == 0
+
+    run(test)
+
+
 def test_a_client_that_leaves_ends_both_halves() -> None:
     async def test(rig: Rig) -> None:
         p, d = await rig.add(Role.PREFILL), await rig.add(Role.DECODE, "one")

@@ -225,6 +225,82 @@ def test_never_again_on_the_one_that_died_and_its_successor_is_waited_for() -> N
     run(test, no_replica_wait_s=DEADLINE_S)
 
 
+@pytest.mark.parametrize("told_first", [False, True])
+@pytest.mark.parametrize("cut", [0, 2])
+def test_whoever_is_being_started_again_is_waited_for_within_the_request_s_budget(
+    cut: int, told_first: bool
+) -> None:
+    """Longer than for a successor of which nobody has said that it comes."""
+
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = await add(rig, Role.DECODE, cut)
+        rig.fleet.await_restarted([])
+        rig.fleet.await_restarted([Role.DECODE])
+        running = asyncio.ensure_future(outputs(rig, request()))
+        await dying.until(lambda: bool(dying.submits))
+        rig.registry.drop(dying.node.me.incarnation)
+        await rig.until(lambda: not rig.fleet.can_serve)
+        late = asyncio.ensure_future(outputs(rig, request("late")))
+        for _ in range(3):  # each of them would have ended a wait without that word
+            await asyncio.sleep(0.02)
+        assert not running.done()
+        assert not late.done()
+        if told_first:  # its supervisor hears of it before its session is here
+            rig.fleet.await_restarted([])
+            await asyncio.sleep(0.02)
+        await add(rig, Role.DECODE)
+        rig.fleet.await_restarted([])
+        assert tokens(await running) == tokens(await late) == WANTED
+
+    run(test, no_replica_wait_s=0.01, replacement_wait_s=DEADLINE_S if told_first else 0.01)
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+@pytest.mark.parametrize("draining", [False, True])
+def test_when_nobody_is_started_again_any_more_the_error_says_who_is_missing(
+    cut: int, draining: bool
+) -> None:
+    """A frontend that drains is not alone to blame: there may be no other."""
+
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = await add(rig, Role.DECODE, cut)
+        rig.fleet.await_restarted([Role.DECODE])
+        running = asyncio.ensure_future(outputs(rig, request()))
+        await dying.until(lambda: bool(dying.submits))
+        rig.registry.drop(dying.node.me.incarnation)
+        await rig.until(lambda: not rig.fleet.can_serve)
+        assert "being started again: decode" in rig.fleet.lacking().info.text
+        if draining:
+            rig.fleet.drain()
+        else:
+            rig.fleet.await_restarted([])
+        with pytest.raises(BootstrapUnreachable, match="usable replicas are 1 prefill, 0 decode") as caught:
+            await running
+        assert caught.value.info.retryable
+        assert ("waits for nobody" in caught.value.info.text) is draining
+        assert "ask another" not in caught.value.info.text
+
+    run(test, no_replica_wait_s=0.01, replacement_wait_s=2 * DEADLINE_S if draining else 0.01)
+
+
+def test_a_deadline_that_passes_while_somebody_is_waited_for_says_who() -> None:
+    async def test(rig: Rig) -> None:
+        await add(rig, Role.PREFILL)
+        dying = await add(rig, Role.DECODE, cut=2)
+        rig.fleet.await_restarted([Role.DECODE])
+        running = asyncio.ensure_future(outputs(rig, request(), budget_s=0.3))
+        await dying.until(lambda: bool(dying.submits))
+        rig.registry.drop(dying.node.me.incarnation)
+        with pytest.raises(
+            DeadlineExceeded, match=r"while it waited: nobody can serve.*started again: decode"
+        ):
+            await running
+
+    run(test, no_replica_wait_s=0.01, replacement_wait_s=0.01)
+
+
 def test_nobody_left_is_said_with_what_came_before() -> None:
     async def test(rig: Rig) -> None:
         await add(rig, Role.PREFILL)

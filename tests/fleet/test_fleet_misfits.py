@@ -52,13 +52,25 @@ def test_a_half_of_another_model_gets_no_request_and_does_not_shorten_the_contex
     run(test)
 
 
-def test_two_halves_of_different_models_serve_nobody_and_say_what_is_missing() -> None:
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("other/bfloat16", "start both with the same --model, --revision and --dtype"),
+        (
+            "m/float32",
+            "prefill serves this model in bfloat16, decode in float32; start both with --dtype float32",
+        ),
+    ],
+)
+def test_two_halves_of_different_models_serve_nobody_and_say_what_to_change(other: str, said: str) -> None:
     async def test(rig: Rig) -> None:
-        await rig.add(Role.PREFILL)
-        await add(rig, Leader(Role.DECODE), model="other")
+        await add(rig, Leader(Role.PREFILL), model="m/bfloat16")
+        await add(rig, Leader(Role.DECODE), model=other)
         assert not rig.fleet.can_serve
-        with pytest.raises(SegueError, match="one of each with the same model and dtype"):
+        assert said in rig.fleet.lacking().info.text, "/ready"
+        with pytest.raises(SegueError, match="one of each with the same model and dtype") as caught:
             await rig.run()
+        assert said in str(caught.value)
 
     run(test)
 

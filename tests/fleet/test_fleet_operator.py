@@ -332,6 +332,40 @@ def test_of_several_leaders_only_the_one_with_work_is_drained_and_told_again() -
     run(test)
 
 
+def test_a_switch_whose_ranks_leave_again_before_all_are_back_ends_as_soon_as_that_is_known() -> None:
+    """A registry that has forgotten them for a moment is no reason."""
+
+    async def test(world: World) -> None:
+        record = await world.add("a", ranks=2)
+        switching(world, {})
+        switched = asyncio.ensure_future(world.operator.switch(record, Role.PREFILL, timeout_s=DEADLINE_S))
+        for leader in world.leaders:
+            await leader.until(lambda at=leader: len(at.asked) == 2)  # type: ignore[misc]
+        back = Told(LeaderId(successor(record.incarnation, Role.PREFILL), 0), Role.PREFILL)
+        back.answers[Look] = lambda _: [sight()]
+        world.leaders.append(back)
+        host, port = await back.node.listen("127.0.0.1", 0)
+        one = structs.replace(
+            record,
+            role=Role.PREFILL,
+            incarnation=back.me.incarnation,
+            replicas=[ReplicaRecord(dp_rank=0, host=host, port=port)],
+        )
+        for there in ([one], [], [one]):
+            while not world.registry.asked.locked():
+                await world.registry.asked.acquire()
+            world.registry.put(*there)
+            await world.registry.asked.acquire()
+        assert back.asked == [Look()]
+        assert not switched.done()
+        await back.node.close()
+        world.registry.put()
+        with pytest.raises(PeerLost, match=r"prefill .* dp0 has left again before all of its DP ranks"):
+            await switched
+
+    run(test)
+
+
 def test_what_the_drain_took_is_no_time_for_the_turn() -> None:
     async def test(world: World) -> None:
         jumps = Jumps()

@@ -100,7 +100,7 @@ def cycle_over(wire: Wire, *, keep_alive: bool = True) -> RequestResponseCycle:
     """uvicorn's state of one request whose answer goes to `wire`."""
     log = logging.getLogger("uvicorn.error")
     return RequestResponseCycle(
-        scope={"type": "http", "method": "POST"},  # type: ignore[typeddict-item]
+        scope={"type": "http", "method": "POST", "headers": []},  # type: ignore[typeddict-item]
         transport=wire,  # type: ignore[arg-type]
         flow=FlowControl(wire),  # type: ignore[arg-type]
         logger=log,
@@ -146,6 +146,7 @@ class FakeBackend:
     proven: bool = True
     requests: list[Request] = field(default_factory=list)
     cancelled: list[tuple[str, ErrorInfo]] = field(default_factory=list)
+    completed: list[str] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
     sent: int = 0
     reached: threading.Event = field(default_factory=threading.Event)
@@ -216,6 +217,11 @@ class FakeBackend:
                 timeline={"queue": 0.001, "prefill": 0.01, "wire": 0.002} if at == 0 else {},
             )
             await asyncio.sleep(0)
+
+    def complete(self, request_id: str) -> None:
+        self.open.discard(request_id)
+        self.completed.append(request_id)
+        self.ended.set()
 
     def cancel(self, request_id: str, reason: ErrorInfo) -> None:
         self.open.discard(request_id)

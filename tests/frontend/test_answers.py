@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from segue.core.request import Request, SamplingParams, TokenLogprob, Usage
+from segue.core.request import Output, Request, SamplingParams, TokenLogprob, Usage
 from segue.core.types import FinishReason
 from segue.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
 from segue.frontend.generate import Piece, Sample
-from segue.frontend.native import NativeAnswer
+from segue.frontend.native import EVENT_BYTES, NativeAnswer
 from segue.frontend.params import Text
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.frontend.tools import HermesParser
@@ -124,7 +125,7 @@ def test_what_is_streamed_is_what_a_whole_answer_says(
                 [choice] = event["choices"]
                 events.setdefault(choice["index"], []).append(choice)
                 assert ("timeline" in event) is (choice["finish_reason"] is not None)
-    said = json.loads(json.dumps(whole.whole(), allow_nan=False))
+    said = as_sent(whole.whole())
     for index, choice in enumerate(said["choices"]):
         assert choice["index"] == index
         together = streamed(events[index])
@@ -171,6 +172,40 @@ def test_the_prompt_of_several_samples_is_counted_once_and_what_was_cached_on_ei
     assert (last["usage"], last["choices"], last["id"], last["model"]) == (usage, [], "id", "tiny")
     first = answer.chunks(0, Piece(text="x"))[0]
     assert first["usage"] is None, "asked for: in each event but the last it is null"
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+@pytest.mark.parametrize("make", [chat, text])
+def test_continuous_usage_counts_each_sample_so_far_in_each_event(
+    tokenizer: ModelTokenizer, make: Callable[[Shape, ModelTokenizer], Answer], token_ids: bool
+) -> None:
+    shape = Shape("id", "tiny", 7, include_usage=True, continuous_usage=True, token_ids=token_ids)
+    answer = make(shape, tokenizer)
+    for choice in answer.choices:
+        choice.sample.tokens = 0
+    for at in range(4):
+        for index, choice in enumerate(answer.choices):
+            piece = choice.sample.feed(
+                Output(
+                    request_id="r",
+                    position=2 * at,
+                    token_ids=[10 + at, 20 + index],
+                    finish=FinishReason.LENGTH if at == 3 else None,
+                )
+            )
+            raw = answer.events(index, piece)
+            assert raw or not piece.text
+            for line in raw.split(b"\n\n")[:-1]:
+                event = json.loads(line.removeprefix(b"data: "))
+                prompt, sampled = len(PROMPTS[index // 2]), 2 * (at + 1)
+                assert event["choices"][0]["index"] == index
+                assert event["usage"] == {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": sampled,
+                    "total_tokens": prompt + sampled,
+                }
+    last = json.loads(answer.usage_event().removeprefix(b"data: "))
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4 * 8)
 
 
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
@@ -221,6 +256,47 @@ def test_each_of_several_calls_has_an_index_and_a_truncated_answer_is_said_to_be
         assert choice["message"]["content"] == said
 
 
+def as_sent(body: Any) -> Any:
+    return json.loads(msgspec.json.encode(body))
+
+
+def native_stream(tokenizer: ModelTokenizer, tokens: int, top: int) -> tuple[list[bytes], Any]:
+    """The events of a stream of so many tokens, and what a whole answer says."""
+    shape = Shape("id", "tiny", 7, logprobs=top > 0, token_ids=True)
+    stream, whole = (NativeAnswer(text(shape, tokenizer), "x", batch=False) for _ in range(2))
+    alternatives = [(i, -1.0 / (i + 3)) for i in range(top)]
+    events = []
+    for i in range(tokens):
+        logprobs = [TokenLogprob(i, -0.5, alternatives)] if top else []
+        piece = Piece(text='é"\n'[i % 3], token_ids=[i], logprobs=logprobs)
+        if i == tokens - 1:
+            piece.finish = FinishReason.LENGTH
+        events.append(stream.events(0, piece))
+        whole.add(0, piece)
+    return [event for event in events if event], as_sent(whole.whole())
+
+
+def test_of_a_stream_that_repeats_all_so_far_the_bytes_grow_as_its_tokens(tokenizer: ModelTokenizer) -> None:
+    for tokens in (100, 1000, 4000):
+        events, whole = native_stream(tokenizer, tokens, 20)
+        said = [json.loads(event.removeprefix(b"data: ")) for event in (events[0], events[len(events) // 2])]
+        for event in said:
+            count = len(event["output_ids"])
+            assert event["text"] == whole["text"][:count]
+            assert event["output_ids"] == whole["output_ids"][:count]
+            for name in ("output_token_logprobs", "output_top_logprobs"):
+                assert event["meta_info"][name] == whole["meta_info"][name][:count]
+        assert json.loads(events[-1].removeprefix(b"data: ")) == whole
+        longest = len(events[-1])
+        assert sum(map(len, events)) <= tokens * (EVENT_BYTES + 200) + 2 * longest
+        assert len(events) >= tokens * EVENT_BYTES // (2 * longest)
+
+
+def test_a_stream_of_ordinary_length_has_an_event_for_each_token(tokenizer: ModelTokenizer) -> None:
+    assert len(native_stream(tokenizer, 2000, 0)[0]) == 2000
+    assert len(native_stream(tokenizer, 60, 20)[0]) == 60
+
+
 @pytest.mark.parametrize("rid", [None, "mine", ["one", "two"], ["one"]])
 def test_sglang_s_form_says_all_so_far_in_each_event(
     tokenizer: ModelTokenizer, rid: str | list[str] | None
@@ -232,9 +308,9 @@ def test_sglang_s_form_says_all_so_far_in_each_event(
     for index in range(4):
         for piece in pieces(tokenizer, index, echo=False):
             for event in stream.chunks(index, piece):
-                last[index] = event
+                last[index] = as_sent(event)
             whole.add(index, piece)
-    found = whole.whole()
+    found = as_sent(whole.whole())
     for index, one in enumerate(found):
         assert last[index] == one | {"index": index}
         prompt, sample = PROMPTS[index // 2], whole.choices[index].sample
@@ -248,7 +324,7 @@ def test_sglang_s_form_says_all_so_far_in_each_event(
         assert meta["finish_reason"] == ended
         value = -0.25 * (index + 1)
         assert meta["output_token_logprobs"][0] == [value, 10 + index, None]
-        assert meta["output_top_logprobs"][0] == [[-0.5, 10 + index, None], [float("-inf"), 40, None]]
+        assert meta["output_top_logprobs"][0] == [[-0.5, 10 + index, None], [None, 40, None]]
         assert len(meta["output_token_logprobs"]) == len(meta["output_top_logprobs"]) == 3
     alone = NativeAnswer(text(shape, tokenizer), "x", batch=False)
     assert "index" not in alone.chunks(0, Piece(text="a", token_ids=[1]))[0]

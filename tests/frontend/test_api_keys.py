@@ -215,17 +215,94 @@ def test_requests_of_several_keys_are_told_apart_by_a_number_and_not_by_the_key(
     assert {r.priority for r in backend.requests} == {-3}
 
 
-@pytest.mark.parametrize("keys", [(), KEYS[:1]])
-def test_with_one_key_or_none_users_are_told_apart(
-    keys: tuple[str, ...], backend: FakeBackend, tokenizer: ModelTokenizer
-) -> None:
-    with serve(backend, tokenizer, keys=keys) as running:
+def ordered(backend: FakeBackend, tokenizer: ModelTokenizer, **settings: Any) -> list[tuple[str, int]]:
+    """Tenant and priority of requests of anna, ben, anna and nobody, all of them urgent."""
+    with serve(backend, tokenizer, **settings) as running:
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
         for more in ({"user": "anna"}, {"user": "ben"}, {"user": "anna"}, {}):
-            answer = running.http.post("/v1/chat/completions", json=HI | more, headers=headers)
-            assert answer.status_code == 200
-    first, second, third, fourth = (r.tenant for r in backend.requests)
+            body = HI | {"priority": -3} | more
+            assert running.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    return [(r.tenant, r.priority) for r in backend.requests]
+
+
+@pytest.mark.parametrize(
+    ("keys", "client_order"), [(KEYS[:1], "keys"), ((), "all"), (KEYS[:1], "all")], ids=str
+)
+def test_of_clients_that_are_trusted_users_are_told_apart_and_priorities_count(
+    keys: tuple[str, ...], client_order: str, backend: FakeBackend, tokenizer: ModelTokenizer
+) -> None:
+    found = ordered(backend, tokenizer, keys=keys, client_order=client_order)
+    first, second, third, fourth = (tenant for tenant, _ in found)
     assert first == third != second
     assert "anna" not in first
     assert fourth == ""
-    assert {r.priority for r in backend.requests} == {0}
+    assert {priority for _, priority in found} == {-3}
+
+
+@pytest.mark.parametrize(("keys", "client_order"), [((), "keys"), ((), "none"), (KEYS[:1], "none")], ids=str)
+def test_who_is_not_trusted_has_no_place_of_its_own_choice(
+    keys: tuple[str, ...], client_order: str, backend: FakeBackend, tokenizer: ModelTokenizer
+) -> None:
+    """A new name in each request, or a low number, would put one client before all others."""
+    assert set(ordered(backend, tokenizer, keys=keys, client_order=client_order)) == {("", 0)}
+
+
+def test_several_keys_are_tenants_also_where_what_clients_say_counts_nothing(
+    backend: FakeBackend, tokenizer: ModelTokenizer
+) -> None:
+    found = ordered(backend, tokenizer, keys=KEYS, client_order="none")
+    assert set(found) == {("key 1", 0)}
+
+
+def salts(backend: FakeBackend) -> list[int]:
+    return [request.cache_salt for request in backend.requests]
+
+
+def ask_with(running: Running, key: str, **more: Any) -> None:
+    headers = {"Authorization": f"Bearer {key}"}
+    assert running.http.post("/v1/chat/completions", json=HI | more, headers=headers).status_code == 200
+
+
+def test_each_of_several_keys_has_cached_prefixes_of_its_own_and_a_salt_keeps_them_apart_further(
+    locked: Running, backend: FakeBackend
+) -> None:
+    """`cached_tokens` told one key, page by page, what another had asked."""
+    for key in (KEYS[0], KEYS[1], KEYS[0]):
+        ask_with(locked, key)
+    for key in KEYS[:2]:
+        ask_with(locked, key, cache_salt="a", user="anna")
+    first, second, third, fourth, fifth = salts(backend)
+    assert first == third
+    assert len({0, first, second, fourth, fifth}) == 5
+
+
+@pytest.mark.parametrize("keys", [(), KEYS[:1]])
+def test_with_one_key_or_none_only_a_salt_keeps_cached_prefixes_apart(
+    keys: tuple[str, ...], backend: FakeBackend, tokenizer: ModelTokenizer
+) -> None:
+    with serve(backend, tokenizer, keys=keys) as running:
+        for more in ({}, {"user": "anna"}, {"cache_salt": ""}, {"cache_salt": None}):
+            ask_with(running, KEYS[0], **more)
+        for salt in ("a", "b", "a", "x" * 1000):
+            ask_with(running, KEYS[0], cache_salt=salt)
+        for wrong in ("x" * 1001, 5, ["a"]):
+            headers = {"Authorization": f"Bearer {KEYS[0]}"}
+            answer = running.http.post(
+                "/v1/chat/completions", json=HI | {"cache_salt": wrong}, headers=headers
+            )
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+    found = salts(backend)
+    assert found[:4] == [0] * 4
+    assert found[4] == found[6]
+    assert len({0, *found[4:]}) == 4
+    assert all(0 <= salt < 2**63 for salt in found)
+
+
+def test_keys_may_share_their_prefixes_and_those_of_a_key_do_not_depend_on_the_others() -> None:
+    shown = [f"Bearer {key}".encode() for key in KEYS]
+    assert [ApiKeys(KEYS, "all").cache_domain(one) for one in shown] == [""] * len(KEYS)
+    domains = [ApiKeys(KEYS).cache_domain(one) for one in shown]
+    assert len(set(domains)) == len(KEYS)
+    assert [ApiKeys(KEYS[::-1]).cache_domain(one) for one in shown] == domains
+    assert not any(key in domain for key, domain in zip(KEYS, domains, strict=True))
+    assert ApiKeys(KEYS[:1]).cache_domain(shown[0]) == ""

@@ -56,6 +56,12 @@ BAD = [
     (CHAT, {"messages": HI, "stop_token_ids": [10**6]}, "stop_token_ids"),
     (CHAT, {"messages": HI, "stream": "yes"}, "stream"),
     (CHAT, {"messages": HI, "stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"messages": HI, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    (
+        CHAT,
+        {"messages": HI, "stream_options": {"continuous_usage_stats": "yes"}},
+        "stream_options.continuous_usage_stats",
+    ),
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (CHAT, {"messages": HI, "guided_json": "{", "n": 1}, "guided_json"),

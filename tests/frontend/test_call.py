@@ -1,4 +1,4 @@
-"""Bodies of requests: what is held of them is counted, and given back exactly once."""
+"""Bodies of requests: what is held of them is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from conftest import Wire, cycle_over
 from segue.core.errors import AbortedByClient, Internal, OutOfCapacity, RequestTooLarge, SegueError
-from segue.frontend.http_call import BodyBudget, HttpCall
+from segue.frontend.http_call import HttpCall
+from segue.frontend.memory import MemoryBudget, RequestMemory
 from segue.session.http_exchange import EXCHANGE, HttpExchange
 
 PIECES = [b"x" * 6, b"y" * 6, b"z" * 6]
@@ -21,7 +22,7 @@ def called(exchange: HttpExchange, receive: Any = None) -> HttpCall:
     return HttpCall({"headers": [(b"x-request-id", b"r")], EXCHANGE: lambda: exchange}, receive)
 
 
-async def read(limit_bytes: int, budget: BodyBudget, *, leaves: bool = False) -> bytes:
+async def read(limit_bytes: int, held: RequestMemory, *, leaves: bool = False) -> bytes:
     messages: list[dict[str, Any]] = [
         {"type": "http.request", "body": piece, "more_body": piece is not PIECES[-1]} for piece in PIECES
     ]
@@ -32,7 +33,7 @@ async def read(limit_bytes: int, budget: BodyBudget, *, leaves: bool = False) ->
         return messages.pop(0)
 
     call = called(HttpExchange(cycle_over(Wire())), receive)
-    return await call.body(limit_bytes, budget, timeout_s=10)
+    return await call.body(limit_bytes, held, timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +41,19 @@ async def read(limit_bytes: int, budget: BodyBudget, *, leaves: bool = False) ->
     [(18, 18, False, None), (10, 18, False, RequestTooLarge), (18, 10, False, OutOfCapacity),
      (18, 18, True, AbortedByClient)],
 )  # fmt: skip
-def test_what_was_held_of_a_body_is_given_back_however_it_ends(
+def test_what_is_held_of_a_body_is_counted_however_it_ends(
     limit_bytes: int, budget_bytes: int, leaves: bool, error: type[SegueError] | None
 ) -> None:
-    budget = BodyBudget(budget_bytes)
+    budget = MemoryBudget(budget_bytes)
+    held = RequestMemory(budget)
     if error is None:
-        assert asyncio.run(read(limit_bytes, budget, leaves=leaves)) == b"".join(PIECES)
+        assert asyncio.run(read(limit_bytes, held, leaves=leaves)) == b"".join(PIECES)
+        assert budget.used_bytes == 18
     else:
         with pytest.raises(error):
-            asyncio.run(read(limit_bytes, budget, leaves=leaves))
+            asyncio.run(read(limit_bytes, held, leaves=leaves))
+    assert held.nbytes == budget.used_bytes <= budget_bytes
+    held.set(0)
     assert budget.used_bytes == 0
 
 
@@ -57,9 +62,11 @@ def test_a_body_that_has_come_already_is_taken_as_it_is(limit_bytes: int, fits: 
     async def main() -> None:
         cycle = cycle_over(Wire())
         cycle.body, cycle.more_body = bytearray(b"x" * 6), False
-        reading = called(HttpExchange(cycle)).body(limit_bytes, BodyBudget(0), timeout_s=10)
+        held = RequestMemory(MemoryBudget(6))
+        reading = called(HttpExchange(cycle)).body(limit_bytes, held, timeout_s=10)
         if fits:
             assert await reading == b"x" * 6
+            assert held.nbytes == 6
         else:
             with pytest.raises(RequestTooLarge):
                 await reading

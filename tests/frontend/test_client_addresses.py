@@ -21,7 +21,7 @@ from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
 from segue.session.http_exchange import EXCHANGE, HttpExchange
 
-#: Addresses and pins that routers put into bodies and headers (contract.md, sections 2a and 2b).
+#: Addresses and pins that routers put into bodies and headers.
 FIELDS: dict[str, Any] = {
     "bootstrap_host": "127.0.0.1",
     "bootstrap_room": 77,
@@ -145,7 +145,7 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "create_connection",
         "open_connection",
         "AsyncClient",
-        "ClosableClient",
+        "BoundedClient",
         "Client",
         "urlopen",
         "connect",

@@ -22,7 +22,8 @@ from segue.core.errors import (
 )
 from segue.core.request import Output, Request, SamplingParams
 from segue.frontend.generate import Meter, Piece, Sample, generate
-from segue.frontend.http_call import BodyBudget, HttpCall
+from segue.frontend.http_call import HttpCall
+from segue.frontend.memory import MemoryBudget, RequestMemory
 from segue.frontend.params import Text
 from segue.frontend.ready import keep_proving
 from segue.frontend.server import model_bounds
@@ -137,9 +138,9 @@ def test_token_ids_and_texts_at_their_edges(door: Running) -> None:
     encode = door.door.tokenizer.encode
 
     class Noting:
-        def encode(self, text: str, *, special: bool) -> list[int]:
+        def encode(self, text: str, *, special: bool, most: int) -> list[int]:
             asked.append(special)
-            return encode(text, special=special)
+            return encode(text, special=special, most=most)
 
     tokenizer, door.door.tokenizer = door.door.tokenizer, Noting()  # type: ignore[assignment]
     for special in (None, True, False):
@@ -236,18 +237,20 @@ def test_a_drain_waits_for_every_request_and_not_for_the_first(door: Running, ba
 
 
 def test_bodies_that_come_at_once_share_one_bound() -> None:
-    budget = BodyBudget(10)
-    budget.take(6)
+    budget = MemoryBudget(10)
+    first, second = RequestMemory(budget), RequestMemory(budget)
+    first.add(6)
     with pytest.raises(OutOfCapacity):
-        budget.take(5)
-    budget.take(4)
-    budget.give_back(6)
-    budget.take(6)
-    assert budget.used_bytes == 10
+        second.add(5)
+    second.add(4)
+    first.set(0)
+    second.set(10)
+    assert (first.nbytes, second.nbytes, budget.used_bytes) == (0, 10, 10)
 
 
 def test_a_body_without_an_end_is_read_for_a_while_and_not_held() -> None:
-    budget, read = BodyBudget(100), 0
+    budget, read = MemoryBudget(100), 0
+    held = RequestMemory(budget)
 
     async def receive() -> dict[str, Any]:
         nonlocal read
@@ -259,7 +262,7 @@ def test_a_body_without_an_end_is_read_for_a_while_and_not_held() -> None:
         exchange = HttpExchange(cycle_over(Wire()))
         call = HttpCall({"headers": [], EXCHANGE: lambda: exchange}, receive)
         with pytest.raises(RequestTooLarge):
-            await call.body(20, budget, timeout_s=DEADLINE_S)
+            await call.body(20, held, timeout_s=DEADLINE_S)
 
     asyncio.run(main())
     assert (read, budget.used_bytes) == (170, 0), "eight times what is allowed, and a piece"
@@ -274,6 +277,7 @@ class Pieces:
     def __init__(self, *outputs: Output) -> None:
         self.outputs = outputs
         self.cancelled: list[str] = []
+        self.completed: list[str] = []
 
     def submit(self, request: Request, *, budget_s: float) -> Told:
         async def run() -> Any:
@@ -282,6 +286,9 @@ class Pieces:
             await asyncio.Event().wait()
 
         return Told(run())
+
+    def complete(self, request_id: str) -> None:
+        self.completed.append(request_id)
 
     def cancel(self, request_id: str, reason: object) -> None:
         self.cancelled.append(request_id)
@@ -310,7 +317,7 @@ def test_a_stop_string_ends_the_work_also_where_the_client_is_behind(tokenizer: 
             await generate(backend, [sample], meter, take, budget_s=1)  # type: ignore[arg-type]
 
     asyncio.run(main())
-    assert backend.cancelled == ["r"]
+    assert (backend.completed, backend.cancelled) == (["r"], [])
     assert metrics.registry.get_sample_value("segue_e2e_seconds_count") == 1, "it has ended well"
     assert (taken[0].text, taken[0].stop_reason) == ("the ", "answer")
     assert sample.tokens == len(taken[0].token_ids) < len(ids), "what came after it is not billed"

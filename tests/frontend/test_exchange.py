@@ -67,7 +67,10 @@ def test_bytes_say_what_messages_say(status: int, streamed: bool, close: bool, k
                 exchange.send(piece, last=piece is pieces[-1])
         else:
             exchange.answer(status, headers, pieces[0])
-        assert Answer(ours.said).all == Answer(theirs.said).all
+        said, expected = Answer(ours.said), Answer(theirs.said)
+        if not keep_alive:
+            expected.headers.add((b"connection", b"close"))  # uvicorn before 0.51 leaves it out
+        assert said.all == expected.all
         assert state(cycle, ours) == state(reference, theirs)
 
     asyncio.run(main())

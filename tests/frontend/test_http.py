@@ -85,6 +85,20 @@ def test_openai_client_chat_stream_with_usage(client: openai.OpenAI) -> None:
     assert all(c.usage is None for c in chunks[:-1])
 
 
+def test_openai_client_stream_with_continuous_usage(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chats = client.chat.completions.create(model="tiny", messages=HI, stream=True, stream_options=options)
+    texts = client.completions.create(model="tiny", prompt="the", stream=True, stream_options=options)
+    for chunks in (list(chats), list(texts)):
+        counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+        assert len(counts) == len(chunks)
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (1, 6)
+        for chunk in chunks:
+            assert chunk.usage is not None
+            assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+
+
 def test_openai_client_completions_whole_and_streamed(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="tiny", prompt=["the", "there"], n=2, max_tokens=2, logprobs=1, echo=True
@@ -291,7 +305,10 @@ def test_a_stop_string_over_tokens_ends_both_text_and_work(
         got = last["message"]["content"]
     assert got == text
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "ans")
-    assert [r for r, _ in backend.cancelled] == [backend.requests[0].request_id]
+    assert (backend.completed, backend.cancelled) == ([backend.requests[0].request_id], [])
+    assert (
+        door.door.metrics.registry.get_sample_value("segue_aborts_total", {"reason": "stop_string"}) is None
+    )
 
 
 # ---- request ids, small endpoints ------------------------------------------------------------------

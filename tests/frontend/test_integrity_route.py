@@ -30,6 +30,6 @@ def test_the_door_is_at_rest_only_when_nothing_runs(door: Running, backend: Fake
 
 
 def test_a_table_that_went_negative_is_a_problem(door: Running) -> None:
-    door.door._bodies.used_bytes = -5
+    door.door.memory.used_bytes = -5
     assert door.http.get("/integrity").json()["problems"] == ["bodies is negative: -5"]
-    door.door._bodies.used_bytes = 0
+    door.door.memory.used_bytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -186,6 +187,14 @@ def test_which_log_probabilities_are_computed(
         ({"structured_outputs": {}}, None, None),
         ({"guided_json": '{"type":   "integer"}'}, "json_schema", '{"type": "integer"}'),
         ({"json_schema": {"type": "null"}}, "json_schema", '{"type": "null"}'),
+        ({"json_schema": True}, "json_schema", "{}"),
+        ({"guided_json": "true"}, "json_schema", "{}"),
+        ({"guided_json": {}}, "json_schema", "{}"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": True}}},
+            "json_schema",
+            "{}",
+        ),
         ({"regex": "b"}, "regex", "b"),
     ],
 )
@@ -195,6 +204,14 @@ def test_each_name_of_a_constraint_is_the_constraint(
     for base in (CHAT, TEXT):
         grammar = sampled(tokenizer, base | extra).grammar
         assert (grammar and grammar.kind, grammar and grammar.text) == (kind, text)
+
+
+@pytest.mark.parametrize("schema", [False, "false", "[1]", "3"])
+def test_a_schema_that_admits_nothing_or_is_none_is_refused_by_name(
+    tokenizer: ModelTokenizer, schema: str | bool
+) -> None:
+    with pytest.raises(BadParam, match="guided_json"):
+        requests(tokenizer, TEXT | {"guided_json": schema})
 
 
 def test_two_constraints_are_one_too_many_also_where_one_is_a_forced_call(tokenizer: ModelTokenizer) -> None:
@@ -224,6 +241,10 @@ def test_how_text_is_shown_and_ranks_are_asked_for(tokenizer: ModelTokenizer) ->
             for options in (None, {}, {"include_usage": False}, {"include_usage": True})
         ]
         assert usage == [False, False, False, True]
+        for include, continuous in itertools.product((None, False, True), repeat=2):
+            options = {"include_usage": include, "continuous_usage_stats": continuous}
+            plan = planned(tokenizer, base | {"stream": True, "stream_options": options})
+            assert plan.answer.shape.continuous_usage is bool(include and continuous), "as in vLLM"
 
 
 @pytest.mark.parametrize(
@@ -233,19 +254,19 @@ def test_how_text_is_shown_and_ranks_are_asked_for(tokenizer: ModelTokenizer) ->
 def test_who_waits_is_the_key_s_owner_and_only_without_one_the_user(
     key: str, user: str | None, expected: str
 ) -> None:
-    assert waiting_order(CompletionBody(prompt="x", user=user), key) == (0, expected)
+    assert waiting_order(CompletionBody(prompt="x", user=user), key, trusted=True) == (0, expected)
 
 
 def test_users_are_told_apart_and_not_shown_and_a_priority_has_32_bits() -> None:
     names = ["a-user-with-a-long-name", "a-user-with-a-long-name-2", "Alice", "alice"]
-    tenants = [waiting_order(CompletionBody(prompt="x", user=name), "")[1] for name in names]
+    tenants = [waiting_order(CompletionBody(prompt="x", user=name), "", trusted=True)[1] for name in names]
     assert len(set(tenants)) == len(names)
     assert not any(tenant in name for tenant in tenants for name in names)
     for priority in (-(2**31), 2**31 - 1):
-        assert waiting_order(CompletionBody(prompt="x", priority=priority), "")[0] == priority
+        assert waiting_order(CompletionBody(prompt="x", priority=priority), "", trusted=True)[0] == priority
     for priority in (-(2**31) - 1, 2**31):
         with pytest.raises(BadParam):
-            waiting_order(CompletionBody(prompt="x", priority=priority), "")
+            waiting_order(CompletionBody(prompt="x", priority=priority), "", trusted=False)
 
 
 # ---- SGLang's own endpoint ---------------------------------------------------------------------------
@@ -283,6 +304,10 @@ def test_a_native_body_without_prompts_is_refused_as_that(tokenizer: ModelTokeni
 
 def native(**body: Any) -> CompletionBody:
     return as_completion(read_native(json.dumps({"text": "hi", **body}).encode()))
+
+
+def test_a_native_body_may_have_a_cache_salt() -> None:
+    assert (native().cache_salt, native(cache_salt="a").cache_salt) == (None, "a")
 
 
 @pytest.mark.parametrize("name", NATIVE)

@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import time
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import given, settings
@@ -148,6 +149,61 @@ def test_stop_strings_are_found_wherever_pieces_end(text: str, stops: list[str],
         assert out + watcher.flush() == text
 
 
+def held_and_found(text: str, stops: list[str]) -> tuple[str, str | None, str]:
+    """By the definition: what of `text` is shown, the stop string that ends it, and what comes after that."""
+    for end in range(len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            stop = max(ended, key=len)
+            return text[: end - len(stop)], stop, text[end:]
+    ends = [n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])]
+    return text[: len(text) - max(ends)], None, ""
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(st.text("ab", max_size=5), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_after_each_piece_what_is_shown_is_what_the_definition_says(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    watcher, seen, out = StopStrings(stops, include=include), "", ""
+    for piece in pieces:
+        seen += piece
+        out += watcher.feed(piece)
+        shown, stop, rest = held_and_found(seen, stops)
+        assert (out, watcher.matched) == (shown + stop if stop and include else shown, stop)
+        if stop:
+            assert watcher.rest == rest
+            return
+    assert out + watcher.flush() == seen
+
+
+class Counted(str):
+    """A string that counts how often one of its characters is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: SupportsIndex | slice) -> str:
+        Counted.looks += 1
+        return super().__getitem__(at)
+
+
+def test_the_work_is_linear_in_the_text_however_long_the_stop_strings_are() -> None:
+    text, step = "a" * 4000, 4
+    for length in (10, 1000):
+        # The first one holds back what the other one is compared with.
+        held, other = "a" * (length - 1) + "x", "b" + "a" * (length - 2) + "c"
+        watcher = StopStrings([Counted(held), Counted(other)])
+        Counted.looks = 0
+        for at in range(0, len(text), step):
+            watcher.feed(text[at : at + step])
+        assert not watcher.found()
+        assert Counted.looks <= 12 * (len(text) + length)
+
+
 def test_of_two_stop_strings_in_one_piece_the_one_that_was_complete_first_ends_the_text() -> None:
     watcher = StopStrings(["bcde", "cd"])
     assert watcher.feed("abcdef") == "ab"
@@ -210,6 +266,24 @@ def test_forced_calls() -> None:
     assert isinstance(call, ToolCall)
     assert (call.name, call.arguments) == ("g", '{"a": 1}')
     assert len(parse(ForcedParser("calls"), f"[{CALL}, {CALL}]", 3)) == 2
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_a_forced_call_that_is_cut_is_a_call_with_the_arguments_so_far_and_never_text(step: int) -> None:
+    whole = '[{"name": "f", "arguments": {"city": "Paris"}}, {"name": "g", "arguments": {"a": [1, "}"]}}]'
+    assert len(parse(ForcedParser("calls"), whole, step)) == 2
+    for cut in range(len(whole)):
+        parts = parse(ForcedParser("calls"), whole[:cut], step)
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        assert len(calls) == len(parts), f"text in {whole[:cut]}"
+        for call, name, arguments in zip(calls, "fg", ('{"city": "Paris"}', '{"a": [1, "}"]}'), strict=False):
+            assert call.name == name
+            assert arguments.startswith(call.arguments.rstrip("}, ")), call.arguments
+    cut_in_second = parse(ForcedParser("calls"), whole[: whole.index('"}"')], step)
+    assert [call.arguments for call in cut_in_second if isinstance(call, ToolCall)] == [
+        '{"city": "Paris"}',
+        '{"a": [1, ',
+    ]
 
 
 def test_a_template_without_tools_has_no_parser() -> None:

@@ -18,6 +18,7 @@ from segue.frontend.openai_types import (
     ChatBody,
     CompletionBody,
     GenerateFields,
+    StreamOptions,
     TokenizeBody,
 )
 from segue.frontend.params import ModelCard
@@ -28,7 +29,6 @@ from segue.frontend.unsupported import (
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
-    REFUSED_IN_STREAM_OPTIONS,
     REFUSED_IN_STRUCTURED_OUTPUTS,
     REFUSED_IN_TOKENIZE,
 )
@@ -87,15 +87,6 @@ def test_a_field_that_is_not_built_is_refused_by_name_unless_it_asks_for_nothing
         read(kind, body | {name: value})
 
 
-@pytest.mark.parametrize("name", REFUSED_IN_STREAM_OPTIONS)
-@pytest.mark.parametrize(("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)])
-def test_stream_options_too(kind: Any, body: dict[str, Any], name: str) -> None:
-    with pytest.raises(BadParam) as caught:
-        read(kind, body | {"stream": True, "stream_options": {name: True}})
-    assert caught.value.param == f"stream_options.{name}"
-    read(kind, body | {"stream": True, "stream_options": {name: False, "include_obfuscation": True}})
-
-
 @pytest.mark.parametrize("name", REFUSED_IN_STRUCTURED_OUTPUTS)
 def test_structured_outputs_too(name: str) -> None:
     with pytest.raises(BadParam) as caught:
@@ -121,7 +112,7 @@ def test_the_page_names_exactly_what_is_built_and_refused() -> None:
     assert documented("refused by name") == set(REFUSED)
     assert documented("refused in chat") == set(REFUSED_IN_CHAT)
     assert documented("refused in text completions") == set(REFUSED_IN_COMPLETIONS)
-    assert documented("refused in `stream_options`") == set(REFUSED_IN_STREAM_OPTIONS)
+    assert documented("supported in `stream_options`") == set(StreamOptions.__struct_fields__)
     assert documented("refused in `structured_outputs`") == set(REFUSED_IN_STRUCTURED_OUTPUTS)
     assert documented("refused in `/tokenize`") == set(REFUSED_IN_TOKENIZE)
     assert documented("refused in `/generate` (direct mode)") == set(REFUSED_IN_GENERATE)
@@ -156,7 +147,7 @@ def test_what_is_ignored_may_be_anything_and_changes_no_request(
 
 @pytest.mark.parametrize(("kind", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)])
 def test_what_routers_add_is_accepted(tokenizer: ModelTokenizer, kind: Any, body: dict[str, Any]) -> None:
-    """contract.md 2a: defaults that appear in bodies that routers have typed again."""
+    """Defaults that appear in bodies that routers have typed again."""
     added = {
         "ignore_eos": False,
         "no_stop_trim": False,

@@ -19,6 +19,7 @@ from fuzz_peers import outputs_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from segue.bootstrap.backends import BoundedClient
 from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.records import InstanceList, InstanceRecord, ReplicaRecord, RoomRecord
 from segue.bootstrap.server import registry_app
@@ -144,7 +145,7 @@ def _answer(data: bytes) -> str:
         client = RegistryClient("http://127.0.0.1:1", secret=b"s" * 16, limits=Limits())
         door: Any = client._backend
         await door._client.aclose()
-        door._client = httpx.AsyncClient(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(reply))
+        door._client = BoundedClient(base_url="http://127.0.0.1:1", transport=httpx.MockTransport(reply))
         try:
             found = await door.instances(None, None, 0.0)
             return f"{len(found.instances)} instances"
@@ -225,7 +226,7 @@ COMMON: dict[str, Any] = {
     "presence_penalty": 0.1,
     "stream": True,
     "stream_options": {"include_usage": True},
-    # What somebody else's router adds (contract.md): never an address to contact.
+    # What somebody else's router adds: never an address to contact.
     "bootstrap_host": "10.0.0.1",
     "bootstrap_port": 8998,
     "bootstrap_room": 77,

@@ -53,6 +53,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     prompt: Sequence[int] = ()
     ranks: RankHints = RankHints()
     prefill: Incarnation | None = None
+    cache_salt: int = 0
 
 
 class Policy(Protocol):

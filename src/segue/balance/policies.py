@@ -124,10 +124,10 @@ class PrefixAware:
         self.known_tokens = 0
 
     def choose(self, candidates: Sequence[Candidate], request: PlacementRequest) -> Candidate:
-        hashes = self._hashes(request.prompt)
+        hashes = self._hashes(request.prompt, request.cache_salt)
         least = min(c.requests for c in candidates)
         calm = {c.leader: c for c in candidates if c.requests <= 2 * least + self._slack}
-        has = self._index.cached(calm, request.prompt)
+        has = self._index.cached(calm, request.prompt, request.cache_salt)
         underway = self._placed - sum(c.in_flight for c in candidates)
         for count, key in zip(range(len(hashes), 0, -1), reversed(hashes), strict=True):
             leader, placed = self._seen.get(key, (None, 0))
@@ -146,10 +146,10 @@ class PrefixAware:
             self._seen.popitem(last=False)
         return chosen
 
-    def _hashes(self, prompt: Sequence[int]) -> list[int]:
-        """One chained hash per whole block: equal only if all tokens up to the block's end are."""
+    def _hashes(self, prompt: Sequence[int], salt: int = 0) -> list[int]:
+        """One chained hash per whole block: equal only if the salt and all tokens up to its end are."""
         out: list[int] = []
-        chain = xxhash.xxh3_64(seed=0)
+        chain = xxhash.xxh3_64(seed=salt)
         for start in range(0, len(prompt) - self._block_tokens + 1, self._block_tokens):
             chain.update(array("q", prompt[start : start + self._block_tokens]).tobytes())
             out.append(chain.intdigest())

@@ -50,8 +50,10 @@ class PrefixIndex:
         if (held := self._held.pop(leader, None)) is not None:
             self.blocks -= len(held.blocks)
 
-    def cached(self, leaders: Iterable[LeaderId], prompt: Sequence[int]) -> dict[LeaderId, int]:
-        """How many tokens at the beginning of `prompt` each of those that are known holds."""
+    def cached(
+        self, leaders: Iterable[LeaderId], prompt: Sequence[int], salt: int = 0
+    ) -> dict[LeaderId, int]:
+        """How many tokens at the beginning of `prompt` each of those that are known holds under `salt`."""
         found: dict[LeaderId, int] = {}
         by_size: dict[int, dict[LeaderId, set[int]]] = {}
         for leader in leaders:
@@ -59,7 +61,7 @@ class PrefixIndex:
                 found[leader] = 0
                 by_size.setdefault(held.page_tokens, {})[leader] = held.blocks
         for size, going_on in by_size.items():
-            for pages, block in enumerate(page_hashes(prompt, size), start=1):
+            for pages, block in enumerate(page_hashes(prompt, size, salt), start=1):
                 for leader in [leader for leader, blocks in going_on.items() if block not in blocks]:
                     del going_on[leader]
                 if not going_on:

@@ -19,7 +19,6 @@ from segue.core.control import Cancel, Submit
 from segue.core.errors import (
     AbortedByClient,
     DeadlineExceeded,
-    Draining,
     ErrorInfo,
     Internal,
     SegueError,
@@ -33,6 +32,9 @@ from segue.fleet.router import Router
 from segue.fleet.settings import FleetSettings
 from segue.fleet.vacancies import Vacancies
 from segue.observe.metrics import Metrics
+
+#: Reason of the `Cancel` that ends a request whose caller has enough, as after a stop string.
+_ENOUGH = AbortedByClient("the caller has all that it wants").info
 
 
 class Signal:
@@ -146,11 +148,16 @@ class Attempt:
         self.end(error.info)
         self._call.attempt_failed(self, replica, error)
 
-    def end(self, reason: ErrorInfo) -> None:
-        """End this attempt wherever it still runs."""
+    @property
+    def begun(self) -> bool:
+        """Whether decode has sent a token."""
+        return self._begun
+
+    def end(self, reason: ErrorInfo, *, complete: bool = False) -> None:
+        """End this attempt wherever it still runs; as a success if it is `complete`."""
         for replica in self._live:
             if replica.session is not None:
-                replica.session.send(Cancel(self._request.request_id, reason))
+                replica.session.send(Cancel(self._request.request_id, reason, complete))
         self._live.clear()
         self._leave(*self.route.replicas)
 
@@ -256,27 +263,38 @@ class Call:
         self._attempt.start(self._deadline - self._loop.time())
 
     async def _place(self) -> Route:
-        """Who runs the next attempt. Waits a little for somebody to come; then BootstrapUnreachable."""
+        """Who runs the next attempt. Waits a little for somebody to come, and until its deadline where lost
+        instances are being started again; then BootstrapUnreachable."""
         loop, s, router, attempts = self._loop, self._parts.settings, self._parts.router, self.attempts
-        wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if attempts.delivered else s.no_replica_wait_s
+        long = attempts.delivered or (attempts.begun and router.awaited is not None)
+        wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if long else s.no_replica_wait_s
         until = min(self._deadline, loop.time() + wait_s)
         # A worker that its peer says is gone is waited for: for its end to be seen, or its successor.
         passed_over_s = s.reported_loss_wait_s if attempts.reported_by_peer else 0.0
         patient_until = min(until, loop.time() + passed_over_s)
         asked = attempts.request
-        request = PlacementRequest(self._parts.new_room(), asked.prompt, asked.ranks, self._prefill)
+        request = PlacementRequest(
+            self._parts.new_room(), asked.prompt, asked.ranks, self._prefill, asked.cache_salt
+        )
+        awaited = False
         while True:
             now = loop.time()
+            if awaited or router.awaited:
+                # The supervisor's word of a restarted instance may come before our session to it is open.
+                until = min(self._deadline, now + max(s.replacement_wait_s, s.no_replica_wait_s))
+            awaited = bool(router.awaited)
             patient = now < patient_until
             route = router.choose(attempts, request, now, patient=patient)
             if route is not None:
                 return route
-            if router.draining and not attempts.delivered:
-                raise Draining("this frontend is draining; ask another")
-            if now >= until:
+            # A frontend that hears of restarts drains only when no instance will come back.
+            if router.draining and (not attempts.delivered or router.awaited is not None):
+                raise router.lacking()
+            ends = self._deadline if awaited else until
+            if now >= ends:
                 raise router.lacking()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(patient_until if patient else until):
+                async with asyncio.timeout_at(patient_until if patient else ends):
                     await self._parts.news.wait()
 
     # ---- what comes back ------------------------------------------------------------------------
@@ -295,12 +313,7 @@ class Call:
             self._answered = True
             self._path.enter("answer", self._loop.time())
         if output.finish is not None:
-            assert self._attempt is not None
-            self._parts.router.record_success(self._attempt.route)
-            self._parts.vacancies.served(self._loop.time() - self._began)
-            self._parts.news.notify()
-            self._end()
-            self._wake()
+            self._succeed()
 
     def _give(self, output: Output) -> None:
         take = self._take
@@ -352,6 +365,24 @@ class Call:
 
     # ---- its end --------------------------------------------------------------------------------
 
+    def complete(self) -> None:
+        """The caller has all that it wants: end the request on all workers, as a success. A no-op after the
+        end."""
+        if self._ended:
+            return
+        if self._attempt is not None:
+            self._attempt.end(_ENOUGH, complete=True)
+        self._queue.clear()
+        self._succeed()
+
+    def _succeed(self) -> None:
+        if self._attempt is not None and self._attempt.begun:
+            self._parts.router.record_success(self._attempt.route)
+        self._parts.vacancies.served(self._loop.time() - self._began)
+        self._parts.news.notify()
+        self._end()
+        self._wake()
+
     def fail(self, error: SegueError) -> None:
         """End the request with `error`, on all workers, now. A no-op after the end."""
         if self._ended:
@@ -371,9 +402,12 @@ class Call:
         begun, attempt = self.attempts.delivered, self._attempt
         where = "decode" if begun else "prefill or hand-off"
         route = "nobody" if attempt is None else " and ".join(r.name for r in attempt.route.replicas)
+        text = f"the request's deadline passed during {where} on {route}"
+        if attempt is None and not self._parts.router.can_serve:
+            text = f"the request's deadline passed while it waited: {self._parts.router.lacking().info.text}"
         self.fail(
             DeadlineExceeded(
-                f"the request's deadline passed during {where} on {route}",
+                text,
                 origin="frontend",
                 phase="stream" if begun else "first token",
                 room=attempt.route.room if attempt else 0,
@@ -396,6 +430,7 @@ class Call:
         return RequestRecord(
             request_id=request.request_id,
             where=self._parts.membership.name,
+            role="frontend",
             began=self._began,
             seconds=now - self._began,
             steps=self._path.steps(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from segue.core.errors import Draining, ErrorInfo, Internal, OutOfCapacity, Segu
 from segue.core.limits import Limits
 from segue.core.records import MAX_FOUND, Records, RequestRecord, matcher
 from segue.core.request import Request
-from segue.core.types import Incarnation, LeaderId, new_room
+from segue.core.types import Incarnation, LeaderId, Role, new_room
 from segue.fleet.call import Call, Parts, Signal
 from segue.fleet.membership import Door, Membership
 from segue.fleet.router import Router
@@ -113,6 +113,12 @@ class Fleet:
         self.router.draining = True
         self._news.notify()
 
+    def await_restarted(self, roles: Collection[Role]) -> None:
+        """Lost instances of these `roles`, and of no others, are being started again: requests that nobody
+        can serve meanwhile wait for them, each within its budget."""
+        self.router.awaited = frozenset(roles)
+        self._news.notify()
+
     async def close(self) -> None:
         """End everything; what still runs fails with Draining."""
         self.drain()
@@ -164,6 +170,11 @@ class Fleet:
         call = Call(request, deadline, self._parts, ended, prefill)
         self._calls[request_id] = call
         return call
+
+    def complete(self, request_id: str) -> None:
+        call = self._calls.get(request_id)
+        if call is not None:
+            call.complete()
 
     def cancel(self, request_id: str, reason: ErrorInfo) -> None:
         call = self._calls.get(request_id)

@@ -159,7 +159,8 @@ class Operator:
         say: Callable[[ReplicaRecord, Sight], object] = lambda _where, _sight: None,
     ) -> InstanceRecord:
         """Drain an instance and have it come back as `role`; returns it once the registry lists all of its
-        leaders. Raises what `steer` does, and InvalidRequest if it cannot have that role, with nothing done.
+        leaders. Raises what `steer` does, InvalidRequest if it cannot have that role, with nothing done, and
+        PeerLost if one leaves again meanwhile.
         """
         ends_at = asyncio.get_running_loop().time() + timeout_s
         await self._each(record, Switch(role), "drained", timeout_s, say)
@@ -192,14 +193,31 @@ class Operator:
             ) from None
 
     async def _listed(self, incarnation: Incarnation) -> InstanceRecord:
-        """The instance, once all of its leaders have registered. The caller bounds the wait."""
+        """The instance, once all of its leaders have registered. The caller bounds the wait. Raises PeerLost
+        when one that had registered is gone: then the others leave, too, and it never has all."""
         version: int | None = None
+        seen: dict[int, InstanceRecord] = {}
         while True:
             answer = await self._registry.instances(None, version, ASK_S)
             version = answer.version
-            for found in answer.instances:
-                if found.incarnation == incarnation and found.ready:
-                    return found
+            found = next((r for r in answer.instances if r.incarnation == incarnation), None)
+            if found is not None and found.ready:
+                return found
+            there = {} if found is None else {where.dp_rank: found for where in found.replicas}
+            for rank in seen.keys() - there.keys():
+                await self._still_there(seen[rank], rank)
+            seen |= there
+
+    async def _still_there(self, record: InstanceRecord, rank: int) -> None:
+        """The registry lists it no more. One that begins anew lists nobody for a while, so ask itself."""
+        [where] = [where for where in record.replicas if where.dp_rank == rank]
+        try:
+            await self._ask(record, where, Look(), _sight, ASK_S)
+        except SegueError as error:
+            raise PeerLost(
+                f"{record.role} {LeaderId(record.incarnation, rank)} has left again before all of its DP "
+                f"ranks were back: {error}; see its log, and segue ps"
+            ) from error
 
     async def _each(
         self,

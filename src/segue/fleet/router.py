@@ -24,6 +24,7 @@ from segue.core.errors import (
     Starting,
     status_of,
 )
+from segue.core.model_identity import difference
 from segue.core.request import RankHints
 from segue.core.types import Incarnation, LeaderId, Role
 from segue.fleet.replica import Replica, Route
@@ -66,6 +67,8 @@ class Router:
         self._settings = settings
         #: Nothing new is placed; what was begun may still be continued.
         self.draining = False
+        #: Roles of which lost instances are being started again; None where nobody says so.
+        self.awaited: frozenset[Role] | None = None
         #: The longest sequence everybody who serves now can take; None while nobody does.
         self.context_tokens: int | None = None
         #: Somebody could serve at some time: who is missing now was lost, and not awaited since the start.
@@ -113,17 +116,25 @@ class Router:
 
     def lacking(self) -> SegueError:
         """Why nobody can serve: who is there, and who is waited for."""
-        if self.draining:
+        if self.draining and (self.awaited is None or self._serving()):
             return Draining("this frontend is draining; ask another")
         where = {"phase": "placement", "origin": "frontend"}
-        counts = {role: len(self.usable(role)) for role in (Role.PREFILL, Role.DECODE)}
+        halves = {role: self.usable(role) for role in (Role.PREFILL, Role.DECODE)}
+        counts = {role: len(usable) for role, usable in halves.items()}
         there = f"{counts[Role.PREFILL]} prefill, {counts[Role.DECODE]} decode and no unified"
         away = [r for r in self._replicas.values() if r.session is None]
         if away:
             there += f", and {len(away)} that are registered and not connected"
         needed = "a request needs one of each with the same model and dtype, or a unified one"
+        if all(counts.values()) and not self._serving():
+            found, mend = difference(*(usable[0].record.model for usable in halves.values()))
+            needed += f": {found}; {mend}"
         if self._started:
             text = f"nobody can serve: usable replicas are {there}; {needed}"
+            if self.draining:
+                text += "; this frontend is leaving and waits for nobody"
+            elif self.awaited:
+                text += f"; being started again: {', '.join(sorted(self.awaited))}"
             return BootstrapUnreachable(text).at(**where)
         missing = [str(role) for role, count in counts.items() if not count] or ["a matching pair"]
         return Starting(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,13 +30,18 @@ _ANY_TOKENS: Final = [-1]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What every answer to one HTTP request has in common."""
+    """What every answer to one HTTP request has in common.
+
+    `include_usage`: a stream ends with an event with the usage. `continuous_usage`: each event before it has
+    the usage of its own sample so far.
+    """
 
     id: str
     model: str
     created: int
     logprobs: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     token_ids: bool = False
     timeline: bool = False
 
@@ -50,8 +56,8 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    #: log-probabilities so far as items of JSON lists, by the list's name: encoded once, as they come
+    logprobs: defaultdict[str, bytearray] = field(default_factory=lambda: defaultdict(bytearray))
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     begun: bool = False
@@ -61,10 +67,18 @@ class Choice:
 class Answer(ABC):
     """One HTTP request's answer. Use either `chunks` for each piece, or `add` for each and `whole`."""
 
+    #: Also a stream keeps all that was said.
+    keeps_streamed = False
+
     def __init__(self, shape: Shape, choices: Sequence[Choice], tokenizer: ModelTokenizer) -> None:
         self.shape = shape
         self.choices = choices
         self.tokenizer = tokenizer
+
+    @property
+    def held_chars(self) -> int:
+        """Letters of the request that the answer repeats."""
+        return 0
 
     @abstractmethod
     def chunks(self, index: int, piece: Piece) -> list[Json]:
@@ -73,6 +87,10 @@ class Answer(ABC):
     @abstractmethod
     def whole(self) -> Json:
         """The complete answer."""
+
+    @abstractmethod
+    def shown_logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
+        """What a whole answer says of the log-probabilities in `piece`, list by list."""
 
     @abstractmethod
     def usage_chunk(self) -> Json:
@@ -93,9 +111,8 @@ class Answer(ABC):
         if self.shape.token_ids:
             choice.token_ids += piece.token_ids
         if self.shape.logprobs:
-            choice.logprobs += piece.logprobs
-        if piece.prompt_logprobs is not None:
-            choice.prompt_logprobs = piece.prompt_logprobs
+            for name, items in self.shown_logprobs(choice, piece).items():
+                append_items(choice.logprobs[name], items)
         if piece.finish is not None:
             choice.finish, choice.stop_reason = piece.finish, piece.stop_reason
 
@@ -105,12 +122,7 @@ class Answer(ABC):
         prompt = sum(len(s.request.prompt) for s in prompts.values())
         cached = sum(s.usage.decode_cached + s.usage.prefill_cached for s in prompts.values())
         completion = sum(c.sample.tokens for c in self.choices)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return {**_counted(prompt, completion), "prompt_tokens_details": {"cached_tokens": cached}}
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
         shape = self.shape
@@ -125,7 +137,8 @@ class Answer(ABC):
     def event(self, kind: str, choice: Json, sample: Sample, finish: FinishReason | None) -> Json:
         out = self.frame(kind, [choice])
         if self.shape.include_usage:
-            out["usage"] = None
+            continuous = self.shape.continuous_usage
+            out["usage"] = _counted(len(sample.request.prompt), sample.tokens) if continuous else None
         if self.shape.timeline and finish is not None:
             out["timeline"] = sample.timeline
         return out
@@ -147,9 +160,23 @@ class Answer(ABC):
         return out
 
 
+def append_items(items: bytearray, more: list[Any]) -> None:
+    """Append `more` to the items of a JSON list."""
+    if more:
+        items += (b"," if items else b"") + _encode(more)[1:-1]
+
+
+def _lists(items: Mapping[str, bytearray]) -> Json:
+    return {name: msgspec.Raw(b"[" + each + b"]") for name, each in items.items()}
+
+
+def _counted(prompt: int, completion: int) -> Json:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
 class TemplatedAnswer(Answer):
     """Whose events in the middle of a sample differ in their text and tokens alone: these are set into the
-    bytes of the first such event."""
+    bytes of the first such event. Events with log-probabilities, tool calls or a usage are encoded whole."""
 
     def __init__(self, shape: Shape, choices: Sequence[Choice], tokenizer: ModelTokenizer) -> None:
         super().__init__(shape, choices, tokenizer)
@@ -165,6 +192,7 @@ class TemplatedAnswer(Answer):
             or not choice.begun
             or choice.parser is not None
             or self.shape.logprobs
+            or self.shape.continuous_usage
         ):
             return super().events(index, piece)
         template = self._templates.get(index)
@@ -264,12 +292,16 @@ class ChatAnswer(TemplatedAnswer):
         out: Json = {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs) if self.shape.logprobs else None,
+            "logprobs": _lists(choice.logprobs) if self.shape.logprobs else None,
             "finish_reason": finish.value if finish else None,
             "stop_reason": choice.stop_reason,
         }
         out.update(self.extras(choice, choice.token_ids, prompt=True))
         return out
+
+    def shown_logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
+        """See `Answer.shown_logprobs`."""
+        return self._logprobs(piece.logprobs)
 
     def usage_chunk(self) -> Json:
         return {**self.frame("chat.completion.chunk", []), "usage": self.usage()}
@@ -308,6 +340,11 @@ class CompletionAnswer(TemplatedAnswer):
         self._echo = echo
         self._echo_only = echo_only
 
+    @property
+    def held_chars(self) -> int:
+        """See `Answer.held_chars`."""
+        return sum(map(len, self._echo or ()))
+
     def events(self, index: int, piece: Piece) -> bytes:
         if self._echo_only:  # nothing of what is generated is shown: a template would have no text
             return Answer.events(self, index, piece)
@@ -342,25 +379,29 @@ class CompletionAnswer(TemplatedAnswer):
         return self.complete("text_completion", [self._choice(i, c) for i, c in enumerate(self.choices)])
 
     def _choice(self, index: int, choice: Choice) -> Json:
-        text, logprobs = "".join(choice.texts), list[TokenLogprob | None](choice.logprobs)
-        token_ids = choice.token_ids
+        text, token_ids = "".join(choice.texts), choice.token_ids
         if self._echo_only:
-            text, logprobs, token_ids = "", [], []
-        ids = [lp.token if lp else -1 for lp in logprobs]
+            text, token_ids = "", []
         if self._echo is not None:
             text = self._echo[choice.prompt] + text
-            if choice.prompt_logprobs is not None:
-                logprobs = [*choice.prompt_logprobs, *logprobs]
-                ids = [*choice.sample.request.prompt, *ids]
         out: Json = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(choice, ids, logprobs) if self.shape.logprobs else None,
+            "logprobs": _lists(choice.logprobs) if self.shape.logprobs else None,
             "finish_reason": choice.finish.value if choice.finish else None,
             "stop_reason": choice.stop_reason,
         }
         out.update(self.extras(choice, token_ids, prompt=True))
         return out
+
+    def shown_logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
+        """See `Answer.shown_logprobs`. Those of a repeated prompt are in its first piece."""
+        logprobs = [] if self._echo_only else list[TokenLogprob | None](piece.logprobs)
+        ids = [] if self._echo_only else [lp.token for lp in piece.logprobs]
+        if self._echo is not None and piece.prompt_logprobs is not None:
+            logprobs = [*piece.prompt_logprobs, *logprobs]
+            ids = [*choice.sample.request.prompt, *ids]
+        return self._logprobs(choice, ids, logprobs)
 
     def usage_chunk(self) -> Json:
         return {**self.frame("text_completion", []), "usage": self.usage()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from segue.core.errors import (
     ErrorInfo,
     Internal,
     OutOfCapacity,
+    RequestTooLarge,
     SegueError,
 )
 from segue.core.limits import Limits
@@ -34,8 +36,16 @@ from segue.core.request import Wait
 from segue.frontend.backend import Backend, Generator
 from segue.frontend.chat import chat_prompt
 from segue.frontend.generate import Meter, Piece, generate
-from segue.frontend.http_call import BodyBudget, HttpCall, Receive, Scope, Send, request_id_of
+from segue.frontend.http_call import HttpCall, Receive, Scope, Send, request_id_of
 from segue.frontend.keys import ApiKeys, KeyCheck
+from segue.frontend.memory import (
+    MAX_WEIGHT,
+    MIN_BUDGET,
+    TOKEN_BYTES,
+    MemoryBudget,
+    RequestMemory,
+    decoded_bytes,
+)
 from segue.frontend.openai_types import (
     Body,
     BodyReader,
@@ -45,11 +55,11 @@ from segue.frontend.openai_types import (
     GenerateFields,
     TokenizeBody,
 )
-from segue.frontend.params import ModelCard, header_rank, waiting_order
+from segue.frontend.params import ModelCard, cache_salt, header_rank, waiting_order
 from segue.frontend.plan import Plan, Planner
 from segue.frontend.problems import BadParam, UnknownModel, error_body
 from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.frontend.tokenizer import ModelTokenizer, TooManyTokens
 from segue.frontend.trace_context import TraceContext, passed_on, traceparent_of
 from segue.observe.integrity import NodeState, busy, process_facts
 from segue.observe.metrics import CONTENT_TYPE, Metrics
@@ -77,6 +87,8 @@ class OpenAIServerSettings:
     vocab_size: int
     limits: Limits
     defaults: SamplingDefaults = OPENAI
+    #: one of `CLIENT_ORDERS`
+    client_order: str = "keys"
     inline_bytes: int = 16 * 1024
     tokenizer_threads: int = 2
     body_timeout_s: float = 60.0
@@ -105,7 +117,9 @@ class OpenAIServer:
         self.metrics = metrics
         self.planner = Planner(tokenizer)
         self._reader = BodyReader()
-        self._bodies = BodyBudget(32 * settings.limits.max_body_bytes)
+        self.memory = MemoryBudget(max(32 * settings.limits.max_body_bytes, MIN_BUDGET))
+        # A number of thousands of digits takes as long as thousands of others.
+        sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
         self._in_threads = 0
         self._calls: set[HttpCall] = set()
@@ -149,8 +163,18 @@ class OpenAIServer:
         work: Callable[[HttpCall, float], Awaitable[None]],
     ) -> None:
         """Run `work` for one request; its failure becomes this request's answer and nothing else."""
-        call = HttpCall(scope, receive)
+        call = HttpCall(scope, receive, RequestMemory(self.memory))
         call.trace = self.trace(traceparent_of(scope))
+        try:
+            await self._answer(call, endpoint, work)
+            await call.taken(stall_s=self.settings.stall_s)
+        finally:
+            call.held.set(0)
+
+    async def _answer(
+        self, call: HttpCall, endpoint: str, work: Callable[[HttpCall, float], Awaitable[None]]
+    ) -> None:
+        """See `serve`; the client may not have read its answer yet."""
         started = time.monotonic()
         self._calls.add(call)
         self._idle.clear()
@@ -170,6 +194,7 @@ class OpenAIServer:
             if not self._calls:
                 self._idle.set()
         if error is not None:
+            call.held.set(0)
             await call.fail(error)
         self._record(call, endpoint, error, started)
 
@@ -190,47 +215,60 @@ class OpenAIServer:
     async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
         """The decoded body, and as it came."""
         raw = await self.receive(call)
-        body = self._reader.read(raw, kind)
+        body = await self.off_loop(len(raw), lambda: self._reader.read(raw, kind))
         self.check_model(body.model)
         if isinstance(body, GenerateFields):
             body = with_header_rank(call, body)
         return body, raw
 
     async def receive(self, call: HttpCall) -> bytes:
-        """The body as it came, within the limits of bodies."""
+        """The body as it came, within the limits of bodies; what it takes to decode it is counted."""
         s = self.settings
-        return await call.body(s.limits.max_body_bytes, self._bodies, timeout_s=s.body_timeout_s)
+        raw = await call.body(s.limits.max_body_bytes, call.held, timeout_s=s.body_timeout_s)
+        most = self.most_values()
+        call.held.add(await self.off_loop(len(raw), lambda: decoded_bytes(raw, most)))
+        return raw
+
+    def most_values(self) -> int:
+        """How many values a body, or the answer of `/tokenize`, may have."""
+        return max(MAX_WEIGHT, 8 * self.card().context_tokens)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel if a client asks for another model than this server's."""
         if name is not None and name != self.settings.model:
             raise UnknownModel(f"the model {name[:200]!r} does not exist; this is {self.settings.model!r}")
 
-    async def off_loop(self, nbytes: int, work: Callable[[], T]) -> T:
-        """`work` here if it is small, else in a thread, of which a bounded number may wait."""
+    async def off_loop(self, nbytes: int, work: Callable[[], T], *, last: bool = False) -> T:
+        """`work` here if it is small, else in a thread, of which a bounded number may wait; the `last` work
+        of a request that is otherwise done is never refused."""
         if nbytes <= self.settings.inline_bytes:
             return work()
-        if self._in_threads >= self.settings.limits.max_queue:
+        if self._in_threads >= self.settings.limits.max_queue and not last:
             raise OutOfCapacity("too many prompts are being tokenized")
         self._in_threads += 1
+        # Of a request that has ended meanwhile nothing may stay in the threads' queue.
+        todo = [work]
+        del work
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: todo.pop()())
         finally:
+            todo.clear()
             self._in_threads -= 1
 
     # ---- generations ----------------------------------------------------------------------------
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
-            body, raw = await self.read(call, ChatBody)
-            await self.generation(call, started, body, raw, self.planner.chat)
+            # Without names here: the body is to be gone once its prompt's ids are known.
+            await self.generation(call, started, *await self.read(call, ChatBody), self.planner.chat)
 
         await self.serve(scope, receive, send, "chat", work)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
-            body, raw = await self.read(call, CompletionBody)
-            await self.generation(call, started, body, raw, self.planner.completion)
+            await self.generation(
+                call, started, *await self.read(call, CompletionBody), self.planner.completion
+            )
 
         await self.serve(scope, receive, send, "completions", work)
 
@@ -244,7 +282,9 @@ class OpenAIServer:
     ) -> None:
         """Answer a body that asks for tokens, and that came as `raw`."""
         async with call:
-            await self.run(call, await self.plan(call, body, raw, make), started, self.backend)
+            plan = await self.plan(call, body, raw, make)
+            del body, raw, make
+            await self.run(call, plan, started, self.backend)
 
     async def plan(
         self,
@@ -253,11 +293,17 @@ class OpenAIServer:
         raw: bytes,
         make: Callable[[Generating, ModelCard, str], Plan],
     ) -> Plan:
-        """What to run for `body`. Raises BadParam."""
-        card, (priority, tenant) = self.card(), waiting_order(body, call.tenant)
+        """What to run for `body`, which nobody should keep any longer. Raises BadParam."""
+        counts = self.settings.client_order
+        trusted = counts == "all" or (counts == "keys" and call.has_key)
+        card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
+        salt = cache_salt(body, call.cache_domain)
         made = await self.off_loop(len(raw), lambda: make(body, card, call.id))
         for sample in made.samples:
-            sample.request = msgspec.structs.replace(sample.request, priority=priority, tenant=tenant)
+            sample.request = msgspec.structs.replace(
+                sample.request, priority=priority, tenant=tenant, cache_salt=salt
+            )
+        call.held.set(made.held_bytes)
         return made
 
     def budget_s(self, started: float) -> float:
@@ -287,8 +333,18 @@ class OpenAIServer:
                 await self._stream(call, plan, meter, budget_s, backend)
                 return
             answer = plan.answer
-            await generate(backend, plan.samples, meter, answer.add, budget_s=budget_s)
-            await call.answer(200, answer.whole() | more if more else answer.whole())
+
+            def add(index: int, piece: Piece) -> None:
+                call.held.add(piece.nbytes)
+                answer.add(index, piece)
+
+            await generate(backend, plan.samples, meter, add, budget_s=budget_s)
+            raw = await self.off_loop(
+                call.held.nbytes - plan.held_bytes,
+                lambda: msgspec.json.encode(answer.whole() | more if more else answer.whole()),
+                last=True,
+            )
+            await call.answer(200, msgspec.Raw(raw))
 
     async def _stream(
         self, call: HttpCall, plan: Plan, meter: Meter, budget_s: float, backend: Generator
@@ -296,6 +352,8 @@ class OpenAIServer:
         answer, stream = plan.answer, call.stream(stall_s=self.settings.stall_s)
 
         def take(index: int, piece: Piece) -> Wait | None:
+            if answer.keeps_streamed:
+                call.held.add(piece.nbytes)
             return stream.events(answer.events(index, piece))
 
         await generate(backend, plan.samples, meter, take, budget_s=budget_s)
@@ -306,17 +364,28 @@ class OpenAIServer:
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
             body, raw = await self.read(call, TokenizeBody)
-            ids = await self.off_loop(len(raw), lambda: self._tokens_of(body))
-            context = self.card().context_tokens
-            await call.answer(200, {"count": len(ids), "max_model_len": context, "tokens": ids})
+            context, most = self.card().context_tokens, self.most_values()
+            ids = await self.off_loop(len(raw), lambda: self._tokens_of(body, most))
+            call.held.add(TOKEN_BYTES * len(ids))
+            answer = {"count": len(ids), "max_model_len": context, "tokens": ids}
+            await call.answer(
+                200, msgspec.Raw(await self.off_loop(len(raw), lambda: msgspec.json.encode(answer)))
+            )
 
         await self.serve(scope, receive, send, "tokenize", work)
 
-    def _tokens_of(self, body: TokenizeBody) -> list[int]:
+    def _tokens_of(self, body: TokenizeBody, most: int) -> list[int]:
+        try:
+            return self._encoded(body, most)
+        except TooManyTokens as found:
+            raise RequestTooLarge(f"the text has {found} tokens; /tokenize gives at most {most}") from None
+
+    def _encoded(self, body: TokenizeBody, most: int) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise BadParam("either prompt or messages is needed", "prompt")
         if body.prompt is not None:
-            return self.tokenizer.encode(body.prompt, special=body.add_special_tokens is not False)
+            special = body.add_special_tokens is not False
+            return self.tokenizer.encode(body.prompt, special=special, most=most)
         assert body.messages is not None
         tools = [
             {"type": "function", "function": {"name": t.function.name, "parameters": t.function.parameters}}
@@ -329,21 +398,23 @@ class OpenAIServer:
             generation_prompt=body.add_generation_prompt,
             continue_final=bool(body.continue_final_message),
             variables=body.chat_template_kwargs,
+            most=most,
         )
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def work(call: HttpCall, started: float) -> None:
             body, raw = await self.read(call, DetokenizeBody)
-            size = self.settings.vocab_size
-            for token in body.tokens:
-                if not 0 <= token < size:
-                    raise BadParam(f"tokens: token {token} is not in the vocabulary of {size}", "tokens")
-            text = await self.off_loop(
-                len(raw), lambda: self.tokenizer.decode(body.tokens, skip_special=False)
-            )
+            text = await self.off_loop(len(raw), lambda: self._text_of(body.tokens))
             await call.answer(200, {"prompt": text})
 
         await self.serve(scope, receive, send, "detokenize", work)
+
+    def _text_of(self, tokens: list[int]) -> str:
+        size = self.settings.vocab_size
+        for token in tokens:
+            if not 0 <= token < size:
+                raise BadParam(f"tokens: token {token} is not in the vocabulary of {size}", "tokens")
+        return self.tokenizer.decode(tokens, skip_special=False)
 
     def model_object(self) -> dict[str, object]:
         card = self.card()
@@ -380,7 +451,7 @@ class OpenAIServer:
         return self._json(request, {"ready": ready, "reason": why}, 200 if ready else 503)
 
     async def integrity(self, request: HttpRequest) -> Response:
-        tables = {"calls": self.calls, "bodies": self._bodies.used_bytes, **self.backend.sizes()}
+        tables = {"calls": self.calls, "bodies": self.memory.used_bytes, **self.backend.sizes()}
         descriptors, segments, rss_bytes = process_facts()
         state = NodeState(
             role="frontend",
@@ -431,6 +502,7 @@ def _record_of(
     return RequestRecord(
         request_id=call.id,
         where="frontend http",
+        role="http",
         began=started,
         seconds=seconds,
         steps=[Step(f"read {endpoint}", 0.0), Step("generate", call.planned_at - started)],
@@ -461,7 +533,7 @@ class Asgi:
 
 
 def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
-    """The application; its routes are those of contract.md. With `keys` clients must show one of them."""
+    """The application; its routes are those of docs/http.md. With `keys` clients must show one of them."""
     generating: dict[str, AsgiApp] = {"/v1/chat/completions": api.chat, "/v1/completions": api.completions}
     routes: list[BaseRoute] = [
         *(Route(path, Asgi(handler), methods=["POST"]) for path, handler in generating.items()),

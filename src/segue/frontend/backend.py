@@ -27,8 +27,13 @@ class Generator(Protocol):
     def submit(self, request: Request, *, budget_s: float) -> Generation:
         """Run `request`. Raises OutOfCapacity, Draining and DpRankOutOfRange before anything was started.
 
-        It has `budget_s` seconds. Whoever does not hear it to its end calls `cancel`.
+        It has `budget_s` seconds. Whoever does not hear it to its end calls `complete` or `cancel`.
         """
+        ...
+
+    def complete(self, request_id: str) -> None:
+        """The caller has all that it wants, as after a stop string: end the request on all workers now, as a
+        success. Unknown and ended ids are ignored."""
         ...
 
     def cancel(self, request_id: str, reason: ErrorInfo) -> None:

@@ -216,8 +216,9 @@ def chat_prompt(
     generation_prompt: bool | None = None,
     continue_final: bool = False,
     variables: dict[str, Any] | None = None,
+    most: int,
 ) -> list[int]:
-    """The prompt's token ids. Raises BadParam."""
+    """The prompt's token ids. Raises BadParam, and TooManyTokens for more than `most`."""
     reserved = _RESERVED.intersection(variables or {})
     if reserved:
         name = sorted(reserved)[0]
@@ -234,4 +235,4 @@ def chat_prompt(
         variables=variables or {},
     )
     # The template writes the special tokens itself.
-    return tokenizer.encode(text, special=False)
+    return tokenizer.encode(text, special=False, most=most)

@@ -89,11 +89,53 @@ class Detokenizer:
         self._clean = [b - cut for b in self._clean if b > cut]
 
 
+class _Search:
+    """How much of one string a growing text ends with (Knuth, Morris and Pratt): linear in the text, wherever
+    its pieces end. The table grows as far as the text has matched."""
+
+    __slots__ = ("_borders", "matched", "string")
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        #: the length of the longest prefix of `string` that the text so far ends with
+        self.matched = 0
+        #: by length less one: the longest proper prefix of a prefix of `string` that this one ends with
+        self._borders = [0]
+
+    def feed(self, text: str) -> int:
+        """The place in `text` after the first occurrence, which may have begun before; -1 if none."""
+        string, borders, matched, at = self.string, self._borders, self.matched, 0
+        while at < len(text):
+            if not matched:
+                at = text.find(string[0], at)
+                if at < 0:
+                    break
+            elif text[at] != string[matched]:
+                while len(borders) < matched:
+                    self._grow()
+                matched = borders[matched - 1]
+                continue
+            matched += 1
+            at += 1
+            if matched == len(string):
+                self.matched = matched
+                return at
+        self.matched = matched
+        return -1
+
+    def _grow(self) -> None:
+        string, borders = self.string, self._borders
+        border, new = borders[-1], string[len(borders)]
+        while border and string[border] != new:
+            border = borders[border - 1]
+        borders.append(border + 1 if string[border] == new else 0)
+
+
 class StopStrings:
-    """Looks for stop strings in a growing text and holds back what may become one."""
+    """Looks for stop strings in a growing text and holds back what may become one. Linear in the text."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._searches = [_Search(stop) for stop in stops]
         self._include = include
         self._held = ""
         self.matched: str | None = None
@@ -102,7 +144,7 @@ class StopStrings:
     @property
     def watches(self) -> bool:
         """Whether there is anything to look for."""
-        return bool(self._stops)
+        return bool(self._searches)
 
     def found(self) -> bool:
         """Whether a stop string was seen; the text has ended there."""
@@ -110,18 +152,20 @@ class StopStrings:
 
     def feed(self, text: str) -> str:
         """The text that is certain not to begin a stop string. After a match (`matched`) it is final."""
-        if not self._stops or self.matched is not None:
+        if not self._searches or self.matched is not None:
             return text if self.matched is None else ""
-        text = self._held + text
+        found = [(end, search.string) for search in self._searches if (end := search.feed(text)) >= 0]
+        before, text = len(self._held), self._held + text
         self._held = ""
-        found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
-            # The one that ends first: it is the one that was complete first as tokens arrived.
-            at, stop = min(found, key=lambda f: (f[0] + len(f[1]), f[0]))
+            # The one that ends first: it is the one that was complete first as tokens arrived. If several end
+            # there, the longest.
+            end, stop = min(found, key=lambda f: (f[0], -len(f[1])))
+            end += before
             self.matched = stop
-            self.rest = text[at + len(stop) :]
-            return text[: at + len(stop)] if self._include else text[:at]
-        hold = max(_overlap(text, s) for s in self._stops)
+            self.rest = text[end:]
+            return text[:end] if self._include else text[: end - len(stop)]
+        hold = max(search.matched for search in self._searches)
         if hold:
             self._held = text[-hold:]
             return text[:-hold]
@@ -130,12 +174,6 @@ class StopStrings:
     def flush(self) -> str:
         """What was held back, when the text has ended without a match."""
         held, self._held = self._held, ""
+        for search in self._searches:
+            search.matched = 0
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest proper prefix of `stop` that `text` ends with."""
-    for n in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0

@@ -11,6 +11,7 @@ from segue.core.request import Output, Request, TokenLogprob, Usage, Wait
 from segue.core.types import FinishReason
 from segue.frontend.backend import Generator
 from segue.frontend.detokenize import Detokenizer, StopStrings
+from segue.frontend.memory import LOGPROB_BYTES, TOKEN_BYTES
 from segue.frontend.params import Text
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.observe.metrics import Metrics
@@ -27,6 +28,13 @@ class Piece:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """About what it takes in memory."""
+        shown = [*self.logprobs, *(self.prompt_logprobs or ())]
+        values = sum(1 + len(one.top) for one in shown if one is not None)
+        return TOKEN_BYTES * len(self.token_ids) + 2 * len(self.text) + LOGPROB_BYTES * values
 
 
 class Sample:
@@ -208,10 +216,10 @@ async def _one(
         reason = "error"
         raise
     finally:
-        if reason is not None:
-            text = {"client": "the client left", "stop_string": "a stop string was found"}.get(
-                reason, "the request failed"
-            )
+        if reason == "stop_string":
+            backend.complete(request_id)
+        elif reason is not None:
+            text = "the client left" if reason == "client" else "the request failed"
             backend.cancel(request_id, ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text=text))
             meter.abort(reason)
         meter.end(sample, begun=last is not None, complete=reason in (None, "stop_string"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -11,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from segue.core.errors import AbortedByClient, OutOfCapacity, RequestTimeout, RequestTooLarge, SegueError
+from segue.core.errors import AbortedByClient, RequestTimeout, RequestTooLarge, SegueError
 from segue.core.request import Wait
+from segue.frontend.memory import MemoryBudget, RequestMemory
 from segue.frontend.problems import body_of
 from segue.frontend.trace_context import NO_TRACE
 from segue.session.http_exchange import EXCHANGE, Header, HttpExchange
@@ -22,6 +24,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MAX_REQUEST_ID_CHARS = 128
+_LEAST_READ = 64 * 2**10
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:-]")
 
 _JSON = (b"content-type", b"application/json")
@@ -31,22 +34,6 @@ _SSE = (
     (b"x-accel-buffering", b"no"),
 )
 _encode = msgspec.json.Encoder().encode
-
-
-class BodyBudget:
-    """Bytes of request bodies that are in memory at one time, over all connections."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self.used_bytes = 0
-
-    def take(self, nbytes: int) -> None:
-        if self.used_bytes + nbytes > self._limit_bytes:
-            raise OutOfCapacity("too many request bodies are being read")
-        self.used_bytes += nbytes
-
-    def give_back(self, nbytes: int) -> None:
-        self.used_bytes -= nbytes
 
 
 def request_id_of(scope: Scope) -> str:
@@ -61,13 +48,17 @@ def request_id_of(scope: Scope) -> str:
 
 #: Where in an ASGI scope the check of API keys says whose key it was.
 TENANT = "segue.tenant"
+#: Where it says whose cached prefixes the client may use.
+CACHE_DOMAIN = "segue.cache_domain"
 
 
 class HttpCall:
     """The exchange with one client. `gone` once it has left; `begun` once a status was sent."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive, held: RequestMemory | None = None) -> None:
         self._scope = scope
+        #: what it keeps in memory
+        self.held = RequestMemory(MemoryBudget(0)) if held is None else held
         self._receive = receive
         self._exchange: HttpExchange = scope[EXCHANGE]()
         self.id = request_id_of(scope)
@@ -79,24 +70,28 @@ class HttpCall:
         self.trace = NO_TRACE
         #: which of the server's API keys the client has shown; empty if there are not several
         self.tenant = str(scope.get(TENANT, ""))
+        #: the client has shown an API key
+        self.has_key = TENANT in scope
+        self.cache_domain = str(scope.get(CACHE_DOMAIN, ""))
         self._finished = False
         self._id_header = (b"x-request-id", self.id.encode())
 
     # ---- in -------------------------------------------------------------------------------------
 
-    async def body(self, limit_bytes: int, budget: BodyBudget, *, timeout_s: float) -> bytes:
-        """The whole body. RequestTooLarge beyond `limit_bytes`; what is too much is read and dropped, within
-        reason, because a client that is still writing would not see the answer."""
+    async def body(self, limit_bytes: int, held: RequestMemory, *, timeout_s: float) -> bytes:
+        """The whole body, which counts in `held`. RequestTooLarge beyond `limit_bytes`; what is too much is
+        read and dropped, within reason, because a client that is still writing would not see the answer."""
         raw = self._exchange.take_body()
         if raw is None:
-            raw = await self._received(limit_bytes, budget, timeout_s)
+            raw = await self._received(limit_bytes, held, timeout_s)
         elif len(raw) > limit_bytes:
             raise _too_large(limit_bytes)
+        held.set(len(raw))
         return raw
 
-    async def _received(self, limit_bytes: int, budget: BodyBudget, timeout_s: float) -> bytes:
+    async def _received(self, limit_bytes: int, held: RequestMemory, timeout_s: float) -> bytes:
         pieces: list[bytes] = []
-        held = seen = 0
+        seen = 0
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -107,17 +102,15 @@ class HttpCall:
                     piece = message.get("body", b"")
                     seen += len(piece)
                     if seen <= limit_bytes:
-                        budget.take(len(piece))
-                        held += len(piece)
+                        held.add(len(piece))
                         pieces.append(piece)
                     else:
                         pieces.clear()
+                        held.set(0)
                     if not message.get("more_body", False) or seen > 8 * limit_bytes:
                         break
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {timeout_s:g} s") from None
-        finally:
-            budget.give_back(held)
         if seen > limit_bytes:
             raise _too_large(limit_bytes)
         return b"".join(pieces)
@@ -182,6 +175,19 @@ class HttpCall:
         elif status in (408, 413):
             headers = ((b"connection", b"close"),)
         await self.answer(status, body_of(error), headers=headers)
+
+    async def taken(self, *, stall_s: float) -> None:
+        """Until the client has read most of its answer. It is cut if it reads less than `_LEAST_READ` in
+        `stall_s` seconds: what waits for it is memory."""
+        left = 0
+        while self._exchange.behind:
+            before, left = left, self._exchange.unread_bytes
+            if before and before - left < _LEAST_READ:
+                self._exchange.abort()
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(stall_s):
+                    await self._exchange.drained()
 
     def stream(self, *, stall_s: float) -> EventStream:
         """An answer of events. The status goes out with the first of them."""

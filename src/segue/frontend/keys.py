@@ -15,7 +15,7 @@ import msgspec
 
 from segue.core.access_config import AccessConfig
 from segue.core.errors import ConfigError, ErrorCode, Unauthorized
-from segue.frontend.http_call import TENANT, Receive, Scope, Send, request_id_of
+from segue.frontend.http_call import CACHE_DOMAIN, TENANT, Receive, Scope, Send, request_id_of
 from segue.frontend.problems import error_body
 from segue.observe.metrics import Metrics
 
@@ -68,8 +68,9 @@ def _checked(key: str, where: str) -> str:
 class ApiKeys:
     """A set of keys, of which only digests are kept."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
+    def __init__(self, keys: Iterable[str], prefix_cache_sharing: str = "tenant") -> None:
         self._digests = [_digest(key.encode()) for key in keys]
+        self._share_prefixes = prefix_cache_sharing == "all"
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -87,6 +88,13 @@ class ApiKeys:
         said yes."""
         shown = _digest(authorization.partition(b" ")[2].strip())
         return f"key {self._digests.index(shown) + 1}" if len(self._digests) > 1 else ""
+
+    def cache_domain(self, authorization: bytes) -> str:
+        """Whose cached prefixes the key may use: empty for everybody's. By the key itself, because the order
+        of the keys may change while instances keep their caches. To be asked once `allow` has said yes."""
+        if self._share_prefixes or len(self._digests) < 2:
+            return ""
+        return _digest(authorization.partition(b" ")[2].strip()).hex()
 
 
 def _digest(key: bytes) -> bytes:
@@ -108,6 +116,7 @@ class KeyCheck:
         allowed = self._keys.allow(authorization)
         if allowed:
             scope[TENANT] = self._keys.tenant(authorization)
+            scope[CACHE_DOMAIN] = self._keys.cache_domain(authorization)
         if allowed or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return

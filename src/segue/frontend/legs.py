@@ -18,6 +18,7 @@ import msgspec
 
 from segue.core.errors import DECODE_ERRORS, InvalidRequest
 from segue.core.types import LeaderId
+from segue.frontend.openai_types import read_float
 from segue.frontend.problems import BadParam, unparsable
 
 #: Where prefill's registry is if a router names no port.
@@ -73,7 +74,7 @@ class Legs:
     transfer: dict[str, Any] | None = None
 
 
-_decoder: Final = msgspec.json.Decoder(_Fields)
+_decoder: Final = msgspec.json.Decoder(_Fields, float_hook=read_float)
 
 
 def legs_of(raw: bytes) -> Legs:

@@ -6,17 +6,17 @@ from typing import Any, Final
 
 import msgspec
 
-from segue.core.request import TokenLogprob
 from segue.core.types import FinishReason
-from segue.frontend.answers import Answer, Choice, Json
+from segue.frontend.answers import Answer, Choice, Json, append_items
 from segue.frontend.generate import Piece
-from segue.frontend.openai_types import CompletionBody
-from segue.frontend.params import ModelCard
+from segue.frontend.openai_types import CompletionBody, Number, read_float
+from segue.frontend.params import ModelCard, check_kept_logprobs
 from segue.frontend.plan import Plan, Planner
 from segue.frontend.problems import BadParam, unparsable
 from segue.frontend.unsupported import Refused, refuse, with_refused
 
 _DEFAULT_TOKENS = 128
+_encode: Final = msgspec.json.Encoder().encode
 _OFF: Final[tuple[object, ...]] = (False, 0, "", [], {})
 
 #: Of `/generate`.
@@ -46,14 +46,14 @@ class NativeSampling(msgspec.Struct, frozen=True, kw_only=True):
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    min_p: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[int, Number] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -78,13 +78,14 @@ class NativeBody(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     top_logprobs_num: int | list[int] | None = None
     rid: str | list[str] | None = None
+    cache_salt: str | None = None
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
 
 
 _decoder: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(
-    with_refused(NativeBody, REFUSED_IN_GENERATE)
+    with_refused(NativeBody, REFUSED_IN_GENERATE), float_hook=read_float
 )
 
 
@@ -135,6 +136,7 @@ def as_completion(body: NativeBody) -> CompletionBody:
         seed=s.sampling_seed,
         logprobs=(top or 0) if logprobs else None,
         return_token_ids=True,
+        cache_salt=body.cache_salt,
         routed_dp_rank=body.routed_dp_rank,
         data_parallel_rank=body.data_parallel_rank,
         disagg_prefill_dp_rank=body.disagg_prefill_dp_rank,
@@ -148,25 +150,84 @@ def native_plan(
     plan = planner.completion(body, card, call_id)
     prompts = native.text if native.input_ids is None else native.input_ids
     many = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    # Its streams keep what they have said, too.
+    check_kept_logprobs([sample.request for sample in plan.samples], whole=True)
     answer = NativeAnswer(plan.answer, native.rid or call_id, batch=many or len(plan.samples) > 1)
     return Plan(answer, plan.stream, include_usage=False)
 
 
+#: Bytes of events that a stream may send for each token, on average. An event repeats all so far: where that
+#: is more, events come for several tokens at once, and the bytes of a stream grow as its tokens and not as
+#: their square.
+EVENT_BYTES: Final = 32 * 2**10
+#: What small events leave over for large ones.
+_MAX_CREDIT: Final = 2**20
+
+
+class _SoFar:
+    """What one sample has given, as JSON: each piece is encoded once."""
+
+    __slots__ = ("credit", "ids", "logprobs", "text", "top")
+
+    def __init__(self) -> None:
+        self.text, self.ids, self.logprobs, self.top = (bytearray() for _ in range(4))
+        self.credit = 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.text) + len(self.ids) + len(self.logprobs) + len(self.top)
+
+    def add(self, piece: Piece) -> None:
+        """Append what a piece brings."""
+        self.text += _encode(piece.text)[1:-1]
+        append_items(self.ids, piece.token_ids)
+        append_items(self.logprobs, [(lp.logprob, lp.token, None) for lp in piece.logprobs])
+        append_items(self.top, [[(value, token, None) for token, value in lp.top] for lp in piece.logprobs])
+
+    def due(self, tokens: int) -> bool:
+        """Whether an event of all so far may be sent, with so many new tokens."""
+        self.credit = min(self.credit + EVENT_BYTES * max(1, tokens), max(_MAX_CREDIT, self.nbytes))
+        if self.credit < self.nbytes:
+            return False
+        self.credit -= self.nbytes
+        return True
+
+
+def _list(items: bytearray) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + items + b"]")
+
+
 class NativeAnswer(Answer):
     """`{"text", "output_ids", "meta_info"}`; a list of them for several prompts or samples. In a stream the
-    text and the log-probabilities so far are repeated in each event, as SGLang does."""
+    text and the log-probabilities so far are repeated in each event, as SGLang does; see `EVENT_BYTES`."""
+
+    keeps_streamed = True
 
     def __init__(self, answer: Answer, rid: str | list[str], *, batch: bool) -> None:
         super().__init__(answer.shape, answer.choices, answer.tokenizer)
         self._rid = rid
         self._batch = batch
+        self._so_far = [_SoFar() for _ in answer.choices]
+
+    def add(self, index: int, piece: Piece) -> None:
+        """See `Answer.add`."""
+        self._so_far[index].add(piece)
+        if piece.finish is not None:
+            choice = self.choices[index]
+            choice.finish, choice.stop_reason = piece.finish, piece.stop_reason
 
     def chunks(self, index: int, piece: Piece) -> list[Json]:
         self.add(index, piece)
         if not piece.text and not piece.token_ids and piece.finish is None:
             return []
+        if not self._so_far[index].due(len(piece.token_ids)) and piece.finish is None:
+            return []
         one = self._one(index, self.choices[index])
         return [{**one, "index": index} if self._batch else one]
+
+    def shown_logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
+        """None: `add` keeps them in SGLang's form."""
+        return {}
 
     def whole(self) -> Any:
         found = [self._one(i, choice) for i, choice in enumerate(self.choices)]
@@ -176,7 +237,7 @@ class NativeAnswer(Answer):
         return {}
 
     def _one(self, index: int, choice: Choice) -> Json:
-        sample, rid = choice.sample, self._rid
+        sample, rid, so_far = choice.sample, self._rid, self._so_far[index]
         if isinstance(rid, list):
             rid = rid[choice.prompt] if choice.prompt < len(rid) else self.shape.id
         meta: Json = {
@@ -188,14 +249,10 @@ class NativeAnswer(Answer):
         }
         if self.shape.logprobs:
             meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [[lp.logprob, lp.token, None] for lp in choice.logprobs]
-            meta["output_top_logprobs"] = [_top(lp) for lp in choice.logprobs]
-        text = "".join(choice.texts)
-        return {"text": text, "output_ids": list(choice.token_ids), "meta_info": meta}
-
-
-def _top(logprob: TokenLogprob) -> list[list[object]]:
-    return [[value, token, None] for token, value in logprob.top]
+            meta["output_token_logprobs"] = _list(so_far.logprobs)
+            meta["output_top_logprobs"] = _list(so_far.top)
+        text = msgspec.Raw(b'"' + so_far.text + b'"')
+        return {"text": text, "output_ids": _list(so_far.ids), "meta_info": meta}
 
 
 def _finish(choice: Choice, tokens: int) -> Json | None:

@@ -6,6 +6,7 @@ not those that are known to change the answer (`unsupported`).
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +16,6 @@ from segue.frontend.unsupported import (
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,
-    REFUSED_IN_STREAM_OPTIONS,
     REFUSED_IN_STRUCTURED_OUTPUTS,
     REFUSED_IN_TOKENIZE,
     Refused,
@@ -23,19 +23,31 @@ from segue.frontend.unsupported import (
     with_refused,
 )
 
+#: A number, or anything else: `params` looks. msgspec needs 25 us for one such as 1.5e300 where a field is a
+#: float; where it is untyped, `read_float` reads it in a hundredth of that.
+Number = Any
+
+
+def read_float(text: str) -> float:
+    """A JSON number that is no integer. For decoders' `float_hook`."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("Number out of range")
+    return value
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides its pieces."""
+    """Usage in a stream: in a last event of its own; with `continuous_usage_stats` in every event too."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: Any = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
     """A JSON schema and its name."""
 
     name: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: bool | dict[str, Any] | None = None
     strict: bool | None = None
 
 
@@ -49,7 +61,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 class StructuredOutputs(msgspec.Struct, frozen=True):
     """vLLM's name for a constraint; at most one field is set."""
 
-    json: str | dict[str, Any] | None = None
+    json: str | bool | dict[str, Any] | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -84,14 +96,14 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[int, Number] | None = None
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -101,15 +113,16 @@ class GenerateFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: str | bool | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     regex: str | None = None
-    json_schema: str | dict[str, Any] | None = None
+    json_schema: str | bool | dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     priority: int | None = None
     user: str | None = None
+    cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
     routed_dp_rank: int | None = None
@@ -181,7 +194,8 @@ class BodyReader:
 
     def __init__(self) -> None:
         self._decoders: dict[type, msgspec.json.Decoder[Any]] = {
-            kind: msgspec.json.Decoder(with_refused(kind, refused)) for kind, refused in _REFUSED.items()
+            kind: msgspec.json.Decoder(with_refused(kind, refused), float_hook=read_float)
+            for kind, refused in _REFUSED.items()
         }
 
     def read(self, raw: bytes, kind: type[Body]) -> Body:
@@ -191,6 +205,5 @@ class BodyReader:
             raise unparsable(error) from None
         refuse(body, _REFUSED[kind])
         if isinstance(body, GenerateFields):
-            refuse(body.stream_options, REFUSED_IN_STREAM_OPTIONS, "stream_options.")
             refuse(body.structured_outputs, REFUSED_IN_STRUCTURED_OUTPUTS, "structured_outputs.")
         return body

@@ -9,11 +9,12 @@ import hashlib
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from segue.core.request import Grammar, RankHints, SamplingParams
-from segue.frontend.openai_types import GenerateFields
+from segue.core.request import Grammar, RankHints, Request, SamplingParams
+from segue.frontend.openai_types import GenerateFields, Number
 from segue.frontend.problems import BadParam
 from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults
 
@@ -24,6 +25,9 @@ MAX_STOP_CHARS = 1000
 MAX_STOP_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 100_000
+#: Log-probabilities that one answer may keep, of all samples: some 55 MiB as JSON.
+MAX_KEPT_LOGPROBS = 2**20
+MAX_CACHE_SALT = 1000
 _SEED_MASK = 2**63 - 1
 
 
@@ -83,15 +87,33 @@ def rank_hints(body: GenerateFields) -> RankHints:
     )
 
 
-def waiting_order(body: GenerateFields, tenant: str) -> tuple[int, str]:
-    """Priority and tenant of a request: `tenant` by its API key; without one a digest of the client's
-    `user`."""
+def waiting_order(body: GenerateFields, tenant: str, *, trusted: bool) -> tuple[int, str]:
+    """Priority and tenant of a request; `tenant` is the one of its API key, if the server has several.
+
+    What a client says of itself counts if it is `trusted`: its priority, and where its key names no tenant a
+    digest of its `user`. Others would choose their own place among all.
+    """
     priority = body.priority or 0
     if not -(2**31) <= priority < 2**31:
         raise BadParam(f"priority: a number of 32 bits, lower is earlier, not {priority}", "priority")
+    if not trusted:
+        return 0, tenant
     if not tenant and body.user:
         tenant = hashlib.sha256(body.user.encode()).hexdigest()[:12]
     return priority, tenant
+
+
+def cache_salt(body: GenerateFields, domain: str) -> int:
+    """What the prefix caches keep apart: 0 for what everybody shares, else a number of the API key's `domain`
+    and of the body's `cache_salt`."""
+    salt = body.cache_salt or ""
+    if len(salt) > MAX_CACHE_SALT:
+        raise BadParam(f"cache_salt: at most {MAX_CACHE_SALT} characters, not {len(salt)}", "cache_salt")
+    if not domain and not salt:
+        return 0
+    # The domain has no zero byte, so no salt makes one domain another.
+    words = f"{domain}\0{salt}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1 or 1
 
 
 def text_options(body: GenerateFields) -> Text:
@@ -109,17 +131,22 @@ def text_options(body: GenerateFields) -> Text:
     )
 
 
+def too_long(tokens: object, card: ModelCard, param: str) -> BadParam:
+    """The refusal of a prompt that has `tokens`: a number, or words for one."""
+    return BadParam(
+        f"the prompt has {tokens} tokens and the model's context {card.context_tokens}, "
+        "of which at least one must be left for the answer",
+        param,
+        "context_length_exceeded",
+    )
+
+
 def check_prompt(prompt: list[int], card: ModelCard, param: str) -> None:
     """Raises BadParam for an empty prompt, ids outside the vocabulary, or one longer than the context."""
     if not prompt:
         raise BadParam(f"{param}: the prompt is empty", param)
     if len(prompt) >= card.context_tokens:
-        raise BadParam(
-            f"the prompt has {len(prompt)} tokens and the model's context {card.context_tokens}, "
-            "of which at least one must be left for the answer",
-            param,
-            "context_length_exceeded",
-        )
+        raise too_long(len(prompt), card, param)
     if max(prompt) >= card.vocab_size or min(prompt) < 0:
         bad = next(t for t in prompt if not 0 <= t < card.vocab_size)
         raise BadParam(f"{param}: token {bad} is not in the vocabulary of {card.vocab_size}", param)
@@ -180,6 +207,29 @@ def sampling(
     )
 
 
+def most_tokens(n: int, logprobs: int) -> int:
+    """Tokens of each of `n` samples whose log-probabilities an answer may keep."""
+    return MAX_KEPT_LOGPROBS // (n * (1 + logprobs))
+
+
+def check_kept_logprobs(requests: Sequence[Request], *, whole: bool) -> None:
+    """Raises BadParam for more log-probabilities than an answer may keep: those of prompts, which come at
+    once, and with `whole` those of all tokens."""
+    kept = 0
+    for request in requests:
+        asked = request.sampling
+        if asked.prompt_logprobs is not None:
+            kept += len(request.prompt) * (1 + asked.prompt_logprobs)
+        if whole and asked.logprobs is not None:
+            kept += asked.max_tokens * (1 + asked.logprobs)
+    if kept > MAX_KEPT_LOGPROBS:
+        raise BadParam(
+            f"logprobs: up to {kept} log-probabilities in one answer, of at most {MAX_KEPT_LOGPROBS}; "
+            "lower n, max_tokens or the number of alternatives, or set stream",
+            "logprobs",
+        )
+
+
 def grammar_of(body: GenerateFields) -> Grammar | None:
     """The constraint on the output, from whichever field carries it. At most one may."""
     found: list[tuple[str, Grammar]] = []
@@ -228,12 +278,18 @@ def grammar_of(body: GenerateFields) -> Grammar | None:
     return found[0][1] if found else None
 
 
-def _schema(param: str, schema: str | dict[str, Any]) -> Grammar:
+def _schema(param: str, schema: str | bool | dict[str, Any]) -> Grammar:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise BadParam(f"{param}: not JSON: {error}", param) from None
+    if schema is False:
+        raise BadParam(f"{param}: the JSON schema false admits no output", param)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise BadParam(f"{param}: a JSON schema is an object, true or false", param)
     try:
         return Grammar("json_schema", json.dumps(schema))
     except RecursionError:
@@ -241,15 +297,25 @@ def _schema(param: str, schema: str | dict[str, Any]) -> Grammar:
 
 
 def _within(
-    name: str, value: float | None, low: float, high: float, default: float, *, open_low: bool = False
+    name: str, value: Number | None, low: float, high: float, default: float, *, open_low: bool = False
 ) -> float:
     """`value` if it lies in [low, high] (or (low, high]), the default if there is none."""
     if value is None:
         return default
+    value = _number(name, value)
     if not low <= value <= high or (open_low and value == low):
         bound = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
         raise BadParam(f"{name}: {bound}, not {value:g}", name)
     return value
+
+
+def _number(name: str, value: Number) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadParam(f"{name}: a number is needed", name)
+    try:
+        return float(value)
+    except OverflowError:
+        raise BadParam(f"{name}: out of range", name) from None
 
 
 def _logprobs(name: str, value: int | None) -> int | None:
@@ -258,7 +324,7 @@ def _logprobs(name: str, value: int | None) -> int | None:
     return value
 
 
-def _logit_bias(bias: dict[int, float] | None, card: ModelCard) -> dict[int, float]:
+def _logit_bias(bias: dict[int, Number] | None, card: ModelCard) -> dict[int, float]:
     if not bias:
         return {}
     if len(bias) > MAX_LOGIT_BIAS:
@@ -266,9 +332,9 @@ def _logit_bias(bias: dict[int, float] | None, card: ModelCard) -> dict[int, flo
     for token, value in bias.items():
         if not 0 <= token < card.vocab_size:
             raise BadParam(f"logit_bias: token {token} is not in the vocabulary", "logit_bias")
-        if not -100 <= value <= 100:
+        if not -100 <= _number("logit_bias", value) <= 100:
             raise BadParam(f"logit_bias: from -100 to 100, not {value:g}", "logit_bias")
-    return bias
+    return {token: float(value) for token, value in bias.items()}
 
 
 def _stop_ids(ids: list[int] | None, card: ModelCard) -> list[int]:

@@ -14,21 +14,25 @@ from segue.core.request import RankHints, Request, SamplingParams
 from segue.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
 from segue.frontend.chat import ToolUse, chat_prompt, tool_use
 from segue.frontend.generate import Sample
+from segue.frontend.memory import SAMPLE_BYTES, TOKEN_BYTES
 from segue.frontend.openai_types import ChatBody, CompletionBody, GenerateFields
 from segue.frontend.params import (
     MAX_SAMPLES,
     ModelCard,
     Text,
     asked_tokens,
+    check_kept_logprobs,
     check_prompt,
     grammar_of,
+    most_tokens,
     rank_hints,
     samples,
     sampling,
     text_options,
+    too_long,
 )
 from segue.frontend.problems import BadParam
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.frontend.tokenizer import ModelTokenizer, TooManyTokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
 
@@ -44,6 +48,15 @@ class Plan:
     @property
     def samples(self) -> list[Sample]:
         return [choice.sample for choice in self.answer.choices]
+
+    @property
+    def held_bytes(self) -> int:
+        """About what it keeps in memory. Samples of one prompt share its ids."""
+        requests = [sample.request for sample in self.samples]
+        tokens = sum(len(prompt) for prompt in {id(r.prompt): r.prompt for r in requests}.values())
+        grammars = {id(r.sampling.grammar): r.sampling.grammar for r in requests}.values()
+        texts = self.answer.held_chars + sum(len(grammar.text) for grammar in grammars if grammar)
+        return SAMPLE_BYTES * len(requests) + TOKEN_BYTES * tokens + 4 * texts
 
 
 @dataclass(slots=True)
@@ -63,34 +76,38 @@ class Planner:
             raise BadParam(
                 "tool_choice: a forced call and another constraint exclude each other", "tool_choice"
             )
-        prompt = chat_prompt(
-            self.tokenizer,
-            body.messages,
-            use.tools,
-            generation_prompt=body.add_generation_prompt,
-            continue_final=bool(body.continue_final_message),
-            variables=body.chat_template_kwargs,
-        )
+        try:
+            prompt = chat_prompt(
+                self.tokenizer,
+                body.messages,
+                use.tools,
+                generation_prompt=body.add_generation_prompt,
+                continue_final=bool(body.continue_final_message),
+                variables=body.chat_template_kwargs,
+                most=card.context_tokens - 1,
+            )
+        except TooManyTokens as found:
+            raise too_long(found, card, "messages") from None
         check_prompt(prompt, card, "messages")
         max_tokens, max_tokens_param = asked_tokens(body)
+        n = samples(body)
         params = sampling(
             body,
             card,
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
             max_tokens_param=max_tokens_param,
-            default_max_tokens=None,
+            # Without a number of tokens an answer ends where it may keep no more log-probabilities.
+            default_max_tokens=None if logprobs is None or body.stream else most_tokens(n, logprobs),
             logprobs=logprobs,
             grammar=grammar or use.grammar,
         )
         text = text_options(body)
         ranks = rank_hints(body)
-        choices = [
-            self._chat_choice(call_id, prompt, params, text, use, ranks, i) for i in range(samples(body))
-        ]
+        choices = [self._chat_choice(call_id, prompt, params, text, use, ranks, i) for i in range(n)]
         shape = _shape(body, card, f"chatcmpl-{call_id}", int(self.today()), logprobs is not None)
         answer = ChatAnswer(shape, choices, self.tokenizer)
-        return Plan(answer, bool(body.stream), shape.include_usage)
+        return _planned(answer, body, shape)
 
     def _chat_choice(
         self,
@@ -114,18 +131,23 @@ class Planner:
         n = samples(body)
         if body.best_of is not None and body.best_of != n:
             raise BadParam("best_of: not supported; leave it out or set it to n", "best_of")
-        prompts = self._prompts(body)
-        if len(prompts) * n > MAX_SAMPLES:
+        given = _given_prompts(body)
+        if len(given) * n > MAX_SAMPLES:
             raise BadParam(
-                f"{len(prompts)} prompts with {n} samples each: at most {MAX_SAMPLES} in all", "prompt"
+                f"{len(given)} prompts with {n} samples each: at most {MAX_SAMPLES} in all", "prompt"
             )
         max_tokens, max_tokens_param = asked_tokens(body)
         echo_only = bool(body.echo) and max_tokens == 0
         grammar = grammar_of(body)
         text, ranks = text_options(body), rank_hints(body)
+        special = body.add_special_tokens is not False
+        prompts: list[list[int]] = []
         choices = []
-        for p, prompt in enumerate(prompts):
+        # Each is checked before the next one is encoded.
+        for p, item in enumerate(given):
+            prompt = self._encode(item, card, special) if isinstance(item, str) else item
             check_prompt(prompt, card, "prompt")
+            prompts.append(prompt)
             params = sampling(
                 body,
                 card,
@@ -148,7 +170,7 @@ class Planner:
             echo=self._echo(body, prompts) if body.echo else None,
             echo_only=echo_only,
         )
-        return Plan(answer, bool(body.stream), shape.include_usage)
+        return _planned(answer, body, shape)
 
     def _sample(
         self, call_id: str, prompt: list[int], params: SamplingParams, text: Text, ranks: RankHints, i: int
@@ -160,30 +182,13 @@ class Planner:
         request = Request(request_id=request_id, prompt=prompt, sampling=params, ranks=ranks)
         return Sample(request, text, self.tokenizer)
 
-    def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        """The prompts as token ids: one string, strings, one list of ids, or lists of ids."""
-        special = body.add_special_tokens is not False
-        if isinstance(body.prompt, str):
-            return [self._encode(body.prompt, special)]
-        items: list[Any] = list(body.prompt)
-        if not items:
-            raise BadParam("prompt: the prompt is empty", "prompt")
-        kind = type(items[0])
-        if any(type(item) is not kind for item in items):
-            raise BadParam("prompt: strings, token ids or lists of token ids, not a mixture", "prompt")
-        if kind is int:
-            return [items]
-        # Before the work of encoding, not after it.
-        if len(items) > MAX_SAMPLES:
-            raise BadParam(f"prompt: at most {MAX_SAMPLES} prompts, not {len(items)}", "prompt")
-        if kind is list:
-            return items
-        return [self._encode(item, special) for item in items]
-
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, card: ModelCard, special: bool) -> list[int]:
         if not text:
             raise BadParam("prompt: the prompt is empty", "prompt")
-        return self.tokenizer.encode(text, special=special)
+        try:
+            return self.tokenizer.encode(text, special=special, most=card.context_tokens - 1)
+        except TooManyTokens as found:
+            raise too_long(found, card, "prompt") from None
 
     def _echo(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
         if isinstance(body.prompt, str):
@@ -196,6 +201,29 @@ class Planner:
         ]
 
 
+def _given_prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts, each a text or token ids: one string, strings, one list of ids, or lists of ids."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    items: list[Any] = list(body.prompt)
+    if not items:
+        raise BadParam("prompt: the prompt is empty", "prompt")
+    kind = type(items[0])
+    if any(type(item) is not kind for item in items):
+        raise BadParam("prompt: strings, token ids or lists of token ids, not a mixture", "prompt")
+    if kind is int:
+        return [items]
+    if len(items) > MAX_SAMPLES:
+        raise BadParam(f"prompt: at most {MAX_SAMPLES} prompts, not {len(items)}", "prompt")
+    return items
+
+
+def _planned(answer: Answer, body: GenerateFields, shape: Shape) -> Plan:
+    plan = Plan(answer, bool(body.stream), shape.include_usage)
+    check_kept_logprobs([sample.request for sample in plan.samples], whole=not plan.stream)
+    return plan
+
+
 def _chat_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs and not body.logprobs:
         raise BadParam("top_logprobs: set logprobs to true as well", "top_logprobs")
@@ -206,14 +234,19 @@ def _chat_logprobs(body: ChatBody) -> int | None:
 
 def _shape(body: GenerateFields, card: ModelCard, answer_id: str, created: int, logprobs: bool) -> Shape:
     options = body.stream_options
-    if options is not None and options.include_usage is not None and not body.stream:
+    asked = options is not None and (
+        options.include_usage is not None or options.continuous_usage_stats is not None
+    )
+    if asked and not body.stream:
         raise BadParam("stream_options: only with stream", "stream_options")
+    include_usage = bool(options is not None and options.include_usage)
     return Shape(
         id=answer_id,
         model=card.name,
         created=created,
         logprobs=logprobs,
-        include_usage=bool(body.stream and options is not None and options.include_usage),
+        include_usage=include_usage,
+        continuous_usage=bool(include_usage and options is not None and options.continuous_usage_stats),
         token_ids=bool(body.return_token_ids),
         timeline=bool(body.return_timeline),
     )

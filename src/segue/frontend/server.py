@@ -17,14 +17,13 @@ from segue.core.limits import Limits
 from segue.core.records import Records
 from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.frontend.backend import Backend
-from segue.frontend.http_server import HttpServer, bind
+from segue.frontend.doorway import Doorway
 from segue.frontend.keys import ApiKeys
 from segue.frontend.ready import keep_proving
 from segue.frontend.sampling_defaults import OPENAI, of_model
 from segue.frontend.tokenizer import ModelTokenizer
 from segue.frontend.trace_context import TraceContext, passed_on
 from segue.observe.metrics import Metrics
-from segue.session.listen import url_of
 from segue.session.tasks import awaited, background
 
 log = logging.getLogger("segue.frontend")
@@ -47,6 +46,7 @@ class FrontendSettings:
     context_tokens: int = 0
     model_defaults: bool = True
     keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+    client_order: str = "keys"
 
 
 async def run_frontend(
@@ -57,19 +57,25 @@ async def run_frontend(
     *,
     records: Records | None = None,
     trace: Callable[[str], TraceContext] = passed_on,
+    door: Doorway | None = None,
     on_listening: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones
     have `limits.drain_s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace`
-    makes a request's trace context of the client's.
+    makes a request's trace context of the client's. `door` is the port if it is open already; it is closed at
+    the end.
 
-    `on_listening` and `on_ready` are called once with the URL: when the port answers, and when the first
+    `on_listening` and `on_ready` are called once with the URL: when requests are placed, and when the first
     canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
     """
-    sock = bind(config.host, config.port)
+    door = door or Doorway(
+        config.host, config.port, drain_s=config.limits.drain_s, keys=config.keys, metrics=metrics
+    )
     try:
+        door.reason = "the frontend is loading the tokenizer"
         tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model_folder)
+        log.info("event=tokenizer_loaded folder=%s", config.model_folder)
         context_tokens, vocab_size = model_bounds(config.model_folder, tokenizer, config.context_tokens)
         defaults = of_model(config.model_folder, vocab_size) if config.model_defaults else OPENAI
         log.info("what clients do not name: %s", defaults)
@@ -79,21 +85,21 @@ async def run_frontend(
             vocab_size=vocab_size,
             limits=config.limits,
             defaults=defaults,
+            client_order=config.client_order,
         )
         api = OpenAIServer(backend, tokenizer, settings, metrics, records, trace)
     except BaseException:
-        sock.close()
+        await door.close()
         raise
     if not config.keys and not is_loopback(config.host):
         log.warning(
-            "--host %s without an API key: everybody who can reach port %d may use this server; "
+            "--host %s without an API key: everybody who can reach port %s may use this server; "
             "give --api-key-file",
             config.host,
-            sock.getsockname()[1],
+            door.url.rpartition(":")[2],
         )
-    server = HttpServer(build_app(api, config.keys), sock, drain_s=config.limits.drain_s)
-    url = url_of("http", *server.address)
-    http = server.start()
+    door.open(build_app(api, config.keys))
+    url = door.url
     backend.start()
     canary = tokenizer.encode("Hello", special=True)[:8] or [0]
     proving = awaited(keep_proving(backend, canary), name="canary")
@@ -106,7 +112,7 @@ async def run_frontend(
         if on_listening is not None:
             on_listening(url)
         # A server or a canary loop that dies takes the process with it: a dead part is not hidden.
-        ends: set[asyncio.Future[Any]] = {http, proving, stopping, unannounced}
+        ends: set[asyncio.Future[Any]] = {door.serving, proving, stopping, unannounced}
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
             task.result()
@@ -116,7 +122,7 @@ async def run_frontend(
             task.cancel()
         await asyncio.gather(proving, announcing, stopping, return_exceptions=True)
         await backend.close()
-        await server.stop()
+        await door.close()
         api.close()
 
 

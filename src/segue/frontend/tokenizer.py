@@ -19,7 +19,15 @@ from segue.core.errors import ConfigError, Internal
 from segue.frontend.problems import BadParam
 
 _SHORT_CHARS = 4096
+_PIECE_CHARS = 2**18
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than were asked for: `tokens`, or if not `exact` at least so many."""
+
+    def __init__(self, tokens: int, *, exact: bool) -> None:
+        super().__init__(f"{tokens}" if exact else f"at least {tokens}")
 
 
 class ModelTokenizer:
@@ -37,6 +45,7 @@ class ModelTokenizer:
         )
         spec = json.loads(self._fast.to_str())
         self._byte_level = _contains(spec.get("decoder"), "ByteLevel")
+        self._token_bytes, self._dropped = _longest_token(spec, self._fast.get_vocab(with_added_tokens=True))
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -59,15 +68,31 @@ class ModelTokenizer:
         except Exception as error:
             raise ConfigError(f"the tokenizer in {path} cannot be read: {error}") from error
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids; with `special` the tokens that the model expects around a text are added."""
+    def encode(self, text: str, *, special: bool, most: int | None = None) -> list[int]:
+        """Token ids; with `special` the tokens that the model expects around a text are added.
+
+        Raises TooManyTokens for more than `most`. The list of ids is not made then: making it keeps the
+        interpreter's lock. A text that is too long by its bytes is not encoded.
+        """
+        if most is not None and self._token_bytes and 4 * len(text) > most * self._token_bytes:
+            fewest = -(-self._kept_bytes(text) // self._token_bytes)
+            if fewest > most:
+                raise TooManyTokens(fewest, exact=False)
         if len(text) <= _SHORT_CHARS:
-            short: list[int] = self._fast.encode(text, add_special_tokens=special).ids
-            return short
-        # `encode` keeps the interpreter's lock for as long as it takes (2 s for 4 MB), and with it the event
-        # loop; the batch call lets it go.
-        ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            encoding = self._fast.encode(text, add_special_tokens=special)
+        else:
+            # `encode` keeps the interpreter's lock for as long as it takes (2 s for 4 MB), and with it the
+            # event loop; the batch call lets it go.
+            encoding = self._fast.encode_batch_fast([text], add_special_tokens=special)[0]
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), exact=True)
+        ids: list[int] = encoding.ids
         return ids
+
+    def _kept_bytes(self, text: str) -> int:
+        # In pieces: other threads run between them.
+        pieces = (text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS))
+        return sum(len(piece.encode(errors="replace").translate(None, self._dropped)) for piece in pieces)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
         """The text of `ids`; unknown ones are left out. Raises Internal for a number that is no id at all."""
@@ -151,6 +176,53 @@ def _contains(node: object, kind: str) -> bool:
     if isinstance(node, dict):
         return node.get("type") == kind or any(_contains(child, kind) for child in node.values())
     return isinstance(node, list) and any(_contains(child, kind) for child in node)
+
+
+def _longest_token(spec: dict[str, Any], vocab: dict[str, int]) -> tuple[int, bytes]:
+    """The most bytes of a text that one token can stand for, and the bytes that give no token; 0 where the
+    tokenizer may drop or merge others, too (unknown characters, white space)."""
+    model, added = spec["model"], spec.get("added_tokens") or []
+    parts = [
+        *_parts(spec.get("normalizer"), "normalizers"),
+        *_parts(spec.get("pre_tokenizer"), "pretokenizers"),
+    ]
+    if (
+        model.get("type") != "BPE"
+        or not all(_keeps_bytes(part) for part in parts)
+        or any(token["lstrip"] or token["rstrip"] for token in added)
+    ):
+        return 0, b""
+    if any(part["type"] == "ByteLevel" for part in parts):
+        names = {token["content"] for token in added}
+        longest = max(len(token.encode()) if token in names else len(token) for token in vocab)
+        return longest, bytes(byte for char, byte in _BYTE_OF.items() if char not in vocab)
+    fallback = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    if fallback or (model.get("unk_token") in vocab and not model.get("fuse_unk")):
+        # An unknown character has up to four bytes.
+        return max(4, *(len(token.encode()) for token in vocab)), b""
+    return 0, b""
+
+
+def _parts(node: dict[str, Any] | None, nested: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as a list of the simple ones that it consists of."""
+    if node is None:
+        return []
+    if node.get("type") == "Sequence":
+        return [part for child in node[nested] for part in _parts(child, nested)]
+    return [node]
+
+
+def _keeps_bytes(part: dict[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer is known to make no text shorter."""
+    match part["type"]:
+        case "ByteLevel" | "Digits" | "Metaspace" | "Prepend":
+            return True
+        case "Split" | "Punctuation":
+            return bool(part.get("behavior") != "Removed")
+        case "Replace":
+            old = part["pattern"].get("String")
+            return old is not None and len(old.encode()) <= len(part["content"].encode())
+    return False
 
 
 def _byte_alphabet() -> dict[str, int]:

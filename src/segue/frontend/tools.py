@@ -7,7 +7,8 @@
 | Llama 3 | the whole answer is `{"name": …, "parameters": {…}}` | `<|python_tag|>` or `"parameters"` |
 
 A call is given out whole, when its JSON is complete: half a call helps nobody, and what turns out not to be a
-call is returned as text. `forced` is for `tool_choice`: there the grammar already made the output JSON.
+call is returned as text. `forced` is for `tool_choice`: the grammar makes the output JSON, so a text that
+`max_tokens` cuts is a call with the arguments so far, as with OpenAI and vLLM, and never text.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class ForcedParser(_WholeParser):
         if self._form == "arguments":
             # Cut off by max_tokens or not: OpenAI too gives the arguments as they are.
             return [ToolCall(new_call_id(), self._name, text.strip())]
-        return list(_calls(text)) or [text]
+        return list(_calls(text) or _cut_calls(text)) or ([] if text.lstrip().startswith("[") else [text])
 
 
 def new_call_id() -> str:
@@ -252,6 +253,31 @@ def _json_prefix(text: str) -> Any | None:
     except (ValueError, RecursionError):
         return None
     return value
+
+
+#: The head of a call as the grammar of `tool_choice: required` writes it; the arguments follow.
+_CALL_HEAD = re.compile(r'\s*[\[,]?\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
+
+
+def _cut_calls(text: str) -> list[ToolCall]:
+    """The calls in a list that was cut: the last one has its arguments so far. A call that was cut
+    before its arguments is left out."""
+    decoder = json.JSONDecoder()
+    calls: list[ToolCall] = []
+    at = 0
+    while (head := _CALL_HEAD.match(text, at)) is not None:
+        name = json.loads(head[1])
+        try:
+            arguments, end = decoder.raw_decode(text, head.end())
+        except (ValueError, RecursionError):
+            calls.append(_call(name, text[head.end() :]))
+            break
+        calls.append(_call(name, arguments))
+        brace = re.compile(r"\s*\}").match(text, end)
+        if brace is None:
+            break
+        at = brace.end()
+    return calls
 
 
 def _calls(text: str) -> list[ToolCall]:

@@ -32,7 +32,6 @@ REFUSED: Final[dict[str, tuple[object, ...]]] = {
     # vLLM
     "allowed_token_ids": _OFF,
     "bad_words": _OFF,
-    "cache_salt": _OFF,
     "chat_template": (),
     "detokenize": (True,),
     "documents": _OFF,
@@ -99,8 +98,7 @@ REFUSED_IN_COMPLETIONS: Final[dict[str, tuple[object, ...]]] = {
 #: Of `/tokenize`.
 REFUSED_IN_TOKENIZE: Final[Refused] = {"return_token_strs": _OFF}
 
-#: Of `stream_options` and of `structured_outputs`.
-REFUSED_IN_STREAM_OPTIONS: Final[Refused] = {"continuous_usage_stats": _OFF}
+#: Of `structured_outputs`.
 REFUSED_IN_STRUCTURED_OUTPUTS: Final[Refused] = {
     "disable_additional_properties": _OFF,
     "disable_any_whitespace": _OFF,

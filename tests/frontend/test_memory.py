@@ -1,0 +1,334 @@
+"""What requests keep in memory is counted, bounded and let go; and nobody's body takes the others' time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import re
+import socket
+import threading
+import tracemalloc
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from conftest import DEADLINE_S, FakeBackend, Running, serve
+from segue.core.limits import Limits
+from segue.frontend import memory
+from segue.frontend.app import OpenAIServer
+from segue.frontend.legs import legs_of
+from segue.frontend.memory import MAX_WEIGHT
+from segue.frontend.native import NativeBody, NativeSampling, as_completion, native_plan, read_native
+from segue.frontend.openai_types import (
+    BodyReader,
+    ChatBody,
+    CompletionBody,
+    GenerateFields,
+    StreamOptions,
+)
+from segue.frontend.params import MAX_KEPT_LOGPROBS, ModelCard
+from segue.frontend.plan import Planner
+from segue.frontend.problems import BadParam
+from segue.frontend.tokenizer import ModelTokenizer
+
+CHAT = "/v1/chat/completions"
+MIB = 2**20
+
+
+def waiting_posts(running: Running, backend: FakeBackend, raw: bytes, count: int, stack: ExitStack) -> None:
+    """So many requests of the body `raw`, which wait for their tokens until `stack` is left."""
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    for _ in range(count):
+        backend.reached.clear()
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), DEADLINE_S))
+        client.sendall(head)
+        client.sendall(raw)
+        assert backend.reached.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize("reads", ["nothing", "all", "leaves"])
+def test_an_answer_that_its_client_does_not_read_counts_until_it_is_read_or_cut(
+    tokenizer: ModelTokenizer, reads: str
+) -> None:
+    raw = msgspec.json.encode({"prompt": "\u00e9" * 500_000})
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n".encode()
+    limits = Limits(max_body_bytes=4 * MIB, drain_s=2)
+    answered = threading.Event()
+    with (
+        serve(FakeBackend(tokenizer), tokenizer, jumping=True, limits=limits) as running,
+        socket.socket() as client,
+    ):
+        running.door.metrics.finished = lambda *_: answered.set()  # type: ignore[method-assign]
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(DEADLINE_S)
+        client.connect(("127.0.0.1", running.port))
+        client.sendall(head + raw)
+        assert answered.wait(DEADLINE_S)
+        assert running.on_loop(lambda: running.door.memory.used_bytes) > MIB
+        got = 0
+        if reads == "leaves":
+            client.close()
+        elif reads == "nothing":
+            running.over(31)
+            running.over(31)
+        else:
+            head_bytes, _, begun = client.recv(MIB).partition(b"\r\n\r\n")
+            size = int(re.findall(rb"(?i)content-length: (\d+)", head_bytes)[0])
+            assert size > 3 * MIB
+            got = len(begun)
+            while got < size:
+                got += len(client.recv(MIB))
+        while running.on_loop(lambda: running.door.memory.used_bytes):
+            pass
+        if reads == "nothing":
+            while piece := client.recv(MIB):
+                got += len(piece)
+            assert got < 3 * MIB, "it was not cut"
+
+
+def body_of(nbytes: int, **more: Any) -> bytes:
+    hi = [{"role": "user", "content": "hi"}]
+    return msgspec.json.encode({"messages": hi, "user": "x" * nbytes, "metadata": "y" * nbytes, **more})
+
+
+def test_a_request_that_waits_keeps_neither_its_body_nor_what_was_decoded(tokenizer: ModelTokenizer) -> None:
+    backend = FakeBackend(tokenizer, hang_at=0)
+    with serve(backend, tokenizer) as running, ExitStack() as stack:
+        raw = body_of(MIB // 3)
+        waiting_posts(running, backend, raw, 1, stack)  # what is made once
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        before, _ = tracemalloc.get_traced_memory()
+        waiting_posts(running, backend, raw, 12, stack)
+        after, _ = tracemalloc.get_traced_memory()
+        used = running.on_loop(lambda: running.door.memory.used_bytes)
+        assert running.on_loop(lambda: running.door.calls) == 13
+    assert after - before < len(raw), "less than one of twelve bodies"
+    assert 0 < used < len(raw)
+
+
+def test_what_a_client_that_left_had_asked_of_a_thread_is_not_kept_in_its_queue(
+    tokenizer: ModelTokenizer,
+) -> None:
+    class Body:
+        def read(self) -> None: ...
+
+    free = threading.Event()
+
+    async def left(door: OpenAIServer) -> weakref.ref[Body]:
+        body = Body()
+        kept = weakref.ref(body)
+        asked = asyncio.create_task(door.off_loop(MIB, body.read))
+        del body
+        await asyncio.sleep(0)
+        assert kept() is not None
+        asked.cancel()
+        await asyncio.wait({asked})
+        return kept
+
+    with serve(FakeBackend(tokenizer), tokenizer, tokenizer_threads=1) as running, ExitStack() as stack:
+        stack.callback(free.set)
+        busy = running.door.off_loop(MIB, lambda: free.wait(DEADLINE_S))
+        asyncio.run_coroutine_threadsafe(busy, running.loop)
+        kept = asyncio.run_coroutine_threadsafe(left(running.door), running.loop).result(DEADLINE_S)
+        gc.collect()
+        assert kept() is None
+
+
+def test_an_answer_that_is_whole_is_never_refused_for_the_work_of_others(tokenizer: ModelTokenizer) -> None:
+    free = threading.Event()
+    limits = Limits(max_body_bytes=MIB, max_queue=1, drain_s=2)
+    with serve(FakeBackend(tokenizer, endless=True), tokenizer, limits=limits, inline_bytes=1000) as running:
+        asyncio.run_coroutine_threadsafe(
+            running.door.off_loop(MIB, lambda: free.wait(DEADLINE_S)), running.loop
+        )
+        answer = running.post(CHAT, body_of(1, max_tokens=200))
+        free.set()
+    assert answer.status_code == 200, answer.text
+
+
+def test_beyond_what_requests_may_keep_the_next_one_is_refused_and_none_of_the_others(
+    tokenizer: ModelTokenizer,
+) -> None:
+    backend = FakeBackend(tokenizer, hang_at=0)
+    with serve(backend, tokenizer) as running:
+        budget = running.door.memory
+        budget.limit_bytes = 4 * memory.SAMPLE_BYTES
+        with ExitStack() as stack:
+            waiting_posts(running, backend, body_of(10), 3, stack)
+            answer = running.post(CHAT, body_of(10))
+            assert answer.status_code == 429
+            assert int(answer.headers["retry-after"]) >= 1
+            assert running.on_loop(lambda: running.door.calls) == 3
+        backend.hang_at = None
+        while running.on_loop(lambda: running.door.calls):
+            pass
+        assert budget.used_bytes == 0
+        assert running.post(CHAT, body_of(10)).status_code == 200
+        assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]," * 70_000, b'{"a":1},' * 70_000, b"1," * (MAX_WEIGHT + 1)],
+    ids=["lists", "objects", "numbers"],
+)
+def test_a_body_of_more_values_than_can_be_decoded_at_once_is_refused_undecoded(
+    content: bytes, tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(
+        FakeBackend(tokenizer), tokenizer, limits=Limits(max_body_bytes=4 * MIB, drain_s=2)
+    ) as running:
+        monkeypatch.setattr(BodyReader, "read", None)
+        answer = running.post(CHAT, b'{"messages":[' + content + b"1]}")
+        assert answer.status_code == 413
+        assert "too many values" in answer.json()["error"]["message"]
+        assert running.on_loop(lambda: running.door.memory.used_bytes) == 0
+
+
+def test_a_longer_context_may_have_more_values(tokenizer: ModelTokenizer) -> None:
+    raw = b"[" + b"1," * MAX_WEIGHT + b"[]]"
+    with pytest.raises(memory.RequestTooLarge):
+        memory.decoded_bytes(raw, MAX_WEIGHT)
+    assert memory.decoded_bytes(raw, 2 * MAX_WEIGHT) > len(raw)
+
+
+@pytest.mark.parametrize("text", ["plain", "\u00e9", "\u4f60", "\U0001f600"])
+@pytest.mark.parametrize("escaped", [False, True])
+def test_what_decoding_takes_is_not_counted_as_less(text: str, escaped: bool) -> None:
+    encode = msgspec.json.encode
+    bodies: list[Any] = [
+        [text * 10_000 + "\U0001f600"],
+        [{"a": i} for i in range(2000)],
+        [[]] * 1000,
+        list(range(5000)),
+    ]
+    for body in bodies:
+        raw = encode(body) if not escaped else json.dumps(body).encode()
+        tracemalloc.start()
+        try:
+            made = msgspec.json.decode(raw)
+            taken, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert made
+        assert memory.decoded_bytes(raw, MAX_WEIGHT) >= taken - 1000
+
+
+def test_no_field_is_a_float_whose_slow_reading_anybody_could_ask_for() -> None:
+    """msgspec needs a hundred times as long for 1.5e300 where a field is typed as a float."""
+    for kind in (
+        StreamOptions,
+        GenerateFields,
+        ChatBody,
+        CompletionBody,
+        NativeBody,
+        NativeSampling,
+    ):
+        assert "FloatType" not in repr(msgspec.inspect.type_info(kind)), kind
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_a_number_that_is_none_is_refused_where_it_stands(number: str) -> None:
+    chat = b'{"messages":[{"role":"user","content":%s}]}' % number.encode()
+    with pytest.raises(BadParam, match=r"content|range"):
+        BodyReader().read(chat, ChatBody)
+    with pytest.raises(BadParam, match="range"):
+        read_native(b'{"text":"x","sampling_params":{"temperature":%s}}' % number.encode())
+    with pytest.raises(BadParam, match="range"):
+        legs_of(b'{"kv_transfer_params":{"a":%s}}' % number.encode())
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "logit_bias"])
+@pytest.mark.parametrize("value", ["hot", True, [1.0], {"a": 1}, 10**400, 1e300], ids=str)
+def test_what_is_no_number_or_far_out_of_range_is_a_400_that_names_it(
+    field: str, value: Any, door: Running
+) -> None:
+    given = {"1": value} if field == "logit_bias" else value
+    raw = json.dumps({"messages": [{"role": "user", "content": "hi"}], field: given}).encode()
+    answer = door.post(CHAT, raw)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(field)
+
+
+def test_a_number_of_thousands_of_digits_is_refused(door: Running) -> None:
+    raw = b'{"messages":[{"role":"user","content":[%s]}]}' % (b"1" * 1000)
+    answer = door.post(CHAT, raw)
+    assert answer.status_code == 400
+    assert "out of range" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "fits"),
+    [
+        ({"n": 128, "max_tokens": 300, "top_logprobs": 20}, True),
+        ({"n": 128, "max_tokens": 400, "top_logprobs": 20}, False),
+        ({"n": 128, "max_tokens": 400, "top_logprobs": 20, "stream": True}, True),
+        ({"n": 128, "max_tokens": 400, "top_logprobs": 0}, True),
+    ],
+    ids=str,
+)
+def test_more_log_probabilities_than_an_answer_keeps_are_refused_before_anything_runs(
+    more: dict[str, Any], fits: bool, tokenizer: ModelTokenizer
+) -> None:
+    plan = Planner(tokenizer).chat
+    raw = body_of(1, logprobs=True, **more)
+    card = ModelCard(name="tiny", context_tokens=512, vocab_size=330)
+    if fits:
+        assert len(plan(BodyReader().read(raw, ChatBody), card, "id").samples) == 128
+        return
+    with pytest.raises(BadParam, match="lower n, max_tokens or the number of alternatives, or set stream"):
+        plan(BodyReader().read(raw, ChatBody), card, "id")
+
+
+@pytest.mark.parametrize("n", [1, 3, 128])
+@pytest.mark.parametrize("top", [0, 5, 20])
+@pytest.mark.parametrize("context", [512, 131_072, 2**22])
+def test_who_names_no_number_of_tokens_gets_as_many_as_the_answer_may_keep(
+    n: int, top: int, context: int, tokenizer: ModelTokenizer
+) -> None:
+    """A context of 131,072 tokens, none of which are asked for, with 20 alternatives was refused."""
+    card = ModelCard(name="tiny", context_tokens=context, vocab_size=330)
+
+    def most(**more: Any) -> int:
+        raw = body_of(1, n=n, logprobs=True, top_logprobs=top, **more)
+        request = Planner(tokenizer).chat(BodyReader().read(raw, ChatBody), card, "id").samples[0].request
+        assert request.sampling.max_tokens + len(request.prompt) <= context
+        return request.sampling.max_tokens
+
+    room = most(stream=True)
+    assert most() == min(room, MAX_KEPT_LOGPROBS // (n * (1 + top)))
+
+
+def test_log_probabilities_of_prompts_come_at_once_and_are_bounded_in_streams_too(
+    tokenizer: ModelTokenizer,
+) -> None:
+    body = CompletionBody(prompt=[[5] * 400] * 128, echo=True, logprobs=20, max_tokens=1, stream=True)
+    card = ModelCard(name="tiny", context_tokens=512, vocab_size=330)
+    with pytest.raises(BadParam, match="1075200 log-probabilities"):
+        Planner(tokenizer).completion(body, card, "id")
+
+
+def test_sglang_s_streams_keep_what_they_have_said_and_are_bounded_as_whole_answers(
+    tokenizer: ModelTokenizer,
+) -> None:
+    asked = {"text": "a", "stream": True, "return_logprob": True, "top_logprobs_num": 20}
+    asked["sampling_params"] = {"n": 128, "max_new_tokens": 400}
+    native = read_native(msgspec.json.encode(asked))
+    card = ModelCard(name="tiny", context_tokens=512, vocab_size=330)
+    with pytest.raises(BadParam, match="log-probabilities"):
+        native_plan(Planner(tokenizer), native, as_completion(native), card, "id")
+
+
+def test_an_answer_counts_while_it_grows_and_ends_where_memory_does(tokenizer: ModelTokenizer) -> None:
+    with serve(FakeBackend(tokenizer, endless=True), tokenizer) as running:
+        raw = body_of(1, logprobs=True, max_tokens=200)
+        assert running.post(CHAT, raw).status_code == 200
+        running.door.memory.limit_bytes = 2 * memory.SAMPLE_BYTES
+        assert running.post(CHAT, raw).status_code == 429
+        assert running.on_loop(lambda: running.door.memory.used_bytes) == 0
+        assert running.post(CHAT, body_of(1, max_tokens=5)).status_code == 200
