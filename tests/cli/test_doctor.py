@@ -24,6 +24,7 @@ from segue.cli.main import main
 from segue.cli.transport_probe import Speed
 from segue.core.limits import Limits
 from segue.core.types import Incarnation, Role
+from segue.engine.processor import processor_of
 from segue.layout.blocks import CopyBlock
 from segue.transport.host_memory import GroupMemory
 from segue.transport.kinds import KINDS, OK
@@ -34,7 +35,7 @@ GOOD = HostFacts(
     system="Linux",
     kernel="6.18.0",
     machine="x86_64",
-    cpuinfo="flags\t: fpu avx2 avx512f amx_bf16 avx512_bf16\n",
+    processor=processor_of("flags\t: fpu avx2 avx512f amx_bf16 avx512_bf16\n", {}),
     cores=2,
     free_bytes=8 * 2**30,
     memory_limit_bytes=None,
@@ -73,8 +74,14 @@ BAD: list[tuple[dict[str, object], str, str, str, str]] = [
     # what is different, name, state, in what was found, in what to do
     ({"python": (3, 10, 1)}, "python", "wrong", "3.10.1", "3.11"),
     ({"system": "Darwin"}, "kernel", "wrong", "Darwin", "Linux"),
-    ({"cpuinfo": "flags\t: fpu avx2\n"}, "cpu", "warn", "no bfloat16", "float32"),
-    ({"cpuinfo": ""}, "cpu", "warn", "no vector extensions", "float32"),
+    (
+        {"processor": processor_of("flags\t: fpu avx2\n", {})},
+        "cpu",
+        "warn",
+        "--dtype auto is float32: this processor does not multiply bfloat16 (avx2)",
+        "--dtype float32",
+    ),
+    ({"processor": processor_of("", {})}, "cpu", "warn", "no vector instructions", "float32"),
     ({"free_bytes": 2**30, "memory_limit_bytes": 2**31}, "memory", "warn", "have 2.0 GiB", "--kv-gib"),
     ({"open_files": 256}, "open files", "warn", "256", "ulimit -n 1024"),
     ({"memfd": "Not permitted"}, "shared memory", "wrong", "memfd_create: Not permitted", "seccomp"),
@@ -211,10 +218,6 @@ def test_each_bound_is_where_it_is(name: str, fine: dict[str, object], bad: dict
 def test_each_check_has_a_bad_case_here() -> None:
     engine = set(host_facts.ENGINE_PACKAGES) - {"torch"}  # one function makes these
     assert {c.name for c in host_checks.checks(GOOD)} - {bad[1] for bad in BAD} == engine
-
-
-def test_an_arm_processor_with_bfloat16_is_known() -> None:
-    assert host_checks.cpu(replace(GOOD, cpuinfo="Features\t: asimd bf16\n")).state == "ok"
 
 
 def test_the_facts_of_this_host_are_those_that_its_transports_rely_on(
@@ -358,7 +361,8 @@ def test_a_pair_that_fits_is_ok_with_what_both_offer() -> None:
         (instance(Role.DECODE, "bb", version="1.1"), "warn", "segue 1.2 and 1.1"),
         (instance(Role.DECODE, "bb", version=""), "warn", "does not say its version"),
         (instance(Role.DECODE, "bb", transports=["nixl"]), "wrong", "shm tcp and nixl"),
-        (instance(Role.DECODE, "bb", model="other/bfloat16"), "wrong", "other/bfloat16"),
+        (instance(Role.DECODE, "bb", model="other/bfloat16"), "wrong", "weights and other"),
+        (instance(Role.DECODE, "bb", model="weights/float32"), "wrong", "in bfloat16, decode in float32"),
     ],
 )
 def test_a_pair_that_does_not_fit_says_what_differs(decode: InstanceRecord, state: str, found: str) -> None:
@@ -474,6 +478,21 @@ def test_the_report_is_a_table_and_json_in_a_file_or_on_standard_output(
     assert {row.name for row in written.transports} == set(KINDS.known)
     usable = {row.name: row.usable for row in written.transports}
     assert (usable["shm"], usable["tcp"]) == (True, True)
+
+
+def test_text_of_others_is_printed_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "pip install 'x[nixl]' [bold] :gear:"
+    rows = [doctor.TransportRow(name="[red]t", usable=False, why_not=why)]
+    report = doctor.Report(checks=[Check("[a] :key:", "wrong", why, f"mend {why}")], transports=rows)
+    monkeypatch.setattr(doctor, "examine", lambda _config: report)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count(why) == 3
+    assert "[a] :key:" in printed
+    assert "[red]t" in printed
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -1,6 +1,7 @@
 """The command line itself: help, statuses, sentences, secrets, log lines."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from segue.core.errors import ConfigError, Internal, PeerRefused
 from segue.core.pool_size import ModelSize
 from segue.core.settings import Layers, argv, build, settings
 from segue.core.types import Role
+from segue.serve.console import Console
 from segue.serve.lifeline import CannotStart, Lifeline, Ready, decode_report
 
 CONTRACT = {
@@ -194,7 +196,9 @@ def test_a_clients_key_is_never_shown_nor_put_on_a_command_line(
         (serve.access, "$SEGUE_API_KEY"),
         (AccessConfig(api_key_file="a b"), "$(grep -m1 '^[^#]' 'a b')"),
     ):
-        processes._announce("http://127.0.0.1:7", "m", access, "segue ps")
+        console = Console()
+        processes._announce(console, "http://127.0.0.1:7", "m", access, "segue ps")
+        console.close()
         said = capsys.readouterr()
         assert "hunter2" not in said.err + said.out
         assert (f'"Authorization: Bearer {shown}"' in said.err) is bool(shown)
@@ -254,6 +258,37 @@ def test_a_bug_is_reported_by_its_name_and_not_hidden_and_a_person_gets_the_erro
     os.close(write)
     assert os.read(read, 1) == b"", "a process that has done its work reports nothing more"
     os.close(read)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (MemoryError(), "OUT_OF_CAPACITY", "out of memory; give a lower --kv-gib"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "OUT_OF_CAPACITY", "out of memory; give"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            "OUT_OF_CAPACITY",
+            "memory",
+        ),
+        (OSError(errno.EIO, "Input/output error"), "INTERNAL", "OSError: [Errno 5]"),
+        (RuntimeError("one line\nand another"), "INTERNAL", "RuntimeError: one line"),
+    ],
+)
+def test_a_child_without_memory_says_what_to_change(error: Exception, code: str, text: str) -> None:
+    read, write = os.pipe()
+
+    def load() -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        processes._child(Lifeline(None, write), load)
+    report = decode_report(os.read(read, 65536))
+    assert isinstance(report, CannotStart)
+    assert (report.status, report.error.code) == (1, code)
+    assert text in report.error.text
+    assert "\n" not in report.error.text
+    os.close(read)
+    os.close(write)
 
 
 def test_who_is_ready_tells_the_supervisor_or_the_person(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,12 +426,13 @@ def test_model_size_is_read_from_its_description(tmp_path: Path) -> None:
         "max_position_embeddings": 8192,
     }
     (tmp_path / "config.json").write_text(json.dumps(description))
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
-    assert models.model_size(tmp_path) == ModelSize(1000, 23040, 8192)
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [250], "data_offsets": [0, 500]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(500))
+    assert models.model_size(tmp_path, "bfloat16") == ModelSize(500, 23040, 8192)
     assert models.model_size(tmp_path, "float32") == ModelSize(1000, 46080, 8192)
     (tmp_path / "config.json").write_text("[1, 2]")
-    assert models.model_size(tmp_path) is None
-    assert models.model_size(tmp_path / "absent") is None
+    assert models.model_size(tmp_path, "bfloat16") is None
+    assert models.model_size(tmp_path / "absent", "bfloat16") is None
 
 
 def test_the_time_of_a_log_line_is_utc_wherever_the_host_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,8 @@ def test_a_life_is_told_and_an_unknown_one_is_no_success(
         status, _ = ask(words, silent=silent)
         captured = capsys.readouterr()
         assert status == 1
-        assert "no process knows the request 'r'" in captured.err
+        kept = "each keeps its latest 8192 records, in at most 8 MiB, until it ends"
+        assert f"no process knows the request 'r': {kept}" in captured.err
         assert ("without an answer: decode dddddddd" in captured.err) is bool(silent)
         if as_json:
             assert json.loads(captured.out)["silent"] == silent

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +30,17 @@ from segue.core.config import (
 )
 from segue.core.errors import ConfigError
 from segue.core.pool_size import Host, ModelSize
+from segue.core.settings import argv
 from segue.core.types import Role
+from segue.engine.processor import Processor, processor_of
+from segue.frontend import server
+from segue.serve.console import Console
 from segue.serve.process_tree import MARGIN_S, THREAD_VARIABLES
 
 SECRET = b"0123456789abcdef"
 LIMITS = LimitsConfig(max_body_bytes=4096, drain_s=7.0)
 TLS = object()
+FLEET = SimpleNamespace(await_restarted=lambda _roles: None)
 
 
 class Noted:
@@ -73,6 +79,19 @@ class Registry:
         self.noted.order.append("registry closed")
 
 
+class Door:
+    """Notes when it is closed."""
+
+    url = "http://127.0.0.9:81"
+    reason = ""
+
+    def __init__(self, noted: Noted) -> None:
+        self.noted = noted
+
+    async def close(self) -> None:
+        self.noted.order.append("door closed")
+
+
 class Spans:
     def __init__(self, noted: Noted) -> None:
         self.noted = noted
@@ -96,14 +115,15 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
 
     for name, double in {
         "RegistryClient": noted.double("registry", Registry(noted)),
-        "Fleet": noted.double("fleet", "the fleet"),
+        "Fleet": noted.double("fleet", FLEET),
         "Metrics": lambda: "the metrics",
         "traces": noted.double("traces"),
         "resolve": noted.double("resolve", Path("/models/here")),
         "from_config": noted.double("tls", TLS),
+        "Doorway": noted.double("door", Door(noted)),
     }.items():
         monkeypatch.setattr(frontend, name, double)
-    monkeypatch.setattr(frontend.server, "run_frontend", run_frontend)
+    monkeypatch.setattr(server, "run_frontend", run_frontend)
     return noted
 
 
@@ -146,7 +166,7 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
         monkeypatch.setattr(frontend, "traces", noted.double("traces", Spans(noted)))
     ready: list[str] = []
     config = front(model=model, served_model_name=name)
-    asyncio.run(frontend.run(config, ready.append))
+    asyncio.run(frontend.run(config, ready.append, processes.Lifeline()))
     assert noted.given["tls"][0] == (config.tls, None)
     limits = config.limit.limits()
     assert noted.given["registry"][0] == ("http://127.0.0.1:1",)
@@ -158,9 +178,12 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
     assert (settings.served_model, settings.policy, settings.max_attempts) == (served, config.policy, 5)
     assert (given["secret"], given["limits"], given["tls"]) == (SECRET, limits, TLS)
     (told, fleet, metrics, stop), more = noted.given["server"]
-    assert (fleet, metrics, given["metrics"]) == ("the fleet", "the metrics", "the metrics")
+    assert (fleet, metrics, given["metrics"]) == (FLEET, "the metrics", "the metrics")
     assert not stop.is_set()
     assert (told.model_folder, told.served_model) == (Path("/models/here"), served)
+    assert noted.given["door"][0] == ("127.0.0.9", 81)
+    assert noted.named("door") == {"drain_s": 7.0, "keys": told.keys, "metrics": "the metrics"}
+    assert isinstance(more["door"], Door)
     assert (told.host, told.port, told.model_defaults, told.limits) == ("127.0.0.9", 81, True, limits)
     assert told.keys.allow(b"Bearer hunter2")
     assert not told.keys.allow(b"Bearer other")
@@ -171,7 +194,7 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
         given["records"].heard("a record")
         context = more["trace"]("parent")
         assert (context.parent, context.child) == ("parent", "child of parent")
-        assert noted.order[-3:] == ["spans closed", "registry closed", "heard"]
+        assert noted.order[-3:] == ["door closed", "registry closed", "heard"]
     else:
         assert given["records"].heard is None
         assert noted.order[-1] == "registry closed"
@@ -179,7 +202,7 @@ def test_every_setting_of_a_frontend_reaches_what_it_is_for(
 
 def test_a_frontend_without_a_secret_has_none_and_openai_s_defaults_are_not_the_model_s(noted: Noted) -> None:
     config = front(model="mine", served_model_name="m", secret=b"", defaults="openai")
-    asyncio.run(frontend.run(config, lambda _url: None))
+    asyncio.run(frontend.run(config, lambda _url: None, processes.Lifeline()))
     assert noted.named("registry")["secret"] is noted.named("fleet")["secret"] is None
     assert noted.given["server"][0][0].model_defaults is False
 
@@ -193,7 +216,7 @@ def test_a_tokenizer_that_is_not_there_is_the_user_s_only_if_the_user_named_it(
 
     monkeypatch.setattr(frontend, "resolve", resolve)
     with pytest.raises(ConfigError, match="there is no such model" if model else "give --model PATH"):
-        asyncio.run(frontend.run(front(model=model), lambda _url: None))
+        asyncio.run(frontend.run(front(model=model), lambda _url: None, processes.Lifeline()))
     assert noted.order[-1] == "registry closed"
 
 
@@ -204,7 +227,7 @@ def test_a_frontend_that_is_ended_before_there_is_an_instance_starts_nothing(
         return None
 
     monkeypatch.setattr(frontend, "_first_record", nothing)
-    asyncio.run(frontend.run(front(), lambda _url: None))
+    asyncio.run(frontend.run(front(), lambda _url: None, processes.Lifeline()))
     assert "fleet" not in noted.given
     assert noted.order[-1] == "registry closed"
 
@@ -229,6 +252,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Noted:
         "resolve": noted.double("resolve", Path("/models/here")),
         "model_size": noted.double("model_size", SIZE),
         "this_host": lambda: HOST,
+        "_log_folder": lambda _cache: None,
     }.items():
         monkeypatch.setattr(processes, name, double)
     return noted
@@ -277,10 +301,58 @@ def test_every_setting_of_a_deployment_reaches_its_supervisor(
     named["registry"](SECRET)
     assert started.given["registry"][0] == (82, SECRET, LIMITS.limits(), TLS)
     named["announce"]("http://here", "http://registry", "/tmp/secret")
+    named["console"].close()
     said = capsys.readouterr()
     assert said.out == "ready http://here\n"
     assert ("Authorization" in said.err) is bool(keys)
     assert "hunter2" not in said.err + said.out
+
+
+@pytest.mark.parametrize("command", ["serve", "decode"])
+def test_pools_beyond_the_memory_are_refused_before_a_model_is_fetched(
+    started: Noted, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    from segue.serve import registry
+
+    engine = ModelConfig(kv_gib=HOST.free_bytes / 2**30 + 0.5)
+    config = InstanceConfig(model="org/name", registry="http://127.0.0.1:1", engine=engine)
+    monkeypatch.setattr(processes.flags, "load", lambda *_args, **_fixed: config)
+    monkeypatch.setattr(registry, "registry_of", lambda found: contextlib.nullcontext(found))
+    args = argparse.Namespace(command=command, lifeline_fd=None, report_fd=None)
+    with pytest.raises(ConfigError, match=r"--kv-gib .* the 8\.00 GiB"):
+        processes.serve(ServeConfig(engine=engine)) if command == "serve" else processes.instance(args)
+    assert "resolve" not in started.given
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_anything_was_started_is_one_sentence_and_status_1(
+    started: Noted,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    def fetching(*_: object) -> None:
+        signal.raise_signal(number)
+
+    handled = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(processes, "resolve", fetching)
+    assert processes.serve(ServeConfig()) == 1
+    said = capsys.readouterr()
+    assert said.err == "segue: stopped while loading: nothing was started, and nothing was served\n"
+    assert said.out == ""
+    assert signal.getsignal(signal.SIGTERM) == handled
+
+
+def test_a_deployment_keeps_no_log_files_where_none_can_be_written_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = processes._log_folder(str(tmp_path))
+    assert folder is not None
+    assert folder.path.parent == tmp_path / "logs"
+    folder.close(keep=False)
+    (tmp_path / "file").write_text("")
+    assert processes._log_folder(str(tmp_path / "file")) is None
+    assert "no log files are kept: " in capsys.readouterr().err
 
 
 def test_the_registry_of_a_deployment_is_on_loopback_with_its_secret_and_ends_with_it(
@@ -425,12 +497,81 @@ def test_an_instance_that_is_ended_before_its_registry_is_there_loads_nothing(
     assert "resolve" not in started.given
 
 
+AVX2, AMX = (processor_of(f"flags: {flags}", {}) for flags in ("avx2", "avx512f avx512_bf16"))
+
+
+@pytest.mark.parametrize(
+    ("processor", "setting", "dtype", "warns"),
+    [
+        (AVX2, "auto", "float32", False),
+        (AVX2, "bfloat16", "bfloat16", True),
+        (AVX2, "float16", "float16", True),
+        (AMX, "auto", "bfloat16", False),
+        (AMX, "float16", "float16", True),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "decode", "a child of serve"])
+@pytest.mark.usefixtures("environment")
+def test_the_type_is_chosen_once_before_anything_is_sized_and_said_once(
+    started: Noted,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    command: str,
+    processor: Processor,
+    setting: str,
+    dtype: str,
+    warns: bool,
+) -> None:
+    from segue.serve import registry, turns
+
+    monkeypatch.setattr(processes, "this_processor", lambda: processor)
+    events: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        processes.logs, "event", lambda _log, name, **parts: events.append((name, parts)), raising=False
+    )
+    made: list[Any] = []
+
+    class Supervisor:
+        def __init__(self, config: ServeConfig, **_named: Any) -> None:
+            made.append(config)
+
+        async def run(self) -> Any:
+            return SimpleNamespace(status=0, reason="")
+
+    monkeypatch.setattr(processes, "Supervisor", Supervisor)
+    monkeypatch.setattr(processes, "Lifeline", lambda *_fds: Lifeline(command == "a child of serve", started))
+    monkeypatch.setattr(registry, "registry_of", contextlib.nullcontext)
+    monkeypatch.setattr(turns, "run_instance", lambda config, **_named: made.append(config) or 0)
+    engine = ModelConfig(dtype=setting)
+    with caplog.at_level("INFO", logger="segue"):
+        if command == "serve":
+            processes.serve(ServeConfig(model="org/name", engine=engine))
+        else:
+            config = InstanceConfig(
+                model="org/name", role=Role.DECODE, registry="http://127.0.0.1:1", engine=engine
+            )
+            monkeypatch.setattr(processes.flags, "load", lambda *_args, **_fixed: config)
+            args = argparse.Namespace(command="decode", lifeline_fd=None, report_fd=None)
+            processes.instance(args)
+    assert [config.engine.dtype for config in made] == [dtype]
+    assert started.given["model_size"][0] == (Path("/models/here"), dtype)
+    if command == "serve":
+        child = made[0].instance(Role.DECODE, "decode-0", HOST, "http://127.0.0.1:1", SIZE)
+        assert f"--dtype={dtype}" in argv(child)
+    quiet = command == "a child of serve"
+    said = {"dtype": dtype, "setting": setting, "reason": processor.reason}
+    assert [parts for name, parts in events if name == "dtype"] == [said] * (not quiet)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (warns and not quiet)
+    assert all(f"--dtype {dtype} is slow here" in text for text in warnings)
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_the_ranks_of_an_instance_are_told_of_once_and_their_end_is_its_own(
     started: Noted, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int
 ) -> None:
     class Ranks:
-        def __init__(self, config: InstanceConfig, command: Any, announce: Any) -> None:
+        def __init__(self, config: InstanceConfig, command: Any, announce: Any, *, console: Console) -> None:
             assert command is processes._command
             self.announce = announce
 
@@ -454,10 +595,12 @@ def test_a_frontend_s_process_watches_its_supervisor_and_says_how_it_ended(
     monkeypatch.setattr(processes, "Lifeline", lambda *_fds: ends)
     monkeypatch.setattr(processes.flags, "load", lambda *_args, **_fixed: front())
 
-    async def serve_http(config: FrontendConfig, on_ready: Any) -> None:
+    async def serve_http(config: FrontendConfig, on_ready: Any, lifeline: Any) -> bool:
+        assert lifeline is ends
         on_ready("http://here")
         if ends_how == "at once":
             raise asyncio.CancelledError
+        return True
 
     monkeypatch.setattr(frontend, "run", serve_http)
     args = argparse.Namespace(command="frontend", lifeline_fd=None, report_fd=None)

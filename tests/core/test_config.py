@@ -265,8 +265,10 @@ def test_argv_builds_the_same_configuration_again() -> None:
 NOT_HANDED_ON = {
     "instance": {
         *("host", "port", "bootstrap_port"),  # those of its door and of its registry
-        *("api_key", "api_key_file"),  # its instances have no door for clients
-        *("kv_events_port", "kv_events_replay_port", "kv_events_topic"),  # each has ports of its own
+        # Its instances have no door for clients.
+        *("api_key", "api_key_file", "client_order", "prefix_cache_sharing"),
+        # Each has ports of its own; the others need a port: test_supervisor.py.
+        *("kv_events_port", "kv_events_replay_port", "kv_events_host", "kv_events_topic"),
         *("secret_file", "revision"),  # a secret of this run; the model is a path by now
         *("tls_cert", "tls_key", "tls_ca"),  # all three or none: `test_tls_settings.py`
         "enable_expert_parallel",  # where it has several DP ranks
@@ -361,7 +363,10 @@ def test_automatic_pools_are_modest_whatever_the_model() -> None:
 
 def test_too_little_memory_is_said_before_anything_starts() -> None:
     assert_refused(
-        "KV pools", "--kv-gib", make=lambda: pool_size.kv_pool_bytes(None, Host(2, 2**28), 2, SMOLLM2)
+        "KV pools",
+        "--kv-gib",
+        "--dtype bfloat16",
+        make=lambda: pool_size.kv_pool_bytes(None, Host(2, 2**28), 2, SMOLLM2),
     )
 
 
@@ -468,6 +473,38 @@ def test_too_small_a_pool_names_the_least_that_works(size: ModelSize) -> None:
     least = str(caught.value).rpartition(" ")[2]
     assert serve(kv_gib=least).kv_bytes(HOST, size) >= 64 * size.token_bytes
     assert_refused("--kv-gib", make=lambda: serve(kv_gib=str(float(least) * 0.98)).kv_bytes(HOST, size))
+
+
+@pytest.mark.parametrize(
+    ("settings", "instances"),
+    [
+        ({}, 2),
+        ({"prefill": "2", "decode": "3"}, 5),
+        ({"prefill": "2", "prefill_dp": "4"}, 3),  # the ranks of an instance share its --kv-gib
+        ({"prefill_tp": "2"}, 2),
+        ({"unified": True}, 1),
+    ],
+)
+def test_serve_refuses_pools_beyond_the_memory_of_all_its_instances(
+    settings: dict[str, Any], instances: int
+) -> None:
+    host = Host(cores=8, free_bytes=30 * 2**30)
+    each = 30 / instances
+    serve(**settings, kv_gib=repr(each)).check_memory(host)
+    serve(**settings).check_memory(host)
+    beyond = serve(**settings, kv_gib=repr(each + 0.01))
+    with pytest.raises(ConfigError, match=r"the 30\.00 GiB .* give at most ([0-9.]+) ") as caught:
+        beyond.check_memory(host)
+    assert (f"each of {instances} instances" in str(caught.value)) is (instances > 1)
+    least = str(caught.value).partition("at most ")[2].partition(" ")[0]
+    serve(**settings, kv_gib=least).check_memory(host)
+
+
+@pytest.mark.parametrize("dp", ["1", "4"])
+def test_an_instance_refuses_a_pool_beyond_its_memory(dp: str) -> None:
+    host = Host(cores=8, free_bytes=30 * 2**30)
+    instance(dp=dp, kv_gib="30").check_memory(host)
+    assert_refused("30.00 GiB", make=lambda: instance(dp=dp, kv_gib="30.01").check_memory(host))
 
 
 @pytest.mark.parametrize("dp", [2, 3])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from segue.cli.main import parser
+from segue.cli.main import main, parser
 from segue.core.config import COMMANDS, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError
 from segue.core.settings import Layers, build, hint, nearest, parse_toml, settings
 from segue.core.types import Role
-from segue.core.words import FOREIGN, LATER, is_service_link
+from segue.core.words import FOREIGN, IN_SERVE, LATER, is_service_link
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 FLAGS = {command: made.words() for command, made in parser()[1].items()}
@@ -186,6 +186,63 @@ def test_what_people_try_first_is_explained() -> None:
         "--tp-size",
     ):
         assert hint(word, FLAGS["serve"]).startswith(": "), word
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "otlp-traces-endpoint",
+        "log-format",
+        "reasoning-parser",
+        "disaggregation-ib-device",
+        "disable-radix-cache",
+        "enable-prefix-caching",
+        "stream-interval",
+        "schedule-policy",
+        "watchdog-timeout",
+        "dist-timeout",
+        "max-total-tokens",
+        "max-input-length",
+        "num-shard",
+        "hostname",
+        "allowed-origins",
+        "response-role",
+        "max-queued-requests",
+    ],
+)
+def test_flags_that_had_no_hint_have_one(word: str) -> None:
+    assert hint(f"--{word}", FLAGS["serve"]).startswith(": "), word
+
+
+def test_no_hint_says_what_is_not_so() -> None:
+    assert "chat template" not in FOREIGN["reasoning_parser"], "reasoning is not parsed"
+    assert "no RDMA" not in FOREIGN["disaggregation_ib_device"], "nixl, mooncake and mori have it"
+    for key in ("enable_prefix_caching", "disable_radix_cache"):
+        assert "unless the model keeps a state" in FOREIGN[key]
+    assert "not logged" not in FOREIGN["log_requests"], "each is a line"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_flag_of_another_command_is_said_to_be_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others = {flag for other in COMMANDS for flag in FLAGS[other]} - set(FLAGS[command])
+    for flag in sorted(others):
+        assert main([command, f"{flag}=1"]) == 2
+        said = capsys.readouterr().err
+        at = [f"segue {name}" for name in COMMANDS if flag in FLAGS[name]]
+        assert f"segue {command} does not know {flag}: it is a flag of {', '.join(at)}" in said
+        key = flag.lstrip("-").replace("-", "_")
+        assert ("; here it is " in said) is (command == "serve" and key in IN_SERVE)
+
+
+def test_what_serve_calls_otherwise_exists_there() -> None:
+    for key, text in IN_SERVE.items():
+        assert key in settings(InstanceConfig)
+        assert key not in settings(ServeConfig)
+        named = [word.strip(",;.") for word in text.split() if word.startswith("--")]
+        assert named
+        assert set(named) <= set(FLAGS["serve"])
 
 
 def test_the_table_names_only_flags_that_exist_and_shadows_none() -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -113,10 +113,24 @@ class Served:
     def doors(self, count: int) -> dict[str, str]:
         """The URLs of the HTTP servers of `count` instances by the name that begins their log lines;
         the log may be a moment behind what it tells of."""
-        lines = self.logged(_DOOR, count)
-        # Of one that was switched, the latest.
-        found = {line.split("|")[0].strip().split("-as-")[0]: _DOOR.search(line) for line in lines}
-        return {name: f"http://{door[1]}:{door[2]}" for name, door in found.items() if door}
+        return self._until(lambda found: len(found) >= count)
+
+    def _until(self, complete: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+        until = time.monotonic() + 60
+        while not complete(found := self._doors()):
+            assert time.monotonic() < until, f"only {sorted(found)} have a door"
+            time.sleep(0.02)
+        return found
+
+    def _doors(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for line in self.log().splitlines():
+            if started := _STARTED.search(line):
+                found.pop(started[1], None)  # its predecessor's door has closed
+            elif door := _DOOR.search(line):
+                # Of one that was switched, the latest.
+                found[line.split("|")[0].strip().split("-as-")[0]] = f"http://{door[1]}:{door[2]}"
+        return found
 
     def logged(self, pattern: re.Pattern[str], count: int = 1, within_s: float = 60) -> list[str]:
         """The log's lines that hold `pattern`, once there are `count`; nobody tells a test of a line."""
@@ -145,8 +159,8 @@ class Served:
         pids = {name: int(pid) for name, pid in _STARTED.findall(self.log()) if name != "frontend"}
         alive = {name for name, pid in pids.items() if _alive(pid)}
         found: dict[str, State] = {"frontend": _state(self.url)}
-        found |= {name: _state(url) for name, url in self.doors(len(pids)).items() if name in alive}
-        assert len(found) == 1 + len(alive), f"{sorted(found)} answered, {sorted(alive)} are alive"
+        doors = self._until(lambda found: alive <= found.keys())
+        found |= {name: _state(doors[name]) for name in alive}
         return {f"{self.name} {name}": state for name, state in found.items()}
 
     @property
@@ -213,9 +227,11 @@ class Served:
     ) -> None:
         try:
             if self.process.poll() is None:
-                if kind is None and self.line:
-                    self.at_rest()
-                self._terminate()
+                try:
+                    if kind is None and self.line:
+                        self.at_rest()
+                finally:
+                    self._terminate()
             elif kind is None:
                 # `stop` and `kill` forget it; whoever else ended it was no test.
                 assert self not in Served.live, f"{self.command} ended by itself: {self.process.returncode}"

@@ -32,13 +32,14 @@ SMALLEST = {
     "serve_client": ("--chunks", "4", "--requests", "4", "--concurrency", "2"),
     "session": (*ONCE, "--round-trips", "4", "--stream", "20"),
     "slow_clients": (*ONCE, "--connections", "4", "--streams", "1", "--requests", "2", "--tokens", "5"),
+    "start": ("--runs", "1", "--", "--model", "MODEL"),
     "transport": ("--rounds", "2"),
     "transports": (*ONCE, "--seconds", "1"),
 }
 #: `tests/e2e/chaos` and `tests/sim` run what these do; those after them need the default model or other
 #: people's routers
 ELSEWHERE = {"changes", "etcd", "kills", "sim_many"}
-ELSEWHERE |= {"advise", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
+ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}
 
 
 def test_no_measurement_is_forgotten() -> None:

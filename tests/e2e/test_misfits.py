@@ -56,8 +56,8 @@ def served(cluster: Cluster, asks: list[traffic.Ask]) -> dict[traffic.Ask, list[
 
 #: What the misfit's log says, and what is started.
 MISFITS = {
-    "dtype": ("start both sides with the same --model and --dtype", ("--dtype", "float16")),
-    "model": ("start both sides with the same --model and --dtype", ("--dtype", "float32")),
+    "dtype": ("start both with --dtype float32", ("--dtype", "float16")),
+    "model": ("start both with the same --model, --revision and --dtype", ("--dtype", "float32")),
     "transport": (
         "start both sides with the same --transport",
         ("--dtype", "float32", "--transport", "tcp"),

@@ -18,7 +18,7 @@ from segue.roles.local_prompts import HANDOFFS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-zmq = pytest.importorskip("zmq", reason="no pyzmq: pip install 'segue[zmq]'")
+zmq = pytest.importorskip("zmq", reason="no pyzmq: pip install 'segue[dev]'")
 SERVE = ("--dtype", "float32", "--kv-gib", "0.05", "--threads-per-worker", "1", "--served-model-name", "tiny")
 #: Tokens of the longest prompt that is measured at start: of 4, 16, … the last within a chunk of 512.
 LONGEST = 256

@@ -26,6 +26,8 @@ OPTIONS = ("--dtype", "float32", "--kv-gib", "0.1", "--threads-per-worker", "1",
 COUNT = 8
 DRAW = random.Random(3)
 PROMPTS = [[DRAW.randrange(3, 250) for _ in range(n)] for n in (1, 16, 17, 64, 100, 300)]
+#: What ends by itself stays away; `test_serve_restart.py` has the rest.
+NEVER = ("--restart", "never")
 TWO = ("--prefill-dp", "2", "--enable-expert-parallel")
 
 
@@ -106,7 +108,7 @@ def test_a_killed_rank_ends_its_instance_and_another_one_continues_its_requests(
 ) -> None:
     folder = folders["mixtral"]
     wanted = generate(folder, PROMPTS, 200)
-    sizes = ("--decode", "2", "--decode-dp", "2", "--enable-expert-parallel")
+    sizes = ("--decode", "2", "--decode-dp", "2", "--enable-expert-parallel", *NEVER)
     with served(folder, *sizes) as made, ThreadPoolExecutor(6) as pool:
         answers = [streaming(made, pool, prompt, 200) for prompt in PROMPTS]
         victim = made.instances("decode")[0]
@@ -127,7 +129,7 @@ def test_a_stopped_rank_ends_its_instance_within_its_silence_and_another_one_con
 ) -> None:
     folder = folders["mixtral"]
     wanted = generate(folder, PROMPTS[:3], 200)
-    sizes = ("--decode", "2", "--decode-dp", "2", "--enable-expert-parallel")
+    sizes = ("--decode", "2", "--decode-dp", "2", "--enable-expert-parallel", *NEVER)
     with served(folder, *sizes) as made, ThreadPoolExecutor(6) as pool:
         answers = [streaming(made, pool, prompt, 200) for prompt in PROMPTS[:3]]
         victim = made.instances("decode")[0]
@@ -146,7 +148,7 @@ def test_a_stopped_rank_ends_its_instance_within_its_silence_and_another_one_con
 def test_without_another_instance_each_request_ends_typed_and_the_service_with_status_1(
     folders: dict[str, Path],
 ) -> None:
-    with served(folders["mixtral"], *TWO) as made, ThreadPoolExecutor(6) as pool:
+    with served(folders["mixtral"], *TWO, *NEVER) as made, ThreadPoolExecutor(6) as pool:
         answers = [streaming(made, pool, prompt, 2000) for prompt in PROMPTS[:2]]
         prompts = [pool.submit(ask, made.url, [7] * 3000, 1) for _ in range(4)]
         os.kill(made.instances("prefill")[1].pid, signal.SIGKILL)
@@ -169,7 +171,7 @@ def test_when_one_rank_is_told_to_leave_all_do_and_none_loses_a_request(folders:
             answers = [streaming(made, pool, prompt, 300) for prompt in PROMPTS[3:5]]
             made.instances("decode")[0].terminate()
             assert [tokens(answer.result(120)) for answer in answers] == wanted
-        lines = made.logged(re.compile(r"event=died child=decode-0.* how='exit status 0'"), 2, within_s=60)
+        lines = made.logged(re.compile(r"event=left child=decode-0.* how='exit status 0'"), 2, within_s=60)
         assert len(lines) == 2
         assert not re.search(r"a rank of this replica is lost|unfinished", made.log())
         assert tokens(ask(made.url, PROMPTS[3])) == wanted[0][:COUNT]
@@ -180,7 +182,7 @@ def test_ranks_that_share_experts_change_their_role_together_and_lose_nothing(
 ) -> None:
     folder = folders["mixtral"]
     wanted = generate(folder, PROMPTS, COUNT)
-    sizes = ("--prefill", "2", "--prefill-dp", "2", "--decode-dp", "2", "--enable-expert-parallel")
+    sizes = ("--prefill", "2", "--prefill-dp", "2", "--decode-dp", "2", "--enable-expert-parallel", *NEVER)
     with served(folder, *sizes) as made, ThreadPoolExecutor(6) as pool:
         processes = {child.pid for role in ("prefill", "decode") for child in made.instances(role)}
         answers = [streaming(made, pool, prompt, COUNT) for prompt in PROMPTS]

@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.timeout(300)]
 PROMPTS = [list(range(1, 2 + n)) for n in (0, 20, 90)]
 COUNT = 8
 SMALL = ("--dtype", "float32", "--port", "0", "--kv-gib", "0.05")
+#: What ends by itself stays away; `test_serve_restart.py` has the rest.
+NEVER = ("--restart", "never")
 TWO_ONE = (*SMALL, "--prefill-tp", "2", "--decode-tp", "1")
 
 
@@ -37,7 +39,7 @@ def ask(url: str, prompt: list[int], count: int = COUNT) -> httpx.Response:
 
 @pytest.mark.slow
 def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: Path) -> None:
-    with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:
+    with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE, *NEVER) as made:
         answers = [ask(made.url, prompt).json()["choices"][0]["token_ids"] for prompt in PROMPTS]
         assert answers == reference(tiny)
         about = {n: httpx.get(f"{url}/server_info", timeout=60).json() for n, url in made.doors(2).items()}
@@ -83,7 +85,7 @@ def test_context_parallel_prefill_and_pipeline_stages_of_decode_answer_as_the_re
 @pytest.mark.slow
 def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
     """Also one that stands still; the fixtures of each test look for processes that are left behind."""
-    with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE) as made:
+    with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE, *NEVER) as made:
         [rank] = made.instances("segue.serve.rank_process")
         rank.suspend()
         [leader] = made.instances("prefill")
@@ -95,7 +97,7 @@ def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
 @pytest.mark.slow
 def test_instances_of_several_ranks_take_other_roles_and_answer_as_the_reference_does(tiny: Path) -> None:
     """No process ends by it, and the death of a rank is seen in the new role, too."""
-    sizes = ("--decode", "2", "--prefill-tp", "2", "--decode-tp", "2")
+    sizes = ("--decode", "2", "--prefill-tp", "2", "--decode-tp", "2", *NEVER)
     with Served("--model", str(tiny), "--served-model-name", "tiny", *SMALL, *sizes) as made:
 
         def check() -> None:

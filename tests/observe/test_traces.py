@@ -49,7 +49,8 @@ def record(**more: Any) -> RequestRecord:
     path.enter("transfer", 101.5, "how")
     return RequestRecord(
         request_id="r-0",
-        where="decode abc dp0",
+        where="decode-1 abc dp0",
+        role="decode",
         began=100.0,
         seconds=3.0,
         steps=path.steps(),
@@ -75,6 +76,7 @@ def test_a_collector_gets_the_record_and_its_steps_below_the_clients_span(collec
     assert found["transfer"].end_time_unix_nano == top.end_time_unix_nano
     said = {a.key: a.value for a in top.attributes}
     assert said["segue.request_id"].string_value == "r-0"
+    assert said["segue.where"].string_value == "decode-1 abc dp0", "an attribute names the instance"
     assert said["segue.handed_bytes"].int_value == 7
     assert said["segue.room"].string_value == str(2**63 + 1)
     assert said["error.type"].string_value == "INTERNAL"
@@ -90,7 +92,13 @@ def test_a_span_of_our_own_stands_between_the_client_and_the_workers(collector: 
     assert root.endswith("-01")
     assert root.split("-")[1] != own.split("-")[1]
     http_record = RequestRecord(
-        request_id="r", where="frontend http", began=1.0, seconds=1.0, traceparent=PARENT, span=own
+        request_id="r",
+        where="frontend http",
+        role="http",
+        began=1.0,
+        seconds=1.0,
+        traceparent=PARENT,
+        span=own,
     )
     exporter.heard(http_record)
     exporter.close()
@@ -169,7 +177,7 @@ def test_a_record_s_span_is_at_its_time_on_the_wall_and_its_steps_follow_one_ano
     exporter = made()
     exporter.heard(msgspec.structs.replace(record(traceparent=PARENT, attempt=2), began=began))
     http_record = RequestRecord(
-        request_id="r", where="frontend http", began=began, seconds=1.0, traceparent=PARENT
+        request_id="r", where="frontend http", role="http", began=began, seconds=1.0, traceparent=PARENT
     )
     exporter.heard(http_record)
     exporter.close()

@@ -150,6 +150,7 @@ class Pair:
         max_tokens: int,
         budget_s: float = 100.0,
         to: tuple[bool, bool] = (True, True),
+        salt: int = 0,
     ) -> SamplingParams:
         self.rooms += 1
         sampling = SamplingParams(max_tokens=max_tokens, seed=self.rooms)
@@ -160,7 +161,7 @@ class Pair:
             decode=self.decode.me,
             budget_s=budget_s,
         )
-        message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling), ticket)
+        message = Submit(Request(request_id=name, prompt=prompt, sampling=sampling, cache_salt=salt), ticket)
         for node, wanted in zip((self.prefill, self.decode), to, strict=True):
             if wanted:
                 node.scheduler.submit(FRONT, message, self.clock.now())

@@ -116,28 +116,55 @@ def test_once_the_oldest_has_left_priorities_count_again(starts: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_everybody_is_started_within_a_bound_of_work_whoever_comes(seed: int) -> None:
+@pytest.mark.parametrize("settling", [False, True], ids=["all can start", "some cannot yet"])
+def test_everybody_is_started_within_a_bound_of_work_whoever_comes(seed: int, settling: bool) -> None:
+    """Counted is the work that was started while a request could have been."""
     rng, limit = random.Random(seed), 60
     made, since, longest = FairQueue(limit), dict[RequestState, list[int]](), 0
+    held = set[RequestState]()
     for _ in range(600):
         if rng.random() < 0.55:
             state = waiting(rng.randint(1, 30), rng.choice((-5, -5, 0, 2)), rng.choice("aaaab"))
             since[state] = [len(since), 0]
             made.add(state)
             longest = max(longest, len(state.prompt))
+            if settling and rng.random() < 0.3:
+                held.add(state)
         elif since and rng.random() < 0.1:
             gone = rng.choice(list(since))
             made.remove(gone)
             del since[gone]
-        elif (first := made.first) is not None:
-            made.start(first)
+            held.discard(gone)
+        elif (first := next((state for state in made if state not in held), None)) is not None:
+            made.start(first, lambda state: state not in held)
             del since[first]
-            for older_work in since.values():
-                older_work[1] += len(first.prompt)
+            for state, older_work in since.items():
+                older_work[1] += 0 if state in held else len(first.prompt)
+        if held and rng.random() < 0.05:
+            held.discard(rng.choice(sorted(held, key=lambda state: state.seq_id)))
         for older, work in since.values():
             assert work <= (older + 1) * (limit + longest) + older * longest
         assert set(made) == set(since)
         assert len(list(made)) == len(made) == len(since)
+
+
+def test_a_request_that_cannot_start_keeps_its_count_and_the_next_one_is_passed() -> None:
+    stuck, low = waiting(7, priority=5), waiting(7, priority=5)
+    made = queue(stuck, low, passed_tokens=30)
+    for can_start, passed in ((None, stuck), (None, stuck), (stuck, low), (stuck, low)):
+        urgent = waiting(20, priority=-1)
+        made.add(urgent)
+        if can_start is None:
+            made.start(urgent)
+        else:
+            made.start(urgent, lambda state: state is not stuck)
+        assert passed in made
+    made.add(waiting(20, priority=-1))
+    assert list(made)[:2] == [stuck, low]
+    assert made.start(low, lambda state: state is not stuck) == (
+        "of 3, 1 of them older, after 40 tokens of others had passed it"
+    )
+    assert made.start(stuck) == "of 2, the oldest, after 40 tokens of others had passed it"
 
 
 def test_what_is_known_of_tenants_is_bounded_and_forgotten_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,24 @@ def test_a_prefix_on_decode_is_not_sent_again() -> None:
     pair.assert_at_rest()
 
 
+def test_what_one_tenant_has_asked_is_cached_for_no_other_on_either_side() -> None:
+    pair, prompt = Pair(), list(range(30))
+    cached: dict[str, tuple[int, int]] = {}
+    for name, salt in (("ann", 7), ("ben", 8), ("anybody", 0), ("ann again", 7), ("ben again", 8)):
+        if name == "ben again":
+            pair.decode.scheduler.cache.tree.clear()  # then prefill's says what it knows
+        wanted = reference(prompt, pair.submit(name, prompt, 4, salt=salt), VOCAB, 4)
+        pair.run()
+        assert pair.tokens(name) == wanted
+        usage = pair.outputs[name][-1].usage
+        assert usage is not None
+        cached[name] = usage.decode_cached, usage.prefill_cached
+    assert [cached[name] for name in ("ann", "ben", "anybody")] == [(0, 0)] * 3
+    assert cached["ann again"][0] == 28
+    assert cached["ben again"] == (0, 28)
+    pair.assert_at_rest()
+
+
 def test_the_destination_may_come_before_the_request() -> None:
     pair = Pair()
     sampling = pair.submit("r", [1, 2, 3], 3, to=(False, True))
@@ -274,9 +292,10 @@ def test_a_forward_that_fails_after_its_kv_has_left_ends_both_sides(fails: str) 
     pair.assert_at_rest()
 
 
+@pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
-def test_lesson_10_a_cancel_at_any_step_ends_both_sides(turns: int, side: str) -> None:
+def test_lesson_10_a_cancel_at_any_step_ends_both_sides(turns: int, side: str, complete: bool) -> None:
     pair = Pair()
     pair.submit("r", list(range(40)), 4)
     for _ in range(turns):
@@ -286,7 +305,10 @@ def test_lesson_10_a_cancel_at_any_step_ends_both_sides(turns: int, side: str) -
     reason = AbortedByClient("the client left").info
     for node in (pair.prefill, pair.decode):
         if side in (node.kind.value, "both"):
-            node.scheduler.cancel(FRONT, "r", reason, pair.clock.now())
+            node.scheduler.cancel(FRONT, "r", reason, pair.clock.now(), complete=complete)
+            for record in node.scheduler.admission.explain("r", pair.clock.now()):
+                assert record.ended
+                assert record.error in ((None,) if complete else (None, reason)), "a success has no error"
     pair.run()
     pair.assert_at_rest()
 

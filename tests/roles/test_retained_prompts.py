@@ -40,6 +40,7 @@ def ask(
     output: list[int] | None = None,
     count: int = COUNT,
     budget_s: float = 100.0,
+    salt: int = 0,
 ) -> list[int]:
     """Submit to both sides; returns the whole output that a run without faults gives."""
     pair.rooms += 1
@@ -51,7 +52,7 @@ def ask(
         decode=pair.decode.me,
         budget_s=budget_s,
     )
-    request = Request(request_id=name, prompt=prompt, sampling=sampling, output=output or [])
+    request = Request(request_id=name, prompt=prompt, sampling=sampling, output=output or [], cache_salt=salt)
     for node in (pair.prefill, pair.decode):
         node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
     return reference(prompt, sampling, VOCAB, count)
@@ -102,6 +103,27 @@ def test_a_computed_prompt_is_sent_again_without_a_forward(tokens: int, lost: ty
     assert usage is not None
     assert (usage.prompt_tokens, usage.computed) == (tokens, 0)
     assert len(pair.prefill.scheduler.retained) == 0
+    pair.assert_at_rest()
+
+
+def test_a_computed_prompt_is_for_its_tenant_s_next_attempt_alone() -> None:
+    pair, prompt = Pair(), list(range(22))
+    pair.lose = hold(Metadata)
+    ask(pair, "first", prompt, salt=7)
+    until_computed(pair, 22)
+    pair.pump()
+    decode_dies(pair)
+    pair.decode.scheduler.cache.tree.clear()
+    for salt in (8, 0):
+        before = pair.prefill.engine.computed_tokens
+        wanted = ask(pair, f"of {salt}", prompt, salt=salt)
+        pair.run()
+        assert pair.tokens(f"of {salt}") == wanted
+        assert pair.prefill.engine.computed_tokens - before == 22
+    before = pair.prefill.engine.computed_tokens
+    ask(pair, "again", prompt, attempt=1, salt=7)
+    pair.run()
+    assert pair.prefill.engine.computed_tokens == before
     pair.assert_at_rest()
 
 

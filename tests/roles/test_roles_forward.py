@@ -105,9 +105,11 @@ def test_a_step_that_the_engine_could_not_run_ends_those_it_was_for_and_nobody_w
         ("prompt", "left out"),
         ("generation", "no token"),
         ("generation", "an error"),
+        ("prompt", "refused"),
+        ("generation", "refused"),
     ],
 )
-def test_a_sequence_for_which_the_engine_gives_no_token_ends_with_a_bug_and_the_others_go_on(
+def test_a_sequence_for_which_the_engine_gives_no_token_ends_alone_and_only_a_refusal_is_the_client_s_fault(
     at: str, answer: str
 ) -> None:
     scheduler = made()
@@ -117,13 +119,15 @@ def test_a_sequence_for_which_the_engine_gives_no_token_ends_with_a_bug_and_the_
         step(scheduler)
     results = [each for each in run_step(scheduler.engine, launch(scheduler)) if each.seq_id != 1]
     if answer != "left out":
-        error = "no token is allowed" if answer == "an error" else None
-        results.append(SequenceResult(1, token=None if error is None else 5, error=error))
+        error = None if answer == "no token" else "no token is allowed"
+        token = None if error is None else 5
+        results.append(SequenceResult(1, token=token, error=error, refused=answer == "refused"))
     scheduler.outbox.clear()
     scheduler.complete(results, 0.0)
     [error_info] = [out.error for _, out in scheduler.outbox if out.error is not None]
-    assert error_info.code is ErrorCode.INTERNAL
-    assert (answer == "an error") == ("no token is allowed" in error_info.text)
+    assert error_info.code is (ErrorCode.INVALID_REQUEST if answer == "refused" else ErrorCode.INTERNAL)
+    assert not error_info.retryable
+    assert (answer in ("an error", "refused")) == ("no token is allowed" in error_info.text)
     assert {s.request.request_id for s in scheduler.admission.requests.values()} == {"good"}
     finish(scheduler)
 

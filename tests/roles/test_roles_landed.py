@@ -19,6 +19,7 @@ from segue.handoff import events
 from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
 from segue.handoff.messages import Drained, Gone, Metadata
 from segue.roles.decode import DecodeScheduler
+from segue.roles.fair_queue import PASSED_STEPS
 from segue.roles.local_prompts import LocalPrompts
 from segue.roles.request_state import first_usage
 from segue.sim.engine import reference
@@ -458,12 +459,15 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_whole_and_no
 # ---- whose turn it is, and what is told of it ----------------------------------------------------------
 
 
-def asked_of(pair: Pair, name: str, prompt: list[int], prefill: LeaderId, **more: Any) -> None:
-    """Decode alone is asked, with this prefill leader."""
+def asked_of(
+    pair: Pair, name: str, prompt: list[int], prefill: LeaderId, *, both: bool = False, **more: Any
+) -> None:
+    """Decode alone is asked, or both, with this prefill leader."""
     pair.rooms += 1
     request = Request(request_id=name, prompt=prompt, sampling=SamplingParams(max_tokens=2), **more)
     ticket = Ticket(room=pair.rooms, attempt=0, prefill=prefill, decode=pair.decode.me, budget_s=50.0)
-    pair.decode.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
+    for node in (pair.prefill, pair.decode) if both else (pair.decode,):
+        node.scheduler.submit(FRONT, Submit(request, ticket), pair.clock.now())
 
 
 def test_a_hand_off_whose_prefill_is_not_there_yet_holds_nobody_up_who_came_later() -> None:
@@ -487,6 +491,33 @@ def test_decode_reserves_for_whom_prefill_would_compute_first() -> None:
     drive(pair)
     phases = {s.request.request_id: s.phase for s in decode_of(pair).admission.requests.values()}
     assert phases == {"late": "credit", "urgent": "transfer", "as urgent": "transfer"}
+
+
+def test_a_low_priority_is_served_beside_an_older_request_whose_prefill_never_comes() -> None:
+    """Eight full steps of urgent prompts may pass it: what passes the older one is not its concern."""
+    pair, urgent = Pair(chunk_tokens=16), 0
+    asked_of(pair, "unsettled", list(range(9)), LeaderId(Incarnation("9" * 32)), priority=5)
+    pair.submit("first", list(range(9)), 1)
+    pair.run()
+    queue = decode_of(pair).preallocation
+
+    def turn() -> int:
+        """One step of both, with four urgent requests in decode's queue; how many have come."""
+        come = urgent
+        while sum(state.request.priority < 0 for state in queue) < 4:
+            asked_of(pair, f"urgent {come}", [300 + come] * 16, pair.prefill.me, both=True, priority=-5)
+            come += 1
+        pair.pump()
+        for node in (pair.prefill, pair.decode):
+            node.turn()
+        return come
+
+    urgent = turn()
+    asked_of(pair, "low", list(range(9)), pair.prefill.me, both=True, priority=5)
+    while any(state.request.request_id == "low" for state in queue):
+        urgent = turn()
+        assert urgent < 40, "it is passed by everybody"
+    assert urgent >= PASSED_STEPS
 
 
 def test_that_pages_wait_for_a_proof_is_said_twice_and_done_once() -> None:

@@ -6,9 +6,11 @@ It writes what happens to it into JOURNAL, one `NAME EVENT` a line.
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 
-from segue.core.errors import ConfigError, PeerRefused
+from segue.core.errors import ConfigError, Internal, PeerRefused
 from segue.core.types import Role
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
 
@@ -16,6 +18,12 @@ from segue.serve.lifeline import CannotStart, Lifeline, Ready
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def note_each_line(note: Callable[[str], None]) -> None:
+    """What the supervisor tells a frontend."""
+    for line in sys.stdin:
+        note(f"told {line.strip()}")
 
 
 def main() -> int:
@@ -34,6 +42,12 @@ def main() -> int:
     if behaviour == "crash":
         say("the last word")
         return 3
+    if behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "bug":
+        lifeline.report(CannotStart(Internal("ValueError: not foreseen").info, 1))
+        say("Traceback\nValueError: not foreseen")
+        return 1
     if behaviour == "refuse":
         lifeline.report(CannotStart(ConfigError("the model is broken").info, 2))
         return 2
@@ -44,6 +58,8 @@ def main() -> int:
         signal.sigwait({signal.SIGTERM})
         note("left")
         return 0
+    if name == "frontend":
+        threading.Thread(target=note_each_line, args=(note,), daemon=True).start()
     lifeline.report(Ready("http://127.0.0.1:1" if name == "frontend" else ""))
     if behaviour == "switched":
         signal.sigwait({signal.SIGUSR1})

@@ -12,7 +12,8 @@ from pathlib import Path
 from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.pool_size import Host
 from segue.core.types import Role
-from segue.serve.children import Console
+from segue.serve.children import ChildSpec
+from segue.serve.console import Console
 from segue.serve.process_tree import ServeResult
 from segue.serve.supervisor import Supervisor
 
@@ -50,6 +51,12 @@ def make(
         keys=keys,
     )
     return supervisor
+
+
+def specs(supervisor: Supervisor) -> list[ChildSpec]:
+    """The children that it would start, for descriptors 77 and 78."""
+    units = supervisor.planned("http://127.0.0.1:9", 77, 78)
+    return [spec for unit in units for spec in unit.make(unit)]
 
 
 class Ahead(asyncio.SelectorEventLoop):

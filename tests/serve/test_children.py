@@ -18,81 +18,14 @@ from segue.core.types import Role
 from segue.serve import children as module
 from segue.serve import lifeline as lifeline_module
 from segue.serve import process_tree
-from segue.serve.children import LAST_LINES, Child, ChildSpec, Console
-from segue.serve.lifeline import Lifeline, Ready
-from segue.serve.process_tree import THREAD_VARIABLES, ProcessTree, ServeResult, lifeline
+from segue.serve.children import LAST_LINES, Child, ChildSpec
+from segue.serve.console import Console
+from segue.serve.lifeline import Lifeline, Ready, encode_restarting
+from segue.serve.process_tree import THREAD_VARIABLES, ProcessTree, ServeResult, Unit, lifeline
 
 #: Says `$1` over the pipe of reports.
 REPORT = "say() { eval \"echo '$1' >&$fd\"; }; fd=${1#--report-fd=}; "
 READY = REPORT + 'say \'{"type":"Ready","url":"http://x:1"}\'; '
-
-
-class Out(io.StringIO):
-    """A terminal that stops after its first line until `go_on`, or that nobody reads any more."""
-
-    def __init__(self, *, gone: bool = False, tty: bool = False) -> None:
-        super().__init__()
-        self.asked, self.go_on = threading.Event(), threading.Event()
-        self.gone, self.tty = gone, tty
-
-    def isatty(self) -> bool:
-        return self.tty
-
-    def write(self, text: str) -> int:
-        self.asked.set()
-        assert self.go_on.wait(60)
-        if self.gone:
-            raise BrokenPipeError
-        return super().write(text)
-
-
-# ---- the console -------------------------------------------------------------------------------------
-
-
-def test_a_terminal_that_stands_still_stops_nobody_and_what_was_left_out_is_counted() -> None:
-    out = Out()
-    console = Console(out, limit=2)
-    console.line("one", "first")
-    assert out.asked.wait(60)
-    for number in range(5):  # two wait, and three are too many
-        console.line("one", f"line {number}")
-    assert console.dropped == 3
-    out.go_on.set()
-    while out.getvalue().count("\n") < 3:
-        pass
-    console.close()
-    assert out.getvalue().splitlines() == [
-        "one        | first",
-        "one        | line 0",
-        "one        | line 1",
-        "serve      | event=log_lines_dropped count=3",
-    ]
-
-
-def test_a_terminal_that_is_gone_ends_the_writer_and_not_the_service() -> None:
-    out = Out(gone=True)
-    out.go_on.set()
-    console = Console(out, limit=2)
-    console.line("one", "first")
-    console._thread.join(60)
-    assert not console._thread.is_alive()
-    for _ in range(3):
-        console.line("one", "nobody reads it")
-    console.close(0.0)
-    assert console.dropped >= 1
-
-
-def test_on_a_terminal_each_child_has_a_colour_of_its_own_and_keeps_it() -> None:
-    out = Out(tty=True)
-    out.go_on.set()
-    console = Console(out)
-    for name in ("one", "two", "one"):
-        console.line(name, "text")
-    console.close()
-    first, second, third = out.getvalue().splitlines()
-    assert first == third
-    assert first.partition("one")[0] != second.partition("two")[0]
-    assert all(line.startswith("\x1b[") and line.endswith("\x1b[0mtext") for line in (first, second))
 
 
 # ---- a child -----------------------------------------------------------------------------------------
@@ -232,7 +165,10 @@ def keep(*scripts: str, then: Callable[[Tree], None] = lambda tree: tree.stop())
         tree = Tree(then)
         with lifeline() as fd:
             async with asyncio.timeout(60):
-                return tree, await tree.keep([script(text, f"c{n}") for n, text in enumerate(scripts)], fd)
+                specs = [script(text, f"c{n}") for n, text in enumerate(scripts)]
+                return tree, await tree.keep(
+                    [Unit(s.name, Role.DECODE, lambda _, s=s: [s]) for s in specs], fd
+                )
 
     tree, result = asyncio.run(main())
     assert not any(child.alive for child in tree.children)
@@ -260,7 +196,20 @@ def test_a_child_that_lives_and_closes_its_reports_cannot_start(monkeypatch: pyt
 
 def test_a_child_that_says_nothing_and_ends_is_told_by_how_it_ended() -> None:
     _, result = keep("exit 7")
-    assert result == ServeResult(1, "c0 ended during the start with exit status 7: it wrote nothing")
+    assert result == ServeResult(1, "c0 ended during the start with exit status 7; it wrote nothing")
+
+
+def test_a_program_that_cannot_be_started_ends_all_with_a_sentence() -> None:
+    async def main() -> ServeResult:
+        tree = Tree(lambda _: pytest.fail("nothing is ready"))
+        nowhere = ChildSpec("x", Role.DECODE, ["/no/such/program"], {})
+        units = [Unit("c0", Role.DECODE, lambda _: [script(READY + "exec sleep 60")])]
+        with lifeline() as fd:
+            return await tree.keep([*units, Unit("c1", Role.DECODE, lambda _: [nowhere])], fd)
+
+    result = asyncio.run(main())
+    assert result.status == 1
+    assert result.reason.startswith("a process for c1 could not be started: [Errno 2] No such file")
 
 
 def test_the_settings_of_the_parent_are_not_those_of_a_child() -> None:
@@ -311,6 +260,22 @@ def test_a_process_started_by_hand_has_nobody_to_lose_and_nobody_to_tell() -> No
     assert not alone.supervised
     # One of an earlier test may end meanwhile.
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("end", [b"", b"nonsense\n", b'{"roles":["king"]}\n', b"x" * 20_000])
+def test_a_frontend_hears_who_is_being_started_again_until_the_news_end(
+    monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    read, write = os.pipe()
+    told: list[list[Role]] = []
+    with os.fdopen(read, "rb") as stdin:
+        monkeypatch.setattr(lifeline_module.sys, "stdin", stdin)
+        os.write(write, encode_restarting([]) + encode_restarting([Role.DECODE, Role.PREFILL]) + end)
+        os.close(write)
+        asyncio.run(Lifeline(None, write).follow(told.append))
+        assert told == [[], [Role.DECODE, Role.PREFILL]]
+        asyncio.run(Lifeline().follow(told.append))  # started by hand: its standard input is a person's
+    assert len(told) == 2
 
 
 def test_what_a_child_wrote_before_its_end_is_read_also_where_its_end_is_seen_first() -> None:

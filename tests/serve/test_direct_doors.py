@@ -21,6 +21,7 @@ from segue.core.limits import Limits
 from segue.core.types import Role
 from segue.frontend.app import OpenAIServerSettings
 from segue.frontend.legs import TICKET, RetainedTicket, pack_ticket, unpack_ticket
+from segue.frontend.memory import MemoryBudget, RequestMemory
 from segue.frontend.native import as_completion, read_native
 from segue.frontend.openai_types import BodyReader, ChatBody, CompletionBody
 from segue.frontend.problems import BadParam
@@ -51,6 +52,7 @@ class Call:
     def __init__(self, **headers: str) -> None:
         self.headers = headers
         self.answered: Any = None
+        self.held = RequestMemory(MemoryBudget(0))
 
     async def __aenter__(self) -> Call:
         return self
@@ -231,6 +233,7 @@ def test_sglang_s_endpoint_hears_of_the_rank_in_the_header_as_the_others_do() ->
         seen.append(body)
 
     door.serve, door.receive, door.generation, door.planner = serve, receive, generation, None
+    door.settings = OpenAIServerSettings(model="tiny", context_tokens=9, vocab_size=9, limits=Limits())
     asyncio.run(door.native({}, None, None))
     asyncio.run(door.native({"x_data_parallel_rank": "3"}, None, None))
     assert [body.routed_dp_rank for body in seen] == [1, 3]
@@ -384,20 +387,23 @@ def test_how_an_instance_s_ranks_are_chosen_is_what_it_was_set_to() -> None:
 @pytest.mark.parametrize("given", [True, False])
 def test_clients_keys_reach_each_rank_as_a_file_that_only_they_inherit(tmp_path: Path, given: bool) -> None:
     (tmp_path / "keys").write_text("one-key\nother-key\n")
-    access = AccessConfig(api_key_file=str(tmp_path / "keys") if given else None)
+    file = str(tmp_path / "keys") if given else None
+    access = AccessConfig(api_key_file=file, client_order="all", prefix_cache_sharing="all")
     config = InstanceConfig(model="m", registry="http://127.0.0.1:1", dp=2, access=access, http_port=0)
     told: list[Any] = []
 
     async def main() -> None:
         def command(role: Role, leader: Any) -> list[str]:
+            assert leader.access.client_order == "all"
             name = leader.access.api_key_file
             told.append(None if name is None else Path(name).read_text())
+            assert leader.access.prefix_cache_sharing == "all"
             return ["true"]
 
         processes = RankProcesses(config, command, lambda _: None)
 
         async def keep(specs: Any, lifeline_fd: int) -> Any:
-            return list(specs)
+            return [unit.make(unit) for unit in specs]
 
         processes.keep = keep  # type: ignore[method-assign]
         await processes.run()

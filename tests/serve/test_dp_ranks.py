@@ -20,7 +20,8 @@ from segue.core.pool_size import Host
 from segue.core.ranks_config import RanksConfig
 from segue.core.settings import argv
 from segue.core.types import Role
-from segue.serve.children import Child, Console
+from segue.serve.children import Child
+from segue.serve.console import Console
 from segue.serve.dp_ranks import RankProcesses, leaders
 from segue.serve.process_tree import ServeResult
 
@@ -158,7 +159,7 @@ def test_the_ranks_of_a_deployment_are_children_of_its_supervisor(tmp_path: Path
             tmp_path / "j", lambda *_: None, prefill=2, ranks=RanksConfig(prefill_dp=2, decode_dp=2)
         )
         supervisor._command = lambda role, config: seen.append(config) or argv(config)
-        planned = supervisor.child_specs("http://127.0.0.1:9", 77, 78)
+        planned = supervised.specs(supervisor)
         return [
             (spec.name, config)
             for spec, config in zip(planned, seen, strict=True)

@@ -14,9 +14,10 @@ from deployment import Running, deployment
 from killable import Cluster, cluster, save_tokenizer
 
 from segue.cli.main import main
-from segue.core.control import Explain
+from segue.core.control import Cancel, Explain
 from segue.core.types import Role
 from segue.fleet.operator import Operator
+from segue.serve.leader import FromFrontend
 
 BODY = {"prompt": list(range(3, 43)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 VOCAB = 97
@@ -86,6 +87,35 @@ def test_both_sides_tell_every_phase_and_what_was_handed_over(
     for word in ("request plain", "prefill ", "decode ", "transfer", "handed_bytes", "status 200"):
         assert word in text
     assert "plainer" not in text
+
+
+def test_a_stop_string_is_a_success_on_both_sides(made: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"prompt": [3, 4, 5], "max_tokens": 32}
+    whole = ask(made, "whole", **asked)["choices"][0]["text"]
+    stop = whole[0]
+    [decode] = made.by_role(Role.DECODE)
+    leader, decoding = decode.instance.leader, made.steps[decode.instance.me]
+
+    def until_cancelled() -> None:
+        """The frontend has heard enough tokens: wait, in the middle of a step, for its word."""
+        seen = [leader.inbox.get(timeout=60)]
+        while not (isinstance(seen[-1], FromFrontend) and isinstance(seen[-1].message, Cancel)):
+            seen.append(leader.inbox.get(timeout=60))
+        for item in seen:
+            leader.inbox.put(item)
+
+    decoding.act, decoding.at = until_cancelled, decoding.count + 28
+    choice = ask(made, "stopped", stop=stop, **asked)["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    decode.ask()  # its leader has handled the word by then
+    life, text = explain(made, capsys, "stopped")
+    assert {part["record"]["where"].split()[0] for part in life["parts"]} == {"frontend", "prefill", "decode"}
+    assert [part["record"].get("error") for part in life["parts"]] == [None] * len(life["parts"])
+    [worker], [sample] = of(life, "decode"), samples(life)
+    assert worker["record"].get("ended", True)
+    assert worker["record"]["facts"]["output_tokens"] < 32
+    assert sample["record"]["facts"]["output_tokens"] <= worker["record"]["facts"]["output_tokens"]
+    assert "ABORTED" not in text
 
 
 def test_a_request_that_was_placed_twice_shows_both_attempts_and_why(

@@ -355,7 +355,7 @@ def test_vllm_router_sends_a_prompt_where_our_kv_events_say_its_prefix_is(
             here.running.append(Running(Role.UNIFIED, url, **named))
             publisher = here.running[-1].instance._publisher
             assert publisher is not None
-            begun[port] = publisher._next - 1
+            begun[port] = publisher.first_number
         made.start("kv-aware")
         try:
             made.ready("kv-aware")

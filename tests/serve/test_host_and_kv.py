@@ -51,6 +51,43 @@ def test_a_process_has_what_both_its_host_and_its_cgroup_allow(
     assert (found.cores, found.free_bytes) == (cores, free_kib * KiB)
 
 
+@pytest.mark.parametrize(
+    ("lines", "files", "cores"),
+    [
+        ("0::/node/pod", {"node/cpu.max": "200000 100000", "node/pod/cpu.max": "300000 100000"}, 2),
+        ("0::/node/pod", {"node/pod/cpu.max": "max 100000"}, 4),
+        ("0::/pod", {"unified/cgroup.controllers": "cpu memory", "unified/pod/cpu.max": "100000 100000"}, 1),
+        (
+            "3:cpu,cpuacct:/node/pod\n0::/",
+            {"cpu/node/pod/cpu.cfs_quota_us": "250000", "cpu/node/pod/cpu.cfs_period_us": "100000"},
+            2,
+        ),
+        (
+            "3:cpuacct,cpu:/node/pod\n0::/",
+            {"cpuacct,cpu/node/cpu.cfs_quota_us": "50000", "cpuacct,cpu/node/cpu.cfs_period_us": "100000"},
+            1,
+        ),
+        (
+            "3:cpu,cpuacct:/pod",
+            {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"},  # in a container
+            3,
+        ),
+        ("3:cpu:/pod", {"cpu/pod/cpu.cfs_quota_us": "-1", "cpu/pod/cpu.cfs_period_us": "100000"}, 4),
+        ("3:cpu:/pod", {"cpu/pod/cpu.cfs_quota_us": "1000", "cpu/pod/cpu.cfs_period_us": "0"}, 4),
+    ],
+)
+def test_quotas_of_every_group_above_and_of_both_versions_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, files: dict[str, str], cores: int
+) -> None:
+    kernel = {"proc/meminfo": "MemAvailable: 1000 kB\n", "proc/self/cgroup": lines}
+    kernel |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in kernel.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _pid: {1, 3, 5, 7})
+    assert this_host(tmp_path).cores == cores
+
+
 def made(
     rank: int = 0, transports: tuple[str, ...] = ("shm", "tcp"), extra: int = 0, **set_: Any
 ) -> KVConfig:

@@ -13,7 +13,7 @@ from deployment import VOCAB, Deployment, deployment
 
 from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.records import InstanceRecord
-from segue.core.errors import ErrorCode
+from segue.core.errors import BootstrapTimeout, BootstrapUnreachable, ErrorCode, OutOfCapacity, SegueError
 from segue.core.types import FinishReason, Role
 from segue.engine.base import Engine
 from segue.serve import instance as instance_module
@@ -109,6 +109,28 @@ def test_the_http_door_shows_what_happens() -> None:
             numbers = httpx.get(f"{url}/metrics", timeout=60).text
             assert 'segue_instance_table{table="peers"} 1.0' in numbers
             assert 'segue_instance_pages{state="free"}' in numbers
+
+
+@pytest.mark.parametrize("trouble", [BootstrapUnreachable, BootstrapTimeout, OutOfCapacity])
+def test_a_registry_that_restarts_at_the_first_word_is_told_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: type[SegueError]
+) -> None:
+    register, tries = RegistryClient.register, []
+
+    async def restarting(self: RegistryClient, record: InstanceRecord) -> None:
+        tries.append(record)
+        if len(tries) == 1:
+            raise trouble("it restarts")
+        await register(self, record)
+
+    monkeypatch.setattr(RegistryClient, "register", restarting)
+    with deployment(Role.UNIFIED) as found:
+        [one] = found.by_role(Role.UNIFIED)
+        found.front.submit("r", [1, 2, 3], one, one)
+        assert len(found.front.tokens("r")) == 4
+    assert len(tries) >= 2
+    said = [record.message for record in caplog.records if "it restarts" in record.message]
+    assert len(said) == 1
 
 
 def test_who_finds_an_instance_in_the_registry_finds_its_door_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,10 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
     async def ends() -> None:
         raise PeerRestarted("the registry says that this incarnation is over")
 
-    monkeypatch.setattr("segue.engine.cpu_engine.load_engine", lambda *_, **__: SimpleNamespace(memory=None))
+    closed: list[str] = []
+    formats = SimpleNamespace(close=lambda: closed.append("formats"))
+    engine = SimpleNamespace(memory=None, formats=formats)
+    monkeypatch.setattr("segue.engine.cpu_engine.load_engine", lambda *_, **__: engine)
     monkeypatch.setattr(module, "Instance", make)
     monkeypatch.setattr(module, "frozen_imports", contextlib.nullcontext)
     monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=lambda _: None))
@@ -133,5 +136,6 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
         config = others.running[0].instance.config
         assert run_instance(replace(config, port=0), on_ready=ready) == status
     assert (made[0].failure is not None) == (how == "fails")
+    assert closed == ["formats"], "else the process ends only when every format that waits is compiled"
     assert ended == at_once, "the second signal ends the process at once"
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -35,7 +35,7 @@ from segue.core.operate import Steer, Switch
 from segue.core.types import Incarnation, LeaderId, Role, successor
 from segue.serve import integrity, registry, turns, workers
 from segue.serve.instance import LOOK_AGAIN_S, Instance
-from segue.serve.leader import Abandon, Drain, Hold, Inspect
+from segue.serve.leader import Abandon, Drain, Hold, Inspect, NextRole
 from segue.serve.rank_process import WORDS, CannotWord, HereWord, LoadedWord, ServeOrder, SetUpOrder, heard
 from segue.serve.turns import Turns
 from segue.serve.workers import OpenedReplica, RankProcess, Workers, open_replica
@@ -210,10 +210,28 @@ def test_an_instance_turns_only_once_nothing_is_left_of_its_role_and_only_if_it_
             made._stop.set()
         made._turn(made._in_role(Role.PREFILL), load(**said))
         assert (made.follows is not None) is turns
-        assert inbox(made) == ([Drain(stays=True)] if turns else [])
-        assert made._stop.is_set() is (turns or leaving), "nobody resumes it any more"
+        assert [type(item) for item in inbox(made)] == [NextRole] * turns
         if made.follows is not None:
             assert (made.follows.role, made.follows.name) == (Role.PREFILL, None)
+            with pytest.raises(Draining):
+                made._steer(Steer(draining=False))
+
+
+@pytest.mark.parametrize("left", ["a request", "a page in quarantine", "nothing"])
+def test_no_role_takes_the_memory_of_one_that_holds_something(left: str) -> None:
+    """Whatever has let its leader go: the pages may be written or read by others."""
+    with instance() as made:
+        made.scheduler.drain()
+        made.follows = made._in_role(Role.PREFILL)
+        pool = made.scheduler.cache.pool
+        if left == "a request":
+            made.scheduler.admission.by_seq[1] = SimpleNamespace()  # type: ignore[assignment]
+        elif left == "a page in quarantine":
+            pool.quarantine(pool.allocate(1))
+        made.leader.run = lambda: None  # type: ignore[method-assign]
+        made.run()
+        assert (made.failure is None) is (left == "nothing")
+        assert made.failure is None or "cannot become prefill and leaves" in str(made.failure)
 
 
 @pytest.mark.parametrize(("chosen", "limit"), [(0, None), (5, 5)])

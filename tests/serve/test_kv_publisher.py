@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,10 +19,10 @@ from segue.core.kv_events_config import KVEventsConfig
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree
 from segue.engine.prefix_journal import PrefixJournal
-from segue.serve import kv_publisher
+from segue.serve import kv_publisher, zmtp
 from segue.serve.kv_publisher import END, KVPublisher
 
-zmq = pytest.importorskip("zmq", reason="no pyzmq: pip install 'segue[zmq]'")
+zmq = pytest.importorskip("zmq", reason="no pyzmq: pip install 'segue[dev]'")
 
 
 # The fields and options of vllm/distributed/kv_events.py, v0.28.0, as test data.
@@ -129,8 +132,13 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture
 def pair(ports: tuple[int, int], fast: Callable[[float], None]) -> Iterator[tuple[KVPublisher, Subscriber]]:
     port, replay = ports
-    config = KVEventsConfig(kv_events_port=port, kv_events_replay_port=replay, kv_events_topic="kv@x@tiny")
-    publisher = KVPublisher(config, "localhost", 0, lambda: 5.0)
+    config = KVEventsConfig(
+        kv_events_port=port,
+        kv_events_replay_port=replay,
+        kv_events_topic="kv@x@tiny",
+        kv_events_host="localhost",
+    )
+    publisher = KVPublisher(config, 0, lambda: 5.0)
     subscriber = Subscriber(port, replay, "kv@")
     subscriber.until_beat()
     fast(3600.0)
@@ -182,14 +190,14 @@ def test_who_followed_an_earlier_process_sees_a_gap_and_hears_that_nothing_is_th
 ) -> None:
     """The numbers of the next process at an address are higher: subscribers drop lower ones."""
     config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
-    earlier = KVPublisher(config, "127.0.0.1", 0, lambda: 100.0)
+    earlier = KVPublisher(config, 0, lambda: 100.0)
     subscriber = Subscriber(*ports, "kv")
     try:
         subscriber.until_beat()
         earlier.publish(EVENTS[:1])
         heard = subscriber.next()
         earlier.close()
-        later = KVPublisher(config, "127.0.0.1", 0, lambda: 160.0)
+        later = KVPublisher(config, 0, lambda: 160.0)
         try:
             while subscriber.next()[1] < 160_000:  # by itself it hears of the next process
                 pass
@@ -206,7 +214,7 @@ def test_who_subscribes_late_hears_that_there_was_something_and_the_others_nothi
     ports: tuple[int, int],
 ) -> None:
     config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
-    publisher, first = KVPublisher(config, "127.0.0.1", 0, lambda: 5.0), Subscriber(*ports, "kv")
+    publisher, first = KVPublisher(config, 0, lambda: 5.0), Subscriber(*ports, "kv")
     try:
         first.until_beat()
         publisher.publish(EVENTS[:1])
@@ -231,9 +239,13 @@ def test_a_replay_of_all_that_is_kept_has_its_end_however_late_it_is_read(
     pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int]
 ) -> None:
     publisher, late = pair
-    late.missed(0)  # its thread has kept the batch that was heard, and keeps nothing more
-    for number in range(kv_publisher.KEPT_BATCHES):
-        publisher._keep(number, b"x" * 3000)
+    number = FIRST + len(late.missed(0)) - 1
+    payload: list[KVEvent] = [BlockStored([1], None, list(range(1000)), 1000)]
+    for _ in range(kv_publisher.KEPT_BATCHES):
+        publisher.publish(payload)
+        number += 1
+    while late.next()[1] < number:
+        pass
     for _ in range(2):
         late.req.send_multipart((b"", (0).to_bytes(8, "big")))
         other = Subscriber(*ports, "kv@")
@@ -244,18 +256,22 @@ def test_a_replay_of_all_that_is_kept_has_its_end_however_late_it_is_read(
         found = []
         while (frames := late.req.recv_multipart())[1] != END:
             found.append(int.from_bytes(frames[1], "big"))
-        assert found == list(range(kv_publisher.KEPT_BATCHES))
+        assert found == list(range(number + 1 - kv_publisher.KEPT_BATCHES, number + 1))
 
 
 def test_a_port_that_is_taken_is_one_sentence(ports: tuple[int, int]) -> None:
     config = KVEventsConfig(kv_events_port=ports[0])
-    publisher = KVPublisher(config, "127.0.0.1", 0)
-    with pytest.raises(ConfigError, match=f"--kv-events-port {ports[0]}"):
-        KVPublisher(config, "127.0.0.1", 0)
+    publisher = KVPublisher(config, 0)
+    with pytest.raises(ConfigError, match=f"port {ports[0]} .* in use .* --kv-events-port"):
+        KVPublisher(config, 0)
+    with pytest.raises(ConfigError, match=f"port {ports[0]} .* in use .* --kv-events-replay-port"):
+        KVPublisher(KVEventsConfig(kv_events_port=ports[1], kv_events_replay_port=ports[0]), 0)
     publisher.close()
     publisher.close()
-    with pytest.raises(ConfigError, match="need --kv-events-port"):
-        KVEventsConfig(kv_events_topic="x")
+    KVPublisher(KVEventsConfig(kv_events_port=ports[1]), 0).close()
+    for alone in ({"kv_events_topic": "x"}, {"kv_events_host": "0.0.0.0"}, {"kv_events_replay_port": 5}):
+        with pytest.raises(ConfigError, match="need --kv-events-port"):
+            KVEventsConfig(**alone)
 
 
 class Stranger:
@@ -315,7 +331,7 @@ def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(
     tree = PrefixTree(pool, 4)
     journal = PrefixJournal(tree, 4)
     config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
-    publisher, stranger = KVPublisher(config, "127.0.0.1", 0), Stranger(*ports)
+    publisher, stranger = KVPublisher(config, 0), Stranger(*ports)
     try:
         while not stranger.known:
             stranger.hear()
@@ -348,21 +364,25 @@ def test_a_stranger_that_misses_batches_has_the_index_of_the_prefix_tree(
 
 
 def test_what_is_kept_for_who_missed_it_is_bounded_in_batches_and_in_bytes(
-    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[KVPublisher, Subscriber], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_publisher, "KEPT_BYTES", 10)
-    monkeypatch.setattr(kv_publisher, "KEPT_BATCHES", 3)
-    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), "127.0.0.1", 0)
-    publisher.close()
-    publisher._kept.clear()
-    publisher._kept_bytes = 0
-    for number, payload in enumerate((b"xxxx", b"yyy", b"zzz", b"w", b"v")):
-        publisher._keep(number, payload)
-    assert [number for number, _ in publisher._kept] == [2, 3, 4]
-    publisher._keep(5, b"u" * 9)
-    assert [number for number, _ in publisher._kept] == [4, 5]
-    publisher._keep(6, b"t" * 11)
-    assert (list(publisher._kept), publisher._kept_bytes) == ([], 0)
+    publisher, subscriber = pair
+
+    def kept(tokens: int) -> list[int]:
+        """The sizes of what is kept after one more batch."""
+        publisher.publish([BlockStored([1], None, [1] * tokens, tokens)])
+        subscriber.next()
+        events = [event for _, batch in subscriber.missed(0) for event in batch.events]
+        return [len(event.token_ids) for event in events if isinstance(event, VStored)]
+
+    with monkeypatch.context() as few:
+        few.setattr(kv_publisher, "KEPT_BATCHES", 3)
+        assert [kept(tokens) for tokens in (5, 4, 3, 2)][-1] == [4, 3, 2]
+    monkeypatch.setattr(kv_publisher, "KEPT_BYTES", 10_000)
+    assert kept(4000) == [4, 3, 2, 4000]
+    assert kept(4001) == [4, 3, 2, 4000, 4001]
+    assert kept(5000) == [4001, 5000]
+    assert kept(9000) == [9000]
 
 
 def test_a_batch_that_found_no_room_leaves_a_gap_that_subscribers_see(
@@ -372,16 +392,11 @@ def test_a_batch_that_found_no_room_leaves_a_gap_that_subscribers_see(
     publisher.publish(EVENTS[2:3])
     number = subscriber.next()[1]
 
-    class Full:
-        """The socket to the publisher's thread, which is behind."""
-
-        def send_multipart(self, frames: tuple[bytes, bytes], flags: int) -> None:
-            assert flags == zmq.NOBLOCK, "an instance does not wait for its subscribers"
-            raise zmq.Again
-
-    with monkeypatch.context() as behind:
-        behind.setattr(publisher, "_outer", Full())
+    with monkeypatch.context() as full:
+        full.setattr(kv_publisher, "MAX_WAITING", 0)  # its thread is behind: an instance waits for nobody
         publisher.publish(EVENTS[:1])
+        full.setattr(kv_publisher, "MAX_WAITING", 9)
+        full.setattr(kv_publisher, "MAX_WAITING_BYTES", 3)
         publisher.publish(EVENTS[1:2])
     publisher.publish(EVENTS[2:3])
     assert subscriber.next()[1] == number + 3
@@ -394,10 +409,239 @@ def test_each_dp_rank_has_ports_of_its_own_and_says_which_it_is(ports: tuple[int
     if replay - port < 4:
         replay = port + 4
     config = KVEventsConfig(kv_events_port=port - 3, kv_events_replay_port=replay - 3, kv_events_topic="kv")
-    publisher, subscriber = KVPublisher(config, "127.0.0.1", 3), Subscriber(port, replay, "kv")
+    publisher, subscriber = KVPublisher(config, 3), Subscriber(port, replay, "kv")
     try:
         assert subscriber.next()[2].data_parallel_rank == 3
         assert subscriber.missed(0)[0][1].data_parallel_rank == 3
     finally:
         publisher.close()
         subscriber.context.destroy()
+
+
+# ---- clients that cost more than they should ----------------------------------------------------------
+
+
+def zmtp_client(port: int, kind: bytes = b"SUB") -> socket.socket:
+    """A TCP connection that has done ZMTP's handshake."""
+    sock = socket.create_connection(("127.0.0.1", port), 60)
+    sock.sendall(zmtp.GREETING + zmtp.ready(kind))
+    return sock
+
+
+def ended(sock: socket.socket) -> None:
+    """Read until the other side has closed the connection."""
+    sock.settimeout(60)
+    try:
+        while sock.recv(2**16):
+            pass
+    except ConnectionError:
+        return
+
+
+def test_the_ports_are_those_of_loopback_unless_another_address_is_named_which_is_warned_of(
+    ports: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert KVEventsConfig(kv_events_port=1).kv_events_host == "127.0.0.1"
+    config = KVEventsConfig(kv_events_port=ports[0], kv_events_host="0.0.0.0")
+    with caplog.at_level(logging.WARNING):
+        KVPublisher(config, 0).close()
+    assert caplog.messages == [
+        f"--kv-events-host 0.0.0.0: every host that can reach port {ports[0]} reads the tokens of all "
+        "prompts, without a key"
+    ]
+
+
+def test_silent_connections_take_few_descriptors_and_no_place_of_a_router(
+    pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int]
+) -> None:
+    publisher, subscriber = pair
+    before = len(os.listdir("/proc/self/fd"))
+    silent = [socket.create_connection(("127.0.0.1", port), 60) for port in ports for _ in range(200)]
+    try:
+        for sock in (silent[0], silent[200]):
+            ended(sock)  # the oldest of each port makes room
+        publisher.publish(EVENTS[:1])
+        assert subscriber.next()[2].events
+        late = Subscriber(*ports, "kv@")
+        try:
+            assert late.missed(0)[0][1].events == [VCleared()]
+        finally:
+            late.context.destroy()
+        ours = len(os.listdir("/proc/self/fd")) - before - len(silent)
+        assert ours < 2 * kv_publisher.MAX_PENDING + 20, "of 400 connections"
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_a_handshake_that_does_not_end_has_a_deadline(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "HANDSHAKE_S", 0.05)
+    publisher = KVPublisher(KVEventsConfig(kv_events_port=ports[0]), 0)
+    try:
+        with socket.create_connection(("127.0.0.1", ports[0]), 60) as sock:
+            sock.sendall(zmtp.GREETING[:30])
+            ended(sock)
+    finally:
+        publisher.close()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["PUB", "ROUTER"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        zmtp.GREETING[:10] + b"\x01" + bytes(53),
+        zmtp.GREETING.replace(b"NULL", b"CURV") + zmtp.ready(b"SUB"),
+        zmtp.GREETING + zmtp.ready(b"PUSH"),
+        zmtp.GREETING + zmtp.command(b"ERROR"),
+        zmtp.GREETING + b"\x04\x00",
+        zmtp.GREETING + b"\x00\x01\x01",
+        zmtp.GREETING + b"\x02" + (2**40).to_bytes(8, "big"),
+        zmtp.GREETING + b"\x06" + (2**63).to_bytes(8, "big"),
+        zmtp.GREETING + zmtp.ready(b"DEALER") + zmtp.ready(b"SUB") + b"\x01\x00" * 5,
+    ],
+    ids=["http", "old", "curve", "push", "no ready", "empty", "early", "large", "larger", "many frames"],
+)
+def test_what_is_no_zmq_client_is_cut_and_nobody_else_notices(
+    pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int], which: int, said: bytes
+) -> None:
+    publisher, subscriber = pair
+    with socket.create_connection(("127.0.0.1", ports[which]), 60) as sock:
+        sock.sendall(said)
+        ended(sock)
+    publisher.publish(EVENTS[:1])
+    assert subscriber.next()[2].events
+    assert subscriber.missed(0)
+
+
+def test_clients_that_ask_for_nothing_make_room_and_beyond_the_limit_newcomers_are_refused(
+    ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "MAX_CLIENTS", 4)
+    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1], kv_events_topic="kv")
+    publisher, first = KVPublisher(config, 0), Subscriber(*ports, "kv")
+    idle = list[socket.socket]()
+    try:
+        first.until_beat()
+        assert first.missed(0)
+        for port, kind in ((ports[0], b"SUB"), (ports[1], b"REQ")):
+            for _ in range(5):
+                idle.append(zmtp_client(port, kind))
+                assert idle[-1].recv(100)
+            for sock in idle[-5:-3]:
+                ended(sock)
+        others = [Subscriber(*ports, "kv") for _ in range(3)]
+        try:
+            for other in others:
+                other.until_beat()
+            with zmtp_client(ports[0]) as refused:
+                ended(refused)
+            publisher.publish(EVENTS[:1])
+            for one in (first, *others):
+                while not one.next()[2].events:
+                    pass
+        finally:
+            for other in others:
+                other.context.destroy()
+    finally:
+        for sock in idle:
+            sock.close()
+        first.context.destroy()
+        publisher.close()
+
+
+def test_a_subscriber_that_reads_nothing_holds_no_batches_and_is_cut(
+    pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, honest = pair
+    monkeypatch.setattr(kv_publisher, "STALL_S", 0.2)
+    stalled = zmtp_client(ports[0])
+    try:
+        stalled.sendall(b"\x00\x01\x01")
+        before, tokens = rss(), list(range(2**16, 2**16 + 80_000))
+        for number in range(400):
+            publisher.publish([BlockStored([number], None, tokens, 80_000)])
+            honest.last = heard_once(honest.sub, honest.last)[1]
+        assert rss() - before < kv_publisher.KEPT_BYTES + 32 * 2**20, "160 MB were sent"
+        ended(stalled)
+    finally:
+        stalled.close()
+
+
+def test_a_replay_is_written_as_it_is_read_and_an_honest_asker_has_its_turn(
+    pair: tuple[KVPublisher, Subscriber], ports: tuple[int, int]
+) -> None:
+    publisher, honest = pair
+    for number in range(100):
+        publisher.publish([BlockStored([number], None, list(range(2**16, 2**16 + 100_000)), 100_000)])
+        honest.next()
+    before = rss()
+    greedy = [zmtp_client(ports[1], b"REQ") for _ in range(20)]
+    question = b"\x01\x00" + b"\x00\x08" + bytes(8)
+    try:
+        for sock in greedy:
+            sock.sendall(question * 150)
+        for _ in range(3):
+            assert len(honest.missed(honest.last)) == 1
+        assert rss() - before < 30 * 2**20, "20 of 50 MB, 150 times each, were asked for"
+        publisher.close()  # which waits for none of them
+    finally:
+        for sock in greedy:
+            sock.close()
+
+
+def rss() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def test_replays_of_all_askers_together_have_a_rate(
+    pair: tuple[KVPublisher, Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that asks for the same again and again reads as much as everybody together may: 20 KB in the time
+    of this test, whatever that is, at a rate of one byte a second."""
+    publisher, subscriber = pair
+    for _ in range(5):
+        publisher.publish([BlockStored([1], None, list(range(2**16, 2**16 + 10_000)), 10_000)])
+        subscriber.next()
+    monkeypatch.setattr(kv_publisher, "REPLAY_BYTES_S", 1)
+    for _ in range(20):
+        subscriber.req.send_multipart((b"", bytes(8)))
+    heard = 0
+    while subscriber.req.poll(500):
+        heard += sum(map(len, subscriber.req.recv_multipart()))
+    assert 0 < heard <= 2 * kv_publisher.CHUNK
+
+
+def test_many_events_are_several_batches_of_a_size_that_is_kept(
+    pair: tuple[KVPublisher, Subscriber], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, subscriber = pair
+    monkeypatch.setattr(kv_publisher, "BATCH_TOKENS", 4)
+    publisher.publish(EVENTS)
+    assert [subscriber.next()[2].events for _ in range(2)] == [
+        [VStored([2**64 - 1, 5], None, [1, 2, 3, 128255], 2, None, "GPU", None)],
+        [VStored([6], 5, [4, 5], 2, None, "GPU", None), VRemoved([6], "GPU"), VCleared()],
+    ]
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.DEALER])
+def test_a_client_with_heartbeats_stays(ports: tuple[int, int], kind: int) -> None:
+    """libzmq sends a PING after each interval, and ends the connection without a PONG."""
+    config = KVEventsConfig(kv_events_port=ports[0], kv_events_replay_port=ports[1])
+    publisher, context = KVPublisher(config, 0), zmq.Context()
+    try:
+        with context.socket(kind) as sock:
+            sock.setsockopt(zmq.HEARTBEAT_IVL, 20)
+            sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+            sock.setsockopt(zmq.LINGER, 0)
+            sock.connect(f"tcp://127.0.0.1:{ports[1]}")
+            sock.send_multipart(([] if kind == zmq.REQ else [b""]) + [(2**63).to_bytes(8, "big")])
+            assert sock.poll(60_000)
+            assert sock.recv_multipart()[-2:] == [END, b""]
+            assert not sock.poll(200), "PINGs are answered as such"
+    finally:
+        publisher.close()
+        context.destroy()

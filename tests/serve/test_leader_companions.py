@@ -10,7 +10,7 @@ from segue.core.clock import VirtualClock
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
 from segue.engine.base import SequenceResult, StepHandle, StepOnCall
-from segue.serve.leader import CompanionsMoved, Drain, Leader
+from segue.serve.leader import CompanionsMoved, Drain, Leader, NextRole
 
 
 class Others:
@@ -98,11 +98,15 @@ def test_a_leader_that_drains_leaves_when_the_others_do() -> None:
 def test_a_leader_that_stays_for_another_role_says_to_nobody_that_it_is_done() -> None:
     others = Others()
     leader = leader_with(others)
-    leader.inbox.put(Drain(stays=True))
+    refused: list[str] = []
+    leader.inbox.put(NextRole(lambda: refused.append("it has a request")))
     leader.decide()
-    assert not leader.drained(), "it has a request"
-    leader.scheduler.idle = True  # type: ignore[misc]
+    assert not leader.drained()
+    assert len(refused) == 1
+    leader.scheduler.idle = leader.scheduler.drained = True  # type: ignore[misc]
+    leader.inbox.put(NextRole(lambda: refused.append("it has none")))
     leader.run()
+    assert len(refused) == 1
     assert others.told_done == 0
     leader.inbox.put(Drain())
     leader.decide()

@@ -14,9 +14,9 @@ from segue.conn.handles import KVReceiver, KVSender
 from segue.conn.io import MonotonicClock
 from segue.core.clock import Clock, VirtualClock
 from segue.core.control import Cancel, Submit
-from segue.core.errors import AbortedByClient, ErrorCode, Internal, PeerLost
+from segue.core.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity, PeerLost
 from segue.core.limits import Limits
-from segue.core.request import Output, Request, SamplingParams, Ticket
+from segue.core.request import Grammar, Output, Request, SamplingParams, Ticket
 from segue.core.types import Incarnation, KVPoll, LeaderId, Span, TransferId
 from segue.engine.base import OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
@@ -25,7 +25,7 @@ from segue.roles.admission import SchedulerConfig
 from segue.roles.prefill import PrefillScheduler
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
-from segue.serve.leader import Drain, FromFrontend, FrontendGone, Leader
+from segue.serve.leader import Abandon, Drain, FromFrontend, FrontendGone, Hold, Item, Leader, NextRole
 from segue.sim.engine import LineageEngine, lineage_spec, reference
 
 ME, PEER = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
@@ -355,3 +355,168 @@ def test_a_loop_and_a_device_on_threads_of_their_own_give_every_token() -> None:
         tokens = [t for output in stage.sent if output.request_id == name for t in output.token_ids]
         assert tokens == reference(prompts[name], sampling, VOCAB, 3)
     stage.assert_at_rest()
+
+
+# ---- output formats that are compiled beside the leader's thread ------------------------------------------
+
+
+class SlowFormats:
+    """Compiles when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: dict[Grammar, Callable[[], None]] = {}
+        self.settled: set[Grammar] = set()
+        self.full = False
+
+    def known(self, grammar: Grammar) -> bool:
+        return grammar in self.settled
+
+    def prepare(self, grammar: Grammar, done: Callable[[], None]) -> None:
+        if self.full:
+            raise OutOfCapacity("too many formats wait")
+        assert grammar not in self.asked, "one compilation at a time"
+        self.asked[grammar] = done
+
+    def settle(self, grammar: Grammar) -> None:
+        del self.asked[grammar]
+        self.settled.add(grammar)
+
+
+def shaped(rig: Stage, name: str, room: int, regex: str = "a") -> Grammar:
+    """Submit a request with an output format."""
+    grammar = Grammar("regex", regex)
+    sampling = SamplingParams(max_tokens=3, grammar=grammar)
+    ticket = Ticket(room=room, attempt=0, prefill=ME, decode=ME, budget_s=10.0)
+    request = Request(request_id=name, prompt=[1, 2], sampling=sampling)
+    rig.leader.inbox.put(FromFrontend(FRONT, Submit(request, ticket)))
+    return grammar
+
+
+def formats_rig() -> tuple[Stage, SlowFormats]:
+    rig, formats = Stage(), SlowFormats()
+    rig.engine.formats = formats
+    return rig, formats
+
+
+def open_requests(rig: Stage) -> set[str]:
+    return {state.request.request_id for state in rig.scheduler.admission.requests.values()}
+
+
+def test_requests_of_a_format_wait_for_one_compilation_and_others_go_on() -> None:
+    rig, formats = formats_rig()
+    grammar = shaped(rig, "n1", 1)
+    shaped(rig, "n2", 2)
+    rig.submit("plain", [3, 4], 3)
+    rig.leader.decide()
+    assert open_requests(rig) == {"plain"}
+    formats.asked[grammar]()
+    rig.leader.attend()
+    assert open_requests(rig) == {"plain", "n1", "n2"}
+    shaped(rig, "n3", 4)
+    rig.leader.attend()
+    assert "n3" in open_requests(rig), "known: nothing to wait for"
+
+
+def test_a_request_that_ends_while_its_format_is_compiled_is_not_begun() -> None:
+    rig, formats = formats_rig()
+    grammar = shaped(rig, "cancelled", 1)
+    shaped(rig, "stays", 2)
+    rig.leader.inbox.put(FromFrontend(FRONT, Cancel("cancelled", AbortedByClient("gone").info)))
+    rig.leader.decide()
+    formats.asked[grammar]()
+    rig.leader.attend()
+    assert open_requests(rig) == {"stays"}
+    other = shaped(rig, "orphan", 3, "b")
+    rig.leader.inbox.put(FrontendGone(FRONT, PeerLost("gone").info))
+    rig.leader.attend()
+    formats.asked[other]()
+    rig.leader.attend()
+    assert open_requests(rig) == set()
+
+
+def test_formats_that_cannot_wait_are_refused_and_a_draining_leader_parks_nothing() -> None:
+    rig, formats = formats_rig()
+    formats.full = True
+    shaped(rig, "full", 1)
+    rig.leader.decide()
+    rig.leader.inbox.put(Drain())
+    shaped(rig, "late", 2)
+    rig.leader.decide()
+    codes = {out.request_id: out.error.code for out in rig.sent if out.error is not None}
+    assert codes == {"full": ErrorCode.OUT_OF_CAPACITY, "late": ErrorCode.DRAINING}
+
+
+def test_a_leader_that_is_held_answers_who_waits_for_a_format_and_takes_its_next_role() -> None:
+    """Else an operator is told that it has drained, and its order to turn is refused."""
+    rig, _ = formats_rig()
+    shaped(rig, "waits", 1)
+    rig.leader.decide()
+    refused: list[bool] = []
+    rig.leader.inbox.put(Hold(True))
+    rig.leader.inbox.put(NextRole(lambda: refused.append(True)))
+    rig.leader.decide()
+    assert rig.errors() == {"waits": ErrorCode.DRAINING}
+    assert (rig.leader.drained(), refused) == (True, [])
+
+
+def test_requests_that_wait_for_formats_count_as_held_and_as_many_may_wait_for_one() -> None:
+    rig, formats = formats_rig()
+    rig.submit("plain", [3, 4], 1)
+    most = rig.leader.limits.max_queue
+    for at in range(2, most + 2):
+        shaped(rig, f"n{at}", at, "a" if at % 2 else "b")
+    rig.leader.attend()
+    assert rig.errors() == {f"n{most + 1}": ErrorCode.OUT_OF_CAPACITY}
+    for ready in list(formats.asked.values()):
+        ready()
+    rig.leader.attend()
+    assert len(open_requests(rig)) == most
+
+
+@pytest.mark.parametrize(
+    "item", [Drain(), Abandon(PeerLost("a rank is gone").info)], ids=["drain", "abandon"]
+)
+def test_parked_requests_of_a_leader_that_leaves_are_refused_at_once_and_not_begun(item: Item) -> None:
+    rig, formats = formats_rig()
+    grammar = shaped(rig, "n1", 1)
+    shaped(rig, "n2", 2)
+    other = shaped(rig, "n3", 3, "b")
+    rig.leader.decide()
+    assert rig.errors() == {}
+    rig.leader.inbox.put(item)
+    rig.leader.decide()
+    assert rig.errors() == dict.fromkeys(("n1", "n2", "n3"), ErrorCode.DRAINING)
+    assert rig.leader.drained(), "nothing is left that it would have to wait for"
+    told = len(rig.sent)
+    for ready in (grammar, other):
+        formats.asked[ready]()
+    rig.leader.decide()
+    assert len(rig.sent) == told, "each is refused once"
+    rig.assert_at_rest()
+
+
+def test_a_parked_request_that_was_cancelled_keeps_no_leader_from_another_role() -> None:
+    rig, _ = formats_rig()
+    shaped(rig, "parked", 1)
+    rig.leader.inbox.put(Hold(True))
+    rig.leader.inbox.put(FromFrontend(FRONT, Cancel("parked", AbortedByClient("gone").info)))
+    refused: list[str] = []
+    rig.leader.inbox.put(NextRole(lambda: refused.append("refused")))
+    rig.leader.decide()
+    assert refused == []
+    assert rig.leader.drained()
+
+
+def test_a_leader_that_was_resumed_refuses_another_role_and_serves_on() -> None:
+    rig = Stage()
+    refused: list[str] = []
+    rig.leader.inbox.put(Hold(True))
+    rig.leader.decide()
+    assert rig.scheduler.load().drained
+    rig.leader.inbox.put(Hold(False))
+    rig.submit("r", [1, 2, 3], 1)
+    rig.leader.inbox.put(NextRole(lambda: refused.append("refused")))
+    rig.leader.decide()
+    assert refused == ["refused"]
+    assert not rig.leader.drained()
+    assert open_requests(rig) == {"r"}

@@ -29,6 +29,7 @@ from segue.serve.leader import (
     Hold,
     Inspect,
     Leader,
+    NextRole,
 )
 
 FRONT = Incarnation("f" * 32)
@@ -36,6 +37,8 @@ FRONT = Incarnation("f" * 32)
 
 class OnCall:
     """An engine that computes within `collect`."""
+
+    formats = None
 
     def launch(
         self, steps: Sequence[SequenceStep], on_stored: OnStored, on_ready: Callable[[], None]
@@ -49,7 +52,7 @@ class OneStep:
     def __init__(self) -> None:
         self.outbox = [(FRONT, Output(request_id="r", token_ids=[7]))]
         self.bugs: list[tuple[str, Exception]] = []
-        self.idle = False
+        self.idle = self.drained = False
 
     def advance(self, now: float) -> None: ...
 
@@ -215,6 +218,21 @@ def test_an_operator_may_hold_and_resume_a_leader_but_not_one_that_leaves() -> N
         leader.inbox.put(item)
         leader.turn()
     assert role.told == [True, False, True, True]
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_leader_turns_by_what_it_holds_now_and_takes_nothing_again_once_it_does(drained: bool) -> None:
+    role = Held()
+    role.drained = drained
+    leader = leader_of(role, VirtualClock(), 0.1, [])
+    refused: list[int] = []
+    for item in (Hold(True), NextRole(lambda: refused.append(1)), Hold(False)):  # all in one turn
+        leader.inbox.put(item)
+    leader.turn()
+    assert leader.drained() is drained
+    assert len(refused) == (not drained)
+    assert role.told == [True, drained]
+    assert leader.patience_s() is None
 
 
 def test_a_leader_that_leaves_sleeps_no_longer_than_it_may_drain() -> None:

@@ -103,6 +103,7 @@ class Place:
         self.membership = SimpleNamespace(replicas={replica.leader: replica for replica, _ in there})
         self.submitted: list[tuple[Request, Incarnation | None]] = []
         self.cancelled: list[tuple[str, ErrorCode]] = []
+        self.completed: list[str] = []
         self.news = asyncio.Event()
 
     async def changed(self) -> None:
@@ -111,6 +112,9 @@ class Place:
     def submit(self, request: Request, *, budget_s: float, prefill: Incarnation | None = None) -> TwoTokens:
         self.submitted.append((request, prefill))
         return TwoTokens(request.request_id)
+
+    def complete(self, request_id: str) -> None:
+        self.completed.append(request_id)
 
     def cancel(self, request_id: str, reason: Any) -> None:
         self.cancelled.append((request_id, reason.code))

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import re
 import select
@@ -24,8 +25,10 @@ from segue.core.kv_events_config import KVEventsConfig
 from segue.core.ranks_config import RanksConfig
 from segue.core.settings import argv
 from segue.core.types import Role
-from segue.serve import process_tree
-from segue.serve.process_tree import ProcessTree, ServeResult, secret_fd
+from segue.serve import process_tree, restarts
+from segue.serve.children import Child, ChildSpec
+from segue.serve.process_tree import ProcessTree, ServeResult, Unit, missing, secret_fd
+from segue.serve.restarts import Restarts
 from segue.serve.supervisor import Supervisor, check_port
 
 Announce = Callable[[Supervisor, str], None]
@@ -53,6 +56,13 @@ def run(journal: Path, announce: Announce = stop_at_once, **settings: Any) -> Se
 def events(journal: Path, event: str) -> list[str]:
     """Names of the children to which `event` happened, in order."""
     return [line.split()[0] for line in journal.read_text().splitlines() if line.split()[1] == event]
+
+
+def started(journal: Path, name: str) -> list[int]:
+    """The processes that `name` was, in order."""
+    return [
+        int(pid) for pid in re.findall(rf"^{re.escape(name)} pid=(\d+)", journal.read_text(), re.MULTILINE)
+    ]
 
 
 def test_drain_takes_the_door_first_and_leaves_nobody(tmp_path: Path) -> None:
@@ -99,7 +109,7 @@ def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> Non
         supervisor = supervised.make(tmp_path / "j", stop_at_once)
         seen: list[InstanceConfig | FrontendConfig] = []
         supervisor._command = lambda role, config: seen.append(config) or ["x"]
-        planned = supervisor.child_specs("http://127.0.0.1:9", 77, 78)
+        planned = supervised.specs(supervisor)
         return [*zip(planned, seen, strict=True)]
 
     for spec, config in asyncio.run(child_specs()):
@@ -110,33 +120,37 @@ def test_the_secret_is_an_inherited_file_and_nowhere_else(tmp_path: Path) -> Non
 
 def test_clients_keys_reach_the_frontend_as_a_file_and_nobody_else(tmp_path: Path) -> None:
     async def child_specs() -> list[Any]:
-        access = AccessConfig(api_key="hunter2-of-the-tests")
+        access = AccessConfig(api_key="hunter2-of-the-tests", client_order="none", prefix_cache_sharing="all")
         supervisor = supervised.make(
             tmp_path / "j", stop_at_once, keys=["hunter2-of-the-tests"], access=access
         )
         supervisor._command = lambda role, config: argv(config)
-        return supervisor.child_specs("http://127.0.0.1:9", 77, 78)
+        return supervised.specs(supervisor)
 
     for spec in asyncio.run(child_specs()):
         frontend = spec.role is Role.FRONTEND
         assert ("--api-key-file=/proc/self/fd/78" in spec.argv) is frontend
+        assert ("--client-order=none" in spec.argv) is frontend
+        assert ("--prefix-cache-sharing=all" in spec.argv) is frontend
         assert "hunter2" not in repr(spec.argv)
         assert "hunter2" not in repr(spec.environ)
 
 
 def test_each_leader_of_the_deployment_publishes_kv_events_at_ports_of_its_own(tmp_path: Path) -> None:
     async def child_specs() -> list[Any]:
-        events = KVEventsConfig(kv_events_port=5557, kv_events_replay_port=5600, kv_events_topic="kv")
+        events = KVEventsConfig(
+            kv_events_port=5557, kv_events_replay_port=5600, kv_events_host="::1", kv_events_topic="kv"
+        )
         ranks = RanksConfig(prefill_dp=2)
         supervisor = supervised.make(tmp_path / "j", stop_at_once, events=events, ranks=ranks, decode=2)
         supervisor._command = lambda role, config: [argv(config)]  # type: ignore[list-item]
-        return supervisor.child_specs("http://127.0.0.1:9", 77, 78)
+        return supervised.specs(supervisor)
 
     taken: dict[str, list[int]] = {}
     for spec in asyncio.run(child_specs()):
         words = dict(word.partition("=")[::2] for word in spec.argv[0])
         if spec.role is not Role.FRONTEND:
-            assert words["--kv-events-topic"] == "kv"
+            assert (words["--kv-events-topic"], words["--kv-events-host"]) == ("kv", "::1")
             rank = int(words.get("--dp-rank", 0))  # which `KVPublisher` adds
             flags = ("--kv-events-port", "--kv-events-replay-port")
             taken[spec.name] = [int(words[flag]) + rank for flag in flags]
@@ -161,7 +175,24 @@ def test_an_anonymous_file_is_read_by_its_owner_and_changed_by_nobody() -> None:
     [
         ("refuse", 2, "decode-0: the model is broken"),
         ("refuse-peer", 1, "decode-0: no"),
-        ("crash", 1, "decode-0 ended during the start with exit status 3: the last word"),
+        (
+            "crash",
+            1,
+            "decode-0 ended during the start with exit status 3; its last lines:\n"
+            "    hello of decode-0\n    the last word",
+        ),
+        (
+            "killed",
+            1,
+            "decode-0 ended during the start with signal 9 (SIGKILL): the host has most likely run out of "
+            "memory; give a lower --kv-gib, fewer instances, or a --dtype with fewer bytes",
+        ),
+        (
+            "bug",
+            1,
+            "decode-0: ValueError: not foreseen; its last lines:\n"
+            "    hello of decode-0\n    Traceback\n    ValueError: not foreseen",
+        ),
     ],
 )
 def test_a_child_that_cannot_start_ends_everything_with_its_reason(
@@ -197,8 +228,10 @@ def test_a_death_is_loud_and_the_rest_goes_on(tmp_path: Path, caplog: pytest.Log
         # The service is told to stop only once the death has been seen: so it did go on.
         victim.exited.add_done_callback(lambda _: asyncio.get_running_loop().call_soon(supervisor.stop))
 
-    assert run(tmp_path / "j", announce, prefill=2, behaviours={"prefill-1": "late-crash"}) == ServeResult(0)
-    assert "child=prefill-1 how='exit status 7'" in caplog.text
+    how: dict[str, Any] = {"behaviours": {"prefill-1": "late-crash"}, "restart": "never"}
+    assert run(tmp_path / "j", announce, prefill=2, **how) == ServeResult(0)
+    assert "child=prefill-1 how='exit status 7'; it is not started again" in caplog.text
+    assert len(started(tmp_path / "j", "prefill-1")) == 1
     assert "line='out of luck'" in caplog.text
 
 
@@ -224,7 +257,7 @@ def test_who_was_switched_is_named_and_counted_by_its_role(
         switched.signal(signal.SIGUSR1)
         look()
 
-    how: dict[str, Any] = {"behaviours": {"decode-1": "switched"}, "console": console}
+    how: dict[str, Any] = {"behaviours": {"decode-1": "switched"}, "console": console, "restart": "never"}
     assert run(tmp_path / "j", announce, decode=2, **how) == ServeResult(0), "a prefill instance is left"
     assert "child=prefill-0 how='signal 9 (SIGKILL)'" in caplog.text
     assert "decode-1-as-prefill | what it says later" in console.getvalue()
@@ -232,13 +265,13 @@ def test_who_was_switched_is_named_and_counted_by_its_role(
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "frontend"])
-def test_without_a_pair_the_service_ends_with_status_1(
+def test_without_a_pair_the_service_ends_with_status_1_where_nothing_is_started_again(
     tmp_path: Path, victim: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def announce(supervisor: Supervisor, url: str) -> None:
         next(c for c in supervisor.children if c.name == victim).signal(signal.SIGKILL)
 
-    outcome = run(tmp_path / "j", announce)
+    outcome = run(tmp_path / "j", announce, restart="never")
     role = victim.removesuffix("-0")
     assert outcome == ServeResult(1, f"nothing can serve any more: no {role} is left")
     assert f"child={victim} how='signal 9 (SIGKILL)'" in caplog.text
@@ -294,7 +327,8 @@ def test_stop_while_starting_leaves_nobody(tmp_path: Path) -> None:
         asyncio.get_running_loop().call_later(0.5, made[0].stop)
         return made[0]
 
-    assert asyncio.run(supervised.run(make)) == ServeResult(0)
+    stopped = ServeResult(1, "stopped while loading: 3 processes ended; nothing was served")
+    assert asyncio.run(supervised.run(make)) == stopped
     assert not any(c.alive for c in made[0].children)
 
 
@@ -375,8 +409,12 @@ def test_each_signal_that_means_the_end_asks_for_a_drain_and_the_next_one_for_th
 P, D, U, F = Role.PREFILL, Role.DECODE, Role.UNIFIED, Role.FRONTEND
 
 
+def no_specs(_unit: Unit) -> list[ChildSpec]:
+    return []
+
+
 @pytest.mark.parametrize(
-    ("alive", "dead", "missing"),
+    ("alive", "dead", "role"),
     [
         ([P, D, F], [], None),
         ([P, D, F], [P, D], None),
@@ -390,9 +428,191 @@ P, D, U, F = Role.PREFILL, Role.DECODE, Role.UNIFIED, Role.FRONTEND
     ],
 )
 def test_a_service_goes_on_while_each_role_or_a_unified_one_in_its_place_is_there(
-    alive: list[Role], dead: list[Role], missing: Role | None
+    alive: list[Role], dead: list[Role], role: Role | None
 ) -> None:
-    tree = object.__new__(Tree)
-    children: Any = [SimpleNamespace(role=role, alive=True) for role in alive]
-    tree.children = [*children, *(SimpleNamespace(role=role, alive=False) for role in dead)]
-    assert tree._missing() is missing
+    units = []
+    for lives, roles in ((True, alive), (False, dead)):
+        for each in roles:
+            child: Any = SimpleNamespace(role=each, alive=lives)
+            units.append(Unit("x", each, no_specs, children=[child]))
+    assert missing(units, units) is role, "nothing is started again"
+    for unit in units:
+        unit.restarts = Restarts()
+    assert missing(units, units) is None, "whoever is away comes back"
+    assert missing(units, units[: len(alive)]) is role, "but who has left for good"
+
+
+# ---- children that are started again -----------------------------------------------------------------
+
+
+def when(condition: Callable[[], object], action: Callable[[], object]) -> None:
+    """Do `action` once `condition` holds; nobody is told when it does."""
+    if condition():
+        action()
+    else:
+        asyncio.get_running_loop().call_later(0.01, when, condition, action)
+
+
+def child(supervisor: Supervisor, name: str) -> Child:
+    return next(c for c in supervisor.children if c.spec.name == name)
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "frontend"])
+def test_the_only_child_of_a_role_that_is_killed_is_started_again_and_told_of(
+    tmp_path: Path, victim: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = tmp_path / "j"
+    caplog.set_level("INFO", "segue.serve")
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        first = child(supervisor, victim)
+        first.signal(signal.SIGKILL)
+        when(lambda: f"serves_again child={victim}" in caplog.text, lambda: settle(supervisor, first))
+
+    def settle(supervisor: Supervisor, first: Child) -> None:
+        assert child(supervisor, victim) is not first
+        assert {c.name for c in supervisor.children if c.alive} == {"prefill-0", "decode-0", "frontend"}
+        supervisor.stop()
+
+    assert run(journal, announce) == ServeResult(0)
+    assert len(set(started(journal, victim))) == 2
+    assert f"child={victim} how='signal 9 (SIGKILL)'\n" in caplog.text, "without a word of its being the end"
+    assert sorted(events(journal, "left")) == ["decode-0", "frontend", "prefill-0"]
+    told = [
+        json.loads(line.split("told ")[1])["roles"]
+        for line in journal.read_text().splitlines()
+        if "told" in line
+    ]
+    role = victim.removesuffix("-0")
+    # A frontend is told at its own start that nobody is missing.
+    assert told[:1] == [[]]
+    assert ([role] in told) is (victim != "frontend")
+    assert told[-1] == []
+
+
+def test_a_frontend_comes_back_at_its_port_and_an_instance_in_another_incarnation(tmp_path: Path) -> None:
+    async def main() -> None:
+        ranks = RanksConfig(prefill_dp=2, enable_expert_parallel=True)
+        events = KVEventsConfig(kv_events_port=5557)
+        supervisor = supervised.make(tmp_path / "j", stop_at_once, ranks=ranks, decode=2, events=events)
+        supervisor._command = lambda role, config: [str(role), *argv(config)]
+        units = supervisor.planned("http://127.0.0.1:9", 77, 78)
+        for unit in units:
+            unit.url = "http://127.0.0.1:4711" if unit.role is Role.FRONTEND else "10.0.0.1:9"
+            first, then = unit.make(Unit(unit.name, unit.role, unit.make)), unit.make(unit)
+            for spec in [*first, *then]:
+                for own in spec.sockets:
+                    own.close()
+            before, after = ([_settings(spec.argv) for spec in made] for made in (first, then))
+            if unit.role is Role.FRONTEND:
+                assert [words.pop("--port") for words in before + after] == ["0", "4711"]
+            if unit.role is Role.PREFILL:
+                incarnations = [words.pop("--incarnation") for words in before + after]
+                assert incarnations[0] == incarnations[1] != incarnations[2] == incarnations[3]
+                assert len({words.pop("--dp-fds") for words in before + after}) == 4
+            assert before == after, "all else is what it was: ports, secret, registry, threads"
+
+    asyncio.run(main())
+
+
+def _settings(words: Sequence[str]) -> dict[str, str]:
+    return dict(word.partition("=")[::2] for word in words)
+
+
+def test_dp_ranks_of_one_instance_are_started_again_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = tmp_path / "j"
+    caplog.set_level("INFO", "segue.serve")
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        child(supervisor, "decode-0.dp1").signal(signal.SIGKILL)
+        when(lambda: "serves_again child=decode-0" in caplog.text, supervisor.stop)
+
+    # The fake children are called by the label, which is the same for both.
+    assert run(journal, announce, ranks=RanksConfig(decode_dp=2)) == ServeResult(0)
+    assert len(started(journal, "decode-0")) == 4
+    assert len(started(journal, "prefill-0")) == len(started(journal, "frontend")) == 1
+    assert events(journal, "left").count("decode-0") == 3, "its other rank finished what it had"
+    assert caplog.text.count("event=died") == 1
+
+
+def test_who_was_switched_comes_back_in_that_role_and_under_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "segue.serve")
+    roles: list[Role] = []
+    behaviours = {"decode-1": "switched"}
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        given = supervisor._command
+
+        def command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+            roles.append(role)
+            behaviours.clear()
+            return given(role, config)
+
+        supervisor._command = command
+        switched = child(supervisor, "decode-1")
+        switched.signal(signal.SIGUSR1)
+        when(lambda: switched.role is Role.PREFILL, lambda: switched.signal(signal.SIGKILL))
+        when(lambda: "serves_again child=decode-1" in caplog.text, supervisor.stop)
+
+    assert run(tmp_path / "j", announce, decode=2, behaviours=behaviours) == ServeResult(0)
+    assert roles == [Role.PREFILL]
+    assert "child=decode-1-as-prefill how='signal 9 (SIGKILL)'" in caplog.text
+
+
+def test_who_fails_again_and_again_ends_the_service_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another one of its role is left: what keeps failing is not hidden."""
+    for module in (restarts, process_tree):
+        monkeypatch.setattr(module, "PAUSES_S", (0.0, 0.01))
+    behaviours: dict[str, str] = {}
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        behaviours["decode-1"] = "crash"
+        child(supervisor, "decode-1").signal(signal.SIGKILL)
+
+    outcome = run(tmp_path / "j", announce, decode=2, behaviours=behaviours)
+    assert outcome == ServeResult(
+        1,
+        "decode-1 was started again 2 times within 60 s of service, and failed again: "
+        "decode-1 ended during the start with exit status 3; its last lines:\n"
+        "    hello of decode-1\n    the last word",
+    )
+    assert len(started(tmp_path / "j", "decode-1")) == 3
+    assert sorted(events(tmp_path / "j", "left")) == ["decode-0", "frontend", "prefill-0"], "all else drained"
+
+
+def test_who_leaves_when_asked_to_is_not_started_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After `segue drain` an operator ends its process."""
+    journal = tmp_path / "j"
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        child(supervisor, "decode-1").signal(signal.SIGTERM)
+        when(
+            lambda: "event=left child=decode-1" in caplog.text,
+            child(supervisor, "prefill-0").process.terminate,
+        )
+
+    outcome = run(journal, announce, decode=2)
+    assert outcome == ServeResult(1, "nothing can serve any more: no prefill is left")
+    assert len(started(journal, "decode-1")) == len(started(journal, "prefill-0")) == 1
+    assert "event=died" not in caplog.text
+
+
+def test_a_stop_in_the_pause_before_a_restart_starts_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(restarts, "PAUSES_S", (600.0,))
+
+    def announce(supervisor: Supervisor, url: str) -> None:
+        child(supervisor, "decode-0").signal(signal.SIGKILL)
+        when(lambda: "event=restarts child=decode-0 in_s=600" in caplog.text, supervisor.stop)
+
+    assert run(tmp_path / "j", announce) == ServeResult(0)
+    assert len(started(tmp_path / "j", "decode-0")) == 1

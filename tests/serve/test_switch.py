@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import queue
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from deployment import LIMITS, VOCAB, deployment, lineage_engine
 from killable import Cluster, cluster, save_tokenizer
@@ -20,13 +21,15 @@ from killable import Cluster, cluster, save_tokenizer
 from segue.bootstrap.records import InstanceRecord
 from segue.cli.main import main
 from segue.core.config import InstanceConfig, ModelConfig
-from segue.core.operate import Steer
-from segue.core.request import SamplingParams
+from segue.core.control import Load, Submit
+from segue.core.operate import Steer, Switch
+from segue.core.request import Request, SamplingParams, Ticket
 from segue.core.types import Role, new_incarnation
 from segue.engine.base import Companions
 from segue.engine.dp_group import DpGroup
 from segue.fleet.operator import Operator
 from segue.serve.instance import Instance
+from segue.serve.leader import FromFrontend, Inspect
 from segue.serve.turns import Turns
 from segue.serve.workers import OpenedReplica
 from segue.sim.engine import LineageEngine, reference
@@ -105,8 +108,8 @@ class Switchable:
 def turn(one: Switchable) -> None:
     """Have it become prefill, as an operator does whose `switch` finds it without requests."""
     instance = one.turns.instance
-    drained = msgspec.structs.replace(instance.scheduler.load(), drained=True)
-    instance.plane.io.post(instance._turn, instance._in_role(Role.PREFILL), drained)
+    for order in (Switch(Role.PREFILL), Switch(Role.PREFILL, turn=True)):
+        instance.plane.io.post(instance._steer, order)
 
 
 @contextmanager
@@ -325,6 +328,54 @@ def test_an_instance_that_was_resumed_after_its_drain_does_not_turn(
         assert "takes requests again: somebody has resumed it" in capsys.readouterr().err
         made.front.submit("next", [1, 2, 3], p, d)
         assert len(made.front.tokens("next")) == 4
+
+
+def load_of(instance: Instance) -> Load:
+    """What its leader says now."""
+    said: queue.SimpleQueue[Load] = queue.SimpleQueue()
+    instance.leader.inbox.put(Inspect(lambda scheduler: said.put(scheduler.load())))
+    return said.get(timeout=60)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_resume_and_a_request_after_the_last_look_keep_an_instance_in_its_role() -> None:
+    """All between the leader's word that it is drained and the order to turn: it publishes pages again."""
+    with deployment(Role.PREFILL, Role.DECODE) as made:
+        [p], [d] = made.by_role(Role.PREFILL), made.by_role(Role.DECODE)
+        made.front.submit("first", [1, 2, 3], p, d)  # so that the two leaders have met
+        assert len(made.front.tokens("first")) == 4
+        d.plane.io.post(d._steer, Switch(Role.PREFILL))
+        until(lambda: load_of(d).drained)
+        done, goes_on = threading.Event(), threading.Event()
+        request = Request(request_id="held", prompt=list(range(40)), sampling=SamplingParams(max_tokens=4))
+        ticket = Ticket(room=7, attempt=0, prefill=p.me, decode=d.me, budget_s=60.0)
+
+        def in_one_turn() -> None:
+            said = threading.Event()
+            d._steer(Switch(Role.PREFILL, turn=True))
+            d.leader.inbox.put(Inspect(lambda _scheduler: (said.set(), goes_on.wait(60))))
+            assert said.wait(60)
+            d._steer(Steer(draining=False))
+            d.leader.inbox.put(FromFrontend(made.front.me.incarnation, Submit(request, ticket)))
+            d.plane.io.post(goes_on.set)  # and before that what the leader has said is taken
+            done.set()
+
+        d.plane.io.post(in_one_turn)
+        assert done.wait(60)
+        made.has(d)
+        until(lambda: load_of(d).pages["used"] > 0)
+        made.front.submit("next", [1, 2, 3], p, d)
+        assert len(made.front.tokens("next")) == 4
+        assert d.follows is None
+        made.front.cancel("held", d)
+        made.assert_comes_to_rest()
+        assert d.leader.running
 
 
 @pytest.mark.parametrize(

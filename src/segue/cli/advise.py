@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from segue import __version__
 from segue.advise.advice import Advice, Question, advise
@@ -19,7 +18,9 @@ from segue.advise.workload import AskedLoad, LatencyTargets, Lengths
 from segue.cli import advise_model, models
 from segue.cli.advise_flags import AdviseConfig, config_of, wire_of
 from segue.cli.extras import ENGINE, need
+from segue.cli.terminal import terminal
 from segue.core.errors import DECODE_ERRORS, ConfigError
+from segue.engine.processor import AUTO, this_processor
 
 #: Room for KV where no limit was given.
 UNLIMITED_TOKENS = 2**40
@@ -161,21 +162,24 @@ def _speed(config: AdviseConfig, given: tuple[HandOffWire, ...]) -> _WorkerSpeed
 
 
 def _costs(config: AdviseConfig) -> ModelCosts:
+    # Another machine's figures: one that is described by its hardware multiplies bfloat16.
+    dtype = "bfloat16" if config.dtype == AUTO else config.dtype
     if config.parameters is not None:
         assert config.kv_bytes_per_token is not None
-        item_bytes = 4 if config.dtype == "float32" else 2
+        item_bytes = 4 if dtype == "float32" else 2
         return advise_model.explicit(
             config.parameters, config.active_parameters, config.kv_bytes_per_token, item_bytes
         )
     assert config.model is not None
-    return advise_model.costs(advise_model.found(config.model), config.dtype)
+    return advise_model.costs(advise_model.found(config.model), dtype)
 
 
 def _measure(config: AdviseConfig) -> MeasuredMachine:
     need("advise --measure", ENGINE)
     assert config.model is not None
     folder = models.resolve(config.model, config.cache)
-    size = models.model_size(folder, config.dtype)
+    dtype = this_processor().dtype(config.dtype)
+    size = models.model_size(folder, dtype)
     if size is None:
         raise ConfigError(f"{folder / 'config.json'} does not say how large the model's KV is")
     from segue.cli.advise_measure import measure
@@ -190,12 +194,12 @@ def _measure(config: AdviseConfig) -> MeasuredMachine:
     )
     machine = MeasuredMachine(
         model=folder.name,
-        dtype=config.dtype,
+        dtype=dtype,
         threads=config.threads,
         kv_token_bytes=size.token_bytes,
         state_bytes=size.state_bytes,
         context_tokens=size.context_tokens,
-        forwards=tuple(measure(folder, config.dtype, config.threads)),
+        forwards=tuple(measure(folder, dtype, config.threads)),
         wires=wires,
     )
     if config.save is not None:
@@ -251,7 +255,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from segue.cli.advise_text import show
 
-        show(report, Console())
+        show(report, terminal())
         if args.json is not None:
             _write(args.json, "--json", report)
     return 0 if report.advice.split is not None else 1

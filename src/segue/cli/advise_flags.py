@@ -23,7 +23,7 @@ class AdviseConfig:
     parameters: float | None = None
     active_parameters: float | None = None
     kv_bytes_per_token: int | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     cache: str | None = None
     measure: bool = False
     save: str | None = None
@@ -116,7 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--parameters", type=float, metavar="N", help="in place of MODEL: its parameters, as 8e9")
     add("--active-parameters", type=float, metavar="N", help="of these, that one token uses (default: all)")
     add("--kv-bytes-per-token", type=int, metavar="N", help="with --parameters: KV of one token, all layers")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights and KV (default: bfloat16)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of weights and KV; auto is what --measure would serve with here, else bfloat16 (default: auto)",
+    )
     add("--cache", metavar="DIR", help="folder for fetched and converted models")
     add = parser.add_argument_group("how fast one worker is").add_argument
     add("--measure", action="store_true", help="time this machine's engine and transports (half a minute)")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
 from segue.advise.advice import Advice, SplitResult
 from segue.advise.workload import LatencyTargets
 from segue.cli.advise import UNLIMITED_TOKENS, AdviseReport
+from segue.cli.terminal import Console
 
 _PLOT_COLUMNS, _PLOT_ROWS = 60, 14
 _LEGEND = (
@@ -25,14 +25,14 @@ _MARKS = "abcdefghijklmnopqrstuvwxyz"
 def show(report: AdviseReport, console: Console) -> None:
     """The report for people."""
     question, advice = report.question, report.advice
-    console.print(f"[bold]{headline(advice)}[/]", highlight=False, soft_wrap=True)
+    console.print(headline(advice), style="bold", highlight=False, soft_wrap=True)
     for reason in advice.reasons:
         console.print(f"  {reason}", highlight=False, soft_wrap=True)
     if advice.candidates:
         console.print(_table(advice.candidates))
         console.print(_LEGEND, highlight=False)
         if plot := frontier(advice.candidates, question.targets):
-            console.print("\n".join(plot), highlight=False, markup=False)
+            console.print("\n".join(plot), highlight=False)
     kv = f"KV of a request: {report.kv_bytes_per_request / 1e6:.3g} MB"
     table = Table("transport", "GB/s", "wire ms", "of them after the last forward", title=kv)
     for row in report.wires:

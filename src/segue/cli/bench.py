@@ -16,14 +16,14 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 
 from segue import __version__
 from segue.cli.bench_flags import MAX_CONNECTIONS, BenchConfig, config_of
 from segue.cli.loadgen import ClientConnection, Failure, Target, fetch_json, stream
 from segue.cli.stats import RequestTimes, summary
+from segue.cli.terminal import progress, terminal
 from segue.core.access_config import AccessConfig
 from segue.core.errors import ConfigError, SegueError
 from segue.frontend.keys import read_keys
@@ -249,15 +249,13 @@ def bench(args: argparse.Namespace) -> int:
     """Measure, print a table, write JSON; 1 if no request completed."""
     config = config_of(args)
     measurement = Bench(config)
-    terminal = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as bar:
+    with progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task("requests", total=config.warmup + config.requests)
         report = uvloop.run(measurement.run(lambda: bar.advance(task)))
     if args.json == "-":
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        Console().print(*tables(report), sep="\n")
+        terminal().print(*tables(report), sep="\n")
         if args.json:
             _write(args.json, report)
     result = report["result"]

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from segue.cli import host_checks, host_facts, instance_checks, transport_probe
 from segue.cli.host_checks import Check
+from segue.cli.terminal import terminal
 from segue.cli.transport_probe import Speed
 from segue.core.errors import ConfigError
 from segue.core.operator_config import DoctorConfig
@@ -100,10 +101,10 @@ def _write(file: Path, text: str) -> None:
 
 def _print(report: Report) -> None:
     colours = {"ok": "green", "warn": "yellow", "wrong": "red"}
-    console = Console()
+    console = terminal()
     table = Table("what", "state", "found", "what to do")
     for check in report.checks:
-        table.add_row(check.name, f"[{colours[check.state]}]{check.state}[/]", check.found, check.mend)
+        table.add_row(check.name, Text(check.state, colours[check.state]), check.found, check.mend)
     console.print(table)
     table = Table("transport", "here", "GB/s", "µs a page", "why not")
     for row in report.transports:

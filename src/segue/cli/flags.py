@@ -14,7 +14,7 @@ from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeCon
 from segue.core.errors import ConfigError
 from segue.core.operator_config import DoctorConfig, OperatorConfig
 from segue.core.settings import Layers, Setting, branches, build, hint, leaves, parse_toml, settings
-from segue.core.words import OLD_NAMES
+from segue.core.words import IN_SERVE, OLD_NAMES
 
 Config = TypeVar("Config")
 
@@ -128,7 +128,12 @@ def _read(name: str, flag: str) -> bytes:
         raise ConfigError(f"{flag} {name} cannot be read: {exc.strerror}") from exc
 
 
-def unknown(parser: Parser, words: list[str]) -> ConfigError:
-    """What to say about words that `parser` does not know."""
+def unknown(parser: Parser, words: list[str], others: Mapping[str, Parser] | None = None) -> ConfigError:
+    """What to say about words that `parser` does not know; `others` are the commands that may know them."""
     word = words[0].partition("=")[0]
-    return ConfigError(f"{parser.prog} does not know {word}{hint(word, parser.words())}")
+    there = [f"segue {name}" for name in COMMANDS if others and word in others[name].words()]
+    if not there:
+        return ConfigError(f"{parser.prog} does not know {word}{hint(word, parser.words())}")
+    text = f"{parser.prog} does not know {word}: it is a flag of {', '.join(there)}"
+    here = IN_SERVE.get(word.lstrip("-").replace("-", "_"))
+    return ConfigError(f"{text}; here it is {here}" if here and parser.prog == "segue serve" else text)

@@ -1,92 +1,180 @@
-"""`segue frontend` as a coroutine: find the registry and the tokenizer, serve, drain at a signal."""
+"""`segue frontend` as a coroutine: listen, find the registry and the tokenizer, serve, drain at a signal.
+
+The modules that read tokenizers take seconds to import. A thread does it while the port answers `STARTING`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from segue.bootstrap.client import RegistryClient
 from segue.bootstrap.records import InstanceRecord
 from segue.cli.models import resolve
 from segue.core.config import FrontendConfig
-from segue.core.errors import ConfigError
+from segue.core.errors import ConfigError, SegueError
 from segue.core.records import Records
 from segue.fleet.fleet import Fleet
 from segue.fleet.settings import FleetSettings
-from segue.frontend import server
+from segue.frontend.doorway import Doorway
 from segue.frontend.keys import ApiKeys, read_keys
 from segue.frontend.trace_context import TraceContext, passed_on
 from segue.observe.metrics import Metrics
 from segue.observe.traces import traces
-from segue.session.tasks import awaited
-from segue.session.tls import from_config
+from segue.serve.gc import frozen_imports
+from segue.serve.lifeline import Lifeline
+from segue.session.tasks import awaited, background
+from segue.session.tls import Tls, from_config
 
 log = logging.getLogger("segue.frontend")
 
 
-async def run(config: FrontendConfig, on_ready: Callable[[str], None]) -> None:
-    """Serve until the first signal, then drain; the second signal ends at once."""
+async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline: Lifeline) -> bool:
+    """Serve until the first signal, then drain; the second signal ends at once. What a supervisor says over
+    `lifeline` of instances that it starts again reaches the requests that wait for them. False if the signal
+    came while modules were still imported, in a thread that cannot be stopped."""
     limits = config.limit.limits()
     tls = from_config(config.tls, None)
+    keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
     registry = RegistryClient(
         config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls
     )
     try:
         async with _signals() as stop, contextlib.AsyncExitStack() as closing:
-            records, spans = Records(), traces(os.environ, "segue-frontend")
-            if spans is not None:
-                records.heard = spans.heard
-                closing.callback(spans.close)
-            model, name = config.model, config.served_model_name
-            if model is None or name is None:
-                record = await _first_record(registry, stop)
-                if record is None:
-                    return
-                model = model or record.source or record.served_model
-                name = name or record.served_model
-            try:
-                folder = await asyncio.to_thread(
-                    partial(resolve, model, config.cache, config.revision, weights=False)
-                )
-            except ConfigError as exc:
-                if config.model is not None:
-                    raise
-                raise ConfigError(
-                    f"the instances serve {model}, whose tokenizer is not known here; give --model PATH"
-                ) from exc
             metrics = Metrics()
-            fleet = Fleet(
-                registry,
-                FleetSettings(
-                    served_model=name, policy=config.policy, max_attempts=config.answers.max_attempts
-                ),
-                secret=config.secret or None,
-                limits=limits,
-                metrics=metrics,
-                tls=tls,
-                records=records,
-            )
-            settings = server.FrontendSettings(
-                model_folder=Path(folder),
-                served_model=name,
-                host=config.host,
-                port=config.port,
-                model_defaults=config.answers.sampling_defaults == "model",
-                limits=limits,
-                keys=ApiKeys(read_keys(config.access)),
-            )
-            trace = passed_on if spans is None else lambda parent: TraceContext(parent, spans.context(parent))
-            await server.run_frontend(
-                settings, fleet, metrics, stop, records=records, trace=trace, on_ready=on_ready
-            )
+            door = Doorway(config.host, config.port, drain_s=limits.drain_s, keys=keys, metrics=metrics)
+            closing.push_async_callback(door.close)
+            log.info("event=listening url=%s", door.url)
+            imported = _in_thread(_import_server)
+            try:
+                return await _serve(
+                    config, keys, registry, tls, metrics, door, imported, stop, on_ready, lifeline
+                )
+            except SegueError:
+                await asyncio.wait({imported})  # no process may end while a thread of it imports
+                raise
     finally:
         await registry.aclose()
+
+
+async def _serve(
+    config: FrontendConfig,
+    keys: ApiKeys,
+    registry: RegistryClient,
+    tls: Tls | None,
+    metrics: Metrics,
+    door: Doorway,
+    imported: asyncio.Future[ModuleType],
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    lifeline: Lifeline,
+) -> bool:
+    """See `run`."""
+    limits = config.limit.limits()
+    with contextlib.ExitStack() as closing:
+        records, spans = Records(), traces(os.environ, "segue-frontend")
+        if spans is not None:
+            records.heard = spans.heard
+            closing.callback(spans.close)
+        model, name = config.model, config.served_model_name
+        if model is None or name is None:
+            door.reason = "the frontend is waiting for an instance, which says what is served"
+            record = await _first_record(registry, stop)
+            if record is None:
+                return imported.done()
+            model = model or record.source or record.served_model
+            name = name or record.served_model
+        door.reason = f"the frontend is looking for the tokenizer of {name}"
+        try:
+            folder = await asyncio.to_thread(
+                partial(resolve, model, config.cache, config.revision, weights=False)
+            )
+        except ConfigError as exc:
+            if config.model is not None:
+                raise
+            raise ConfigError(
+                f"the instances serve {model}, whose tokenizer is not known here; give --model PATH"
+            ) from exc
+        door.reason = "the frontend is loading the tokenizer"
+        if not await _before(imported, stop):
+            return False
+        server = imported.result()
+        fleet = Fleet(
+            registry,
+            FleetSettings(served_model=name, policy=config.policy, max_attempts=config.answers.max_attempts),
+            secret=config.secret or None,
+            limits=limits,
+            metrics=metrics,
+            tls=tls,
+            records=records,
+        )
+        settings = server.FrontendSettings(
+            model_folder=Path(folder),
+            served_model=name,
+            host=config.host,
+            port=config.port,
+            model_defaults=config.answers.sampling_defaults == "model",
+            limits=limits,
+            keys=keys,
+            client_order=config.access.client_order,
+        )
+        telling = background(lifeline.follow(fleet.await_restarted), name="news of restarts", failed=_say)
+        closing.callback(telling.cancel)
+        trace = passed_on if spans is None else lambda parent: TraceContext(parent, spans.context(parent))
+        await server.run_frontend(
+            settings, fleet, metrics, stop, records=records, trace=trace, door=door, on_ready=on_ready
+        )
+        return True
+
+
+def _import_server() -> ModuleType:
+    with frozen_imports():
+        return importlib.import_module("segue.frontend.server")
+
+
+def _in_thread(work: Callable[[], ModuleType]) -> asyncio.Future[ModuleType]:
+    """What `work` returns or raises, from a thread that the process does not wait for when it ends."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[ModuleType] = loop.create_future()
+
+    def tell(result: ModuleType | None, error: Exception | None) -> None:
+        if result is not None:
+            found.set_result(result)
+        elif error is not None:
+            found.set_exception(error)
+
+    def run() -> None:
+        told: tuple[ModuleType | None, Exception | None]
+        try:
+            told = work(), None
+        except Exception as exc:  # raised where it is awaited
+            told = None, exc
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, *told)
+
+    threading.Thread(target=run, name="imports", daemon=True).start()
+    return found
+
+
+async def _before(work: asyncio.Future[ModuleType], stop: asyncio.Event) -> bool:
+    """Whether `work` was done before somebody wanted us to stop."""
+    stopped = awaited(stop.wait())
+    either: set[asyncio.Future[Any]] = {work, stopped}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+    return work.done()
 
 
 async def _first_record(registry: RegistryClient, stop: asyncio.Event) -> InstanceRecord | None:
@@ -111,7 +199,7 @@ async def _first_record(registry: RegistryClient, stop: asyncio.Event) -> Instan
 
 
 def _say(error: Exception) -> None:
-    log.warning("event=registry_error error=%r", str(error))
+    log.warning("event=trouble error=%r", str(error))
 
 
 @contextlib.asynccontextmanager

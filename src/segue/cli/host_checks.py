@@ -19,7 +19,6 @@ OPEN_FILES = 1024
 DEV_SHM_BYTES = 64 * MIB
 #: Reading these clocks is a system call or worse, thousands of times a second.
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
-_BFLOAT16 = {"amx_bf16", "avx512_bf16", "bf16"}
 _ACCELERATORS = {"nvidia": "cuda_ipc", "amd": "mori", "ascend": "ascend"}
 
 
@@ -52,18 +51,13 @@ def kernel(facts: HostFacts) -> Check:
 
 
 def cpu(facts: HostFacts) -> Check:
-    """Whether products of bfloat16 matrices are fast."""
-    flags: set[str] = set()
-    for line in facts.cpuinfo.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            flags |= set(value.split())
-    known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
-    found = " ".join(name for name in known if name in flags) or "no vector extensions known to segue"
-    if flags & _BFLOAT16:
-        return Check("cpu", "ok", f"{facts.cores} cores, {found}")
-    text = f"{facts.cores} cores, {found}; no bfloat16 products"
-    return Check("cpu", "warn", text, "--dtype float32 may be faster")
+    """The type that `--dtype auto` stands for here, and why."""
+    processor = facts.processor
+    text = f"{facts.cores} cores; --dtype auto is {processor.best}: {processor.reason}"
+    if not processor.is_slow("bfloat16"):
+        return Check("cpu", "ok", text)
+    mend = "in a fleet whose other processors do, give every instance --dtype float32"
+    return Check("cpu", "warn", text, mend)
 
 
 def memory(facts: HostFacts) -> Check:

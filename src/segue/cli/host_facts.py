@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from segue.engine.processor import Processor, this_processor
 from segue.serve.host import this_host
 from segue.transport.host_memory import limited_groups
 from segue.transport.kinds import KINDS
@@ -78,8 +79,7 @@ class HostFacts:
     system: str
     kernel: str
     machine: str
-    #: Text of /proc/cpuinfo.
-    cpuinfo: str
+    processor: Processor
     #: As the cgroup allows, like `free_bytes`.
     cores: int
     free_bytes: int
@@ -124,7 +124,7 @@ def gather(cache: str | None = None) -> HostFacts:
         system=platform.system(),
         kernel=platform.release(),
         machine=platform.machine(),
-        cpuinfo=_read("/proc/cpuinfo"),
+        processor=this_processor(),
         cores=host.cores,
         free_bytes=host.free_bytes,
         memory_limit_bytes=min((group.limit_bytes for group in limited_groups()), default=None),

@@ -13,6 +13,7 @@ from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.cli.host_checks import Check
 from segue.core.errors import SegueError
 from segue.core.limits import Limits
+from segue.core.model_identity import difference
 from segue.core.types import Role
 from segue.session.tls import Tls
 from segue.transport.kinds import KINDS
@@ -123,8 +124,7 @@ def _pair(
 ) -> Check:
     what = f"{name(prefill)}/{source.dp_rank} → {name(decode)}/{target.dp_rank}"
     if prefill.model != decode.model:
-        text = f"different weights or types under one name: {prefill.model} and {decode.model}"
-        return Check(what, "wrong", text, "give both the same --model, --revision and --dtype")
+        return Check(what, "wrong", *difference(prefill.model, decode.model))
     if not source.version or not target.version:
         return Check(what, "warn", "one side does not say its version", "run the same segue on both")
     common = [kind for kind in source.transports if kind in target.transports]

@@ -5,6 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import Protocol
+
+
+class TextStream(Protocol):
+    """What a handler writes to: each event is one call of `write`."""
+
+    def write(self, text: str, /) -> object:
+        """Write whole lines."""
+        ...
+
+    def flush(self) -> object:
+        """Write what is kept back."""
+        ...
 
 
 class _OneLine(logging.Formatter):
@@ -25,10 +38,10 @@ class _OneLine(logging.Formatter):
         return line
 
 
-def configure(level: str, name: str = "") -> None:
-    """Send all events of at least `level` to standard error; `name` is the instance's name and is
-    left out where a supervisor puts it before each line."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure(level: str, name: str = "", stream: TextStream | None = None) -> None:
+    """Send all events of at least `level` to `stream` (default: standard error); `name` is the instance's
+    name and is left out where a supervisor puts it before each line."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(_OneLine(name))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -124,7 +124,7 @@ def _run(words: list[str]) -> int:
         raise ConfigError(f"segue has no command {first}{nearest(first, commands)}; see segue --help")
     args, rest = top.parse_known_args(words)
     if rest:
-        raise flags.unknown(commands.get(first, top), rest)
+        raise flags.unknown(commands.get(first, top), rest, commands)
     if args.command is None:
         top.print_help()
         return 2

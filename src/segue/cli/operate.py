@@ -16,6 +16,7 @@ from segue.core.errors import NotFound
 from segue.core.limits import Limits
 from segue.core.operate import PairSight, Sight
 from segue.core.operator_config import OperatorConfig
+from segue.core.records import MAX_RECORDS, MAX_RECORDS_BYTES
 from segue.core.types import LeaderId, Role
 from segue.fleet.life import told
 from segue.fleet.operator import Operator, Row, operator
@@ -56,7 +57,10 @@ async def _explain(config: OperatorConfig, request_id: str, *, as_json: bool) ->
         print(told(life))
     if not life.parts:
         unasked = f"; without an answer: {'; '.join(life.silent)}" if life.silent else ""
-        raise NotFound(f"no process knows the request {request_id[:128]!r}; each keeps the latest{unasked}")
+        raise NotFound(
+            f"no process knows the request {request_id[:128]!r}: each keeps its latest {MAX_RECORDS} "
+            f"records, in at most {MAX_RECORDS_BYTES >> 20} MiB, until it ends{unasked}"
+        )
     return 0
 
 

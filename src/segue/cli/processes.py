@@ -6,33 +6,41 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
 import shlex
+import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 from segue.cli import extras, flags, logs
 from segue.cli.models import located, model_size, resolve
 from segue.core.access_config import AccessConfig
 from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
-from segue.core.errors import ConfigError, Internal, SegueError
+from segue.core.errors import ConfigError, Internal, OutOfCapacity, SegueError
 from segue.core.limits import Limits
 from segue.core.model_names import served_name
 from segue.core.settings import argv, nearest
 from segue.core.types import Role
+from segue.engine.processor import this_processor
+from segue.engine.store import cache_folder
 from segue.frontend.keys import read_keys
+from segue.serve.console import Console, LogFolder
 from segue.serve.dp_ranks import RankProcesses
 from segue.serve.gc import frozen_imports
 from segue.serve.host import this_host
 from segue.serve.lifeline import CannotStart, Lifeline, Ready
-from segue.serve.process_tree import MARGIN_S, THREAD_VARIABLES
+from segue.serve.process_tree import MARGIN_S, THREAD_VARIABLES, ServeResult
 from segue.serve.supervisor import Supervisor, check_port
 from segue.session.tls import Tls, from_config
 
 log = logging.getLogger("segue.cli")
 
+NO_MEMORY = "out of memory; give a lower --kv-gib, fewer instances, or a --dtype with fewer bytes"
 #: Where the parts of `segue serve` find each other.
 LOOPBACK = "127.0.0.1"
 
@@ -40,37 +48,78 @@ LOOPBACK = "127.0.0.1"
 def serve(config: ServeConfig) -> int:
     """Run a deployment until a signal; the exit status."""
     extras.need("serve", extras.ENGINE)
-    logs.configure(config.log.log_level, "serve")
+    folder = _log_folder(config.engine.cache)
+    console = Console(folder=folder)
+    status = 1
+    try:
+        logs.configure(config.log.log_level, "serve", console)
+        with _interruptible():
+            status, reason = _serve(config, console)
+    except KeyboardInterrupt:  # before anything was started; afterwards the supervisor hears of signals
+        status, reason = 1, "stopped while loading: nothing was started, and nothing was served"
+    finally:
+        console.close()
+        logs.configure(config.log.log_level, "serve")
+        if folder is not None:
+            folder.close(keep=status != 0)
+    if reason:
+        print(f"segue: {reason}", file=sys.stderr)
+    return status
+
+
+def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
     check_transport(config.transport)
     check_port(config.host, config.port)
+    host = this_host()
+    config.check_memory(host)
     tls = from_config(config.tls, LOOPBACK)
     keys = read_keys(config.access)
     config = dataclasses.replace(config, model=located(config.model))
     path = resolve(config.model, config.engine.cache, config.engine.revision)
-    size, host = model_size(path, config.engine.dtype), this_host()
     name = served_name(config.model, config.engine.served_model_name)
-    engine = dataclasses.replace(config.engine, served_model_name=name)
+    engine = dataclasses.replace(config.engine, served_model_name=name, dtype=_dtype(config.engine.dtype))
+    size = model_size(path, engine.dtype)
     config = dataclasses.replace(config, model=str(path), engine=engine)
     logs.event(log, "config", **config.derived(host, size))
 
-    async def run() -> int:
-        supervisor = Supervisor(
+    def announce(url: str, registry: str, secret_file: str) -> None:
+        looking = _looking(registry, secret_file, config.tls)
+        _announce(console, url, name, config.access if keys else None, looking)
+
+    async def run() -> ServeResult:
+        return await Supervisor(
             config,
             host=host,
             size=size,
             command=_command,
             registry=lambda secret: _registry(config.bootstrap_port, secret, config.limit.limits(), tls),
-            announce=lambda url, registry, secret_file: _announce(
-                url, name, config.access if keys else None, _looking(registry, secret_file, config.tls)
-            ),
+            announce=announce,
             keys=keys,
-        )
-        outcome = await supervisor.run()
-        if outcome.reason:
-            print(f"segue: {outcome.reason}", file=sys.stderr)
-        return outcome.status
+            console=console,
+        ).run()
 
-    return asyncio.run(run())
+    outcome = asyncio.run(run())
+    return outcome.status, outcome.reason
+
+
+def _log_folder(cache: str | None) -> LogFolder | None:
+    """Where the whole logs of children go; None, with a warning, where no file can be written."""
+    parent = (Path(cache) if cache else cache_folder()) / "logs"
+    try:
+        return LogFolder(parent)
+    except OSError as exc:
+        print(f"segue: no log files are kept: {parent} cannot be written: {exc.strerror}", file=sys.stderr)
+        return None
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A SIGTERM is a KeyboardInterrupt, as a SIGINT is, while nobody else handles it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_transport(setting: str) -> None:
@@ -115,7 +164,7 @@ def _looking(registry: str, secret_file: str, tls: TlsConfig) -> str:
     return " ".join([start, "ps --registry", registry, "--secret-file", secret_file, *flags])
 
 
-def _announce(url: str, model: str, access: AccessConfig | None, looking: str) -> None:
+def _announce(console: Console, url: str, model: str, access: AccessConfig | None, looking: str) -> None:
     """What to try, without any key in it: a terminal's history and logs are no place for one."""
     shown = ""
     if access is not None:
@@ -125,13 +174,9 @@ def _announce(url: str, model: str, access: AccessConfig | None, looking: str) -
         shown = f' -H "Authorization: Bearer {key}"'
     question = {"role": "user", "content": "What is the capital of France?"}
     body = shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": [question]}))
-    print(
-        f"try: curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}",
-        file=sys.stderr,
-    )
-    print(f"look: {looking}", file=sys.stderr)
-    sys.stderr.flush()
-    print(f"ready {url}", flush=True)
+    console.say(f"try: curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}")
+    console.say(f"look: {looking}")
+    console.announce(f"ready {url}")
 
 
 def instance(args: argparse.Namespace) -> int:
@@ -154,7 +199,7 @@ def instance(args: argparse.Namespace) -> int:
             if found is None:
                 log.info("event=stopped_before_the_registry_was_there")
                 return 0
-            found = _located(found, threads)
+            found = _located(found, threads, _dtype(found.engine.dtype, quiet=lifeline.supervised))
             if found.leaders > 1:
                 return _serve_ranks(found, lifeline)
             from segue.serve.turns import run_instance
@@ -170,24 +215,46 @@ def instance(args: argparse.Namespace) -> int:
 
 
 def _serve_ranks(config: InstanceConfig, lifeline: Lifeline) -> int:
-    async def run() -> int:
-        ranks = RankProcesses(config, _command, lambda urls: _ready(lifeline, config.label, urls))
-        outcome = await ranks.run()
-        if outcome.reason:
-            print(f"segue: {outcome.reason}", file=sys.stderr)
-        return outcome.status
+    console = Console()
+    logs.configure(config.log.log_level, "" if lifeline.supervised else config.label, console)
 
-    return asyncio.run(run())
+    async def run() -> ServeResult:
+        say = partial(_ready, lifeline, config.label, say=console.announce)
+        return await RankProcesses(config, _command, say, console=console).run()
+
+    outcome = asyncio.run(run())
+    if outcome.reason:
+        print(f"segue: {outcome.reason}", file=sys.stderr)
+    return outcome.status
 
 
-def _located(config: InstanceConfig, threads: int) -> InstanceConfig:
-    """`config` with the folder of its model, and the memory and threads of each of its leaders."""
+def _dtype(setting: str, *, quiet: bool = False) -> str:
+    """The type that `--dtype` stands for on this processor; says which and why, unless the supervisor of this
+    process has said it."""
+    processor = this_processor()
+    dtype = processor.dtype(setting)
+    if not quiet:
+        logs.event(log, "dtype", dtype=dtype, setting=setting, reason=processor.reason)
+        if processor.is_slow(dtype):
+            log.warning(
+                "--dtype %s is slow here: this processor does not multiply it (%s); "
+                "--dtype float32, given to every instance of the fleet, is faster",
+                dtype,
+                processor.found,
+            )
+    return dtype
+
+
+def _located(config: InstanceConfig, threads: int, dtype: str) -> InstanceConfig:
+    """`config` with the folder of its model, its type, and the memory and threads of each of its leaders."""
     host = this_host()
+    config.check_memory(host)
     config = dataclasses.replace(config, model=located(config.model))
     path = resolve(config.model, config.engine.cache, config.engine.revision)
-    size = model_size(path, config.engine.dtype)
+    size = model_size(path, dtype)
     engine = dataclasses.replace(
         config.engine,
+        dtype=dtype,
         served_model_name=config.served_model,
         threads_per_worker=threads,
         kv_gib=config.kv_bytes(host, size) / 2**30,
@@ -215,19 +282,31 @@ def frontend(args: argparse.Namespace) -> int:
             from segue.cli.frontend import run as serve_http
 
         try:
-            uvloop.run(serve_http(config, lambda url: _ready(lifeline, config.label, url)))
+            loaded = uvloop.run(serve_http(config, lambda url: _ready(lifeline, config.label, url), lifeline))
         except asyncio.CancelledError:
             log.warning("event=stopped_at_once")
             return 1
+        if not loaded:
+            log.info("event=stopped_while_loading")
+            sys.stdout.flush()
+            os._exit(0)  # the thread that imports must not run on while the interpreter takes itself down
         return 0
 
     return _child(lifeline, run)
 
 
-def _ready(lifeline: Lifeline, label: str, url: str, role: Role | None = None) -> None:
+def _ready(
+    lifeline: Lifeline,
+    label: str,
+    url: str,
+    role: Role | None = None,
+    say: Callable[[str], None] | None = None,
+) -> None:
     """Tell the supervisor, or the person who started this process by hand."""
     if lifeline.supervised:
         lifeline.report(Ready(url, role))
+    elif say is not None:
+        say(f"ready {url or label}")
     else:
         print(f"ready {url or label}", flush=True)
 
@@ -242,6 +321,15 @@ def _child(lifeline: Lifeline, run: Callable[[], int]) -> int:
         status = 2 if isinstance(exc, ConfigError) else 1
         lifeline.report(CannotStart(exc.info, status))
         return status
-    except Exception as exc:  # a bug: its traceback goes to the log, its name to the supervisor
-        lifeline.report(CannotStart(Internal(f"{type(exc).__name__}: {exc}").info, 1))
+    except Exception as exc:  # its traceback goes to the log, its name to the supervisor
+        text = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+        error = Internal(text) if not _out_of_memory(exc) else OutOfCapacity(f"{NO_MEMORY} ({text})")
+        lifeline.report(CannotStart(error.info, 1))
         raise
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: Python's, the system's or torch's, which has no class of its own."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)

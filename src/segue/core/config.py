@@ -18,7 +18,7 @@ from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.core.log_config import LogConfig
 from segue.core.model_names import served_name
 from segue.core.parallel import ParallelSize
-from segue.core.pool_size import Host, ModelSize, kv_pool_bytes
+from segue.core.pool_size import Host, ModelSize, check_memory, kv_pool_bytes
 from segue.core.ranks_config import (
     BALANCE_METHODS,
     CP_HELP,
@@ -43,7 +43,8 @@ TRANSPORT_HELP = (
 CHECKSUM_HELP = (
     "what of each chunk of KV is checked by a checksum after it has landed; prefill's setting decides"
 )
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPE_HELP = "type of weights and KV; auto is bfloat16 where the processor multiplies it, float32 elsewhere"
 DP_HELP = "data-parallel ranks of one instance: each is a process with an engine, a pool and ports of its own"
 
 #: Of these each DP rank has one of its own.
@@ -54,7 +55,7 @@ _PORTS = ("port", "advertise_port", "data_port", "advertise_data_port", "http_po
 class ModelConfig:
     """The model and how it is held in memory."""
 
-    dtype: str = text("numbers that weights and KV are held in", "bfloat16", choices=DTYPES, metavar="TYPE")
+    dtype: str = text(DTYPE_HELP, "auto", choices=DTYPES, metavar="TYPE")
     served_model_name: str | None = text(
         "name that clients ask for (default: the one given, of a path its last part)", metavar="NAME"
     )
@@ -76,7 +77,9 @@ class ModelConfig:
         "threads of one worker (default: cores / workers)", low=1, high=4096
     )
     revision: str | None = text(REVISION_HELP, metavar="REV")
-    cache: str | None = text("folder for fetched and converted models", metavar="DIR")
+    cache: str | None = text(
+        "folder for fetched and converted models and for compiled kernels", metavar="DIR"
+    )
 
     def __post_init__(self) -> None:
         if self.chunk_tokens % self.page_tokens:
@@ -180,6 +183,12 @@ class ServeConfig:
         "open each instance's HTTP door (health, metrics, integrity) on a free loopback port"
     )
     bootstrap_port: int = integer("loopback port of its registry; 0 takes a free one", 0, high=65535)
+    restart: str = text(
+        "which children are started again when they end by themselves: those that fail, or none",
+        "on-failure",
+        choices=("on-failure", "never"),
+        metavar="WHICH",
+    )
     secret_file: str | None = text(
         "file with the secret that `segue ps` and the like must share (default: a random one)", metavar="F"
     )
@@ -226,6 +235,10 @@ class ServeConfig:
             "threads_per_worker": self.engine.threads(host, self.workers),
             "kv_gib": round(self.kv_bytes(host, size) / 2**30, 3),
         }
+
+    def check_memory(self, host: Host) -> None:
+        """Raise ConfigError if `--kv-gib` of all instances together is more than `host` has free."""
+        check_memory(self.engine.kv_gib, 1 if self.unified else self.prefill + self.decode, host)
 
     def kv_bytes(self, host: Host, size: ModelSize | None = None, dp: int = 1) -> int:
         """Bytes of each pool of an instance of `dp` ranks."""
@@ -425,6 +438,10 @@ class InstanceConfig:
             "registry": self.registry_url,
             "encrypted": self.tls.enabled,
         }
+
+    def check_memory(self, host: Host) -> None:
+        """Raise ConfigError if `--kv-gib` is more than `host` has free."""
+        check_memory(self.engine.kv_gib, 1, host)
 
     def kv_bytes(self, host: Host, size: ModelSize | None = None) -> int:
         """Bytes of the pool of each leader."""

@@ -26,10 +26,15 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Frontend → leader: end the request now. Unknown ids are ignored."""
+    """Frontend → leader: end the request now. Unknown ids are ignored.
+
+    `complete`: the frontend has all that it wants, as after a stop string: the request is a success, and
+    `reason` ends only a hand-off that still goes on.
+    """
 
     request_id: str
     reason: ErrorInfo
+    complete: bool = False
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

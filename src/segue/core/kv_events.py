@@ -2,7 +2,7 @@
 
 The first four are encoded as vLLM's are (`vllm/distributed/kv_events.py`; from 0.23 on an event is a map with
 its `type`, the batch around it an array), so that routers made for vLLM can read them. A block is a page: the
-hash of a page covers all tokens up to its end.
+hash of a page covers all tokens up to its end, and the salt of its requests (`Request.cache_salt`).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def next_hash(parent: int | None, tokens: Sequence[int]) -> int:
     return xxhash.xxh3_64_intdigest(array("q", tokens).tobytes(), parent or 0)
 
 
-def page_hashes(prompt: Sequence[int], page_tokens: int) -> Iterator[int]:
-    """The hashes of the whole pages of a prompt, in order."""
-    parent: int | None = None
+def page_hashes(prompt: Sequence[int], page_tokens: int, salt: int = 0) -> Iterator[int]:
+    """The hashes of the whole pages of a prompt, in order; those of another `salt` are others."""
+    parent: int | None = salt
     for start in range(0, len(prompt) - page_tokens + 1, page_tokens):
         parent = next_hash(parent, prompt[start : start + page_tokens])
         yield parent

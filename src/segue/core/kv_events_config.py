@@ -16,9 +16,14 @@ class KVEventsConfig:
 
     kv_events_port: int | None = integer(
         "publish what enters and leaves the prefix cache, with its tokens, in vLLM's format over ZMQ at this "
-        "port of --host (serve: of loopback); everybody who reaches it can read (needs the zmq extra)",
+        "port of --kv-events-host; everybody who reaches it can read the tokens of all prompts",
         low=1,
         high=65535,
+    )
+    kv_events_host: str = text(
+        "address of these ports; beyond loopback every host that reaches it reads the tokens of all prompts",
+        "127.0.0.1",
+        metavar="HOST",
     )
     kv_events_replay_port: int | None = integer(
         "port where a subscriber can ask for what it missed", low=1, high=65535
@@ -26,8 +31,11 @@ class KVEventsConfig:
     kv_events_topic: str = text("topic of these events", "", metavar="TOPIC")
 
     def __post_init__(self) -> None:
-        if self.kv_events_port is None and (self.kv_events_replay_port or self.kv_events_topic):
-            raise ConfigError("--kv-events-replay-port and --kv-events-topic need --kv-events-port")
+        others = self.kv_events_replay_port or self.kv_events_topic or self.kv_events_host != "127.0.0.1"
+        if self.kv_events_port is None and others:
+            raise ConfigError(
+                "--kv-events-replay-port, --kv-events-host and --kv-events-topic need --kv-events-port"
+            )
 
     def check(self, leaders: int) -> None:
         """Raise ConfigError unless each of so many leaders has ports of its own."""

@@ -16,6 +16,9 @@ from segue.core.errors import ErrorInfo
 
 #: Steps of one record; what comes later is counted.
 MAX_STEPS = 64
+#: Records that a process keeps, and their bytes.
+MAX_RECORDS = 8192
+MAX_RECORDS_BYTES = 8 * 2**20
 #: Records that one answer holds at most.
 MAX_FOUND = 64
 
@@ -33,15 +36,17 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The life of one request in one process, or of one attempt there.
 
     `request_id` is that of the sample or attempt: what the client knows it by, then `-N` and `~ATTEMPT`.
-    `where` names the process, `began` is when it got the request, on its own monotonic clock, and `seconds`
-    how long it took until its end, or so far while it is not `ended`. `facts` are counts (tokens, bytes),
-    `traceparent` (W3C) is the span above this one, `span` its own if others are told of it.
+    `where` names the process and `role` its kind (`http` for a whole HTTP request), `began` is when it got
+    the request, on its own monotonic clock, and `seconds` how long it took until its end, or so far while it
+    is not `ended`. `facts` are counts (tokens, bytes), `traceparent` (W3C) is the span above this one, `span`
+    its own if others are told of it.
     """
 
     request_id: str
     where: str
     began: float
     seconds: float
+    role: str = ""
     steps: list[Step] = []
     omitted: int = 0
     room: int = 0
@@ -87,8 +92,8 @@ class Records:
 
     def __init__(
         self,
-        max_count: int = 8192,
-        max_bytes: int = 8 * 2**20,
+        max_count: int = MAX_RECORDS,
+        max_bytes: int = MAX_RECORDS_BYTES,
         heard: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self._max_count = max_count

@@ -79,6 +79,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     `min_tokens`, `max_tokens` and grammars count them. Fewer than `max_tokens`. `traceparent` (W3C) names the
     span that this generation belongs to. Where it has to wait, lower `priority` is earlier; requests of equal
     priority are served by turns among `tenant`s (an API key or a user, by a name that tells nothing of it).
+    Cached prefixes are found only by requests with the same `cache_salt`, of 63 bits.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     traceparent: str = ""
     priority: int = 0
     tenant: str = ""
+    cache_salt: int = 0
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,11 +42,17 @@ _DP = "--dp of segue prefill and segue decode, or --prefill-dp and --decode-dp o
 _NO_GPU = "not here, because this version computes on CPUs"
 _SPLIT = "the role is the command: segue prefill, segue decode or segue unified"
 _QUANT = "not here, because KV and weights have one type, which --dtype names"
-_PARSER = "not here, because tool calls and reasoning are recognised by the model's own chat template"
+_PARSER = "not here, because the marks of tool calls are found by the model's own chat template"
+_REASONING = "not here, because reasoning is not told apart from the answer: it is part of content"
+_PREFIXES = "prefixes are always kept and used again, unless the model keeps a state beside its KV"
+_CORS = "not here: let the proxy before the door answer for other origins"
+_METRICS = "metrics are always at /metrics"
 _CODE = "not here, because code that comes with a model is never run"
 _PLAIN = "the public door speaks plain HTTP, put a proxy before it"
 _SEED = "each request has its own seed"
-_LOG_REQUESTS = "requests are not logged; --log-level debug says more of what happens to them"
+_LOG_REQUESTS = (
+    "each request is one line without its text; --log-level warning leaves out those that end well"
+)
 
 #: What vLLM, SGLang and others call it, by key: what it is here, or why it is not.
 FOREIGN = {
@@ -88,8 +94,9 @@ FOREIGN = {
     "chunked_prefill_size": "--chunk-tokens",
     "max_prefill_tokens": "--chunk-tokens",
     "enable_chunked_prefill": "prompts are always computed in chunks; --chunk-tokens sets their size",
-    "enable_prefix_caching": "prefixes are always kept",
-    "disable_radix_cache": "not here, because prefixes are always kept",
+    "enable_prefix_caching": _PREFIXES,
+    "no_enable_prefix_caching": f"not here: {_PREFIXES}",
+    "disable_radix_cache": f"not here: {_PREFIXES}",
     "enforce_eager": _NO_GPU,
     "disable_cuda_graph": _NO_GPU,
     "device": _NO_GPU,
@@ -112,9 +119,10 @@ FOREIGN = {
     "disaggregation_mode": _SPLIT,
     "disaggregation_bootstrap_port": "--bootstrap-port",
     "disaggregation_transfer_backend": "--transport",
-    "disaggregation_ib_device": "not here, because this version has no RDMA transport",
+    "disaggregation_ib_device": "no flag: --transport nixl takes RDMA devices as UCX finds them; "
+    "the variable UCX_NET_DEVICES names them",
     "kv_transfer_config": f"--transport; {_SPLIT}",
-    "kv_events_config": "--kv-events-port, --kv-events-replay-port and --kv-events-topic",
+    "kv_events_config": "--kv-events-port, --kv-events-replay-port, --kv-events-host and --kv-events-topic",
     "load_balance_method": "--load-balance of segue prefill, or --policy of segue frontend and segue serve",
     # the door
     "ssl_keyfile": f"{_PLAIN}; --tls-key is between the parts",
@@ -126,12 +134,51 @@ FOREIGN = {
     "generation_config": "--sampling-defaults",
     "enable_auto_tool_choice": _PARSER,
     "tool_call_parser": _PARSER,
-    "reasoning_parser": _PARSER,
+    "reasoning_parser": _REASONING,
     "guided_decoding_backend": "not here, because grammars always run on llguidance",
     "seed": _SEED,
     "random_seed": _SEED,
     "root_path": "not here: let the proxy before the door take the path away",
     "workers": "--prefill and --decode",
+    "otlp_traces_endpoint": "the variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "log_format": "not here: each event is one line, event=NAME and key=value",
+    "log_config_file": "not here: each event is one line on standard error; --log-level",
+    "max_log_len": _LOG_REQUESTS,
+    "disable_log_stats": _METRICS,
+    "enable_metrics": _METRICS,
+    "allowed_origins": _CORS,
+    "allow_credentials": _CORS,
+    "ssl_ca_certs": f"{_PLAIN}; --tls-ca is between the parts",
+    "response_role": "not here: the role of an answer is assistant",
+    "stream_interval": "not here: each token is sent as it comes",
+    "max_logprobs": "not here: a request may ask for up to 20",
+    "max_queued_requests": "--max-queue",
+    "schedule_policy": "not here: prompts wait by priority, in turns of tenants, then by arrival",
+    "watchdog_timeout": "--request-budget-s bounds requests, --peer-silence-s silent peers",
+    "dist_timeout": "--peer-silence-s",
+    "num_gpu_blocks_override": "--kv-gib",
+    "max_total_tokens": "--kv-gib",
+    "max_batch_total_tokens": "--kv-gib",
+    "max_input_length": _LENGTH,
+    "num_shard": _TP,
+    "master_port": "instances find each other by --registry",
+    "hostname": "--host",
+    "api_server_count": "start segue frontend several times with the same --registry",
+    "n_gpu_layers": _NO_GPU,
+    "cuda_graph_max_bs": _NO_GPU,
+    "compilation_config": _NO_GPU,
+    "max_lora_rank": "not here, because this version has no LoRA",
+}
+
+#: Settings of one instance that `segue serve` has by another name, by key.
+IN_SERVE = {
+    "tp": "--prefill-tp and --decode-tp",
+    "pp": "--prefill-pp and --decode-pp",
+    "cp": "--prefill-cp",
+    "dp": "--prefill-dp and --decode-dp",
+    "load_balance": "--policy",
+    "http_port": "--instance-doors",
+    "registry": "its own registry, on --bootstrap-port",
 }
 
 

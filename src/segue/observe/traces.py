@@ -109,9 +109,11 @@ class Traces:
         if record.error is not None:
             about |= {"error.type": record.error.code.value, "segue.error": record.error.text}
         above = _context(record.traceparent) if record.traceparent else None
-        http, failed = record.where.endswith(" http"), record.error is not None
-        name = "segue.http" if http else f"segue.{record.where.split()[0]}"
-        self._export(name, mine, above, (start_ns, end_ns), about, server=http, failed=failed)
+        http, failed = record.role == "http", record.error is not None
+        # Instances have names and numbers, which are in segue.where: names of spans are few.
+        self._export(
+            f"segue.{record.role}", mine, above, (start_ns, end_ns), about, server=http, failed=failed
+        )
 
     def _below(self, above: SpanContext) -> SpanContext:
         from opentelemetry.trace import SpanContext

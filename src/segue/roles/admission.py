@@ -19,9 +19,9 @@ from segue.roles.request_state import RequestKey, RequestState
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`me` is the leader that tickets must name, `name` what errors call it. A step computes at most
-    `chunk_tokens` tokens of prompts. Tickets are signed with `secret`, or not at all if it is empty. `dp` are
-    the DP ranks of our instance."""
+    """`me` is the leader that tickets must name, `name` what errors call it, `role` its kind in records. A
+    step computes at most `chunk_tokens` tokens of prompts. Tickets are signed with `secret`, or not at all if
+    it is empty. `dp` are the DP ranks of our instance."""
 
     me: LeaderId
     name: str
@@ -29,6 +29,7 @@ class SchedulerConfig:
     chunk_tokens: int = 512
     secret: bytes = b""
     dp: DpRanks = field(default_factory=DpRanks)
+    role: str = ""
 
 
 class Admission:
@@ -103,13 +104,13 @@ class Admission:
         """The request has ended, badly with `error`."""
         del self.requests[state.key]
         del self.by_seq[state.seq_id]
-        self.records.put(state.record(self.config.name, now, error))
+        self.records.put(state.record(self.config.name, self.config.role, now, error))
 
     def explain(self, request_id: str, now: float) -> list[RequestRecord]:
         """What is known of a request: its attempts here that have ended, then those that go on."""
         fits = matcher(request_id)
         here = [s for s in self.requests.values() if fits(s.request.request_id)]
-        live = [state.record(self.config.name, now, None) for state in here[:MAX_FOUND]]
+        live = [state.record(self.config.name, self.config.role, now, None) for state in here[:MAX_FOUND]]
         return self.records.find(request_id) + live
 
     # ---- time --------------------------------------------------------------------------------
@@ -143,6 +144,7 @@ class Admission:
         refused = RequestRecord(
             request_id=request_id,
             where=self.config.name,
+            role=self.config.role,
             began=now,
             seconds=0.0,
             steps=[Step("refused", 0.0)],

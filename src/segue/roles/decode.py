@@ -86,10 +86,14 @@ class DecodeScheduler(UnifiedScheduler):
             return
         reserved = [e.state for e in self.table.values() if e.state.phase == "transfer" and not e.state.ended]
         credits = Credits(self.cache.pool, reserved)
+
+        def can_start(state: RequestState) -> bool:
+            return self._settled(state) is not None and credits.allow(state)
+
         for state in self.preallocation:
-            entry = self.table.get(state.transfer)
-            if entry is None or entry.handle.poll() is not KVPoll.WAITING_FOR_INPUT:
-                continue  # its prefill side is not settled yet; that must not hold up the others
+            entry = self._settled(state)
+            if entry is None:
+                continue  # it must not hold up the others
             if not credits.allow(state):
                 if state.phase == "reserve":
                     state.enter("credit", now)
@@ -99,10 +103,15 @@ class DecodeScheduler(UnifiedScheduler):
             if not self._reserve(state):
                 self._short = state
                 return  # full: nobody may overtake, or a large request would starve
+            state.enter("transfer", now, self.preallocation.start(state, can_start))
             credits.take(state)
-            state.enter("transfer", now, self.preallocation.start(state))
             skipped = state.cached // self.cache.pool.page_tokens
             entry.handle.send_metadata(state.pages[skipped:], state.cached, slot=state.slot)
+
+    def _settled(self, state: RequestState) -> RoleTransfer[KVReceiver] | None:
+        """The hand-off of `state`, once its prefill side is known."""
+        entry = self.table.get(state.transfer)
+        return entry if entry is not None and entry.handle.poll() is KVPoll.WAITING_FOR_INPUT else None
 
     def _reserve(self, state: RequestState) -> bool:
         """Pages for the whole prompt and the first token, cached ones included, and a slot for its state.
@@ -111,7 +120,7 @@ class DecodeScheduler(UnifiedScheduler):
         a retraction at the next step.
         """
         pool, batch = self.cache.pool, self.batch
-        match = self.cache.tree.match(state.prompt)
+        match = self.cache.tree.match(state.prompt, state.request.cache_salt)
         needed = pool.pages_for(len(state.prompt) + 1) - len(match.pages)
         claims = len(batch.running) + len(batch.waiting) + len(self.queue.running)
         fresh = None

@@ -78,7 +78,7 @@ class KVCache:
             return
         whole = tokens // self.pool.page_tokens
         sequence = (state.prompt + state.output)[: whole * self.pool.page_tokens]
-        self.tree.insert(sequence, state.pages[:whole])
+        self.tree.insert(sequence, state.pages[:whole], state.request.cache_salt)
 
     def check_integrity(self, *, at_rest: bool) -> None:
         """Raise AssertionError or Internal with what is wrong, if anything is."""

@@ -119,7 +119,7 @@ class PrefillScheduler(Scheduler):
         if retained is None:
             return False
         size, tokens = self.cache.pool.page_tokens, len(state.prompt)
-        match = self.cache.tree.match(state.prompt[: tokens // size * size])
+        match = self.cache.tree.match(state.prompt[: tokens // size * size], state.request.cache_salt)
         tail: list[int] | None = None
         if match.tokens == tokens // size * size:
             tail = self.cache.take(1, after=match.pages[-1] if match.pages else None) if retained.tail else []
@@ -218,7 +218,7 @@ class PrefillScheduler(Scheduler):
                 continue
             result = results.get(step.seq_id)
             if result is not None and result.error is not None:
-                self.fail(state, Internal(result.error).info, now)
+                self.fail(state, result.failure("the prefill failed"), now)
                 continue
             self.queue.complete(state, step, result)
             self.stored((step.seq_id,))

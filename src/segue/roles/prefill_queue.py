@@ -66,7 +66,7 @@ class PrefillQueue:
         cached: list[int] = []
         if state.sampling.prompt_logprobs is None:
             # The last token is always computed: its logits choose the next one.
-            cached = self._cache.tree.match(prompt[:-1]).pages
+            cached = self._cache.tree.match(prompt[:-1], state.request.cache_salt).pages
         missing = pool.pages_for(len(prompt)) - len(cached)
         fresh = self._cache.take(missing, after=cached[-1] if cached else None)
         if fresh is None:

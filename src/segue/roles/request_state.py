@@ -96,13 +96,14 @@ class RequestState:
         self.phase, self.since = phase, now
         self.path.enter(phase, now, text)
 
-    def record(self, where: str, now: float, error: ErrorInfo | None) -> RequestRecord:
+    def record(self, where: str, role: str, now: float, error: ErrorInfo | None) -> RequestRecord:
         """What `segue explain` is told of it; while it has not ended, so far. `handed_bytes` are those of KV
         that its hand-off has moved."""
         t = self.ticket
         return RequestRecord(
             request_id=self.request.request_id,
             where=where,
+            role=role,
             began=self.entered,
             seconds=now - self.entered,
             steps=self.path.steps(),

@@ -46,7 +46,7 @@ class RetainedPrompts:
     def __init__(self, max_entries: int = MAX_ENTRIES, max_bytes: int = MAX_BYTES) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[int, int], Retained] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int, int], Retained] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class RetainedPrompts:
         for key in [key for key, retained in self._entries.items() if retained.until <= now]:
             self._pop(key)
 
-    def _pop(self, key: tuple[int, int]) -> Retained | None:
+    def _pop(self, key: tuple[int, int, int]) -> Retained | None:
         retained = self._entries.pop(key, None)
         if retained is not None:
             self.nbytes -= retained.nbytes
@@ -92,14 +92,15 @@ class RetainedPrompts:
         assert len(self._entries) <= self._max_entries, f"{len(self._entries)} prompts are kept"
 
 
-def _key(state: RequestState) -> tuple[int, int]:
-    return (state.prompt_hash, state.sampling.seed)
+def _key(state: RequestState) -> tuple[int, int, int]:
+    return (state.prompt_hash, state.request.cache_salt, state.sampling.seed)
 
 
 def _same(retained: Request, asked: Request) -> bool:
     """Compared token by token: a hash alone never decides whose KV is whose."""
     return (
-        retained.prompt == asked.prompt
+        retained.cache_salt == asked.cache_salt
+        and retained.prompt == asked.prompt
         and retained.output == asked.output
         # How long the answer may be does not change its first token.
         and replace(retained.sampling, max_tokens=asked.sampling.max_tokens) == asked.sampling

@@ -70,11 +70,14 @@ class Scheduler(ABC):
 
     # ---- the end -----------------------------------------------------------------------------
 
-    def cancel(self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float) -> None:
-        """End a request for the frontend's reason, without an answer: it knows. Unknown ids are ignored."""
+    def cancel(
+        self, origin: Incarnation, request_id: str, error: ErrorInfo, now: float, *, complete: bool = False
+    ) -> None:
+        """End a request for the frontend's reason, without an answer: it knows. Unknown ids are ignored.
+        A `complete` one is recorded as a success."""
         state = self.admission.requests.get((origin, request_id))
         if state is not None:
-            self.end(state, error, now)
+            self.end(state, error, now, complete=complete)
 
     def frontend_gone(self, origin: Incarnation, error: ErrorInfo, now: float) -> None:
         """End everything that `origin` asked for; nobody is left to read it."""
@@ -87,12 +90,16 @@ class Scheduler(ABC):
         if not state.ended:
             self.end(state, self.admission.tell_failed(state, error, now), now)
 
-    def end(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
-        """The one end of a request: it leaves every table and lets go of what it holds. Idempotent."""
+    def end(
+        self, state: RequestState, error: ErrorInfo | None, now: float, *, complete: bool = False
+    ) -> None:
+        """The one end of a request: it leaves every table and lets go of what it holds. Idempotent.
+
+        `error` ends a hand-off that goes on, and is recorded unless the request is `complete`."""
         if state.ended:
             return
         state.ended = True
-        self.admission.remove(state, error, now)
+        self.admission.remove(state, None if complete else error, now)
         if state.seq_id in self._computing:
             self._held.append((state, error))
         else:
@@ -210,7 +217,7 @@ class Scheduler(ABC):
     def _generated(self, state: RequestState, result: SequenceResult, now: float) -> None:
         """A running sequence has its next token."""
         if result.error is not None or result.token is None:
-            self.fail(state, Internal(result.error or "the engine returned no token").info, now)
+            self.fail(state, result.failure("the engine returned no token"), now)
             return
         state.computed += 1
         self._emit(state, result.token, result.logprob, now)
@@ -246,7 +253,7 @@ class Scheduler(ABC):
             slots_total=0 if slots is None else slots.total,
             slots_quarantined=0 if slots is None else slots.quarantined,
             draining=self.admission.draining,
-            drained=self.admission.draining and self.idle and not pool.quarantined,
+            drained=self.drained,
         )
 
     @abstractmethod
@@ -265,6 +272,13 @@ class Scheduler(ABC):
     def idle(self) -> bool:
         """No request holds anything here, and no forward runs."""
         return not self._computing and not any(self.sizes().values())
+
+    @property
+    def drained(self) -> bool:
+        """It takes nothing new, and nobody else touches its pages: none is published or in quarantine."""
+        slots = self.cache.slots
+        quarantined = self.cache.pool.quarantined + (0 if slots is None else slots.quarantined)
+        return self.admission.draining and self.idle and not quarantined
 
     def sizes(self) -> dict[str, int]:
         """Tables whose entries belong to requests; all zero at rest."""

@@ -72,7 +72,7 @@ class UnifiedScheduler(Scheduler):
             if state is None:
                 continue
             if result is not None and result.error is not None:
-                self.fail(state, Internal(result.error).info, now)
+                self.fail(state, result.failure("the prefill failed"), now)
                 continue
             self.queue.complete(state, step, result)
             if not step.sample:

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import signal
 import socket
-import sys
-import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TextIO
 
 from segue.core.errors import DECODE_ERRORS
 from segue.core.types import Role
-from segue.serve.lifeline import MAX_REPORT_BYTES, Ready, Report, decode_report
+from segue.serve.console import Console
+from segue.serve.lifeline import Ready, Report, decode_report, lines
 from segue.session.tasks import awaited
 
 MAX_LINE_BYTES = 64 * 1024
 LAST_LINES = 20
-_COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
     """A child to start: its name in logs, its role, its command and its environment. `sockets` are its alone
-    once it runs: their other ends are to see its end."""
+    once it runs: their other ends are to see its end. One that is `told` reads messages from its standard
+    input (`Child.tell`)."""
 
     name: str
     role: Role
@@ -36,50 +33,7 @@ class ChildSpec:
     environ: Mapping[str, str]
     pass_fds: tuple[int, ...] = ()
     sockets: Sequence[socket.socket] = ()
-
-
-class Console:
-    """Writes log lines to a terminal or file from its own thread, so that a reader that stopped
-    (Ctrl-S, a full pipe) never stops the supervisor. Beyond `limit` waiting lines, lines are
-    dropped and counted."""
-
-    def __init__(self, out: TextIO | None = None, limit: int = 10_000) -> None:
-        self._out = sys.stderr if out is None else out
-        self._colour = self._out.isatty()
-        self._queue: queue.Queue[str | None] = queue.Queue(limit)
-        self._colours: dict[str, int] = {}
-        self.dropped = 0
-        self._thread = threading.Thread(target=self._write, name="console", daemon=True)
-        self._thread.start()
-
-    def line(self, name: str, text: str) -> None:
-        """Queue one line of the child `name`."""
-        prefix = f"{name:<10} | "
-        if self._colour:
-            colour = self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
-            prefix = f"\x1b[{colour}m{prefix}\x1b[0m"
-        try:
-            self._queue.put_nowait(f"{prefix}{text}\n")
-        except queue.Full:
-            self.dropped += 1
-
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued, within `timeout_s`."""
-        if self.dropped:
-            self.line("serve", f"event=log_lines_dropped count={self.dropped}")
-        try:
-            self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            return
-        self._thread.join(timeout_s)
-
-    def _write(self) -> None:
-        while (text := self._queue.get()) is not None:
-            try:
-                self._out.write(text)
-                self._out.flush()
-            except OSError:
-                return  # nobody reads any more; lines are dropped from here on
+    told: bool = False
 
 
 class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
@@ -97,7 +51,8 @@ class _Pipes(asyncio.subprocess.SubprocessStreamProtocol):
 
 class Child:
     """A running child. `report`, its first one or None, and `exited` end with what their names say; `listens`
-    with the pipe of its reports. `role` is the one it serves in now."""
+    with the pipe of its reports. `role` is the one it serves in now. `told` is set once its end needs no line
+    in the log: it was asked to leave, or the line is there."""
 
     def __init__(
         self,
@@ -109,6 +64,7 @@ class Child:
     ) -> None:
         self.spec = spec
         self.role = spec.role
+        self.told = False
         self._transport = transport
         self._ended = output.ended
         self.process = asyncio.subprocess.Process(transport, output, asyncio.get_running_loop())
@@ -128,7 +84,7 @@ class Child:
                 *spec.argv,
                 f"--lifeline-fd={lifeline_fd}",
                 f"--report-fd={report_write}",
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if spec.told else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=dict(spec.environ),
@@ -165,6 +121,11 @@ class Child:
                 self.process.send_signal(number)
         except ProcessLookupError:
             pass  # it ended between the look and the signal
+
+    def tell(self, message: bytes) -> None:
+        """Send a line to the standard input of a child that is `told`; it may have ended."""
+        if self.process.stdin is not None and self.process.returncode is None:
+            self.process.stdin.write(message)
 
     def exit_text(self) -> str:
         """How it ended, in words."""
@@ -233,14 +194,9 @@ class Child:
 
 async def _reports(fd: int) -> AsyncGenerator[Report, None]:
     """What a child says, line by line, until the pipe ends or brings what is no report."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=MAX_REPORT_BYTES)
-    pipe = os.fdopen(fd, "rb", buffering=0)
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    try:
-        while True:
-            yield decode_report(await reader.readuntil())
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, *DECODE_ERRORS):
-        return
-    finally:
-        transport.close()
+    async with aclosing(lines(fd)) as said:
+        async for line in said:
+            try:
+                yield decode_report(line)
+            except DECODE_ERRORS:
+                return

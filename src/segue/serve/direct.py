@@ -88,12 +88,15 @@ class InstanceDoor(OpenAIServer):
         """SGLang's `/generate`."""
 
         async def work(call: HttpCall, started: float) -> None:
-            raw = await self.receive(call)
-            native = read_native(raw)
-            body = with_header_rank(call, as_completion(native))
-            await self.generation(call, started, body, raw, partial(native_plan, self.planner, native))
+            await self.generation(call, started, *await self._read_native(call))
 
         await self.serve(scope, receive, send, "generate", work)
+
+    async def _read_native(self, call: HttpCall) -> tuple[CompletionBody, bytes, Make[CompletionBody]]:
+        raw = await self.receive(call)
+        native = await self.off_loop(len(raw), lambda: read_native(raw))
+        body = with_header_rank(call, as_completion(native))
+        return body, raw, partial(native_plan, self.planner, native)
 
     async def render_chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's `/v1/chat/completions/render`: the prompt's token ids."""
@@ -157,16 +160,19 @@ class PrefillDoor(InstanceDoor):
         legs = legs_of(raw)
         transfer = legs.transfer or {}
         if legs.bootstrap is not None:
-            await self._leg(call, started, body, legs.bootstrap.room)
+            call.held.set(0)
+            answered = self._leg(call, started, rank_hints(body).routed_dp_rank, legs.bootstrap.room)
         elif transfer.get("do_remote_decode"):
-            await self._retain(call, started, body, raw, make)
+            answered = self._retain(call, started, body, raw, make)
         else:
             raise _no_legs("prefill")
+        del body, raw, make, legs, transfer
+        await answered
 
-    async def _leg(self, call: HttpCall, started: float, body: Generating, room: int) -> None:
+    async def _leg(self, call: HttpCall, started: float, rank: int | None, room: int) -> None:
         """Decode places the request; this leg only waits for its end, and its end is that of the request."""
         async with call:
-            await self._rooms.wait(room, rank_hints(body).routed_dp_rank, self.budget_s(started))
+            await self._rooms.wait(room, rank, self.budget_s(started))
             await call.answer(
                 200,
                 {"id": call.id, "object": "prefill", "text": "", "choices": [], "meta_info": {"id": call.id}},
@@ -199,6 +205,7 @@ class PrefillDoor(InstanceDoor):
         }
         async with call:
             plan = await self.plan(call, body, raw, make)
+            del body, raw, make
             with self._rooms.ticket(ticket.room, dp_rank, self.budget_s(started)):
                 await self.run(call, plan, started, self.backend, {"kv_transfer_params": answer})
 
@@ -235,6 +242,7 @@ class DecodeDoor(InstanceDoor):
         async with Meeting(self._meetings, self.fleet, other, hint, meet_s) as meeting, call:
             await meeting.ask()
             plan = await self.plan(call, body, raw, make)
+            del body, raw, make, legs
             await meeting.wait(len(plan.samples))
             await self.run(call, plan, started, meeting)
 

@@ -108,6 +108,7 @@ class LazyDoor:
             vocab_size=vocab_size,
             limits=limits,
             defaults=of_model(folder, vocab_size),
+            client_order=config.access.client_order,
         )
         records = Records()
         # A router places its requests again by itself, elsewhere.
@@ -139,8 +140,8 @@ def door_routes(
     load: Callable[[], Load | None],
     answers: Callable[[], Awaitable[object]],
 ) -> list[BaseRoute]:
-    """The routes of contract.md, section 2. `load` is the leader's last one, `answers` returns when the
-    leader's loop has answered, and raises a SegueError if it does not."""
+    """The routes of an instance that foreign routers use. `load` is the leader's last one, `answers` returns
+    when the leader's loop has answered, and raises a SegueError if it does not."""
 
     def asgi(choose: Callable[[InstanceDoor], _Handler]) -> Asgi:
         async def handle(scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,7 +2,8 @@
 
 A rank that dies takes its own requests with it, and they fail at once where its sessions end. The others
 share nothing with it but the incarnation: they go on, and the registry shows the instance without it. Nothing
-is restarted, so the instance ends with a status but 0, and whoever keeps it can start it anew as a whole.
+is restarted here: the instance ends with a status but 0, and whoever keeps it can start it again as a whole.
+`segue serve` does: the other ranks finish what they have, then all start in a new incarnation.
 
 Ranks that share out a model's experts (`engine.dp_group`) cannot go on: each hears of the end of another over
 the sockets that they get from here, ends its requests with an error and leaves.
@@ -10,16 +11,16 @@ the sockets that they get from here, ends its requests with an error and leaves.
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from segue.core.access_config import AccessConfig
 from segue.core.config import FrontendConfig, InstanceConfig
 from segue.core.types import Role, new_incarnation
 from segue.frontend.keys import read_keys
 from segue.serve.children import Child, ChildSpec
-from segue.serve.process_tree import ProcessTree, ServeResult, lifeline, secret_fd
+from segue.serve.process_tree import ProcessTree, ServeResult, Unit, lifeline, secret_fd
 
 #: Makes the command of a child: its role and its configuration in, words out.
 Command = Callable[[Role, InstanceConfig | FrontendConfig], Sequence[str]]
@@ -39,9 +40,9 @@ def leaders(
     for rank, sockets in enumerate(links):
         leader = instance.leader(incarnation, rank)
         if sockets:
-            leader = dataclasses.replace(leader, dp_fds=",".join(str(s.fileno()) for s in sockets))
+            leader = replace(leader, dp_fds=",".join(str(s.fileno()) for s in sockets))
         spec = tree.spec(f"{instance.label}.dp{rank}", role, command(role, leader), threads, fds)
-        specs.append(dataclasses.replace(spec, sockets=sockets))
+        specs.append(replace(spec, sockets=sockets))
     return specs
 
 
@@ -75,11 +76,15 @@ class RankProcesses(ProcessTree):
                 async with self.signals():
                     instance = self._instance
                     if instance.secret:
-                        instance = dataclasses.replace(instance, secret_file=f"/proc/self/fd/{fd}")
+                        instance = replace(instance, secret_file=f"/proc/self/fd/{fd}")
                     if keys:
-                        access = AccessConfig(api_key_file=f"/proc/self/fd/{keys_fd}")
-                        instance = dataclasses.replace(instance, access=access)
-                    return await self.keep(leaders(self, instance, self._command, (fd, keys_fd)), lifeline_fd)
+                        access = instance.access
+                        access = replace(access, api_key=None, api_key_file=f"/proc/self/fd/{keys_fd}")
+                        instance = replace(instance, access=access)
+                    fds = (fd, keys_fd)
+                    make = partial(leaders, self, instance, self._command, fds)
+                    unit = Unit(instance.label, instance.role, lambda _: make())
+                    return await self.keep([unit], lifeline_fd)
         finally:
             self._console.close()
 

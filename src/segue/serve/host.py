@@ -6,20 +6,12 @@ import os
 from pathlib import Path
 
 from segue.core.pool_size import Host
-from segue.transport.host_memory import available_bytes
+from segue.transport.host_memory import available_bytes, cpu_quota
 
 
 def this_host(root: Path = Path("/")) -> Host:
     """Cores that this process may run on and memory that is free, both as its cgroup allows."""
-    return Host(cores=_cores(root / "sys/fs/cgroup/cpu.max"), free_bytes=available_bytes(root))
-
-
-def _cores(cpu_max: Path) -> int:
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, _, period = cpu_max.read_text(encoding="ascii").partition(" ")
-    except OSError:  # this host has no such file
-        return cores
-    if quota.isdigit() and period.strip().isdigit():
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota(root)
+    if quota is not None:
+        cores = min(cores, max(1, int(quota)))
+    return Host(cores=cores, free_bytes=available_bytes(root))

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 
 from segue import __version__
+from segue.bootstrap.arrival import until_answered
 from segue.bootstrap.client import Registry, RegistryClient
 from segue.bootstrap.records import InstanceRecord, ReplicaRecord
 from segue.conn.config import HOST
@@ -25,8 +27,9 @@ from segue.conn.rank import local_rank
 from segue.core.addresses import is_loopback
 from segue.core.config import InstanceConfig
 from segue.core.control import Load
-from segue.core.errors import Draining, InvalidRequest, SegueError
+from segue.core.errors import Draining, Internal, InvalidRequest, SegueError
 from segue.core.kv_events import KVEvent
+from segue.core.model_identity import model_identity
 from segue.core.operate import Steer, Switch
 from segue.core.records import RequestRecord
 from segue.core.types import Incarnation, LeaderId, Role, new_incarnation
@@ -45,7 +48,7 @@ from segue.serve.http import InstanceStatus, start_http
 from segue.serve.integrity import instance_state
 from segue.serve.kv import dp_ranks, kv_config, session_config, usable_transports
 from segue.serve.kv_publisher import KVPublisher
-from segue.serve.leader import Abandon, CompanionsMoved, Drain, Hold, Inspect, Leader
+from segue.serve.leader import Abandon, CompanionsMoved, Drain, Hold, Inspect, Leader, NextRole
 from segue.serve.local_cost import measure_pauses
 from segue.serve.operators import OperatorSessions, Sights
 from segue.serve.registry import follow_prefill, wait_for_registry
@@ -89,7 +92,7 @@ class Instance:
         self.frontends = FrontendSessions()
         self.me = me or LeaderId(Incarnation(config.incarnation or new_incarnation()), config.dp_rank or 0)
         self.dp = dp_ranks(config)
-        self.model = f"{engine.info.fingerprint}/{engine.info.dtype}"
+        self.model = model_identity(engine.info.fingerprint, engine.info.dtype)
         pool = PagePool(engine.spec.pages, engine.spec.page_tokens)
         scheduling = SchedulerConfig(
             me=self.me,
@@ -98,6 +101,7 @@ class Instance:
             chunk_tokens=config.engine.chunk_tokens,
             secret=config.secret,
             dp=self.dp,
+            role=str(config.role),
         )
         self._sights = Sights(config.role, self.frontends, self.limits.max_sessions)
         self.operators = OperatorSessions(
@@ -143,7 +147,7 @@ class Instance:
         self.http: GuardedServer | None = None
         self._door: LazyDoor | None = None
         #: What clients of the HTTP door must show, if there are any.
-        self._keys = ApiKeys(read_keys(config.access))
+        self._keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
         #: What this process serves with once `run` has returned, if it was switched.
         self.follows: InstanceConfig | None = None
         #: Why this instance leaves, if something failed that it cannot be without.
@@ -215,7 +219,7 @@ class Instance:
         self.leader.inbox.put(Inspect(look))
 
     def _steer(self, order: Steer | Switch) -> None:
-        if self._stop.is_set():
+        if self._stop.is_set() or self.follows is not None:
             raise Draining(f"{self.config.label} {self.me} is leaving")
         if isinstance(order, Switch):
             config = self._in_role(order.role)
@@ -235,11 +239,13 @@ class Instance:
         return dataclasses.replace(self.config, role=role, name=None)
 
     def _turn(self, config: InstanceConfig, load: Load) -> None:
-        if load.drained and not self._sights.held and not self._stop.is_set():
+        if load.drained and not self._sights.held and not self._stop.is_set() and self.follows is None:
+            # Now, so that nobody resumes it any more. If somebody did before, its leader refuses.
             self.follows = config
-            self._stop.set()  # now, so that nobody resumes it any more
-            self.leader.inbox.put(Drain(stays=True))
-            self._say_draining()
+            self.leader.inbox.put(NextRole(lambda: self.plane.io.post(self._stays)))
+
+    def _stays(self) -> None:
+        self.follows = None
 
     # ---- life --------------------------------------------------------------------------------
 
@@ -251,7 +257,7 @@ class Instance:
         Raises ConfigError (port in use), BootstrapUnreachable or Unauthorized.
         """
         if self.config.events.kv_events_port is not None:
-            self._publisher = KVPublisher(self.config.events, self.config.host, self.me.dp_rank)
+            self._publisher = KVPublisher(self.config.events, self.me.dp_rank)
             self.leader.journal()
         (self.manager or self.plane).start()
         if self.companions is not None:
@@ -261,6 +267,7 @@ class Instance:
 
     async def _join(self) -> bool:
         config, secret = self.config, self.config.secret or None
+        until = time.monotonic() + config.registry_wait_s
         if not await wait_for_registry(config, self.tls, self._stop):
             return False
         registry = RegistryClient(
@@ -285,7 +292,13 @@ class Instance:
             self._spawn(self.http.ended(), "the HTTP server")
             log.info("http server at %s:%d", *self.http.address)
         # Last: who finds this instance may ask it anything at once.
-        await registry.register(self._record())
+        if not await until_answered(
+            lambda: registry.register(self._record()),
+            wait_s=until - time.monotonic(),
+            stop=self._stop,
+            say=log.warning,
+        ):
+            return False
         self._spawn(registry.keep_alive(self.me.incarnation), "keep-alive")
         self._spawn(self._tell_registry(), "telling the registry whether it drains")
         if self.manager is not None and config.role is Role.DECODE:
@@ -389,8 +402,15 @@ class Instance:
         self.drain()
 
     def run(self) -> None:
-        """Serve on this thread until drained."""
+        """Serve on this thread until drained. Fails if the next role would take memory in which others may
+        still write or read."""
         self.leader.run()
+        if self.follows is not None and not self.scheduler.drained:
+            left = {**self.scheduler.sizes(), **self.scheduler.load().pages}
+            self.failure = self.failure or Internal(
+                f"{self.config.label} {self.me} cannot become {self.follows.role} and leaves: it holds {left}"
+            )
+            log.error("leaving: %s", self.failure)
 
     def drain(self) -> None:
         """Take nothing new, finish what is there, then let `run` return. From any thread or signal."""

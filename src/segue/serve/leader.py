@@ -20,10 +20,10 @@ from functools import partial
 from segue.conn.handles import Change
 from segue.core.clock import Clock
 from segue.core.control import Cancel, FlushCache, Load, Submit
-from segue.core.errors import ErrorInfo, Internal, SegueError
+from segue.core.errors import ErrorInfo, Internal, OutOfCapacity, SegueError
 from segue.core.kv_events import FollowPrefixes, KVEvent
 from segue.core.limits import Limits
-from segue.core.request import Output
+from segue.core.request import Grammar, Output
 from segue.core.types import Incarnation, KVPoll
 from segue.engine.base import Companions, Engine, SequenceStep, StepHandle
 from segue.engine.prefix_journal import PrefixJournal
@@ -58,15 +58,22 @@ class FrontendGone:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish what is there, take nothing new, then leave: together with the companions, if there are any,
-    unless the process `stays` for another role, in which it computes with them again."""
+    """Finish what is there, take nothing new, then leave, at the latest after `drain_s`: together with the
+    companions, if there are any. The process ends with it."""
 
-    stays: bool = False
+
+@dataclass(frozen=True, slots=True)
+class NextRole:
+    """Leave now: this process takes another role, over the same memory, and computes on with its companions.
+    `refused` is called instead if this leader is not drained, and it stays."""
+
+    refused: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Take nothing new from now on, or take it again, and stay. A leader that leaves takes nothing again."""
+    """Take nothing new from now on, or take it again, and stay. A leader that leaves takes nothing again, so
+    that what it holds when it turns is what it holds at its end."""
 
     draining: bool
 
@@ -95,6 +102,13 @@ class KVStored:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatReady:
+    """An output format was compiled, or refused."""
+
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardReady:
     """The running forward can be collected."""
 
@@ -109,13 +123,19 @@ Item = (
     | FrontendGone
     | Change
     | Drain
+    | NextRole
     | Hold
     | Abandon
     | Inspect
     | KVStored
+    | FormatReady
     | ForwardReady
     | CompanionsMoved
 )
+
+
+def _request_id(message: Submit | Cancel | FlushCache | FollowPrefixes) -> str | None:
+    return message.request.request_id if isinstance(message, Submit) else None
 
 
 def _kind(item: Item) -> str:
@@ -159,8 +179,10 @@ class Leader:
         self._report_at = self._quiet_until = clock.now()
         self._unreported = True
         self._drain_until: float | None = None
-        self._stays = False
+        self._turns = False
         self._after_forward: list[Change] = []
+        #: requests whose output format is being compiled, in their order
+        self._parked: dict[Grammar, list[FromFrontend]] = {}
         self._computes_here = False
 
     def changed(self, change: Change) -> None:
@@ -172,7 +194,7 @@ class Leader:
     # ---- the loop ----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until a `Drain` has been carried out."""
+        """Serve until a `Drain` or a `NextRole` has been carried out."""
         busy, self.running = False, True
         try:
             while not self.drained():
@@ -291,25 +313,42 @@ class Leader:
         try:
             match item:
                 case FromFrontend(origin, Submit() as submit):
-                    self.scheduler.submit(origin, submit, now)
+                    if not self._park(item, submit):
+                        self.scheduler.submit(origin, submit, now)
+                case FormatReady(grammar):
+                    self._unpark(grammar, now)
                 case FromFrontend(origin, Cancel() as cancel):
-                    self.scheduler.cancel(origin, cancel.request_id, cancel.reason, now)
+                    self._drop_parked(origin, cancel.request_id)
+                    self.scheduler.cancel(
+                        origin, cancel.request_id, cancel.reason, now, complete=cancel.complete
+                    )
                 case FromFrontend(_, FlushCache()):
                     self.scheduler.cache.tree.clear()
                 case FromFrontend(origin, FollowPrefixes()):
                     self._tell_prefixes()
                     self._prefixes(origin, self.journal().whole())
                 case FrontendGone(origin, error):
+                    self._drop_parked(origin)
                     self.scheduler.frontend_gone(origin, error, now)
-                case Drain(stays):
+                case Drain():
                     self.scheduler.drain()
-                    self._stays = stays
+                    self._refuse_parked(now)
+                    self._turns = False
                     if self._drain_until is None:
                         self._drain_until = now + self.limits.drain_s
+                case NextRole(refused):
+                    # By what it holds now: whoever asks has seen an earlier load.
+                    if self.scheduler.drained:
+                        self._turns = True
+                    else:
+                        refused()
                 case Hold(draining):
-                    self.scheduler.drain(draining or self._drain_until is not None)
+                    self.scheduler.drain(draining or self._turns or self._drain_until is not None)
+                    if self.scheduler.admission.draining:
+                        self._refuse_parked(now)
                 case Abandon(error):
                     self.scheduler.drain()
+                    self._refuse_parked(now)
                     self.scheduler.fail_all(error, now)
                     self._drain_until = min(self._drain_until or math.inf, now + ABANDON_S)
                 case Inspect(look):
@@ -328,11 +367,67 @@ class Leader:
             log.exception("an item was not handled kind=%s", type(item).__name__)
             self._broken(item, Internal(f"a bug while handling {_kind(item)}: {exc!r}").info, now)
 
+    # ---- output formats ----------------------------------------------------------------------
+
+    def _park(self, item: FromFrontend, submit: Submit) -> bool:
+        """Whether the request waits for its output format to be compiled. A leader that takes nothing new
+        parks nothing: the scheduler refuses before the format is looked at."""
+        formats, grammar = self.engine.formats, submit.request.sampling.grammar
+        if grammar is None or formats is None or self.scheduler.admission.draining or formats.known(grammar):
+            return False
+        parked = self._parked.get(grammar)
+        held = len(self.scheduler.admission.requests) + sum(map(len, self._parked.values()))
+        try:
+            if held >= self.limits.max_queue:
+                raise OutOfCapacity(
+                    f"{self.scheduler.config.name} already holds {held} requests; try again later"
+                )
+            if parked is None:
+                formats.prepare(grammar, partial(self.inbox.put, FormatReady(grammar)))
+                parked = self._parked.setdefault(grammar, [])
+        except OutOfCapacity as error:
+            self.scheduler.admission.refuse(
+                item.origin, submit.request.request_id, error.info, self.clock.now(), submit.ticket
+            )
+            return True
+        parked.append(item)
+        return True
+
+    def _unpark(self, grammar: Grammar, now: float) -> None:
+        """The format is known: its requests go on where they stopped."""
+        assert self.engine.formats is not None
+        self.engine.formats.settle(grammar)
+        self._submit(self._parked.pop(grammar, []), now)
+
+    def _refuse_parked(self, now: float) -> None:
+        """Give what is parked to the scheduler, which takes nothing new: each request gets its answer now."""
+        for parked in self._parked.values():
+            waiting = parked[:]
+            parked.clear()
+            self._submit(waiting, now)
+
+    def _submit(self, items: Sequence[FromFrontend], now: float) -> None:
+        for item in items:
+            if isinstance(item.message, Submit):
+                self.scheduler.submit(item.origin, item.message, now)
+
+    def _drop_parked(self, origin: Incarnation, request_id: str | None = None) -> None:
+        """Forget one request of `origin`, or all of them. The list stays, also empty, until its format is
+        ready: so a format is compiled once at a time."""
+        for parked in self._parked.values():
+            parked[:] = [
+                item
+                for item in parked
+                if item.origin != origin
+                or (request_id is not None and _request_id(item.message) != request_id)
+            ]
+
     def _broken(self, item: Item, error: ErrorInfo, now: float) -> None:
         """Handling `item` hit a bug: its request ends now, on both sides, and not by its deadline.
 
-        What is said only once and gives something back is shown once more, as the exchange does with a proof:
-        with a hand-off's last word its pages would be lost, with a frontend's end its requests would go on.
+        What is said only once and gives something back is shown once more: with a hand-off's last word its
+        pages would be lost, with a frontend's end its requests would go on. A machine of the exchange gets no
+        such second try (`handoff.machine`).
         """
         try:
             match item:
@@ -352,10 +447,10 @@ class Leader:
             log.exception("a broken request was not ended kind=%s", type(item).__name__)
 
     def drained(self) -> bool:
-        """Everything has ended after a `Drain`, or its time is up."""
+        """Everything has ended after a `Drain`, or its time is up; or it turns."""
         if self._drain_until is None:
-            return False
-        if self.scheduler.idle and (self._stays or self._companions is None or self._companions.done()):
+            return self._turns
+        if self.scheduler.idle and (self._companions is None or self._companions.done()):
             return True
         if self.clock.now() >= self._drain_until:
             log.warning("leaving with unfinished requests: %s", self.scheduler.sizes())

@@ -248,6 +248,10 @@ class Meeting:
         incarnation: Incarnation = self._holder.record.incarnation
         return _Watched(self._fleet.submit(request, budget_s=budget_s, prefill=incarnation), self._first)
 
+    def complete(self, request_id: str) -> None:
+        """See `frontend.backend.Generator`."""
+        self._fleet.complete(request_id)
+
     def cancel(self, request_id: str, reason: ErrorInfo) -> None:
         """See `frontend.backend.Generator`."""
         self._fleet.cancel(request_id, reason)

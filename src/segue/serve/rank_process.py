@@ -205,6 +205,7 @@ def _serve(pipe: Pipe, channels: socket.socket) -> None:
             page_tokens=config.engine.page_tokens,
             threads=config.engine.threads_per_worker or 1,
             place=place,
+            cache=config.engine.cache,
         )
     except Exception as exc:
         error = typed(exc, "loading")

@@ -1,7 +1,7 @@
 """`segue serve`: a whole deployment as one process tree, of which nothing outlives the supervisor.
 
 The supervisor runs the registry itself and starts every leader of every instance and the frontend as a child
-process.
+process. An instance or a frontend that fails is started again, in a new incarnation.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
+from urllib.parse import urlsplit
 
-from segue.core.access_config import AccessConfig
-from segue.core.config import ServeConfig
+from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig
 from segue.core.errors import ConfigError
 from segue.core.pool_size import Host, ModelSize
 from segue.core.types import Role
-from segue.serve.children import ChildSpec, Console
+from segue.serve.children import ChildSpec
+from segue.serve.console import Console
 from segue.serve.dp_ranks import Command, leaders
-from segue.serve.process_tree import STARTUP_S, ProcessTree, ServeResult, lifeline, secret_fd
+from segue.serve.lifeline import encode_restarting
+from segue.serve.process_tree import STARTUP_S, ProcessTree, ServeResult, Unit, lifeline, secret_fd
+from segue.serve.restarts import Restarts
 
 #: Told that the deployment is ready: the frontend's URL, the registry's, and a file with the secret.
 Announce = Callable[[str, str, str], None]
@@ -83,7 +87,7 @@ class Supervisor(ProcessTree):
                     lifeline() as lifeline_fd,
                 ):
                     self._reach = url, f"/proc/{os.getpid()}/fd/{the_secret}"
-                    return await self.keep(self.child_specs(url, the_secret, the_keys), lifeline_fd)
+                    return await self.keep(self.planned(url, the_secret, the_keys), lifeline_fd)
         finally:
             self._console.close()
 
@@ -91,9 +95,16 @@ class Supervisor(ProcessTree):
         """See `ProcessTree.ready`; the frontend's address is ours."""
         self._announce(next(url for role, url in urls if role is Role.FRONTEND), *self._reach)
 
-    def child_specs(self, url: str, the_secret: int, the_keys: int) -> list[ChildSpec]:
-        """The children of this deployment, for a registry at `url`. The descriptors are those of the files
-        with its secret and with the clients' keys."""
+    def restarting(self) -> None:
+        """Tell the frontend whom it should wait for."""
+        message = encode_restarting([u.role for u in self.units if u.restarting])
+        for child in self.children:
+            if child.spec.told:
+                child.tell(message)
+
+    def planned(self, url: str, the_secret: int, the_keys: int) -> list[Unit]:
+        """The instances and the frontend of this deployment, for a registry at `url`. The descriptors are
+        those of the files with its secret and with the clients' keys."""
         config, host = self.config, self._host
         counts = (
             {Role.UNIFIED: 1}
@@ -101,15 +112,34 @@ class Supervisor(ProcessTree):
             else {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
         )
         secret_file = f"/proc/self/fd/{the_secret}"
-        specs: list[ChildSpec] = []
+        units: list[Unit] = []
+        taken = 0
         for role, count in counts.items():
             for index in range(count):
                 instance = config.instance(role, f"{role}-{index}", host, url, self._size)
-                events = config.events.after(len(specs))
+                events = config.events.after(taken)
+                taken += instance.dp
                 instance = dataclasses.replace(instance, secret_file=secret_file, events=events)
-                specs += leaders(self, instance, self._command, (the_secret,))
-        access = AccessConfig(api_key_file=f"/proc/self/fd/{the_keys}" if self._keys else None)
+                make = partial(self._instance, instance, (the_secret,))
+                units.append(self._unit(instance.label, role, make))
+        keys_file = f"/proc/self/fd/{the_keys}" if self._keys else None
+        access = dataclasses.replace(config.access, api_key=None, api_key_file=keys_file)
         frontend = dataclasses.replace(config.frontend(url), secret_file=secret_file, access=access)
-        argv = self._command(Role.FRONTEND, frontend)
-        specs.append(self.spec("frontend", Role.FRONTEND, argv, 1, (the_secret, the_keys)))
-        return specs
+        fds = (the_secret, the_keys)
+        units.append(self._unit("frontend", Role.FRONTEND, partial(self._frontend, frontend, fds)))
+        return units
+
+    def _unit(self, name: str, role: Role, make: Callable[[Unit], list[ChildSpec]]) -> Unit:
+        return Unit(name, role, make, Restarts() if self.config.restart == "on-failure" else None)
+
+    def _instance(self, instance: InstanceConfig, fds: tuple[int, ...], unit: Unit) -> list[ChildSpec]:
+        """The leaders of one instance in the role that it has now; in logs it keeps its first one."""
+        now = dataclasses.replace(instance, role=unit.role)
+        specs = leaders(self, now, self._command, fds)
+        return [dataclasses.replace(spec, role=instance.role) for spec in specs]
+
+    def _frontend(self, frontend: FrontendConfig, fds: tuple[int, ...], unit: Unit) -> list[ChildSpec]:
+        """The frontend, at the port that the one before it had."""
+        port = urlsplit(unit.url).port or frontend.port
+        argv = self._command(Role.FRONTEND, dataclasses.replace(frontend, port=port))
+        return [dataclasses.replace(self.spec("frontend", Role.FRONTEND, argv, 1, fds), told=True)]

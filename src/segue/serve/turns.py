@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from segue.core.config import InstanceConfig
 from segue.core.types import LeaderId, successor
+from segue.engine.progress import step
 from segue.observe.traces import traces
 from segue.serve.gc import frozen_imports
 from segue.serve.instance import Instance
@@ -83,7 +84,7 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[InstanceConfig, 
     with the instance's control address each time that it is registered, and the role is that of its
     configuration.
     """
-    with frozen_imports():
+    with frozen_imports(), step("imports", "modules=torch,transformers"):
         # Most of it is imported by transformers only while it loads a model: here it costs less.
         importlib.import_module("transformers.modeling_utils")
         importlib.import_module("segue.engine.cpu_engine")
@@ -120,6 +121,8 @@ def run_instance(config: InstanceConfig, *, on_ready: Callable[[InstanceConfig, 
     try:
         turns.run(ready)
     finally:
+        if replica.engine.formats is not None:
+            replica.engine.formats.close()
         if spans is not None:
             spans.close()
         for number, handler in previous.items():

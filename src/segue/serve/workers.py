@@ -25,6 +25,7 @@ from segue.conn.rank import Rank
 from segue.conn.worker_rank import WorkerRank
 from segue.core.config import InstanceConfig
 from segue.core.errors import Internal, PeerLost, SegueError
+from segue.core.model_identity import model_identity
 from segue.core.types import LeaderId
 from segue.engine.base import Companions, Engine
 from segue.engine.pipe import Pipe
@@ -209,6 +210,7 @@ def open_replica(config: InstanceConfig) -> OpenedReplica:
             page_tokens=config.engine.page_tokens,
             threads=threads,
             send_layers=config.engine.send_layers,
+            cache=config.engine.cache,
         )
         return OpenedReplica(engine, engine.memory)
     workers = Workers(config.size.ranks - 1)
@@ -239,9 +241,10 @@ def _opened_together(
         threads=threads,
         dp_rank=rank,
         dp_size=config.dp,
+        cache=config.engine.cache,
     )
     links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
-    identity, limits = f"{own.fingerprint}/{config.engine.dtype}", config.limit.limits()
+    identity, limits = model_identity(own.fingerprint, config.engine.dtype), config.limit.limits()
     group = DpGroup(rank, config.dp, links, identity, limits=limits)
     group.meet()
     forward = DpForward(own, group)
@@ -266,6 +269,7 @@ def _loaded(
         page_tokens=config.engine.page_tokens,
         threads=threads,
         place=join(config.size, 0, store),
+        cache=config.engine.cache,
     )
     forward = RanksForward(own, workers.pipes, workers.loaded(own), workers.fail)
     workers.tell = forward.tell
