@@ -585,8 +585,8 @@ MUTANTS = (
     Mutant(
         "the oldest waits for ever",
         "roles/fair_queue.py",
-        "        if self._passed >= self._passed_tokens:\n            return",
-        "        if False:\n            return",
+        "if tokens >= self._passed_tokens]",
+        "if False]",
         "who is not urgent starves",
     ),
     Mutant(
@@ -836,6 +836,13 @@ MUTANTS = (
         "            steps = self._plan(now)\n        self._flush()\n",
         "            steps = self._plan(now)\n",
         "outputs without a forward after them are never sent",
+    ),
+    Mutant(
+        "a leader turns by what it held before",
+        LEADER,
+        "                    if self.scheduler.drained:\n",
+        "                    if True:\n",
+        "an operator's order comes after another one has resumed the leader, and requests lose their memory",
     ),
     # ---- bugs in a role ------------------------------------------------------------------------
     Mutant(

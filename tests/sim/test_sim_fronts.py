@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from test_sim_violations import Stage
 
 from segue.core.errors import BootstrapUnreachable, DeadlineExceeded, PeerLost, SegueError
@@ -171,8 +172,12 @@ def test_one_that_drains_or_left_the_list_makes_no_pair() -> None:
         return {decode for _, decode in wire.pairs()}
 
     first, second = list(decodes())[:2]
-    wire._draining.add(first.leader)
+    session = wire.open[first.leader].session
+    load = next(node for node in stage.deployment.leaders() if node.me == first.leader).scheduler.load()
+    wire.received(session, structs.replace(load, draining=True))
     assert first not in decodes()
+    wire.received(session, load)
+    assert first in decodes(), "it was resumed"
     second.listed = False
     assert second not in decodes()
 

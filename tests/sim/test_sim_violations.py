@@ -549,6 +549,22 @@ def quarantined_at_rest(stage: Stage) -> None:
     stage.checks._at_rest(stage.decode)
 
 
+def turns_with_a_request(stage: Stage) -> None:
+    stage.checks.turned(stage.decode)
+    stage.job(stage.decode)
+    stage.checks.turned(stage.decode)
+
+
+def turns_with_quarantined_pages(stage: Stage) -> None:
+    stage.decode.pool.quarantine(stage.decode.pool.allocate(1))
+    stage.checks.turned(stage.decode)
+
+
+def turns_with_a_hand_off_below_the_role(stage: Stage) -> None:
+    stage.decode.manager.sizes = lambda: {"transfers": 1, "handles": 0}  # type: ignore[method-assign]
+    stage.checks.turned(stage.decode)
+
+
 #: What the role broke on, while all that it speaks of is still there.
 LEFT: dict[str, Callable[[Stage], Item]] = {
     "cancel": lambda s: FromFrontend(s.front.me.incarnation, Cancel("left", Internal("x").info)),
@@ -579,6 +595,9 @@ CASES: list[tuple[str, Callable[[Stage], None]]] = [
     ("4", copied_into_unmapped_memory),
     ("4", unfenced_quarantine),
     ("4", false_drained),
+    ("4", turns_with_a_request),
+    ("4", turns_with_quarantined_pages),
+    ("4", turns_with_a_hand_off_below_the_role),
     ("3", reads_what_it_gave_up),
     ("3", reads_pages_of_others),
     ("3", hashes_what_it_gave_up),

@@ -1,4 +1,4 @@
-"""What clients get, checked by the numbers of `handoff.md`: tokens, usage, errors, attempts, one end each."""
+"""What clients get, by the numbers of `docs/protocol.md`: tokens, usage, errors, attempts, one end each."""
 
 from __future__ import annotations
 

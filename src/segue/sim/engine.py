@@ -22,6 +22,7 @@ import xxhash
 from segue.core.errors import ChecksumMismatch
 from segue.core.request import SamplingParams, TokenLogprob
 from segue.engine.base import (
+    Formats,
     HostPages,
     ModelInfo,
     OnStored,
@@ -175,6 +176,7 @@ class LineageEngine:
         scratch_bytes: int = 0,
     ) -> None:
         self.spec = spec
+        self.formats: Formats | None = None
         self.ranks = list(ranks or [spec])
         nbytes = self.ranks[0].nbytes
         self.memory: bytearray | memoryview = bytearray(nbytes + scratch_bytes) if memory is None else memory

@@ -189,15 +189,15 @@ class NodeFaults:
         if normal is None or name in vars(scheduler):
             return
 
-        def broken(*args: Any) -> Any:
+        def broken(*args: Any, **more: Any) -> Any:
             if name != item and type(args[0]).__name__ != item:
-                normal(*args)
+                normal(*args, **more)
                 return
             delattr(scheduler, name)
             self.node.deployment.counts[f"role exception: {item}"] += 1
             self.broke = name not in ("advance", "plan")
             if late:
-                normal(*args)
+                normal(*args, **more)
             raise Injected(f"injected into {item}")
 
         setattr(scheduler, name, broken)

@@ -1,4 +1,4 @@
-"""What a frontend and its leaders say to one another: looked at by the numbers of `handoff.md`, and spoiled.
+"""A frontend and its leaders talk to one another: checked by the numbers of `docs/protocol.md`, and spoiled.
 
 Between production's `Membership` and its sessions stands `FleetWire`. It keeps a ledger of its own of
 what was submitted where and what has ended, from the messages alone. And it is here that a request goes wrong
@@ -119,6 +119,8 @@ class FleetWire:
                 self.checked(self._output, seen.leader, output)
         elif isinstance(message, Load) and message.draining:
             self._draining.add(seen.leader)
+        elif isinstance(message, Load):
+            self._draining.discard(seen.leader)
         self._handler.received(seen, message)
 
     def closed(self, session: Session, error: SegueError) -> None:

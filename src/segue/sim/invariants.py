@@ -1,4 +1,4 @@
-"""The invariants of `handoff.md`, checked while a scenario runs.
+"""The invariants of `docs/protocol.md`, checked while a scenario runs.
 
 Cheap ones at each effect, those over one node's tables after its leader's turns, those over everybody
 at intervals and at rest. Each raises `Violation` with the number of the invariant.
@@ -336,6 +336,18 @@ class Checks:
         leased = [] if slots is None else [s for s in range(slots.total) for _ in range(slots.references(s))]
         if sorted(owned) != leased:
             raise Violation("3", f"slots {leased} of {node.name} are leased, {sorted(owned)} have owners")
+
+    def turned(self, node: LeaderNode) -> None:
+        """4: the next role of its process takes its memory, so nobody else may touch a page of it."""
+        pool = node.pool
+        left = {name: count for name, count in node.scheduler.sizes().items() if count}
+        if isinstance(node, KVNode):
+            left |= {
+                name: count for name in ("transfers", "handles") if (count := node.manager.sizes()[name])
+            }
+        if left or pool.quarantined:
+            raise Violation("4", f"{node.name} gives its memory to its next role and holds {left}, "
+                            f"{pool.quarantined} pages in quarantine")  # fmt: skip
 
     def _deadlines(self, node: LeaderNode) -> None:
         """15: nothing lives longer than its deadline and a fixed slack, unless its process sleeps. A jump

@@ -30,7 +30,7 @@ from segue.roles.admission import SchedulerConfig
 from segue.roles.scheduler import Scheduler
 from segue.roles.unified import UnifiedScheduler
 from segue.serve.control import FrontendSessions
-from segue.serve.leader import Drain, Item, Leader
+from segue.serve.leader import Drain, Hold, Inspect, Item, Leader, NextRole
 from segue.session.api import Session
 from segue.sim.engine import Copied, LineageEngine, WrongKV, lineage_spec
 from segue.sim.faults import Injected, NodeFaults
@@ -91,6 +91,8 @@ VOCAB = 1000
 #: How often an engine says that the KV is there before its forward ends; it need not.
 TELLS = 0.8
 CONTEXT_TOKENS = 512
+#: How often an operator looks whether a leader has drained, and when it gives up.
+LOOK_S, LOOKS = 0.02, 150
 #: What ends a sequence in the seeds that vary how answers end.
 EOS = frozenset(range(0, VOCAB, 16))
 
@@ -293,7 +295,7 @@ class LeaderNode(Process):
         )
         self.fronts = Fronts(self)
         self.squeezed: list[int] = []
-        self.draining = self.drained = False
+        self.draining = self.drained = self._switching = False
         #: whether another thread or a device computes, as in production, or the leader's thread
         self.device = deployment.world.rng(f"device {spec.name}").random() < 0.5
         self.draining_since: float | None = None
@@ -445,8 +447,44 @@ class LeaderNode(Process):
             self.draining_since = self.world.now
         self.deployment.registry.members[self].say_draining()
 
+    def switch(self, *, resumes: bool, late_s: float) -> None:
+        """An operator drains it, and has it turn once it says that it is drained; with `resumes` another one
+        has it take requests again then, and it is told to turn `late_s` after that."""
+        if not self.draining and not self._switching:
+            self._switching = True
+            self.deployment.causes.struck("drained", self)
+            self.put(Hold(True))
+            self._look(LOOKS, resumes, late_s)
+
+    def _look(self, times: int, resumes: bool, late_s: float) -> None:
+        def seen(load: Load) -> None:
+            if not load.drained or self.held:
+                if times:
+                    self.after(LOOK_S, self._look, times - 1, resumes, late_s)
+                else:  # the operator has given up
+                    self._stays()
+            elif resumes:
+                self.put(Hold(False))
+                self.after(late_s, self.put, NextRole(self._stays))
+            else:
+                self.put(NextRole(self._stays))
+
+        self.put(Inspect(lambda scheduler: self.io.post(seen, scheduler.load())))
+
+    def _stays(self) -> None:
+        self._switching = False
+        self.put(Hold(False))
+
+    @property
+    def held(self) -> bool:
+        """A hand-off still holds something below the role."""
+        return False
+
     def _leave_if_drained(self) -> bool:
         if not self.drained and self.leader.drained():
+            if not self.draining:
+                self.deployment.counts["switches"] += 1
+                self.deployment.checks.turned(self)
             self.drained = True
             self.deployment.leave(self)
         return self.drained

@@ -24,6 +24,7 @@ from segue.handoff.machine import IllegalEvent
 from segue.handoff.messages import ChunkPosted, Destination, HandoffMessage, Metadata, PathMessage
 from segue.layout.content import whole_pages
 from segue.layout.spec import PoolSpec
+from segue.observe.integrity import busy
 from segue.roles.decode import DecodeScheduler
 from segue.roles.local_prompts import LocalPrompts
 from segue.roles.prefill import PrefillScheduler
@@ -373,6 +374,11 @@ class KVNode(LeaderNode):
         self.manager.close()
         for rank in self.workers:
             rank.worker.close()
+
+    @property
+    def held(self) -> bool:
+        """As `Sights.held`."""
+        return bool(busy(self.manager.sizes()))
 
     @property
     def exchange(self) -> Exchange:

@@ -1,4 +1,4 @@
-"""The requests of one instance, checked by the numbers of `handoff.md`: tickets, frontends, bugs."""
+"""The requests of one instance, checked by the numbers of `docs/protocol.md`: tickets, frontends, bugs."""
 
 from __future__ import annotations
 

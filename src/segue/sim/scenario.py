@@ -28,6 +28,7 @@ from segue.sim.vocabulary import (
     ODD,
     RANKS,
     RARE,
+    STEERED,
     UNMET,
 )
 
@@ -177,6 +178,10 @@ def make_scenario(seed: int) -> Scenario:
     found = [f for f in RANKS if f in scenario.features]
     scenario.faults += _faults(orders, scenario, found, len(scenario.faults))
     _vary_conflicts(orders, scenario)
+    steered = random.Random(f"segue steered {seed}")
+    scenario.features |= frozenset(f for f in STEERED if steered.random() < share)
+    found = [f for f in STEERED if f in scenario.features]
+    scenario.faults += _faults(steered, scenario, found, len(scenario.faults))
     _compute_at_decode(random.Random(f"segue local {seed}"), scenario)
     _vary_order(random.Random(f"segue order {seed}"), scenario)
     if not splits.several and random.Random(f"segue layers {seed}").random() < 0.5:

@@ -262,6 +262,8 @@ class Strikes:
                     self.deployment.break_session(node, other)
             case "drain":
                 self._drain(fault, node)
+            case "switch":
+                node.switch(resumes=fault.amount % 2 > 0, late_s=fault.seconds)
             case "visitor":
                 self.visit(node, fault.name, VISITOR_KINDS[fault.amount % len(VISITOR_KINDS)])
             case "node visit":

@@ -114,7 +114,10 @@ RANKS = (
     "rank late",
 )
 
-ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET, *RANKS})
+#: What operators do; with a generator of its own again.
+STEERED = ("switch",)
+
+ALL_FEATURES = frozenset({*FEATURES, *LATER, *AT_THE_DOORS, *NEWEST, *DATA, *RARE, *UNMET, *RANKS, *STEERED})
 
 BAD = (
     "room 0",
@@ -260,6 +263,7 @@ FAULTS: dict[str, tuple[Draw, ...]] = {
     "clock jump": (Draw("clock jump", 1, "any", seconds=(0.5, 3.0, 30.0)),),
     "power loss": (Draw("power loss", 0, "any", seconds=_DOWN_S),),
     "drain": (Draw("drain", 1, "any"),),
+    "switch": (Draw("switch", 4, "any", seconds=(0.0, 0.003, 0.02, 0.1, 0.5)),),
     "front crash": (Draw("front crash", 0, "front", seconds=(0.1,)),),
     "bit flip": (
         Draw("wire flip", 3, "prefill", "decode"),

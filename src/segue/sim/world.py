@@ -16,7 +16,7 @@ from segue.core.types import Incarnation, LeaderId
 
 
 class Violation(AssertionError):
-    """An invariant does not hold. `rule` is its number in `handoff.md`, or a short name."""
+    """An invariant does not hold. `rule` is its number in `docs/protocol.md`, or a short name."""
 
     def __init__(self, rule: str, text: str, rooms: tuple[int, ...] = ()) -> None:
         super().__init__(f"[{rule}] {text}")
