@@ -6,8 +6,11 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.segue-setup
+# pip shows its progress to a terminal; a log gets one line for each step.
+QUIET := $(shell test -t 2 || echo --quiet)
 TRANSPORTS := $(VENV)/.segue-transports
 ROUTERS := $(VENV)/routers
+OLDEST := $(VENV)-oldest
 
 # Tests use one thread per process and never ask a model hub; this many processes run them at once. Those that
 # need the whole machine are one group (`tests/conftest.py`), and so never beside each other.
@@ -16,7 +19,7 @@ WORKERS ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup transports routers serve test test-slow soak mutants sabotage bench fmt clean
+.PHONY: help setup transports routers serve test test-slow test-oldest soak mutants sabotage bench fmt clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -27,13 +30,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "segue needs Python 3.11 or newer; install one or pass PYTHON=…" >&2; exit 1; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@# torch first and by its exact version: everything else then agrees with it.
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[engine,otel,zmq,dev]'
+	@echo "setup 1/2: torch (its CPU build is a download of 192 MB)"
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt torch
+	@echo "setup 2/2: segue, the other packages that it needs, and the tools for its tests"
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[engine,otel,dev]'
+	@echo "setup done: $$(du -sh $(VENV) | cut -f1) in $(VENV)"
 	@touch $@
 
 # What the transports of other projects need, for their tests alone.
 $(TRANSPORTS): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[nixl,mooncake]'
+	@echo "transports: the libraries of nixl and mooncake (a download of 115 MB)"
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[nixl,mooncake]'
 	@touch $@
 
 transports: $(TRANSPORTS) ## install the libraries of the transports nixl and mooncake
@@ -42,7 +49,8 @@ transports: $(TRANSPORTS) ## install the libraries of the transports nixl and mo
 # In an environment of their own: what they depend on is not ours to agree with. Without them their tests skip.
 $(ROUTERS)/bin/vllm-router: $(STAMP)
 	@$(BIN)/python -m venv $(ROUTERS)
-	$(ROUTERS)/bin/python -m pip install --quiet sglang-router==0.3.2 vllm-router==0.1.17 ai-dynamo-runtime==1.6.1
+	@echo "routers: sglang-router, vllm-router and Dynamo's indexer, for tests"
+	@$(ROUTERS)/bin/python -m pip install $(QUIET) sglang-router==0.3.2 vllm-router==0.1.17 ai-dynamo-runtime==1.6.1
 	@touch $@
 
 routers: $(ROUTERS)/bin/vllm-router ## install other people's routers, for the tests of direct mode and of KV events
@@ -58,6 +66,16 @@ test: transports ## format, lint, strict types, tests; stops at the first that f
 
 test-slow: transports routers ## kills, pauses, faulty networks, big sizes, many seeds: what 'make test' leaves out
 	@$(PYTEST) -m 'slow and not soak' $(ARGS)
+
+# An environment of its own with the lowest version of each dependency that pyproject.toml allows.
+$(OLDEST)/.segue-setup: pyproject.toml constraints.txt tools/oldest_versions.py | $(STAMP)
+	@test -x $(OLDEST)/bin/python || "$(PYTHON)" -m venv $(OLDEST)
+	@$(BIN)/python tools/oldest_versions.py engine otel > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints.txt -c $(OLDEST)/constraints.txt -e '.[engine,otel,dev]'
+	@touch $@
+
+test-oldest: $(OLDEST)/.segue-setup ## the tests of 'make test' with the lowest versions of what segue depends on
+	@$(TEST_ENV) $(OLDEST)/bin/pytest -n $(WORKERS) $(ARGS)
 
 soak: transports ## the long tests that the other two leave out
 	@$(TEST_ENV) $(BIN)/pytest -m soak --timeout=3600 $(ARGS)
@@ -76,5 +94,5 @@ fmt: setup ## format and sort imports
 	@$(BIN)/ruff format --quiet .
 
 clean: ## remove the environment, caches and build outputs
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage src/*.egg-info
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

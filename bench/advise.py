@@ -105,7 +105,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     """Forwards, the transport, and what `segue bench` reports of each deployment under each load."""
     record: dict[str, Any] = {"commit": commit(), "machine": machine(), "load_average": [os.getloadavg()[0]]}
     folder = resolve_model(DEFAULT_MODEL)
-    size = model_size(folder)
+    size = model_size(folder, "bfloat16")
     assert size is not None
     forwards: list[list[TimedForward]] = []
     runs: list[dict[str, Any]] = []

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--kv-checksum", default="full")
     parser.add_argument("--late-half", action="store_true")

@@ -70,6 +70,9 @@ class ScriptedBackend:
         """Nothing is held."""
         return {}
 
+    def complete(self, request_id: str) -> None:
+        """As `cancel`."""
+
     def cancel(self, request_id: str, reason: ErrorInfo) -> None:
         """Who reads the outputs has stopped reading them."""
 

@@ -229,6 +229,39 @@ def guard_faults(source: Source) -> list[str]:
     ]
 
 
+#: Parts of rich that interpret no markup by themselves.
+RICH_WITHOUT_MARKUP = {
+    "rich.progress.BarColumn",
+    "rich.progress.DownloadColumn",
+    "rich.progress.MofNCompleteColumn",
+    "rich.progress.TimeElapsedColumn",
+    "rich.progress.TimeRemainingColumn",
+    "rich.table.Table",
+    "rich.text.Text",
+}
+
+
+def markup_faults(source: Source) -> list[str]:
+    """rich's markup beside `segue.cli.terminal`: it takes brackets in names and paths for styles."""
+    if source.name == "segue.cli.terminal":
+        return []
+    faults = []
+    for node in ast.walk(source.tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and node.attr == "from_markup":
+            names = ["rich.text.Text.from_markup"]
+        faults += [
+            f"{source.name}:{node.lineno} uses {name}, not cli.terminal"
+            for name in names
+            if name.split(".")[0] == "rich" and name not in RICH_WITHOUT_MARKUP
+        ]
+    return faults
+
+
 def docstring_faults(source: Source) -> list[str]:
     """Public classes and functions of a module without a docstring.
 

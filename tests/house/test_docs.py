@@ -51,6 +51,16 @@ def link_faults(page: Path, text: str) -> list[str]:
     return found
 
 
+def page_faults(name: str, text: str) -> list[str]:
+    """Pages that the source file `name` mentions and that are neither in the root nor in `docs`."""
+    named = set(re.findall(r"(?<![\w./*-])[\w./-]*\w\.md\b", text))
+    return sorted(
+        f"{name}: {n} does not exist"
+        for n in named
+        if not any((r / n) in PAGES for r in (ROOT, ROOT / "docs"))
+    )
+
+
 def path_faults(page: str, text: str) -> list[str]:
     """Files of ours that `text` names and that are not there (from the root, or below `src/segue`)."""
     named = {path for span in [*SPAN.findall(text), *FENCE.findall(text)] for path in FILE.findall(span)}
@@ -176,6 +186,22 @@ def test_python_on_a_page_compiles() -> None:
 
 
 # ---- the rules find faults --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "bench", "tools", "examples"])
+def test_sources_name_no_page_that_is_not_there(folder: str) -> None:
+    mine = Path(__file__).resolve()
+    sources = [path for path in (ROOT / folder).rglob("*.py") if path != mine]
+    assert sources
+    faults = [
+        fault for path in sources for fault in page_faults(str(path.relative_to(ROOT)), path.read_text())
+    ]
+    assert faults == [], "\n".join(faults)
+
+
+def test_pages_that_are_not_there_are_found() -> None:
+    text = "the routes of no.md, [docs/no.md] and `docs/http.md`; README.md, http.md, *.md"
+    assert page_faults("x.py", text) == ["x.py: docs/no.md does not exist", "x.py: no.md does not exist"]
 
 
 def test_broken_links_are_found() -> None:

@@ -1,4 +1,4 @@
-"""The house of architecture.md, enforced: floors, purity, side rooms, safety, docstrings, frozen messages."""
+"""The house of CONTRIBUTING.md, enforced: floors, purity, side rooms, safety, docstrings, frozen messages."""
 
 import subprocess
 import sys
@@ -27,6 +27,7 @@ def test_every_room_of_the_house_is_known() -> None:
         rules.docstring_faults,
         rules.struct_faults,
         rules.task_faults,
+        rules.markup_faults,
     ],
 )
 def test_rule_holds_everywhere(rule: Rule) -> None:
@@ -100,6 +101,11 @@ def test_pure_room_imports_alone(room: str) -> None:
         (rules.safety_faults, "segue.engine.x", "import torch\ntorch.load('f')"),
         (rules.guard_faults, "segue.frontend.x", "import uvicorn"),
         (rules.guard_faults, "segue.serve.x", "from http.server import HTTPServer"),
+        (rules.markup_faults, "segue.cli.x", "from rich.console import Console"),
+        (rules.markup_faults, "segue.cli.x", "from rich.progress import BarColumn, TextColumn"),
+        (rules.markup_faults, "segue.cli.x", "def f():\n    import rich"),
+        (rules.markup_faults, "segue.cli.x", "from rich import print"),
+        (rules.markup_faults, "segue.cli.x", "from rich.text import Text\nText.from_markup(x)"),
         (rules.docstring_faults, "segue.core.x", "class A:\n    pass"),
         (rules.docstring_faults, "segue.core.x", "async def f():\n    pass"),
         (
@@ -123,6 +129,7 @@ def test_rule_sees_a_fault(rule: Rule, name: str, text: str) -> None:
         (rules.purity_faults, "segue.serve.x", "import socket"),
         (rules.safety_faults, "segue.engine.x", "model.eval()"),
         (rules.guard_faults, "segue.session.guarded_http", "import uvicorn"),
+        (rules.markup_faults, "segue.cli.x", "from rich.table import Table\nfrom rich.text import Text"),
         (rules.docstring_faults, "segue.core.x", "def _f():\n    pass"),
         (rules.docstring_faults, "segue.core.x", "class A(SegueError):\n    pass"),
         (rules.struct_faults, "segue.core.x", "class A(msgspec.Struct, frozen=True):\n    x: int"),

@@ -20,7 +20,7 @@ BOUNDED = {"torch", "numba", "uvicorn", "huggingface-hub", "transformers"}
 
 #: What is used, by where it lies, and what it must still be: a function with these parameters, or anything.
 USED: dict[str, tuple[str, ...]] = {
-    "torch:_C._has_mkldnn": (),
+    "torch:ops.mkldnn._is_mkldnn_bf16_supported": (),
     "torch:_scaled_dot_product_flash_attention_for_cpu": (),
     "torch:ops.mkldnn._linear_pointwise.default": (),
     "torch:distributed.ProcessGroupGloo._Options": (),
