@@ -47,8 +47,9 @@ def test_each_step_of_a_start_is_said(
     said = [line.partition(" ")[0].removeprefix("event=") for line in caplog.messages]
     weights = said.count("weights_loading")
     assert weights > 1, "transformers tells how many weights it has"
-    assert [name for name in said if name not in ("weights_loading", "kernel_compiling")] == [
-        *("weights_loading_begins", "weights_loading_done", "kernels_ready"),
+    # A process compiles its kernels once: an earlier test may have been the first to need them.
+    assert [name for name in said if name != "weights_loading" and not name.startswith("kernel")] == [
+        *("weights_loading_begins", "weights_loading_done"),
         *("kv_pool_begins", "kv_pool_done", "tokenizer_begins", "tokenizer_done"),
     ]
     assert f"event=weights_loading done={weights - 1} of={weights}" in caplog.messages
