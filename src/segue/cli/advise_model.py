@@ -7,9 +7,8 @@ from typing import Any
 
 from segue.advise.costs import ModelCosts
 from segue.cli.models import model_size
-from segue.core.config import DEFAULT_MODEL
 from segue.core.errors import ConfigError
-from segue.core.model_names import is_hub_name
+from segue.core.model_names import DEFAULT_MODEL, is_hub_name
 from segue.engine.deepseek import DEEPSEEK_FAMILIES, latent_items
 from segue.engine.folders import read_json
 from segue.engine.hybrid import kv_layers

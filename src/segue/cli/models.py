@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 
 from segue.cli.terminal import progress
-from segue.core.config import DEFAULT_MODEL
 from segue.core.errors import ConfigError
+from segue.core.model_names import DEFAULT_MODEL
 from segue.core.pool_size import ModelSize
 from segue.engine.deepseek import latent_items
 from segue.engine.hybrid import kv_layers, state_tensors

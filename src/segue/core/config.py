@@ -16,7 +16,7 @@ from segue.core.errors import ConfigError
 from segue.core.kv_events_config import KVEventsConfig
 from segue.core.limits import MAX_ATTEMPTS, Limits
 from segue.core.log_config import LogConfig
-from segue.core.model_names import served_name
+from segue.core.model_names import DEFAULT_MODEL, served_name
 from segue.core.parallel import ParallelSize
 from segue.core.pool_size import Host, ModelSize, check_memory, kv_pool_bytes
 from segue.core.ranks_config import (
@@ -32,7 +32,6 @@ from segue.core.ranks_config import (
 from segue.core.settings import integer, number, required, switch, text
 from segue.core.types import ChecksumMode, Role
 
-DEFAULT_MODEL = "smollm2"
 MODEL_HELP = "folder, GGUF file, smollm2, or a name of the Hugging Face Hub, ORG/NAME"
 REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"
 CHECKSUM_MODES = tuple(mode.value for mode in ChecksumMode)

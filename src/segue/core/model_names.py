@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+#: The model that is served where none is named.
+DEFAULT_MODEL = "smollm2"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 

@@ -25,9 +25,8 @@ import zipfile
 from pathlib import Path
 from typing import NoReturn
 
-from segue.core.config import DEFAULT_MODEL
 from segue.core.errors import ConfigError
-from segue.core.model_names import is_hub_name
+from segue.core.model_names import DEFAULT_MODEL, is_hub_name
 from segue.engine import child, hub
 from segue.engine.child import Progress, report
 from segue.engine.folders import check_folder, check_room
