@@ -25,16 +25,16 @@ import msgspec
 
 from instances import end, start
 from recorded import commit
-from segue.advise.advice import Expected, Question, expect
-from segue.advise.costs import TimedForward, fit, fit_error
-from segue.advise.queues import HandOffWire, WorkerKind, WorkerSplit
-from segue.advise.workload import AskedLoad, LatencyTargets, Lengths
-from segue.cli.advise_measure import measure
-from segue.cli.models import model_size
-from segue.cli.transport_probe import Speed
-from segue.cli.transport_probe import measure as measure_transport
-from segue.core.config import DEFAULT_MODEL
-from segue.engine.store import resolve_model
+from segue.cli.commands.advise_measure import measure
+from segue.cli.commands.models import model_size
+from segue.cli.doctor.transport_probe import Speed
+from segue.cli.doctor.transport_probe import measure as measure_transport
+from segue.engine.models.model_store import resolve_model
+from segue.lab.advise.advice import Expected, Question, expect
+from segue.lab.advise.costs import TimedForward, fit, fit_error
+from segue.lab.advise.queues import HandOffWire, WorkerKind, WorkerSplit
+from segue.lab.advise.workload import AskedLoad, LatencyTargets, Lengths
+from segue.server.settings.commands import DEFAULT_MODEL
 from serve import SEGUE, machine, served
 
 FLEETS = {

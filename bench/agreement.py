@@ -20,12 +20,12 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from recorded import commit, quantile
-from segue.conn.agreement import Agreement
-from segue.conn.handles import KVSender
-from segue.conn.torch_group import TorchGroup
-from segue.core.clock import Clock, VirtualClock
-from segue.core.types import Incarnation, LeaderId, TransferId
-from segue.handoff.events import Event
+from segue.kv.agreement import Agreement
+from segue.kv.clock import Clock, VirtualClock
+from segue.kv.handles import KVSender
+from segue.kv.ids import Incarnation, LeaderId, TransferId
+from segue.kv.protocol.events import Event
+from segue.kv.torch_group import TorchGroup
 
 
 class Owner:

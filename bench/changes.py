@@ -24,7 +24,7 @@ from cluster import Cluster
 from soak_kills import Report, leaks
 
 from recorded import commit
-from segue.core.types import Role
+from segue.kv.ids import Role
 
 LIMITS = ("--keepalive-s", "0.5", "--peer-silence-s", "3", "--request-budget-s", "300")
 PLAN = [

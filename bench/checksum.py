@@ -24,13 +24,13 @@ from pathlib import Path
 
 from instances import connected, end, start
 from recorded import commit, quantile
-from segue.bootstrap.server import serve as serve_registry
-from segue.core.limits import Limits
-from segue.core.request import Output
-from segue.core.types import ChecksumMode, Role, Span
-from segue.layout.content import LayerSample, Part, canonical_content, checksum
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport.memory import allocate
+from segue.engine.request import Output
+from segue.kv.ids import ChecksumMode, Role, Span
+from segue.kv.layout.content import LayerSample, Part, canonical_content, checksum
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.server.registry.registry_server import serve as serve_registry
 
 PORT = 18997
 #: SmolLM2-135M in bfloat16.

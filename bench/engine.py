@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.cpu_engine import CpuEngine, load_engine
-from segue.engine.cpu_forward import CpuForward
-from segue.engine.cpu_fused import FusedNorm
+from segue.engine.cpu.cpu_engine import CpuEngine, load_engine
+from segue.engine.cpu.cpu_forward import CpuForward
+from segue.engine.cpu.cpu_fused import FusedNorm
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.request import SamplingParams
 
 REQUIRED = ("products", "attention", "norms", "activation", "sampling")
 CASES = {

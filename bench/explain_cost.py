@@ -23,10 +23,10 @@ from typing import Any
 from frontend import measure, pace, server
 from recorded import commit
 from scripted_frontend import ScriptedBackend
-from segue.core.records import Records
-from segue.core.request import Request, SamplingParams
-from segue.frontend.app import _record_of
-from segue.frontend.trace_context import TraceContext
+from segue.engine.request import Request, SamplingParams
+from segue.server.frontend.app import _record_of
+from segue.server.frontend.trace_context import TraceContext
+from segue.server.messages.records import Records
 from serve import machine
 
 COUNT = 5000

@@ -32,10 +32,10 @@ from pathlib import Path
 
 from instances import Front, connected, end, start
 from recorded import commit, quantile
-from segue.bootstrap.server import serve as serve_registry
-from segue.core.limits import Limits
-from segue.core.request import Output
-from segue.core.types import Role
+from segue.engine.request import Output
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.server.registry.registry_server import serve as serve_registry
 from transports import cpu_seconds
 
 PORT = 18995

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from scripted_frontend import NoRecords, serve
-from segue.core.records import Records
-from segue.core.request import Request
+from segue.engine.request import Request
+from segue.server.messages.records import Records
 
 BODY = {"messages": [{"role": "user", "content": "the capital of France is Paris and the answer " * 8}]}
 

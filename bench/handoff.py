@@ -22,7 +22,7 @@ from pathlib import Path
 
 from instances import SEGUE, connected, end, start
 from recorded import commit, quantile
-from segue.core.types import Role
+from segue.kv.ids import Role
 
 PORT = 18998
 LATE = (sys.executable, str(Path(__file__).with_name("late_prefill.py")))

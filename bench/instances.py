@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceRecord
-from segue.core.control import ControlMessage, Load, Outputs, Submit
-from segue.core.errors import SegueError
-from segue.core.limits import Limits
-from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import LeaderId, Role, new_incarnation, new_room
-from segue.session.api import PeerInfo, Session
-from segue.session.node import SessionNode
+from segue.engine.request import Output, Request, SamplingParams, Ticket
+from segue.kv.errors import SegueError
+from segue.kv.ids import LeaderId, Role, new_incarnation, new_room
+from segue.kv.limits import Limits
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.session.node import SessionNode
+from segue.server.messages.control import ControlMessage, Load, Outputs, Submit
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceRecord
 
 SEGUE = (sys.executable, "-m", "segue.cli.main")
 ANSWER_S = 60.0

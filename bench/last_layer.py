@@ -12,12 +12,12 @@ import statistics
 import time
 
 from recorded import commit
-from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.cpu_engine import load_engine
-from segue.engine.cpu_forward import CpuForward
-from segue.engine.cpu_fused import FusedLayer
-from segue.engine.store import resolve_model
+from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.cpu.cpu_forward import CpuForward
+from segue.engine.cpu.cpu_fused import FusedLayer
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.models.model_store import resolve_model
+from segue.engine.request import SamplingParams
 from serve import ROOT, machine
 
 

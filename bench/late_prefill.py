@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from segue.cli.main import main
-from segue.engine.base import OnStored, SequenceStep, StepHandle
-from segue.engine.cpu_engine import CpuEngine
+from segue.engine.cpu.cpu_engine import CpuEngine
+from segue.engine.engine_api import OnStored, SequenceStep, StepHandle
 
 launch = CpuEngine.launch
 

@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from recorded import commit
-from segue.core.request import SamplingParams
 from segue.engine import packing
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.cpu_engine import CpuEngine, load_engine
-from segue.engine.cpu_kernels import make_kernels
+from segue.engine.cpu.cpu_engine import CpuEngine, load_engine
+from segue.engine.cpu.cpu_kernels import make_kernels
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.request import SamplingParams
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE = 30, 9, 3, 64, 16
 BATCH, CONTEXT, COPIED = 16, 576, 32

@@ -15,16 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-from segue.conn.config import KVConfig
-from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.manager import KVManager
-from segue.core.errors import AbortedByClient
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, LeaderId, Role, Span, TransferId
-from segue.handoff import events
-from segue.handoff.messages import Metadata
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport.memory import allocate
+from segue.kv.config import KVConfig
+from segue.kv.errors import AbortedByClient
+from segue.kv.handles import Change, KVReceiver, KVSender
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.manager import KVManager
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Metadata
+from segue.kv.transport.memory.pool_memory import allocate
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

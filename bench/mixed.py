@@ -17,10 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from recorded import commit, quantile
-from segue.cli.bench import Bench
-from segue.cli.bench_flags import BenchConfig
-from segue.cli.loadgen import ClientConnection
-from segue.cli.stats import RequestTimes
+from segue.cli.commands.bench import Bench
+from segue.cli.commands.bench_flags import BenchConfig
+from segue.lab.bench.loadgen import ClientConnection
+from segue.lab.bench.stats import RequestTimes
 from serve import ROOT, machine, served
 
 MODES = {"always": 0, "long": 64, "never": 2**20, "measured": -1}

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from recorded import commit
-from segue.core.types import RankCoord, Span
-from segue.layout.planner import plan_pair
-from segue.layout.spec import KVShape, PoolSpec
+from segue.kv.ids import RankCoord, Span
+from segue.kv.layout.planner import plan_pair
+from segue.kv.layout.spec import KVShape, PoolSpec
 
 PAGES, PAGE = 512, 16
 GQA = KVShape(layers=32, kv_heads=8, k_dim=128, v_dim=128, dtype="bfloat16", item_bytes=2)

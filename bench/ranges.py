@@ -32,13 +32,13 @@ import numpy as np
 
 from plan import GQA, ranks
 from recorded import commit
-from segue.core.types import Span
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content
-from segue.layout.planner import plan_pair
-from segue.layout.spec import Plane, PoolSpec
-from segue.transport.base import TransportEvent, Written
-from segue.transport.memory import allocate
+from segue.kv.ids import Span
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import Content
+from segue.kv.layout.planner import plan_pair
+from segue.kv.layout.spec import Plane, PoolSpec
+from segue.kv.transport.base import TransportEvent, Written
+from segue.kv.transport.memory.pool_memory import allocate
 from transport import EPOCH, KINDS, READER, WRITER, Hello, make
 
 PAGES, PAGE = 64, 16

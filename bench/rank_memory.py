@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM  # noqa: F401  # what it takes is not the model's
 
-from segue.core.parallel import ParallelSize
-from segue.engine.families import load_model
-from segue.engine.slicing import cut
+from segue.engine.models.families import load_model
+from segue.engine.parallel import ParallelSize
+from segue.engine.ranks.slicing import cut
 
 
 def mib(field: str) -> int:

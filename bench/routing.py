@@ -39,8 +39,8 @@ from typing import Any
 from frontend import one
 from recorded import ROOT, commit, quantile
 from routing_stub import TOKEN, serve
-from segue.frontend.detokenize import Detokenizer
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.detokenize import Detokenizer
+from segue.server.frontend.tokenizer import ModelTokenizer
 from serve import SEGUE, machine
 
 ROUTERS = Path(os.environ.get("ROUTERS_VENV") or ROOT / ".venv" / "routers") / "bin"

@@ -16,16 +16,16 @@ from typing import Any
 import httptools
 import uvloop
 
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.bootstrap.server import serve as serve_registry
-from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
-from segue.core.errors import SegueError
-from segue.core.limits import Limits
-from segue.core.request import Output
-from segue.core.types import FinishReason, LeaderId, Role, new_incarnation
-from segue.session.api import Session
-from segue.session.node import SessionNode
+from segue.engine.request import Output
+from segue.kv.errors import SegueError
+from segue.kv.ids import FinishReason, LeaderId, Role, new_incarnation
+from segue.kv.limits import Limits
+from segue.kv.session.api import Session
+from segue.kv.session.node import SessionNode
+from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.registry.registry_server import serve as serve_registry
 
 STEP_S = 0.008
 #: Each token that is given: ` answer` in the tokenizer of tests/frontend.

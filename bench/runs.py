@@ -14,11 +14,11 @@ import statistics
 from dataclasses import dataclass
 
 from recorded import commit, quantile
-from segue.core.types import Span
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree, allocate_evicting
-from segue.layout.planner import plan_pair
-from segue.layout.spec import KVShape, PoolSpec
+from segue.kv.ids import Span
+from segue.kv.layout.planner import plan_pair
+from segue.kv.layout.spec import KVShape, PoolSpec
 
 SIZE = 16
 SHAPE = KVShape(layers=1, kv_heads=1, k_dim=1, v_dim=1, dtype="int8", item_bytes=1)

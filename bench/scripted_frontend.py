@@ -9,16 +9,16 @@ from typing import Any
 
 import uvloop
 
-from segue.core.errors import ErrorInfo, SegueError, Starting
-from segue.core.limits import Limits
-from segue.core.records import Path as Steps
-from segue.core.records import Records, RequestRecord
-from segue.core.request import Output, Request, Wait
-from segue.core.types import FinishReason
-from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.http_server import HttpServer, bind
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.observe.metrics import Metrics
+from segue.engine.request import Output, Request, Wait
+from segue.kv.errors import ErrorInfo, SegueError, Starting
+from segue.kv.ids import FinishReason
+from segue.kv.limits import Limits
+from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
+from segue.server.frontend.http_server import HttpServer, bind
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.messages.records import Path as Steps
+from segue.server.messages.records import Records, RequestRecord
+from segue.server.observe.metrics import Metrics
 
 #: Called before each token of a request, with the token's index: the pace of the answers.
 Pace = Callable[[Request, int], Awaitable[None]]

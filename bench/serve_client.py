@@ -16,8 +16,8 @@ from typing import cast
 
 import uvloop
 
-from segue.cli.bench import Bench
-from segue.cli.bench_flags import BenchConfig
+from segue.cli.commands.bench import Bench
+from segue.cli.commands.bench_flags import BenchConfig
 
 EVENT = b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1700000000,"model":"m",'
 EVENT += b'"choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null}]}\n\n'

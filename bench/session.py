@@ -1,4 +1,4 @@
-"""`segue.session` (asyncio and uvloop) beside pyzmq DEALER/ROUTER, in one run: which shall carry sessions?
+"""`segue.kv.session` (asyncio and uvloop) beside pyzmq DEALER/ROUTER, in one run: which shall carry sessions?
 
     .venv/bin/pip install pyzmq        # for this comparison only; segue does not depend on it
     python bench/session.py [--rounds 5] [--json bench/results/session.json]
@@ -34,12 +34,12 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from segue.core.errors import SegueError
-from segue.core.limits import Limits
-from segue.core.types import LeaderId, Role, TransferId, new_incarnation
-from segue.handoff.messages import Committed, Destination, HandoffMessage
-from segue.session.api import PeerInfo, Session
-from segue.session.node import SessionNode
+from segue.kv.errors import SegueError
+from segue.kv.ids import LeaderId, Role, TransferId, new_incarnation
+from segue.kv.limits import Limits
+from segue.kv.protocol.messages import Committed, Destination, HandoffMessage
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.session.node import SessionNode
 
 WAYS = ("segue asyncio", "segue uvloop", "zmq asyncio", "zmq uvloop", "zmq blocking")
 SECRET = b"a secret of the benchmark"

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from scripted_frontend import serve
-from segue.core.request import Request
-from segue.frontend.http_server import HttpServer
-from segue.observe.integrity import process_facts
+from segue.engine.request import Request
+from segue.server.frontend.http_server import HttpServer
+from segue.server.observe.integrity_report import process_facts
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -36,17 +36,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from segue.core.types import Incarnation, LeaderId, RankId
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import whole_pages
-from segue.layout.spec import KVShape, PoolSpec
-from segue.session.tls import Tls, load
-from segue.transport.base import Endpoint, EventSink, Transport, TransportEvent, Written
-from segue.transport.memory import Memory, allocate
-from segue.transport.options import TransportOptions
-from segue.transport.shm import ShmTransport
-from segue.transport.tcp import TcpTransport
-from segue.transport.tcp_net import TcpTuning
+from segue.kv.ids import Incarnation, LeaderId, RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import whole_pages
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.session.tls import Tls, load
+from segue.kv.transport.base import Endpoint, EventSink, Transport, TransportEvent, Written
+from segue.kv.transport.memory.pool_memory import Memory, allocate
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.shm.shm_transport import ShmTransport
+from segue.kv.transport.tcp.tcp_net import TcpTuning
+from segue.kv.transport.tcp.tcp_transport import TcpTransport
 
 SHAPE = KVShape(layers=30, kv_heads=3, k_dim=64, v_dim=64, dtype="bfloat16", item_bytes=2)
 TOKENS = 512

@@ -44,16 +44,16 @@ import msgspec
 import numpy as np
 
 from recorded import commit, quantile
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content
-from segue.layout.spec import KVShape, Plane, PoolSpec
-from segue.transport import nixl
-from segue.transport.base import Endpoint, Transport, TransportEvent, Written
-from segue.transport.kinds import KINDS, OK
-from segue.transport.library_out import pieces
-from segue.transport.memory import Memory, allocate
-from segue.transport.options import TransportOptions
-from segue.transport.tcp_wire import Rows
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import Content
+from segue.kv.layout.spec import KVShape, Plane, PoolSpec
+from segue.kv.transport import nixl
+from segue.kv.transport.base import Endpoint, Transport, TransportEvent, Written
+from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.library.library_out import pieces
+from segue.kv.transport.memory.pool_memory import Memory, allocate
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.tcp.tcp_wire import Rows
 from transport import EPOCH, READER, WRITER, blocks_of
 
 MEMORY_BYTES = 640 * 2**20

@@ -8,12 +8,12 @@ import queue
 
 import numpy as np
 
-from segue.conn.config import KVConfig
-from segue.conn.manager import KVManager
-from segue.core.types import KVPoll, Role, Span, TransferId, new_room
-from segue.handoff.messages import Metadata
-from segue.layout.spec import KVShape
-from segue.transport.tensors import pool_of
+from segue.kv.config import KVConfig
+from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
+from segue.kv.layout.spec import KVShape
+from segue.kv.manager import KVManager
+from segue.kv.protocol.messages import Metadata
+from segue.kv.transport.memory.tensors import pool_of
 
 LAYERS, PAGES, SIZE, HEADS, DIM, TOKENS = 4, 32, 16, 8, 64, 300
 SHAPE = KVShape(layers=LAYERS, kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype="float16", item_bytes=2)

@@ -13,15 +13,15 @@ from subprocess import PIPE, Popen
 import numpy as np
 from torch.distributed import FileStore
 
-from segue.conn.agreement import Agreement
-from segue.conn.config import KVConfig
-from segue.conn.manager import KVManager
-from segue.conn.torch_group import TorchGroup
-from segue.core.errors import TransferFailed
-from segue.core.types import KVPoll, Role, Span, TransferId
-from segue.handoff.messages import Metadata
-from segue.layout.spec import KVShape
-from segue.transport.tensors import pool_of
+from segue.kv.agreement import Agreement
+from segue.kv.config import KVConfig
+from segue.kv.errors import TransferFailed
+from segue.kv.ids import KVPoll, Role, Span, TransferId
+from segue.kv.layout.spec import KVShape
+from segue.kv.manager import KVManager
+from segue.kv.protocol.messages import Metadata
+from segue.kv.torch_group import TorchGroup
+from segue.kv.transport.memory.tensors import pool_of
 
 RANKS, LAYERS, SIZE, HEADS, DIM = 2, 4, 16, 4, 64
 ROOMS, TOKENS, FAILS = range(1, 7), 64, 5

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from segue.layout.content import Content
-from segue.layout.spec import Plane
+from segue.kv.layout.content import Content
+from segue.kv.layout.spec import Plane
 
 
 def whole(nbytes: int) -> Content:

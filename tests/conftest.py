@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from segue.serve.gc import frozen_imports
+from segue.server.instance.gc import frozen_imports
 
 # How long an example takes says how busy the machine is: 0.2 s each, and 1 s to draw ten of them, are over
 # when it stands still for a moment.

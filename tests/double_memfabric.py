@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from segue.transport.memory import Memory, Region
+from segue.kv.transport.memory.pool_memory import Memory, Region
 
 MEMORY: list[np.ndarray] = []
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from segue.core.types import RankCoord, Span
-from segue.layout.spec import KVShape, PoolSpec
+from segue.kv.ids import RankCoord, Span
+from segue.kv.layout.spec import KVShape, PoolSpec
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -12,14 +12,14 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from segue.core.errors import TransferFailed
-from segue.core.types import RankId
-from segue.transport.base import EventSink
-from segue.transport.library import LibraryTransport
-from segue.transport.library_api import Handle, Library, ReceivingEnd, WritingEnd
-from segue.transport.memory import Memory, MemoryKind
-from segue.transport.options import TransportOptions
-from segue.transport.tcp_wire import PartRows
+from segue.kv.errors import TransferFailed
+from segue.kv.ids import RankId
+from segue.kv.transport.base import EventSink
+from segue.kv.transport.library.library_api import Handle, Library, ReceivingEnd, WritingEnd
+from segue.kv.transport.library.library_transport import LibraryTransport
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.tcp.tcp_wire import PartRows
 
 NAME = "library"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, LeaderId, RankId
-from segue.transport.base import EventSink
-from segue.transport.options import TransportOptions
-from segue.transport.shm import ShmTransport, ShmTuning
-from segue.transport.tcp import TcpTransport
-from segue.transport.tcp_net import TcpTuning
+from segue.kv.ids import Incarnation, LeaderId, RankId
+from segue.kv.limits import Limits
+from segue.kv.transport.base import EventSink
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.shm.shm_transport import ShmTransport, ShmTuning
+from segue.kv.transport.tcp.tcp_net import TcpTuning
+from segue.kv.transport.tcp.tcp_transport import TcpTransport
 
 
 def rank(word: str, dp_rank: int = 0, number: int = 0) -> RankId:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import trustme
 
-from segue.session.tls import Tls, load
+from segue.kv.session.tls import Tls, load
 
 
 @dataclass(frozen=True)

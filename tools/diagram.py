@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from segue.core.errors import ConfigError
-from segue.handoff.events import Event
-from segue.handoff.lease import LEASE_TABLE, Lease
-from segue.handoff.link import PeerLink
-from segue.handoff.machine import Machine
-from segue.handoff.receiver import ReceiverMachine
-from segue.handoff.sender import SenderMachine
+from segue.kv.errors import ConfigError
+from segue.kv.protocol.events import Event
+from segue.kv.protocol.lease import LEASE_TABLE, Lease
+from segue.kv.protocol.link import PeerLink
+from segue.kv.protocol.machine import Machine
+from segue.kv.protocol.receiver import ReceiverMachine
+from segue.kv.protocol.sender import SenderMachine
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
 BEGIN = "<!-- begin generated: python tools/diagram.py -->"

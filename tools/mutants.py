@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HUNT = """
 import json, resource, sys, segue
 resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[4]), int(sys.argv[4])))
-from segue.sim.run import load, run_scenario
+from segue.lab.sim.run import load, run_scenario
 assert segue.__file__.startswith(sys.argv[1]), segue.__file__
 first, count = int(sys.argv[2]), int(sys.argv[3])
 hand_offs = 0

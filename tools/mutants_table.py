@@ -21,17 +21,25 @@ class Mutant:
     why: str
 
 
-RECEIVER, SENDER, EXCHANGE = "handoff/receiver.py", "handoff/sender.py", "handoff/exchange.py"
-DECODE, PREFILL, SCHEDULER = "roles/decode.py", "roles/prefill.py", "roles/scheduler.py"
-ADMISSION = "roles/admission.py"
-ATTEMPTS, RETAINED, STATE = "balance/attempts.py", "roles/retained_prompts.py", "roles/request_state.py"
+RECEIVER, SENDER, EXCHANGE = "kv/protocol/receiver.py", "kv/protocol/sender.py", "kv/protocol/exchange.py"
+DECODE, PREFILL, SCHEDULER = (
+    "server/schedulers/decode.py",
+    "server/schedulers/prefill.py",
+    "server/schedulers/scheduler.py",
+)
+ADMISSION = "server/schedulers/admission.py"
+ATTEMPTS, RETAINED, STATE = (
+    "server/balance/attempts.py",
+    "server/schedulers/retained_prompts.py",
+    "server/schedulers/request_state.py",
+)
 PAGES, PREFIX = "engine/pages.py", "engine/prefix.py"
-CONTENT = "layout/content.py"
-TOMBSTONES = "handoff/tombstones.py"
-INBOX, KEEPALIVE = "session/inbox.py", "session/keepalive.py"
-NODE = "session/node.py"
-CALL, ROUTER, REPLICA = "fleet/call.py", "fleet/router.py", "fleet/replica.py"
-MANAGER, CONNECTION, LEADER = "conn/manager.py", "session/connection.py", "serve/leader.py"
+CONTENT = "kv/layout/content.py"
+TOMBSTONES = "kv/protocol/tombstones.py"
+INBOX, KEEPALIVE = "kv/session/inbox.py", "kv/session/keepalive.py"
+NODE = "kv/session/node.py"
+CALL, ROUTER, REPLICA = "server/fleet/call.py", "server/fleet/router.py", "server/fleet/replica.py"
+MANAGER, CONNECTION, LEADER = "kv/manager.py", "kv/session/connection.py", "server/instance/leader.py"
 
 MUTANTS = (
     # ---- fences and proofs -----------------------------------------------------------------
@@ -44,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         "unproven fence is a proof",
-        "handoff/tally.py",
+        "kv/protocol/tally.py",
         "        if proven:\n            self.unproven.discard(rank)",
         "        self.unproven.discard(rank)",
         "the answer to a fence is taken as a proof, whatever it says",
@@ -93,7 +101,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a broken handler had begun is carried out",
-        "handoff/machine.py",
+        "kv/protocol/machine.py",
         "            del effects[done:]\n",
         "",
         "a write is posted, or a page granted, by a handler whose hand-off then counts as untouched",
@@ -143,14 +151,14 @@ MUTANTS = (
     # ---- commit ------------------------------------------------------------------------------
     Mutant(
         "no metadata gate",
-        "handoff/tally.py",
+        "kv/protocol/tally.py",
         "return not self.pending and not self.unverified and self.metadata is not None",
         "return not self.pending and not self.unverified",
         "decode runs before it knows the first token",
     ),
     Mutant(
         "one chunk is enough",
-        "handoff/tally.py",
+        "kv/protocol/tally.py",
         "        if message.final:\n            self.pending.discard(pair)",
         "        self.pending.discard(pair)",
         "responders are counted and not what they sent",
@@ -192,7 +200,7 @@ MUTANTS = (
     ),
     Mutant(
         "metadata of a longer prompt",
-        "handoff/tally.py",
+        "kv/protocol/tally.py",
         "        if metadata.prompt_tokens != self._end:",
         "        if metadata.prompt_tokens < self._end:",
         "what prefill says it has computed is not compared whole (only `metadata` shows it)",
@@ -200,14 +208,14 @@ MUTANTS = (
     # ---- integrity ---------------------------------------------------------------------------
     Mutant(
         "commit before it is verified",
-        "handoff/tally.py",
+        "kv/protocol/tally.py",
         "return not self.pending and not self.unverified and self.metadata is not None",
         "return not self.pending and self.metadata is not None",
         "decode runs while the last chunks are still being hashed",
     ),
     Mutant(
         "the checksum is computed and ignored",
-        "handoff/tally.py",
+        "kv/protocol/tally.py",
         "if checksum != message.checksum:",
         "if False:",
         "whatever has landed is right",
@@ -236,28 +244,28 @@ MUTANTS = (
     # ---- ranks that hold the same, and context parallelism ------------------------------------
     Mutant(
         "success without what is passed on",
-        "handoff/tally.py",
+        "kv/protocol/tally.py",
         "self.pending = {*self._chunks, *self._relayed}",
         "self.pending = set(self._chunks)",
         "the bytes have arrived at decode, after all",
     ),
     Mutant(
         "writes between own ranks are not fenced",
-        "conn/ranks.py",
+        "kv/ranks/rank_group.py",
         "                partners.setdefault(writer.rank, {})[reader] = None",
         "                if reader.leader != self._me:\n                    partners.setdefault(writer.rank, {})[reader] = None",
         "the rank that is written to is fenced, after all",
     ),
     Mutant(
         "every rank that holds the same sends it",
-        "layout/planner.py",
+        "kv/layout/planner.py",
         "                pairs.append((source, target))",
         "                pairs += [(rank, target) for rank in holders]",
         "what lands is right",
     ),
     Mutant(
         "a share ends a page too early",
-        "layout/planner.py",
+        "kv/layout/planner.py",
         "max(span.start, min(end, span.end))",
         "max(span.start, min(end - page * (part + 1 < parts), span.end))",
         "both sides agree on it",
@@ -293,7 +301,7 @@ MUTANTS = (
     # ---- failure is told, and bounded ---------------------------------------------------------
     Mutant(
         "decode's failure is not told",
-        "handoff/machine.py",
+        "kv/protocol/machine.py",
         "        if end is End.HERE:\n            self.send(Failed(self.transfer, error))",
         "        if end is End.HERE and self.lease is not Lease.HELD:\n            self.send(Failed(self.transfer, error))",
         "a half that had published nothing dies in silence",
@@ -335,7 +343,7 @@ MUTANTS = (
     ),
     Mutant(
         "a handle's abort does nothing",
-        "conn/handles.py",
+        "kv/handles.py",
         "        self._owner.post(events.AbortTransfer(self.transfer, info))",
         "        self.error = info",
         "the engine's abort does not reach the protocol",
@@ -399,14 +407,14 @@ MUTANTS = (
     ),
     Mutant(
         "rooms are not checked",
-        "handoff/ticket.py",
+        "kv/protocol/ticket.py",
         "    if not 1 <= ticket.room < 2**64 or not 0 <= ticket.attempt < 2**16:",
         "    if ticket.room == 1 << 70:",
         "a client's room 0 gets as far as the leader's loop",
     ),
     Mutant(
         "a budget that is no number",
-        "handoff/ticket.py",
+        "kv/protocol/ticket.py",
         "    if not math.isfinite(ticket.budget_s):",
         "    if math.isinf(ticket.budget_s):",
         "a deadline that never comes",
@@ -527,7 +535,7 @@ MUTANTS = (
     ),
     Mutant(
         "handles are kept",
-        "conn/handles.py",
+        "kv/handles.py",
         "        self._owner.forget(self.transfer)",
         "        self.released = True",
         "one handle leaks per hand-off",
@@ -577,14 +585,14 @@ MUTANTS = (
     ),
     Mutant(
         "cached before it is computed",
-        "roles/prefill_queue.py",
+        "server/schedulers/prefill_queue.py",
         '            first.enter("prefill", now',
         '            self._cache.remember(first, len(first.prompt))\n            first.enter("prefill", now',
         "others find pages that are still being written",
     ),
     Mutant(
         "the oldest waits for ever",
-        "roles/fair_queue.py",
+        "server/schedulers/fair_queue.py",
         "if tokens >= self._passed_tokens]",
         "if False]",
         "who is not urgent starves",
@@ -598,14 +606,14 @@ MUTANTS = (
     ),
     Mutant(
         "retraction forgets a page",
-        "roles/running_batch.py",
+        "server/schedulers/running_batch.py",
         "held = self._cache.pool.pages_for(state.computed)",
         "held = self._cache.pool.pages_for(state.computed - 1)",
         "a retracted sequence comes back without its last page",
     ),
     Mutant(
         "prefix off by one",
-        "layout/pairs.py",
+        "kv/layout/pairs.py",
         "yield src + token, dst + token, 1,",
         "yield src + token, dst + token + (token % 2), 1,",
         "bytes land one token too far",
@@ -626,7 +634,7 @@ MUTANTS = (
     ),
     Mutant(
         "models are not compared",
-        "conn/peers.py",
+        "kv/peers.py",
         "    if theirs.model != mine.model:",
         "    if not theirs.model:",
         "KV of another model is let in",
@@ -775,14 +783,14 @@ MUTANTS = (
     ),
     Mutant(
         "a lost peer is not dialled again",
-        "session/dialer.py",
+        "kv/session/dialer.py",
         "            await session.ended()\n",
         "            await asyncio.Event().wait()\n",
         "the dialler sleeps through the end of its session",
     ),
     Mutant(
         "no timer for deadlines",
-        "conn/alarm.py",
+        "kv/alarm.py",
         "        self._timer = None\n        self._ring()",
         "        self._timer = None",
         "the exchange never hears of the time",
@@ -825,7 +833,7 @@ MUTANTS = (
     ),
     Mutant(
         "a frontend's end is not delivered",
-        "serve/control.py",
+        "server/instance/frontend_sessions.py",
         "                self.deliver(FrontendGone(incarnation, error.info))",
         "                self.deliver",
         "requests of a dead frontend are generated to their end",
@@ -875,7 +883,7 @@ MUTANTS = (
     ),
     Mutant(
         "a silent frontend will be back",
-        "serve/control.py",
+        "server/instance/frontend_sessions.py",
         "            if self.deliver is not None:\n                self.deliver(FrontendGone",
         '            if self.deliver is not None and "silent" not in error.info.text:\n'
         "                self.deliver(FrontendGone",
@@ -905,49 +913,49 @@ MUTANTS = (
     ),
     Mutant(
         "the checksum of a head is not compared",
-        "transport/tcp_wire.py",
+        "kv/transport/tcp/tcp_wire.py",
         "if header.checksum != _mark(KIND_WRITE, header.epoch, header.part, header.nbytes, rows=data):",
         "if False:",
         "a bit that flips in a row sends bytes into somebody else's page (only `head flip` shows it)",
     ),
     Mutant(
         "rows outside their pages land",
-        "transport/tcp_in.py",
+        "kv/transport/tcp/tcp_in.py",
         "        if not tcp_wire.inside(rows, self._ranges):",
         "        if False:",
         "a faulty writer writes into another request's page (only `write astray` shows it)",
     ),
     Mutant(
         "a fence does not stop a write in its middle",
-        "transport/tcp_in.py",
+        "kv/transport/tcp/tcp_in.py",
         "        if (self._peer, self._header.epoch) not in self._grants:  # fenced between two slices",
         "        if False:",
         "the rest of a part lands after its lease has ended",
     ),
     Mutant(
         "a fence of tcp does not wait",
-        "transport/tcp_out.py",
+        "kv/transport/tcp/tcp_out.py",
         "        if self._in_flight(epoch):",
         "        if False:",
         "prefill says Drained while parts are on their way",
     ),
     Mutant(
         "a fence of shm is always a proof",
-        "transport/shm.py",
+        "kv/transport/shm/shm_transport.py",
         "            answer = Fenced(peer, epoch, proven=not written)",
         "            answer = Fenced(peer, epoch, proven=True)",
         "decode frees pages that a thread of prefill still copies into",
     ),
     Mutant(
         "a goodbye before the pool is unmapped",
-        "transport/shm_out.py",
+        "kv/transport/shm/shm_out.py",
         "            self.mapped.unmap()\n            send_goodbye",
         "            send_goodbye",
         "a proof that is none",
     ),
     Mutant(
         "a job ends with its first slice",
-        "transport/copy_queue.py",
+        "kv/transport/memory/copy_queue.py",
         "        if job.active:\n            return False",
         "        if False:\n            return False",
         "a write is told twice, and while another thread is inside it",
@@ -962,7 +970,7 @@ MUTANTS = (
     # ---- ranks and leaders -----------------------------------------------------------------
     Mutant(
         "a session is keyed without its DP rank",
-        "session/frames.py",
+        "kv/session/frames.py",
         "return LeaderId(self.incarnation, self.dp_rank)",
         "return LeaderId(self.incarnation)",
         "all leaders of an incarnation are one peer",
@@ -976,7 +984,7 @@ MUTANTS = (
     ),
     Mutant(
         "whom a stream is of is read without its DP rank",
-        "transport/handshake.py",
+        "kv/transport/net/key_handshake.py",
         "RankId(LeaderId(Incarnation(incarnation.hex()), dp_rank), rank)",
         "RankId(LeaderId(Incarnation(incarnation.hex())), rank)",
         "writes and fences are those of the incarnation",
@@ -997,7 +1005,7 @@ MUTANTS = (
     ),
     Mutant(
         "a transfer is keyed without its DP rank",
-        "core/types.py",
+        "kv/ids.py",
         "        if not 1 <= self.room <= MAX_ROOM:",
         "        msgspec.structs.force_setattr(self, 'prefill', LeaderId(self.prefill.incarnation))\n        if not 1 <= self.room <= MAX_ROOM:",
         "the incarnation says who computes",
@@ -1011,28 +1019,28 @@ MUTANTS = (
     ),
     Mutant(
         "the registry's list is read without DP ranks",
-        "bootstrap/records.py",
+        "server/registry/registry_records.py",
         "((LeaderId(self.incarnation, where.dp_rank), where)",
         "((LeaderId(self.incarnation), where)",
         "the last rank's address is the instance's",
     ),
     Mutant(
         "a frontend's session is that of any leader of the incarnation",
-        "fleet/membership.py",
+        "server/fleet/membership.py",
         "        replica.session = session\n",
         "        for other in self.replicas.values():\n            if other.leader.incarnation == peer.leader.incarnation:\n                other.session = session\n",
         "one session for each instance",
     ),
     Mutant(
         "one leader that leaves says it for all",
-        "bootstrap/store.py",
+        "server/registry/registry_store.py",
         "        if entry.deserted:\n            self._remove(leader",
         "        if True:\n            self._remove(leader",
         "an instance leaves as a whole",
     ),
     Mutant(
         "one rank hashes for the others",
-        "conn/ranks.py",
+        "kv/ranks/rank_group.py",
         "            rank.checksum(effect)",
         "            self._ranks[0].checksum(effect)",
         "a leader has one digester",
@@ -1061,28 +1069,28 @@ MUTANTS = (
     ),
     Mutant(
         "a slot is not part of what is granted",
-        "conn/rank.py",
+        "kv/ranks/local_rank.py",
         "whole_pages(self.spec, pages, slot)",
         "whole_pages(self.spec, pages)",
         "writes go into pages",
     ),
     Mutant(
         "a slot comes back before the proof",
-        "roles/kv_cache.py",
+        "server/schedulers/kv_cache.py",
         "        if self.slots is not None and slot is not None:\n            self.slots.quarantine([slot])",
         "        if self.slots is not None and slot is not None:\n            self.slots.release([slot])",
         "the pages are what a peer may write into",
     ),
     Mutant(
         "pages without a state are a prefix",
-        "roles/kv_cache.py",
+        "server/schedulers/kv_cache.py",
         "        if not self.reusable:\n            return\n",
         "",
         "KV of a prefix is that of any sequence that begins with it",
     ),
     Mutant(
         "a retracted sequence leaves its state behind",
-        "roles/running_batch.py",
+        "server/schedulers/running_batch.py",
         "pages[: pool.pages_for(state.computed)], state.slot)",
         "pages[: pool.pages_for(state.computed)], state.slot and 0)",
         "slots are all alike",

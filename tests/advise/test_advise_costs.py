@@ -2,7 +2,8 @@
 
 import pytest
 
-from segue.advise.costs import (
+from segue.kv.errors import ConfigError
+from segue.lab.advise.costs import (
     ForwardWork,
     Hardware,
     ModelCosts,
@@ -14,7 +15,6 @@ from segue.advise.costs import (
     from_hardware,
     pairs,
 )
-from segue.core.errors import ConfigError
 
 LLAMA_8B = ModelCosts(
     name="8b",

@@ -5,9 +5,9 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from segue.advise.advice import weighted_percentile
-from segue.advise.costs import RowsPoint, StepTimes
-from segue.advise.queues import (
+from segue.lab.advise.advice import weighted_percentile
+from segue.lab.advise.costs import RowsPoint, StepTimes
+from segue.lab.advise.queues import (
     HandOffWire,
     SimulatedTimes,
     WorkerKind,
@@ -16,7 +16,7 @@ from segue.advise.queues import (
     hand_off_times,
     simulate,
 )
-from segue.advise.workload import AskedLoad, Lengths
+from segue.lab.advise.workload import AskedLoad, Lengths
 
 #: A token of a prompt takes 1 ms, a forward 10 ms at least; attention is free.
 STEPS = StepTimes(curve=(RowsPoint(10, 0.01), RowsPoint(1000, 1.0)), pair_s=0.0, context_s=0.0)

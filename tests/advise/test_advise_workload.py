@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from segue.advise.workload import AskedLoad, Lengths
-from segue.core.errors import ConfigError
+from segue.kv.errors import ConfigError
+from segue.lab.advise.workload import AskedLoad, Lengths
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from segue.balance.attempts import Attempts, Next
-from segue.balance.base import Candidate, PlacementRequest
-from segue.balance.policies import make_policy
-from segue.core.errors import (
+from segue.engine.request import Output, Request, SamplingParams, Usage
+from segue.kv.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
     Draining,
@@ -19,9 +17,11 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.core.limits import MAX_ATTEMPTS
-from segue.core.request import Output, Request, SamplingParams, Usage
-from segue.core.types import Incarnation, LeaderId
+from segue.kv.ids import Incarnation, LeaderId
+from segue.kv.limits import MAX_ATTEMPTS
+from segue.server.balance.attempts import Attempts, Next
+from segue.server.balance.policies import make_policy
+from segue.server.balance.policy import Candidate, PlacementRequest
 
 P1, P2, D1, D2, U = (LeaderId(Incarnation(c * 32)) for c in "abdef")
 REQUEST = Request(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_attempts import D1, D2, P1, P2, REQUEST, attempts, name, pick, said, token
 
-from segue.balance.attempts import Attempts, Next
-from segue.core.errors import (
+from segue.engine.request import Output, Usage
+from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
     ChecksumMismatch,
@@ -20,8 +20,8 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.core.request import Output, Usage
-from segue.core.types import OPEN_RANK, FinishReason, LeaderId
+from segue.kv.ids import OPEN_RANK, FinishReason, LeaderId
+from segue.server.balance.attempts import Attempts, Next
 
 
 @pytest.mark.parametrize(

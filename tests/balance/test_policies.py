@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.balance.base import Candidate, PlacementRequest
-from segue.balance.policies import POLICY_NAMES, FollowBootstrapRoom, PowerOfTwo, PrefixAware, make_policy
-from segue.core.control import Load
-from segue.core.errors import ConfigError
-from segue.core.types import Incarnation, LeaderId
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Incarnation, LeaderId
+from segue.server.balance.policies import (
+    POLICY_NAMES,
+    FollowBootstrapRoom,
+    PowerOfTwo,
+    PrefixAware,
+    make_policy,
+)
+from segue.server.balance.policy import Candidate, PlacementRequest
+from segue.server.messages.control import Load
 
 
 def load(running: int, tokens: int = 0, waiting: int = 0) -> Load:
@@ -143,7 +149,7 @@ def test_a_prompt_follows_only_prompts_of_its_salt() -> None:
 
 def test_lesson_23_prefix_hashes_are_equal_in_another_process() -> None:
     code = (
-        "from segue.balance.policies import PrefixAware\n"
+        "from segue.server.balance.policies import PrefixAware\n"
         "print(PrefixAware(block_tokens=4)._hashes(list(range(9))))"
     )
     run = [

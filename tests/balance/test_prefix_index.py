@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from segue.balance.base import Candidate, PlacementRequest
-from segue.balance.policies import PrefixAware, make_policy
-from segue.balance.prefix_index import PrefixIndex
-from segue.core.control import Load
-from segue.core.kv_events import Prefixes, page_hashes
-from segue.core.types import Incarnation, LeaderId
+from segue.engine.kv_events import Prefixes, page_hashes
+from segue.kv.ids import Incarnation, LeaderId
+from segue.server.balance.policies import PrefixAware, make_policy
+from segue.server.balance.policy import Candidate, PlacementRequest
+from segue.server.balance.prefix_index import PrefixIndex
+from segue.server.messages.control import Load
 
 A, B, C = (LeaderId(Incarnation(letter * 32)) for letter in "abc")
 PROMPT = list(range(64))

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from segue.bootstrap.etcd import Compacted, KeyEvent, Kv, NoLease, Read
-from segue.bootstrap.etcd_backend import EtcdBackend
-from segue.core.clock import VirtualClock
-from segue.core.limits import Limits
+from segue.kv.clock import VirtualClock
+from segue.kv.limits import Limits
+from segue.server.registry.etcd import Compacted, KeyEvent, Kv, NoLease, Read
+from segue.server.registry.etcd_backend import EtcdBackend
 
 
 @dataclass

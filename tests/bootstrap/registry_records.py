@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.bootstrap.store import RegistryStore
-from segue.core.clock import VirtualClock
-from segue.core.types import Incarnation, Role
+from segue.kv.clock import VirtualClock
+from segue.kv.ids import Incarnation, Role
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.registry.registry_store import RegistryStore
 
 SECRET = b"a secret of the tests"
 #: When a test is given up: no machine stands still for so long.

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
-from segue.bootstrap import address_backend
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceRecord
-from segue.core.addresses import check_url, registry_places
-from segue.core.errors import ConfigError, InvalidRequest, SegueError
-from segue.core.limits import Limits
-from segue.core.operate import OperatorMessage
-from segue.core.types import LeaderId, Role
-from segue.session.api import PeerInfo, Session
-from segue.session.node import SessionNode
+from segue.kv.addresses import check_url, registry_places
+from segue.kv.errors import ConfigError, InvalidRequest, SegueError
+from segue.kv.ids import LeaderId, Role
+from segue.kv.limits import Limits
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.session.node import SessionNode
+from segue.server.messages.operate import OperatorMessage
+from segue.server.registry import address_backend
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceRecord
 
 #: An address that is slow to answer is waited for: nobody is shown without it.
 LIMITS = Limits(connect_s=60.0, handshake_s=60.0)
@@ -255,7 +255,7 @@ def test_what_was_said_of_addresses_is_kept_for_a_bounded_number_of_them(
 ) -> None:
     """A name that resolves to others each time, say: nobody answers at any of them."""
     monkeypatch.setattr(address_backend, "MAX_ADDRESSES", 4)
-    caplog.set_level("INFO", "segue.bootstrap")
+    caplog.set_level("INFO", "segue.server.registry")
 
     async def main() -> None:
         async with client(static(1)) as registry:

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ports import HeldPort
-from segue.bootstrap import arrival as module
-from segue.bootstrap.arrival import arrival, until_answered
-from segue.bootstrap.server import serve
-from segue.core.errors import BootstrapTimeout, BootstrapUnreachable, PeerRefused, SegueError, Unauthorized
-from segue.core.limits import Limits
+from segue.kv.errors import BootstrapTimeout, BootstrapUnreachable, PeerRefused, SegueError, Unauthorized
+from segue.kv.limits import Limits
+from segue.server.registry import arrival as module
+from segue.server.registry.arrival import arrival, until_answered
+from segue.server.registry.registry_server import serve
 
 LIMITS = Limits(handshake_s=60.0, connect_s=60.0)
 SECRET = b"a-secret-of-some-length"

@@ -7,10 +7,10 @@ from typing import Any
 
 from registry_records import A, record
 
-from segue.bootstrap.records import RoomRecord
-from segue.bootstrap.store import RegistryStore
-from segue.bootstrap.waiting import ASLEEP_S, LOOK_S, AwakeClock, StoreWaiter, SystemClock
-from segue.core.clock import VirtualClock
+from segue.kv.clock import VirtualClock
+from segue.server.registry.registry_records import RoomRecord
+from segue.server.registry.registry_store import RegistryStore
+from segue.server.registry.waiting import ASLEEP_S, LOOK_S, AwakeClock, StoreWaiter, SystemClock
 
 TTL_S = 10.0
 

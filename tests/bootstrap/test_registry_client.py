@@ -19,16 +19,9 @@ from etcd_server import EtcdServer, needs_etcd
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
 from ports import HeldPort
-from segue.bootstrap.backends import HttpBackend, RegistryBackend, StoreBackend
-from segue.bootstrap.client import LocalRegistry, Registry, RegistryClient, _InstanceView
-from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, Registered, RoomRecord
-from segue.bootstrap.server import RegistryServer, serve
-from segue.bootstrap.store import RegistryStore
-from segue.bootstrap.waiting import SystemClock
-from segue.core.backoff import Backoff
-from segue.core.clock import Clock, VirtualClock
-from segue.core.errors import (
+from segue.kv.backoff import Backoff
+from segue.kv.clock import Clock, VirtualClock
+from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
     ChecksumMismatch,
@@ -44,9 +37,22 @@ from segue.core.errors import (
     SegueError,
     Unauthorized,
 )
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, LeaderId, Role
-from segue.session.guarded_http import ErrorBody
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.kv.limits import Limits
+from segue.server.http.guarded_http import ErrorBody
+from segue.server.registry.backends import HttpBackend, RegistryBackend, StoreBackend
+from segue.server.registry.client import LocalRegistry, Registry, RegistryClient, _InstanceView
+from segue.server.registry.message_digest import DIGEST_HEADER, digest_of
+from segue.server.registry.registry_records import (
+    DrainFlag,
+    InstanceList,
+    InstanceRecord,
+    Registered,
+    RoomRecord,
+)
+from segue.server.registry.registry_server import RegistryServer, serve
+from segue.server.registry.registry_store import RegistryStore
+from segue.server.registry.waiting import SystemClock
 
 T = TypeVar("T")
 
@@ -1143,7 +1149,7 @@ def test_a_rank_that_leaves_while_it_is_kept_alive_does_not_end_the_keep_alive_o
 
 @pytest.fixture
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.bootstrap.client._LONGEST_PAUSE_S", 0.001)
+    monkeypatch.setattr("segue.server.registry.client._LONGEST_PAUSE_S", 0.001)
 
 
 @pytest.mark.usefixtures("_short_pauses")
@@ -1406,8 +1412,8 @@ class Mortal(StoreBackend):
 def test_whenever_a_registry_dies_every_room_is_found(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Of two ranks of one instance, whatever either had said: killed at each query of theirs and of who looks
     for the rooms, and at each pair of these."""
-    monkeypatch.setattr("segue.bootstrap.client._LONGEST_PAUSE_S", 0.0)
-    monkeypatch.setattr("segue.bootstrap.client.Backoff", lambda longest_s: Backoff(0.0, longest_s))
+    monkeypatch.setattr("segue.server.registry.client._LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("segue.server.registry.client.Backoff", lambda longest_s: Backoff(0.0, longest_s))
 
     async def main(dies_at: Collection[int]) -> int:
         backend = Mortal(how)

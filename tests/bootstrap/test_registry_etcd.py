@@ -12,12 +12,8 @@ import pytest
 from etcd_server import EtcdServer, needs_etcd
 from registry_records import SECRET, A, B, names, record
 
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.etcd import Etcd, Kv, Read
-from segue.bootstrap.etcd_backend import EtcdBackend
-from segue.bootstrap.sealed import Seal
-from segue.core.addresses import registry_places
-from segue.core.errors import (
+from segue.kv.addresses import registry_places
+from segue.kv.errors import (
     BootstrapUnreachable,
     ConfigError,
     DpRankConflict,
@@ -27,9 +23,13 @@ from segue.core.errors import (
     SegueError,
     Unauthorized,
 )
-from segue.core.limits import Limits
-from segue.core.types import LeaderId, Role
-from segue.session.tls import Tls
+from segue.kv.ids import LeaderId, Role
+from segue.kv.limits import Limits
+from segue.kv.session.tls import Tls
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.etcd import Etcd, Kv, Read
+from segue.server.registry.etcd_backend import EtcdBackend
+from segue.server.registry.sealed import Seal
 from tls_files import Authority
 
 LIMITS = Limits(registry_ttl_s=2.0, connect_s=2.0)

@@ -10,12 +10,8 @@ import pytest
 from memory_etcd import MemoryEtcd, backend_on
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
-from segue.bootstrap import etcd_backend
-from segue.bootstrap.etcd_backend import EtcdBackend
-from segue.bootstrap.records import DrainFlag, InstanceRecord, RoomRecord
-from segue.bootstrap.sealed import Seal
-from segue.core.clock import VirtualClock
-from segue.core.errors import (
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import (
     BootstrapTimeout,
     DpRankConflict,
     DpRankOutOfRange,
@@ -24,7 +20,11 @@ from segue.core.errors import (
     NotFound,
     PeerRestarted,
 )
-from segue.core.types import Incarnation, LeaderId, Role
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.server.registry import etcd_backend
+from segue.server.registry.etcd_backend import EtcdBackend
+from segue.server.registry.registry_records import DrainFlag, InstanceRecord, RoomRecord
+from segue.server.registry.sealed import Seal
 
 SEAL = Seal(SECRET)
 RANKS = SEAL.prefix + b"ranks/"

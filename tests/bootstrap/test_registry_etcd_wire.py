@@ -13,17 +13,17 @@ from typing import Any
 import httpx
 import pytest
 
-from segue.bootstrap import backends
-from segue.bootstrap import etcd as module
-from segue.bootstrap.etcd import Compacted, Etcd, Kv, NoLease
-from segue.core.errors import (
+from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
     OutOfCapacity,
     PeerRefused,
     Unauthorized,
 )
-from segue.core.limits import Limits
+from segue.kv.limits import Limits
+from segue.server.registry import backends
+from segue.server.registry import etcd as module
+from segue.server.registry.etcd import Compacted, Etcd, Kv, NoLease
 
 PLACES = [("10.0.0.1", 1), ("10.0.0.2", 2), ("fd00::1", 3)]
 DEADLINE_S = 60.0

@@ -16,20 +16,20 @@ import pytest
 import uvloop
 from registry_records import DEADLINE_S, SECRET, record
 
-from segue.bootstrap.auth import bearer_token
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.server import RegistryServer, serve
-from segue.core.errors import (
+from segue.kv.errors import (
     BootstrapUnreachable,
     ConfigError,
     ErrorCode,
     PeerRefused,
     Unauthorized,
 )
-from segue.core.limits import Limits
-from segue.core.types import Role
-from segue.session.guarded_http import MAX_HEAD_BYTES, ErrorBody
-from segue.session.tls import Tls
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.kv.session.tls import Tls
+from segue.server.http.guarded_http import MAX_HEAD_BYTES, ErrorBody
+from segue.server.registry.auth import bearer_token
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_server import RegistryServer, serve
 from tls_files import Authority
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}

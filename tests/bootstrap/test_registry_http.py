@@ -17,16 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_records import DEADLINE_S, SECRET, A, B, record
 
-from segue.bootstrap import backends
-from segue.bootstrap.auth import bearer_token
-from segue.bootstrap.backends import HttpBackend
-from segue.bootstrap.digest import DIGEST_HEADER, digest_of
-from segue.bootstrap.records import InstanceList, RoomRecord
-from segue.bootstrap.server import MAX_BODY_BYTES, MAX_WAIT_S, registry_app, serve
-from segue.bootstrap.store import RegistryStore
-from segue.bootstrap.waiting import StoreWaiter, SystemClock
-from segue.core.clock import VirtualClock
-from segue.core.errors import (
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
     ConfigError,
@@ -37,9 +29,17 @@ from segue.core.errors import (
     SegueError,
     Unauthorized,
 )
-from segue.core.limits import Limits
-from segue.core.types import LeaderId, Role
-from segue.session.guarded_http import ErrorBody
+from segue.kv.ids import LeaderId, Role
+from segue.kv.limits import Limits
+from segue.server.http.guarded_http import ErrorBody
+from segue.server.registry import backends
+from segue.server.registry.auth import bearer_token
+from segue.server.registry.backends import HttpBackend
+from segue.server.registry.message_digest import DIGEST_HEADER, digest_of
+from segue.server.registry.registry_records import InstanceList, RoomRecord
+from segue.server.registry.registry_server import MAX_BODY_BYTES, MAX_WAIT_S, registry_app, serve
+from segue.server.registry.registry_store import RegistryStore
+from segue.server.registry.waiting import StoreWaiter, SystemClock
 from tls_files import Authority
 
 
@@ -493,7 +493,9 @@ def test_expiry_wakes_a_waiting_query_by_itself() -> None:
 
 
 def test_a_client_that_goes_away_leaves_no_waiting_query_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.bootstrap.server.MAX_WAIT_S", 3600.0)  # it does not end by itself
+    monkeypatch.setattr(
+        "segue.server.registry.registry_server.MAX_WAIT_S", 3600.0
+    )  # it does not end by itself
 
     async def main() -> None:
         server = await serve("127.0.0.1", 0, secret=None, limits=Limits())

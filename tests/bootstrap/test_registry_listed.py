@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from registry_records import A, B, C, names, record
 
-from segue.bootstrap.listed import Shown, listed
-from segue.core.errors import BootstrapUnreachable, InvalidRequest, SegueError
+from segue.kv.errors import BootstrapUnreachable, InvalidRequest, SegueError
+from segue.server.registry.listed import Shown, listed
 
 
 def test_an_error_is_told_until_there_is_a_list_again_even_the_same_one() -> None:

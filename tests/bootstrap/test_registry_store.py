@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from registry_records import A, B, C, names, record, store
 
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord, RoomRecord
-from segue.bootstrap.store import TIMERS, TOPOLOGY
-from segue.core.errors import (
+from segue.kv.errors import (
     DpRankConflict,
     DpRankOutOfRange,
     Draining,
@@ -23,7 +21,9 @@ from segue.core.errors import (
     PeerRestarted,
     SegueError,
 )
-from segue.core.types import Incarnation, LeaderId, Role
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord, RoomRecord
+from segue.server.registry.registry_store import TIMERS, TOPOLOGY
 
 
 def room(incarnation: Incarnation = A, dp_rank: int = 0, ttl_s: float = 5.0) -> RoomRecord:

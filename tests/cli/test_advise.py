@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue.advise.costs import ForwardWork, RowsPoint, StepTimes, TimedForward, pairs
-from segue.advise.queues import HandOffWire
-from segue.cli import advise_model
-from segue.cli.advise import AdviseReport, MeasuredMachine
+from segue.cli.commands import advise_model
+from segue.cli.commands.advise import AdviseReport, MeasuredMachine
 from segue.cli.main import main
-from segue.core.errors import ConfigError
+from segue.kv.errors import ConfigError
+from segue.lab.advise.costs import ForwardWork, RowsPoint, StepTimes, TimedForward, pairs
+from segue.lab.advise.queues import HandOffWire
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from segue.advise.costs import ForwardWork, TimedForward
-from segue.cli import advise, advise_measure, doctor, models
-from segue.cli.advise_flags import AdviseConfig
-from segue.core.pool_size import ModelSize
-from segue.engine.base import SequenceStep
+from segue.cli.commands import advise, advise_measure, models
+from segue.cli.commands.advise_flags import AdviseConfig
+from segue.cli.doctor import doctor_command as doctor
+from segue.engine.engine_api import SequenceStep
+from segue.engine.pool_size import ModelSize
+from segue.lab.advise.costs import ForwardWork, TimedForward
 
 PAGE_TOKENS, VOCAB = 16, 50
 

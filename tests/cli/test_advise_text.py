@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from segue.advise.advice import Advice, Expected, SplitResult
-from segue.advise.queues import WorkerSplit
-from segue.advise.workload import LatencyTargets
-from segue.cli.advise_text import _table, frontier, headline
+from segue.cli.commands.advise_text import _table, frontier, headline
+from segue.lab.advise.advice import Advice, Expected, SplitResult
+from segue.lab.advise.queues import WorkerSplit
+from segue.lab.advise.workload import LatencyTargets
 
 
 def seen(ttft_s: float, itl_s: float) -> Expected:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from fake_openai import FakeOpenAI, running
 
-from segue.cli.bench import Bench
-from segue.cli.bench_flags import BenchConfig
-from segue.cli.loadgen import ClientConnection, Event, EventReader, Failure, Target, stream
+from segue.cli.commands.bench import Bench
+from segue.cli.commands.bench_flags import BenchConfig
 from segue.cli.main import main
-from segue.core.errors import ConfigError, SegueError
+from segue.kv.errors import ConfigError, SegueError
+from segue.lab.bench.loadgen import ClientConnection, Event, EventReader, Failure, Target, stream
 
 
 def measure(fake: FakeOpenAI, **settings: Any) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_events_may_be_cut_anywhere(cut: int) -> None:
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.cli.loadgen.MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr("segue.lab.bench.loadgen.MAX_EVENT_BYTES", 100)
     reader = EventReader(lambda data: None)
     with pytest.raises(Failure, match="protocol"):
         reader.feed(b"data: " + b"x" * 200)
@@ -360,6 +360,6 @@ def test_a_stream_that_ends_well_without_a_token_is_an_error() -> None:
 def test_arrivals_that_the_client_itself_cannot_begin_are_counted_as_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("segue.cli.bench.MAX_CONNECTIONS", 0)
+    monkeypatch.setattr("segue.cli.commands.bench.MAX_CONNECTIONS", 0)
     result = measure(FakeOpenAI(), rate=500.0, requests=5, warmup=1)["result"]
     assert (result["errors"], result["completed"]) == ({"client_saturated": 5}, 0)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from segue.cli import models
-from segue.core.config import DEFAULT_MODEL
-from segue.core.errors import ConfigError
-from segue.engine import store
+from segue.cli.commands import models
+from segue.engine.models import model_store as store
+from segue.kv.errors import ConfigError
+from segue.server.settings.commands import DEFAULT_MODEL
 
 STAGES = ("download", "unpack", "convert")
 TOTAL = 100_000_000

@@ -14,21 +14,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.bootstrap.server import serve
-from segue.cli import doctor, host_checks, host_facts, instance_checks, transport_probe
-from segue.cli.host_checks import Check
-from segue.cli.host_facts import CacheFolder, HostFacts, ListeningSocket
+from segue.cli.doctor import doctor_command as doctor
+from segue.cli.doctor import host_checks, host_facts, instance_checks, transport_probe
+from segue.cli.doctor.host_checks import Check
+from segue.cli.doctor.host_facts import CacheFolder, HostFacts, ListeningSocket
+from segue.cli.doctor.transport_probe import Speed
 from segue.cli.main import main
-from segue.cli.transport_probe import Speed
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, Role
-from segue.engine.processor import processor_of
-from segue.layout.blocks import CopyBlock
-from segue.transport.host_memory import GroupMemory
-from segue.transport.kinds import KINDS, OK
-from segue.transport.probe import FAR_UNDER, Measurement
+from segue.engine.cpu.processor import processor_of
+from segue.kv.ids import Incarnation, Role
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.limits import Limits
+from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.memory.host_memory import GroupMemory
+from segue.kv.transport.probe import FAR_UNDER, Measurement
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.registry.registry_server import serve
 
 GOOD = HostFacts(
     python=(3, 11, 7),

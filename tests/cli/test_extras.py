@@ -13,9 +13,9 @@ import pytest
 
 from segue.cli import extras
 from segue.cli.flags import OTHER_VARIABLES
-from segue.core.config import COMMANDS
-from segue.core.errors import ConfigError
-from segue.core.settings import settings
+from segue.kv.errors import ConfigError
+from segue.server.settings.commands import COMMANDS
+from segue.server.settings.layers import settings
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 #: The extra's packages that are modules of other names.

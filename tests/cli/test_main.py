@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 
 from segue import __version__
-from segue.cli import flags, frontend, logs, models, processes
+from segue.cli import flags, logs
 from segue.cli import main as cli_main
+from segue.cli.commands import frontend, models, processes
 from segue.cli.main import main, parser
-from segue.core.access_config import AccessConfig
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
-from segue.core.errors import ConfigError, Internal, PeerRefused
-from segue.core.pool_size import ModelSize
-from segue.core.settings import Layers, argv, build, settings
-from segue.core.types import Role
-from segue.serve.console import Console
-from segue.serve.lifeline import CannotStart, Lifeline, Ready, decode_report
+from segue.engine.pool_size import ModelSize
+from segue.kv.errors import ConfigError, Internal, PeerRefused
+from segue.kv.ids import Role
+from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
+from segue.server.settings.layers import Layers, argv, build, settings
+from segue.server.supervisor.console import Console
+from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready, decode_report
 
 CONTRACT = {
     "serve": "model host port prefill decode unified transport dtype page-tokens chunk-tokens kv-gib "
@@ -498,11 +499,14 @@ def test_what_is_behind_the_equals_sign_of_an_unknown_flag_is_not_repeated(
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        (["serve"], "segue.cli.processes.serve"),
-        (["doctor"], "segue.cli.doctor.doctor"),
-        (["ps", "--registry", "http://127.0.0.1:1"], "segue.cli.operate._ps"),
-        (["explain", "r", "--registry", "http://127.0.0.1:1"], "segue.cli.operate._explain"),
-        (["drain", "i", "--registry", "http://127.0.0.1:1"], "segue.cli.operate._steer"),
+        (["serve"], "segue.cli.commands.processes.serve"),
+        (["doctor"], "segue.cli.doctor.doctor_command.doctor"),
+        (["ps", "--registry", "http://127.0.0.1:1"], "segue.cli.commands.operate_commands._ps"),
+        (
+            ["explain", "r", "--registry", "http://127.0.0.1:1"],
+            "segue.cli.commands.operate_commands._explain",
+        ),
+        (["drain", "i", "--registry", "http://127.0.0.1:1"], "segue.cli.commands.operate_commands._steer"),
     ],
 )
 def test_every_command_that_may_have_a_secret_reads_it(
@@ -538,7 +542,7 @@ def test_a_part_reads_its_secret(role: str, tmp_path: Path, monkeypatch: pytest.
 
     flags_with_secret = flags.with_secret
     monkeypatch.setattr(flags, "with_secret", with_secret)
-    monkeypatch.setattr("segue.cli.processes.logs.configure", configure)
+    monkeypatch.setattr("segue.cli.commands.processes.logs.configure", configure)
     words = [role, "--model", "m", "--registry", "http://127.0.0.1:1", "--secret-file", str(file)]
     with pytest.raises(SystemExit):
         main(words)

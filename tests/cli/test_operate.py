@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from segue.cli import operate
+from segue.cli.commands import operate_commands as operate
+from segue.cli.commands.operate_commands import duration, pairs, shown, table
+from segue.cli.commands.operate_flags import seconds
 from segue.cli.main import main
-from segue.cli.operate import duration, pairs, shown, table
-from segue.cli.operate_flags import seconds
-from segue.core.control import Load
-from segue.core.errors import ConfigError
-from segue.core.operate import PairSight, Sight
-from segue.core.paths import PathCandidate, PathChoice, PathFigures
-from segue.core.types import Role
-from segue.fleet.life import Life
-from segue.fleet.operator import Row
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
+from segue.server.fleet.life import Life
+from segue.server.fleet.operator import Row
+from segue.server.messages.control import Load
+from segue.server.messages.operate import PairSight, Sight
 
 LOAD = Load(
     dp_rank=0,

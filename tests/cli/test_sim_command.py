@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from segue.cli import sim
-from segue.core.errors import ConfigError
+from segue.cli.commands import sim
+from segue.kv.errors import ConfigError
 
 #: Of these seeds a fault struck; each has 10 hand-offs.
 STRUCK, BROKEN = {2, 3, 5}, {3, 5}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.cli.stats import RequestTimes, distribution, good, percentile, summary
+from segue.lab.bench.stats import RequestTimes, distribution, good, percentile, summary
 
 FLOATS = st.floats(-1e6, 1e6)
 

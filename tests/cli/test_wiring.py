@@ -18,9 +18,14 @@ from typing import Any
 
 import pytest
 
-from segue.cli import frontend, processes
-from segue.core.access_config import AccessConfig
-from segue.core.config import (
+from segue.cli.commands import frontend, processes
+from segue.engine.cpu.processor import Processor, processor_of
+from segue.engine.pool_size import Host, ModelSize
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.server.frontend import frontend_process as server
+from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.commands import (
     AnswersConfig,
     FrontendConfig,
     InstanceConfig,
@@ -28,14 +33,9 @@ from segue.core.config import (
     ModelConfig,
     ServeConfig,
 )
-from segue.core.errors import ConfigError
-from segue.core.pool_size import Host, ModelSize
-from segue.core.settings import argv
-from segue.core.types import Role
-from segue.engine.processor import Processor, processor_of
-from segue.frontend import server
-from segue.serve.console import Console
-from segue.serve.process_tree import MARGIN_S, THREAD_VARIABLES
+from segue.server.settings.layers import argv
+from segue.server.supervisor.console import Console
+from segue.server.supervisor.process_tree import MARGIN_S, THREAD_VARIABLES
 
 SECRET = b"0123456789abcdef"
 LIMITS = LimitsConfig(max_body_bytes=4096, drain_s=7.0)
@@ -312,7 +312,7 @@ def test_every_setting_of_a_deployment_reaches_its_supervisor(
 def test_pools_beyond_the_memory_are_refused_before_a_model_is_fetched(
     started: Noted, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    from segue.serve import registry
+    from segue.server.instance import registry_link as registry
 
     engine = ModelConfig(kv_gib=HOST.free_bytes / 2**30 + 0.5)
     config = InstanceConfig(model="org/name", registry="http://127.0.0.1:1", engine=engine)
@@ -358,7 +358,7 @@ def test_a_deployment_keeps_no_log_files_where_none_can_be_written_and_says_so(
 def test_the_registry_of_a_deployment_is_on_loopback_with_its_secret_and_ends_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from segue.bootstrap import server
+    from segue.server.registry import registry_server as server
 
     noted = Noted()
 
@@ -422,7 +422,8 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
     supervised: bool,
     dp: int,
 ) -> None:
-    from segue.serve import registry, turns
+    from segue.server.instance import registry_link as registry
+    from segue.server.instance import turns
 
     ends = Lifeline(supervised, started)
     monkeypatch.setattr(processes, "Lifeline", lambda *_fds: ends)
@@ -485,7 +486,7 @@ def test_every_setting_of_an_instance_reaches_what_runs_it(
 def test_an_instance_that_is_ended_before_its_registry_is_there_loads_nothing(
     started: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from segue.serve import registry
+    from segue.server.instance import registry_link as registry
 
     config = InstanceConfig(model="org/name", registry="http://127.0.0.1:1")
     monkeypatch.setattr(processes.flags, "load", lambda *_args, **_fixed: config)
@@ -522,7 +523,8 @@ def test_the_type_is_chosen_once_before_anything_is_sized_and_said_once(
     dtype: str,
     warns: bool,
 ) -> None:
-    from segue.serve import registry, turns
+    from segue.server.instance import registry_link as registry
+    from segue.server.instance import turns
 
     monkeypatch.setattr(processes, "this_processor", lambda: processor)
     events: list[tuple[str, object]] = []

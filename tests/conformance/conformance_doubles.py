@@ -11,13 +11,13 @@ import numpy as np
 import double_cuda
 import double_memfabric
 import double_mori
-from segue.core.types import RankId
-from segue.transport.ascend import AscendTransport
-from segue.transport.base import EventSink, Transport
-from segue.transport.cuda_ipc import CudaIpcTransport
-from segue.transport.memory import Memory, host_region
-from segue.transport.mori import MoriTransport
-from segue.transport.options import TransportOptions
+from segue.kv.ids import RankId
+from segue.kv.transport.ascend import AscendTransport
+from segue.kv.transport.base import EventSink, Transport
+from segue.kv.transport.cuda_ipc import CudaIpcTransport
+from segue.kv.transport.memory.pool_memory import Memory, host_region
+from segue.kv.transport.mori import MoriTransport
+from segue.kv.transport.options import TransportOptions
 
 
 class AnyPages(AscendTransport):

@@ -20,11 +20,11 @@ from conformance_tls import make_by_name, memory_by_name
 
 from areas import whole
 from ranks import rank
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.layout.spec import PlaneSpec, PoolSpec
-from segue.transport.base import Endpoint, Fenced, Transport, TransportEvent, WriteFailed, Written
-from segue.transport.memory import Memory, MemoryKind
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.spec import PlaneSpec, PoolSpec
+from segue.kv.transport.base import Endpoint, Fenced, Transport, TransportEvent, WriteFailed, Written
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 
 PATIENCE_S = 60.0
 E = TypeVar("E", bound=TransportEvent)

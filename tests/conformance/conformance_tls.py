@@ -6,13 +6,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from segue.core.limits import Limits
-from segue.core.types import RankId
-from segue.session.tls import load
-from segue.transport.base import EventSink, Transport
-from segue.transport.kinds import KINDS
-from segue.transport.memory import Memory, allocate
-from segue.transport.options import TransportOptions
+from segue.kv.ids import RankId
+from segue.kv.limits import Limits
+from segue.kv.session.tls import load
+from segue.kv.transport.base import EventSink, Transport
+from segue.kv.transport.kinds import KINDS
+from segue.kv.transport.memory.pool_memory import Memory, allocate
+from segue.kv.transport.options import TransportOptions
 
 TCP_TLS = "tcp+tls"
 _VARIABLE = "CONFORMANCE_TLS_FOLDER"

@@ -11,9 +11,9 @@ from conformance_harness import Pair, PeerProcess, until
 from conformance_tls import TCP_TLS, make_files, remove_files
 
 import library_double
-from segue.core.types import RankId
-from segue.transport.kinds import KINDS, OK
-from segue.transport.library import LibraryTransport
+from segue.kv.ids import RankId
+from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.library.library_transport import LibraryTransport
 
 
 def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> list[pytest.MarkDecorator]:

@@ -19,14 +19,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from layouts import TOKENS, Sizes, image, page_ids
-from segue.conn.config import HOST, KVConfig
-from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.manager import KVManager
-from segue.conn.rank import local_rank
-from segue.core.limits import Limits
-from segue.core.types import KVPoll, LeaderId, Role, Span, TransferId
-from segue.handoff.messages import Metadata
-from segue.transport.memory import Memory, allocate
+from segue.kv.config import HOST, KVConfig
+from segue.kv.handles import Change, KVReceiver, KVSender
+from segue.kv.ids import KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.limits import Limits
+from segue.kv.manager import KVManager
+from segue.kv.protocol.messages import Metadata
+from segue.kv.ranks.local_rank import local_rank
+from segue.kv.transport.memory.pool_memory import Memory, allocate
 
 PATIENCE_S = 60.0
 

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 from conformance_tls import make_by_name
 
-from segue.core.errors import SegueError
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content
-from segue.layout.spec import Plane
-from segue.transport.base import Endpoint, TransportEvent
-from segue.transport.memory import allocate
+from segue.kv.errors import SegueError
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import Content
+from segue.kv.layout.spec import Plane
+from segue.kv.transport.base import Endpoint, TransportEvent
+from segue.kv.transport.memory.pool_memory import allocate
 
 _lock = threading.Lock()
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from layouts import SHAPES, TOKENS, Sizes
-from segue.core.types import Role, new_room
-from segue.layout.planner import PairPlan, plan_pair
+from segue.kv.ids import Role, new_room
+from segue.kv.layout.planner import PairPlan, plan_pair
 
 #: Published with the results: `docs/results.md`.
 SEED = 11

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from layouts import SHAPES, TOKENS, Bytes, Sizes, image, page_ids
-from segue.core.types import Span
-from segue.layout.blocks import CopyBlock
-from segue.layout.planner import plan_pair
+from segue.kv.ids import Span
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.planner import plan_pair
 
 PREFIX = 17
 SOURCES = [Sizes(*s) for s in itertools.product((1, 2, 3, 4, 8), (1, 2, 4), (1, 2), (1, 16, 64))]

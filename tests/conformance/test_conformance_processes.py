@@ -15,9 +15,9 @@ from conformance_harness import PeerProcess, Side, until
 
 from areas import whole
 from ranks import rank
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.transport.base import PeerGone, WriteFailed, Written
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import PeerGone, WriteFailed, Written
 
 MiB = 2**20
 Peers = Callable[[RankId, int], PeerProcess]

@@ -14,13 +14,13 @@ from conformance_harness import Pair, Side, content, each_head, laid_out
 
 from areas import whole
 from ranks import rank
-from segue.core.errors import ConfigError, PeerRefused, SegueError
-from segue.core.types import Span
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import whole_pages
-from segue.layout.planner import plan_pair
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport.base import Endpoint, Fenced, PeerGone, WriteFailed, Written
+from segue.kv.errors import ConfigError, PeerRefused, SegueError
+from segue.kv.ids import Span
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import whole_pages
+from segue.kv.layout.planner import plan_pair
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.transport.base import Endpoint, Fenced, PeerGone, WriteFailed, Written
 
 MiB = 2**20
 Pairs = Callable[..., Pair]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from segue.conn.handles import KVReceiver, KVSender
-from segue.core.clock import VirtualClock
-from segue.core.errors import ErrorInfo
-from segue.core.types import Incarnation, KVPoll, LeaderId, TransferId
-from segue.handoff import events
-from segue.handoff.messages import Metadata
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import ErrorInfo
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, TransferId
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Metadata
 
 PREFILL, DECODE = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("b" * 32))
 

@@ -14,10 +14,10 @@ from typing import Any
 from agreement_handles import receiver
 from torch.distributed import FileStore
 
-from segue.conn.agreement import Agreement
-from segue.conn.torch_group import TorchGroup
-from segue.core.errors import PeerLost, SegueError
-from segue.core.types import KVPoll
+from segue.kv.agreement import Agreement
+from segue.kv.errors import PeerLost, SegueError
+from segue.kv.ids import KVPoll
+from segue.kv.torch_group import TorchGroup
 
 
 def polled(agreement: Agreement, rooms: list[list[Any]]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import threading
 
 import msgspec
 
-from segue.conn.config import HOST, KVConfig
-from segue.conn.io import IoThread
-from segue.conn.rank import local_rank
-from segue.conn.rank_worker import RankWorker
-from segue.core.limits import Limits
-from segue.core.types import LeaderId, Role
-from segue.layout.spec import PoolSpec
-from segue.transport.memory import Memory, Region, host_region
+from segue.kv.config import HOST, KVConfig
+from segue.kv.ids import LeaderId, Role
+from segue.kv.io import IoThread
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.ranks.local_rank import local_rank
+from segue.kv.ranks.rank_worker import RankWorker
+from segue.kv.transport.memory.pool_memory import Memory, Region, host_region
 
 
 class Wanted(msgspec.Struct):

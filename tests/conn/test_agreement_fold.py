@@ -11,10 +11,10 @@ from agreement_handles import receiver, sender
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.conn import agreement
-from segue.conn.agreement import Agreed, Agreement, CallKind, Gather, Least, gated, least_fold, poll_fold
-from segue.core.errors import Internal, OutOfCapacity, PeerLost, RankDivergence, SegueError
-from segue.core.types import MAX_ROOM, KVPoll
+from segue.kv import agreement
+from segue.kv.agreement import Agreed, Agreement, CallKind, Gather, Least, gated, least_fold, poll_fold
+from segue.kv.errors import Internal, OutOfCapacity, PeerLost, RankDivergence, SegueError
+from segue.kv.ids import MAX_ROOM, KVPoll
 
 ROOMS = st.integers(1, MAX_ROOM)
 PHASES = st.sampled_from(KVPoll)

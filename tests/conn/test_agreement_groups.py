@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from segue.conn.torch_group import TorchGroup
-from segue.core.errors import PeerLost
+from segue.kv.errors import PeerLost
+from segue.kv.torch_group import TorchGroup
 
 PROCESS = Path(__file__).with_name("agreement_process.py")
 #: For what must not run out, and for what must.

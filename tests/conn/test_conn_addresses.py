@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from test_manager import Side
 
-from segue.core.types import Role
-from segue.transport.base import Endpoint
-from segue.transport.tcp_sockets import TcpAddress
+from segue.kv.ids import Role
+from segue.kv.transport.base import Endpoint
+from segue.kv.transport.tcp.tcp_sockets import TcpAddress
 
 
 def told(side: Side) -> tuple[str, int]:

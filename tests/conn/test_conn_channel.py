@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hand_loop import HandLoop
-from segue.conn import rank_wire as wire
-from segue.conn.channel import RankChannel
-from segue.conn.io import IoThread
-from segue.core.errors import PeerLost, SegueError, TransferFailed
+from segue.kv.errors import PeerLost, SegueError, TransferFailed
+from segue.kv.io import IoThread
+from segue.kv.ranks import rank_wire as wire
+from segue.kv.ranks.rank_channel import RankChannel
 
 
 class Wire:

@@ -11,16 +11,16 @@ import pytest
 from test_manager import PAGES, SHAPE, Side, assert_at_rest, assert_handed_over, begin, sides, spec
 
 from areas import whole
-from segue.conn import digest as conn_digest
-from segue.conn.digest import INLINE_BYTES, Digester
-from segue.conn.handles import KVReceiver, KVSender
-from segue.core.errors import ErrorCode, OutOfCapacity
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
-from segue.handoff import events
-from segue.handoff.messages import HandoffMessage, Metadata
-from segue.layout.content import Content, checksum
-from segue.session.connection import Connection
-from segue.transport.memory import allocate
+from segue.kv.errors import ErrorCode, OutOfCapacity
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.layout.content import Content, checksum
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import HandoffMessage, Metadata
+from segue.kv.ranks import checksums as conn_digest
+from segue.kv.ranks.checksums import INLINE_BYTES, Digester
+from segue.kv.session.connection import Connection
+from segue.kv.transport.memory.pool_memory import allocate
 
 TOKENS = 33
 

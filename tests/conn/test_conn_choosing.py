@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from segue.conn import opening
-from segue.conn.config import HOST
-from segue.conn.opening import PathOpening
-from segue.conn.peers import Introduction, PathSpeed, Peer, Probe
-from segue.conn.rank import FENCE_AGAIN_S
-from segue.core.errors import BootstrapTimeout, OutOfCapacity, PeerLost, SegueError, TransferFailed
-from segue.core.limits import Limits
-from segue.core.paths import PathCandidate, PathChoice, PathFigures
-from segue.core.types import LeaderId, RankId, Role, new_incarnation
-from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo, PathChosen, ProbeReady
-from segue.transport.probe import PageShape, Scratch
+from segue.kv import transport_negotiation as opening
+from segue.kv.config import HOST
+from segue.kv.errors import BootstrapTimeout, OutOfCapacity, PeerLost, SegueError, TransferFailed
+from segue.kv.ids import LeaderId, RankId, Role, new_incarnation
+from segue.kv.limits import Limits
+from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
+from segue.kv.peers import Introduction, PathSpeed, Peer, Probe
+from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo, PathChosen, ProbeReady
+from segue.kv.ranks.local_rank import FENCE_AGAIN_S
+from segue.kv.transport.probe import PageShape, Scratch
+from segue.kv.transport_negotiation import PathOpening
 
 PEER = LeaderId(new_incarnation())
 FAST, SLOW = PathFigures(page_s=1e-6, bytes_per_s=1e10), PathFigures(page_s=1e-3, bytes_per_s=1e6)

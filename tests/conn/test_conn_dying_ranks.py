@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from test_conn_effects import PREFILL, Line, Rig
 
-from segue.core.errors import Internal, PeerLost
-from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
-from segue.handoff import events
-from segue.session.api import PeerInfo
-from segue.transport.base import Fenced, PeerGone
+from segue.kv.errors import Internal, PeerLost
+from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
+from segue.kv.protocol import events
+from segue.kv.session.api import PeerInfo
+from segue.kv.transport.base import Fenced, PeerGone
 
 TRANSPORT = "fake"
 #: What prefill's ranks 0 and 1 write, and what a rank of decode passes on.

@@ -9,17 +9,17 @@ from typing import Any, get_args
 import pytest
 from test_conn_refusal import SPEC
 
-from segue.conn.config import KVConfig, LeaderRuntime
-from segue.conn.manager import KVManager
-from segue.conn.peers import PathSpeed, Peer
-from segue.conn.rank import FENCE_AGAIN_S
-from segue.core.errors import ErrorCode, Internal, OutOfCapacity, PeerLost
-from segue.core.types import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
-from segue.handoff import events
-from segue.handoff.messages import Abort, Accepted, Failed
-from segue.layout.content import Content
-from segue.transport.base import PeerGone
-from segue.transport.memory import allocate
+from segue.kv.config import KVConfig, LeaderRuntime
+from segue.kv.errors import ErrorCode, Internal, OutOfCapacity, PeerLost
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
+from segue.kv.layout.content import Content
+from segue.kv.manager import KVManager
+from segue.kv.peers import PathSpeed, Peer
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Abort, Accepted, Failed
+from segue.kv.ranks.local_rank import FENCE_AGAIN_S
+from segue.kv.transport.base import PeerGone
+from segue.kv.transport.memory.pool_memory import allocate
 
 PREFILL = LeaderId(Incarnation("a" * 32))
 

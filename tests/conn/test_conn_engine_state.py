@@ -12,13 +12,13 @@ from test_conn_checksums import Hook
 from test_conn_own_memory import handing_over
 from test_manager import Side, begin
 
-from segue.core.errors import ErrorCode
-from segue.core.request import SamplingParams
-from segue.core.types import KVPoll, Span, TransferId
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.cpu_engine import CpuEngine
-from segue.handoff.messages import Metadata
-from segue.layout.content import Content
+from segue.engine.cpu.cpu_engine import CpuEngine
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.request import SamplingParams
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import KVPoll, Span, TransferId
+from segue.kv.layout.content import Content
+from segue.kv.protocol.messages import Metadata
 
 sys.path.append(str(Path(__file__).parent.parent / "engine"))
 from engine_models import VOCAB, GreedySampler, engine_for, save_model

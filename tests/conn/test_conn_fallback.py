@@ -10,13 +10,13 @@ import threading
 import pytest
 from test_manager import Side, assert_at_rest, assert_handed_over
 
-from segue.conn import manager as conn_manager
-from segue.core.errors import OutOfCapacity, PeerLost
-from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
-from segue.handoff.events import Fence
-from segue.session.api import PeerInfo, Session
-from segue.transport.base import PeerGone
-from segue.transport.shm_host import ShmHost
+from segue.kv import manager as conn_manager
+from segue.kv.errors import OutOfCapacity, PeerLost
+from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
+from segue.kv.protocol.events import Fence
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.transport.base import PeerGone
+from segue.kv.transport.shm.shm_host import ShmHost
 
 BOTH = ("shm", "tcp")
 
@@ -42,7 +42,7 @@ def test_a_pool_that_cannot_be_mapped_is_reached_over_tcp_and_the_log_says_why_o
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ShmHost, "map_pool", _full)
-    caplog.set_level(logging.WARNING, "segue.conn")
+    caplog.set_level(logging.WARNING, "segue.kv")
     prefill = Side(Role.PREFILL, transports=BOTH)
     decodes = [Side(Role.DECODE, transports=BOTH) for _ in range(2)]
     try:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from segue.conn.handles import KVReceiver, KVSender
-from segue.core.clock import VirtualClock
-from segue.core.errors import AbortedByClient, ErrorCode, PeerLost
-from segue.core.types import Incarnation, KVPoll, LeaderId, Span, TransferId
-from segue.handoff import events
-from segue.handoff.messages import Metadata
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import AbortedByClient, ErrorCode, PeerLost
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Span, TransferId
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Metadata
 
 ONE = TransferId(5, 0, LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)))
 METADATA = Metadata(transfer=ONE, prompt_tokens=8, first_token=7)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from segue.conn.io import SLICE_S, IoThread
+from segue.kv.io import SLICE_S, IoThread
 
 
 class StoodStill(Future[str]):

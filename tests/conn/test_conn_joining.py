@@ -9,13 +9,13 @@ import pytest
 from test_conn_paths import endpoint_bytes, info
 from test_manager import SHAPE
 
-from segue.conn.peers import Joined, join
-from segue.core.errors import LayoutMismatch, PeerRefused
-from segue.core.types import LeaderId, RankCoord, Role, new_incarnation
-from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
-from segue.layout.spec import PoolSpec
-from segue.session.api import PeerInfo
-from segue.transport.probe import Scratch, page_shape
+from segue.kv.errors import LayoutMismatch, PeerRefused
+from segue.kv.ids import LeaderId, RankCoord, Role, new_incarnation
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.peers import Joined, join
+from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.kv.session.api import PeerInfo
+from segue.kv.transport.probe import Scratch, page_shape
 
 
 def joined(prefill: LeaderInfo, decode: LeaderInfo) -> Joined:

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from test_manager import spec
 
-from segue.conn.rank import LocalRank
-from segue.core.errors import BootstrapTimeout, Internal, OutOfCapacity
-from segue.core.types import LeaderId, RankId, new_incarnation
-from segue.layout.content import whole_pages
-from segue.layout.spec import PoolSpec
-from segue.sim.engine import lineage_spec
-from segue.transport.base import Endpoint, WriteFailed, Written
-from segue.transport.memory import allocate
-from segue.transport.probe import PageShape, Scratch
+from segue.kv.errors import BootstrapTimeout, Internal, OutOfCapacity
+from segue.kv.ids import LeaderId, RankId, new_incarnation
+from segue.kv.layout.content import whole_pages
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.ranks.local_rank import LocalRank
+from segue.kv.transport.base import Endpoint, WriteFailed, Written
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.probe import PageShape, Scratch
+from segue.lab.sim.sim_engine import lineage_spec
 
 PEER = RankId(LeaderId(new_incarnation()), 1)
 SCRATCH = 4096

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from segue.conn.ranks import Ranks
-from segue.core.errors import OutOfCapacity
-from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
-from segue.handoff import events
-from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
-from segue.layout.content import Content
-from segue.transport.base import Fenced
-from segue.transport.probe import Scratch
+from segue.kv.errors import OutOfCapacity
+from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
+from segue.kv.layout.content import Content
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.kv.ranks.rank_group import Ranks
+from segue.kv.transport.base import Fenced
+from segue.kv.transport.probe import Scratch
 
 ME, PEER, OTHER = (LeaderId(new_incarnation()) for _ in range(3))
 FULL = OutOfCapacity("full").info

@@ -8,16 +8,16 @@ from typing import ClassVar
 
 from test_manager import Side, assert_handed_over
 
-from segue.conn.config import LeaderRuntime
-from segue.core.errors import TransferFailed
-from segue.core.types import RankId, Role
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import Content
-from segue.transport.base import Endpoint, EventSink, Fenced, Transport, WriteFailed, Written
-from segue.transport.copier import copy_block
-from segue.transport.kinds import KINDS, TransportKinds
-from segue.transport.memory import Memory, MemoryKind
-from segue.transport.options import TransportOptions
+from segue.kv.config import LeaderRuntime
+from segue.kv.errors import TransferFailed
+from segue.kv.ids import RankId, Role
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import Content
+from segue.kv.transport.base import Endpoint, EventSink, Fenced, Transport, WriteFailed, Written
+from segue.kv.transport.kinds import KINDS, TransportKinds
+from segue.kv.transport.memory.copier import copy_block
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
+from segue.kv.transport.options import TransportOptions
 
 
 class Board(Transport):

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from segue.conn.config import KVConfig
-from segue.conn.handles import Change
-from segue.conn.open_ranks import OpenRanks, PrefillInstance
-from segue.core.clock import Clock
-from segue.core.errors import BootstrapTimeout, ErrorCode, TransferFailed, Unauthorized
-from segue.core.limits import Limits
-from segue.core.types import OPEN_RANK, Incarnation, KVPoll, LeaderId, Role, TransferId
-from segue.handoff import events
-from segue.handoff.dp_ranks import FOLLOW_BOOTSTRAP_ROOM, DpRanks
-from segue.layout.spec import PoolSpec
+from segue.kv.clock import Clock
+from segue.kv.config import KVConfig
+from segue.kv.errors import BootstrapTimeout, ErrorCode, TransferFailed, Unauthorized
+from segue.kv.handles import Change
+from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, Role, TransferId
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.open_ranks import OpenRanks, PrefillInstance
+from segue.kv.protocol import events
+from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM, DpRanks
 
 P, D = Incarnation("a" * 32), LeaderId(Incarnation("d" * 32))
 ROOM = 4 * 25 + 1

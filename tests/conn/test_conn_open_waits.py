@@ -21,11 +21,11 @@ from test_conn_open_ranks import (
     settle,
 )
 
-from segue.conn.alarm import Alarm
-from segue.conn.open_ranks import PrefillInstance
-from segue.core.errors import ErrorCode, TransferFailed
-from segue.core.types import Incarnation, KVPoll, LeaderId
-from segue.handoff import events
+from segue.kv.alarm import Alarm
+from segue.kv.errors import ErrorCode, TransferFailed
+from segue.kv.ids import Incarnation, KVPoll, LeaderId
+from segue.kv.open_ranks import PrefillInstance
+from segue.kv.protocol import events
 
 
 class Rooms:

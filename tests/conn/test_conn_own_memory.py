@@ -11,14 +11,16 @@ import pytest
 import torch
 from test_manager import LIMITS, Side
 
-from segue.core.errors import ConfigError, LayoutMismatch
-from segue.core.types import KVPoll, Role, Span, TransferId, new_room
-from segue.handoff.messages import Metadata
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport import copier, kinds, tcp_in, tcp_out
-from segue.transport.memory import Memory, MemoryKind, allocate
-from segue.transport.tcp_wire import Cursor, Rows
-from segue.transport.tensors import pool_of
+from segue.kv.errors import ConfigError, LayoutMismatch
+from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.protocol.messages import Metadata
+from segue.kv.transport import kinds
+from segue.kv.transport.memory import copier
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, allocate
+from segue.kv.transport.memory.tensors import pool_of
+from segue.kv.transport.tcp import tcp_in, tcp_out
+from segue.kv.transport.tcp.tcp_wire import Cursor, Rows
 
 LAYERS, HEADS, DIM, TOKENS = 5, 3, 8, 45
 SHAPE = KVShape(layers=LAYERS, kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype="float16", item_bytes=2)

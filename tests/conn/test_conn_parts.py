@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from areas import whole
-from segue.conn import control_plane
-from segue.conn.config import LeaderRuntime, SessionConfig
-from segue.conn.control_plane import ControlPlane
-from segue.conn.digest import Digester
-from segue.conn.threads import ThreadPerCall, WorkerThread
-from segue.core.errors import ConfigError, ErrorCode
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, LeaderId, Role, TransferId
-from segue.handoff import events
-from segue.transport.memory import allocate
+from segue.kv import control_plane
+from segue.kv.config import LeaderRuntime, SessionConfig
+from segue.kv.control_plane import ControlPlane
+from segue.kv.errors import ConfigError, ErrorCode
+from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.ranks.checksums import Digester
+from segue.kv.threads import ThreadPerCall, WorkerThread
+from segue.kv.transport.memory.pool_memory import allocate
 
 PEER = LeaderId(Incarnation("a" * 32))
 TRANSFER = TransferId(1, 0, PEER, LeaderId(Incarnation("b" * 32)))

@@ -15,12 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_manager import LIMITS, Side, ask, assert_handed_over, spec
 
-from segue.conn.config import KVConfig, LeaderRuntime
-from segue.conn.peers import join
-from segue.conn.rank import local_rank
-from segue.conn.ranks import Ranks
-from segue.core.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
-from segue.core.types import (
+from segue.kv.config import KVConfig, LeaderRuntime
+from segue.kv.errors import ErrorCode, Internal, LayoutMismatch, PeerRefused, SegueError
+from segue.kv.ids import (
     Incarnation,
     KVPoll,
     LeaderId,
@@ -30,13 +27,16 @@ from segue.core.types import (
     new_incarnation,
     new_room,
 )
-from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
-from segue.session.api import PeerInfo
-from segue.session.dialer import Dialer
-from segue.transport.base import Endpoint, EventSink, Transport
-from segue.transport.kinds import TransportKinds
-from segue.transport.memory import allocate
-from segue.transport.options import TransportOptions
+from segue.kv.peers import join
+from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.kv.ranks.local_rank import local_rank
+from segue.kv.ranks.rank_group import Ranks
+from segue.kv.session.api import PeerInfo
+from segue.kv.session.dialer import Dialer
+from segue.kv.transport.base import Endpoint, EventSink, Transport
+from segue.kv.transport.kinds import TransportKinds
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.options import TransportOptions
 
 #: What numbers a faulty peer, or a changed byte, may put where a size is due.
 HOSTILE = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1])
@@ -287,7 +287,7 @@ def test_a_bug_does_not_end_the_dialling_of_a_peer(monkeypatch: pytest.MonkeyPat
             there.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr("segue.session.tasks.FIRST_PAUSE_S", 0.001)
+        monkeypatch.setattr("segue.kv.session.tasks.FIRST_PAUSE_S", 0.001)
         dialer = Dialer(connect, "here", refused=told.append, patience_s=5.0)
         dialer.start(asyncio.get_running_loop())
         await asyncio.wait_for(there.wait(), 60)

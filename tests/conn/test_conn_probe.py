@@ -19,19 +19,19 @@ import pytest
 from test_conn_new_transport import Board
 from test_manager import LIMITS, Side, ask, assert_at_rest, assert_handed_over, spec
 
-from segue.conn import opening
-from segue.conn.config import HOST
-from segue.core.errors import OutOfCapacity, PeerLost, TransferFailed
-from segue.core.paths import PathCandidate, PathChoice
-from segue.core.types import RankId, Role
-from segue.handoff.messages import PathChosen
-from segue.layout.blocks import CopyBlock
-from segue.session.api import Session
-from segue.transport.base import Endpoint, EventSink, PeerGone, WriteFailed, Written
-from segue.transport.kinds import KINDS, TransportKinds
-from segue.transport.memory import allocate
-from segue.transport.options import TransportOptions
-from segue.transport.probe import SCRATCH_BYTES, HostSpeed
+from segue.kv import transport_negotiation as opening
+from segue.kv.config import HOST
+from segue.kv.errors import OutOfCapacity, PeerLost, TransferFailed
+from segue.kv.ids import RankId, Role
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.path_figures import PathCandidate, PathChoice
+from segue.kv.protocol.messages import PathChosen
+from segue.kv.session.api import Session
+from segue.kv.transport.base import Endpoint, EventSink, PeerGone, WriteFailed, Written
+from segue.kv.transport.kinds import KINDS, TransportKinds
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.probe import SCRATCH_BYTES, HostSpeed
 
 
 class Steady(Board):
@@ -119,11 +119,11 @@ def met(prefill: Side, *decodes: Side) -> Iterator[None]:
 @contextmanager
 def chosen_lines(caplog: pytest.LogCaptureFixture) -> Iterator[SimpleQueue[logging.LogRecord]]:
     """The lines of the log that say what was chosen, as they come."""
-    caplog.set_level(logging.INFO, "segue.conn")
+    caplog.set_level(logging.INFO, "segue.kv")
     lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
     handler = QueueHandler(lines)
     handler.addFilter(lambda record: "path chosen" in record.getMessage())
-    logger = logging.getLogger("segue.conn")
+    logger = logging.getLogger("segue.kv")
     logger.addHandler(handler)
     try:
         yield lines

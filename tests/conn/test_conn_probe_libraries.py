@@ -11,18 +11,18 @@ import pytest
 from test_conn_probe import choice_of, chosen_lines, met, transports_of
 from test_manager import PAGES, Side, assert_at_rest, assert_handed_over, spec
 
-from segue.conn import opening
-from segue.conn.config import HOST
-from segue.core.errors import TransferFailed
-from segue.core.limits import Limits
-from segue.core.paths import PathChoice
-from segue.core.types import RankId, Role
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport.base import Endpoint, EventSink, Transport, Written
-from segue.transport.kinds import KINDS, OK, TransportKinds
-from segue.transport.memory import allocate
-from segue.transport.options import TransportOptions
-from segue.transport.probe import SCRATCH_BYTES
+from segue.kv import transport_negotiation as opening
+from segue.kv.config import HOST
+from segue.kv.errors import TransferFailed
+from segue.kv.ids import RankId, Role
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.path_figures import PathChoice
+from segue.kv.transport.base import Endpoint, EventSink, Transport, Written
+from segue.kv.transport.kinds import KINDS, OK, TransportKinds
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.probe import SCRATCH_BYTES
 
 pytestmark = pytest.mark.slow
 

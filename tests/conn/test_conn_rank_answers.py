@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from test_worker_rank import FULL, PEER, Owner, Refusing, with_raw_worker
 
-from segue.conn import rank_wire as wire
-from segue.conn.io import IoThread, LoopIo
-from segue.conn.rank import FENCE_AGAIN_S
-from segue.conn.rank_worker import RankWorker
-from segue.conn.worker_rank import WorkerRank
-from segue.core.errors import BootstrapTimeout, PeerLost, RequestTooLarge, SegueError, TransferFailed
-from segue.core.limits import Limits
-from segue.core.paths import PathFigures
-from segue.core.types import RankId, TransferId
-from segue.handoff import events
-from segue.layout.content import Content
-from segue.transport.base import Fenced, PeerGone, WriteFailed, Written
-from segue.transport.probe import PageShape, Scratch
+from segue.kv.errors import BootstrapTimeout, PeerLost, RequestTooLarge, SegueError, TransferFailed
+from segue.kv.ids import RankId, TransferId
+from segue.kv.io import IoThread, LoopIo
+from segue.kv.layout.content import Content
+from segue.kv.limits import Limits
+from segue.kv.path_figures import PathFigures
+from segue.kv.protocol import events
+from segue.kv.ranks import rank_wire as wire
+from segue.kv.ranks.local_rank import FENCE_AGAIN_S
+from segue.kv.ranks.rank_worker import RankWorker
+from segue.kv.ranks.worker_rank import WorkerRank
+from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
+from segue.kv.transport.probe import PageShape, Scratch
 
 TRANSFER = TransferId(5, 0, PEER.leader, PEER.leader)
 NOTHING = Content((), ())

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from test_manager import Side, spec
 
-from segue.conn.config import KVConfig, LeaderRuntime
-from segue.conn.rank import local_rank
-from segue.conn.ranks import Ranks
-from segue.core.errors import TransferFailed
-from segue.core.limits import Limits
-from segue.core.types import LeaderId, RankId, Role, TransferId, new_incarnation
-from segue.handoff import events
-from segue.transport.base import Endpoint, Fenced
-from segue.transport.memory import allocate
-from segue.transport.options import TransportOptions
+from segue.kv.config import KVConfig, LeaderRuntime
+from segue.kv.errors import TransferFailed
+from segue.kv.ids import LeaderId, RankId, Role, TransferId, new_incarnation
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.ranks.local_rank import local_rank
+from segue.kv.ranks.rank_group import Ranks
+from segue.kv.transport.base import Endpoint, Fenced
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.options import TransportOptions
 
 PEERS = 3
 #: one rank at either side

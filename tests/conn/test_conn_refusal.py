@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from segue.conn.config import KVConfig
-from segue.conn.manager import KVManager
-from segue.core.errors import ErrorCode, Internal
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
-from segue.handoff import events
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport.memory import allocate
+from segue.kv.config import KVConfig
+from segue.kv.errors import ErrorCode, Internal
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.manager import KVManager
+from segue.kv.protocol import events
+from segue.kv.transport.memory.pool_memory import allocate
 
 SHAPE = KVShape(layers=1, kv_heads=1, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
 SPEC = PoolSpec(shape=SHAPE, page_tokens=4, pages=4, layer_count=1, head_count=1)

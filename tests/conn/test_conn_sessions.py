@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from test_conn_effects import PREFILL, Line, Rig
 
-from segue.conn import manager as managers
-from segue.conn.peers import MEASURED_BYTES, PathSpeed, Peer
-from segue.core.control import Load
-from segue.core.errors import ErrorCode, OutOfCapacity, PeerLost, TransferFailed
-from segue.core.paths import PathChoice
-from segue.core.types import OPEN_RANK, Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
-from segue.handoff import events
-from segue.handoff.messages import Accepted, Failed, Gone, PathChosen
-from segue.session.api import PeerInfo
-from segue.transport.base import Fenced, PeerGone, WriteFailed, Written
+from segue.kv import manager as managers
+from segue.kv.errors import ErrorCode, OutOfCapacity, PeerLost, TransferFailed
+from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, RankId, Role, TransferId
+from segue.kv.path_figures import PathChoice
+from segue.kv.peers import MEASURED_BYTES, PathSpeed, Peer
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Accepted, Failed, Gone, PathChosen
+from segue.kv.session.api import PeerInfo
+from segue.kv.transport.base import Fenced, PeerGone, WriteFailed, Written
+from segue.server.messages.control import Load
 
 ANOTHER = LeaderId(Incarnation("b" * 32))
 GONE = PeerLost("the cable")

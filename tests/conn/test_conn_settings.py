@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from test_manager import spec
 
-from segue.conn import control_plane
-from segue.conn.config import KVConfig, LeaderRuntime, SessionConfig
-from segue.conn.control_plane import ControlPlane
-from segue.conn.manager import COUNTERPART, KVManager
-from segue.conn.rank import local_rank
-from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, LeaderId, RankId, Role
-from segue.handoff.dp_ranks import FAIL, DpRanks
-from segue.transport.base import Endpoint
-from segue.transport.memory import allocate
-from segue.transport.options import TransportOptions
+from segue.kv import control_plane
+from segue.kv.config import KVConfig, LeaderRuntime, SessionConfig
+from segue.kv.control_plane import ControlPlane
+from segue.kv.ids import ChecksumMode, Incarnation, LeaderId, RankId, Role
+from segue.kv.limits import Limits
+from segue.kv.manager import COUNTERPART, KVManager
+from segue.kv.protocol.room_ranks import FAIL, DpRanks
+from segue.kv.ranks.local_rank import local_rank
+from segue.kv.transport.base import Endpoint
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.options import TransportOptions
 
 ME, PEER = LeaderId(Incarnation("a" * 32), 2), LeaderId(Incarnation("b" * 32), 1)
 SCRATCH = 4096

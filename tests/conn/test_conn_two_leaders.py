@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import pytest
 from test_manager import PAGE, PAGES, Side, ask, assert_at_rest, assert_handed_over, begin
 
-from segue.conn.handles import KVReceiver, KVSender
-from segue.core.errors import ErrorCode
-from segue.core.types import KVPoll, LeaderId, Role, Span, TransferId, new_incarnation
-from segue.handoff.dp_ranks import DpRanks
-from segue.handoff.messages import Metadata
+from segue.kv.errors import ErrorCode
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import KVPoll, LeaderId, Role, Span, TransferId, new_incarnation
+from segue.kv.protocol.messages import Metadata
+from segue.kv.protocol.room_ranks import DpRanks
 
 TOKENS = 3 * PAGE
 Half = tuple[TransferId, KVSender, KVReceiver]

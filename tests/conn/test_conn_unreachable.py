@@ -11,9 +11,9 @@ import pytest
 from test_manager import LIMITS, Side, ask, assert_at_rest, assert_handed_over
 
 from ports import HeldPort
-from segue.conn.handles import KVReceiver, KVSender
-from segue.core.errors import ErrorCode, ErrorInfo
-from segue.core.types import KVPoll, LeaderId, Role, TransferId, new_room
+from segue.kv.errors import ErrorCode, ErrorInfo
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import KVPoll, LeaderId, Role, TransferId, new_room
 
 IMPATIENT = msgspec.structs.replace(LIMITS, connect_s=1.0)
 #: Far beyond what any of these may take.

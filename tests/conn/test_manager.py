@@ -15,16 +15,16 @@ import msgspec
 import psutil
 import pytest
 
-from segue.conn.config import HOST, KVConfig
-from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.manager import KVManager
-from segue.core.errors import AbortedByClient, ErrorCode
-from segue.core.limits import Limits
-from segue.core.types import KVPoll, Role, Span, TransferId, new_room
-from segue.handoff import events
-from segue.handoff.messages import Metadata
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport.memory import Memory, allocate
+from segue.kv.config import HOST, KVConfig
+from segue.kv.errors import AbortedByClient, ErrorCode
+from segue.kv.handles import Change, KVReceiver, KVSender
+from segue.kv.ids import KVPoll, Role, Span, TransferId, new_room
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.manager import KVManager
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Metadata
+from segue.kv.transport.memory.pool_memory import Memory, allocate
 
 SHAPE = KVShape(layers=3, kv_heads=2, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
 PAGES, PAGE = 16, 4
@@ -265,7 +265,7 @@ def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object],
                 listener.put(record.getMessage())
 
     handler = Listen()
-    logging.getLogger("segue.session").addHandler(handler)
+    logging.getLogger("segue.kv.session").addHandler(handler)
     try:
         with sides(**options) as (prefill, decode):
             assert text in dialler.get(timeout=DEADLINE_S)
@@ -283,7 +283,7 @@ def test_an_impossible_pair_is_refused_when_it_meets(options: dict[str, object],
                 ErrorCode.UNAUTHORIZED,
             )
     finally:
-        logging.getLogger("segue.session").removeHandler(handler)
+        logging.getLogger("segue.kv.session").removeHandler(handler)
 
 
 def test_nothing_is_left_after_close() -> None:
@@ -462,8 +462,8 @@ def test_lesson_16_the_path_that_was_chosen_and_its_speed_are_said_once_and_show
     transport: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No slow path is taken silently: its name at the join, its measured speed with the first writes."""
-    monkeypatch.setattr("segue.conn.peers.MEASURED_BYTES", 1000)
-    with caplog.at_level(logging.INFO, "segue.conn"), sides(transport) as (prefill, decode):
+    monkeypatch.setattr("segue.kv.peers.MEASURED_BYTES", 1000)
+    with caplog.at_level(logging.INFO, "segue.kv"), sides(transport) as (prefill, decode):
         for _ in range(4):
             assert_handed_over(prefill, decode, 33, 8)
         [speed] = prefill.manager.paths().values()

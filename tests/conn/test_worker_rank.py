@@ -23,16 +23,8 @@ import pytest
 from rank_process import Wanted
 from test_manager import DEADLINE_S, LIMITS, ask, assert_at_rest, begin
 
-from segue.conn import rank_wire as wire
-from segue.conn import rank_worker
-from segue.conn.channel import RankChannel
-from segue.conn.config import KVConfig
-from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.conn.io import IoThread, LoopIo
-from segue.conn.manager import KVManager
-from segue.conn.rank_worker import RankWorker
-from segue.conn.worker_rank import WorkerRank
-from segue.core.errors import (
+from segue.kv.config import KVConfig
+from segue.kv.errors import (
     BootstrapTimeout,
     ErrorCode,
     ErrorInfo,
@@ -41,8 +33,8 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.core.limits import Limits
-from segue.core.types import (
+from segue.kv.handles import Change, KVReceiver, KVSender
+from segue.kv.ids import (
     KVPoll,
     LeaderId,
     RankCoord,
@@ -53,13 +45,21 @@ from segue.core.types import (
     new_incarnation,
     new_room,
 )
-from segue.handoff import events
-from segue.handoff.messages import Metadata
-from segue.layout.content import Content
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport.base import Fenced
-from segue.transport.memory import Memory, allocate
-from segue.transport.probe import PageShape, Scratch
+from segue.kv.io import IoThread, LoopIo
+from segue.kv.layout.content import Content
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.manager import KVManager
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Metadata
+from segue.kv.ranks import rank_wire as wire
+from segue.kv.ranks import rank_worker
+from segue.kv.ranks.rank_channel import RankChannel
+from segue.kv.ranks.rank_worker import RankWorker
+from segue.kv.ranks.worker_rank import WorkerRank
+from segue.kv.transport.base import Fenced
+from segue.kv.transport.memory.pool_memory import Memory, allocate
+from segue.kv.transport.probe import PageShape, Scratch
 
 SHAPE = KVShape(layers=3, kv_heads=6, k_dim=8, v_dim=8, dtype="float16", item_bytes=2)
 PAGES, PAGE = 16, 4

@@ -1,6 +1,6 @@
 """Pauses between tries."""
 
-from segue.core.backoff import Backoff
+from segue.kv.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest_and_begin_again_after_a_success() -> None:

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.core import config as c
-from segue.core import pool_size
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ModelConfig, ServeConfig
-from segue.core.errors import ConfigError
-from segue.core.limits import Limits
-from segue.core.model_names import is_hub_name, served_name
-from segue.core.parallel import ParallelSize, share
-from segue.core.pool_size import Host, ModelSize
-from segue.core.ranks_config import RanksConfig
-from segue.core.settings import Layers, argv, build, flatten, integer, parse_toml, settings
-from segue.core.types import RankCoord, Role
+from segue.engine import pool_size
+from segue.engine.model_names import is_hub_name, served_name
+from segue.engine.parallel import ParallelSize, share
+from segue.engine.pool_size import Host, ModelSize
+from segue.kv.errors import ConfigError
+from segue.kv.ids import RankCoord, Role
+from segue.kv.limits import Limits
+from segue.server.settings import commands as c
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ModelConfig, ServeConfig
+from segue.server.settings.layers import Layers, argv, build, flatten, integer, parse_toml, settings
+from segue.server.settings.ranks_config import RanksConfig
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 HOST = Host(cores=8, free_bytes=16 * 2**30)

@@ -5,8 +5,8 @@ import re
 import msgspec
 import pytest
 
-from segue.core import errors
-from segue.core.errors import ErrorCode, ErrorInfo, SegueError, status_of
+from segue.kv import errors
+from segue.kv.errors import ErrorCode, ErrorInfo, SegueError, status_of
 
 CLASSES = SegueError.__subclasses__()
 #: `├── PeerLost   503   why` in the module's docstring

@@ -2,7 +2,7 @@
 
 import pytest
 
-from segue.core.model_identity import difference, model_identity
+from segue.kv.model_identity import difference, model_identity
 
 A, B = "a" * 64, "b" * 64
 

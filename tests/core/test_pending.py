@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue.core.pending import PendingConnections
+from segue.kv.pending import PendingConnections
 
 
 def test_one_address_can_only_push_out_its_own() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from segue.core.records import MAX_FOUND, MAX_STEPS, Path, Records, RequestRecord
+from segue.server.messages.records import MAX_FOUND, MAX_STEPS, Path, Records, RequestRecord
 
 
 def record(request_id: str, text: str = "") -> RequestRecord:

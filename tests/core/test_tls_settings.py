@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
-from segue.core.errors import ConfigError
-from segue.core.operator_config import DoctorConfig, OperatorConfig
-from segue.core.pool_size import Host
-from segue.core.settings import Layers, argv, build, settings
-from segue.core.types import Role
+from segue.engine.pool_size import Host
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
+from segue.server.settings.layers import Layers, argv, build, settings
+from segue.server.settings.operator_config import DoctorConfig, OperatorConfig
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 FILES = {"SEGUE_TLS_CERT": "c.pem", "SEGUE_TLS_KEY": "k.pem", "SEGUE_TLS_CA": "a.pem"}

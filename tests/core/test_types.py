@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from segue.core.types import (
+from segue.kv.ids import (
     MAX_ROOM,
     Incarnation,
     KVPoll,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from segue.cli.main import main, parser
-from segue.core.config import COMMANDS, InstanceConfig, ServeConfig
-from segue.core.errors import ConfigError
-from segue.core.settings import Layers, build, hint, nearest, parse_toml, settings
-from segue.core.types import Role
-from segue.core.words import FOREIGN, IN_SERVE, LATER, is_service_link
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.server.settings.commands import COMMANDS, InstanceConfig, ServeConfig
+from segue.server.settings.flag_aliases import FOREIGN, IN_SERVE, LATER, is_service_link
+from segue.server.settings.layers import Layers, build, hint, nearest, parse_toml, settings
 
 KNOWN = {command: list(settings(cls)) for command, cls in COMMANDS.items()}
 FLAGS = {command: made.words() for command, made in parser()[1].items()}

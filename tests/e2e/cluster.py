@@ -14,12 +14,12 @@ from types import TracebackType
 from served import Served, State, rest
 
 from ports import HeldPort
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.bootstrap.server import RegistryServer
-from segue.bootstrap.server import serve as serve_registry
-from segue.conn.io import IoThread
-from segue.core.limits import Limits
-from segue.core.types import LeaderId, Role, new_incarnation
+from segue.kv.ids import LeaderId, Role, new_incarnation
+from segue.kv.io import IoThread
+from segue.kv.limits import Limits
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.registry.registry_server import RegistryServer
+from segue.server.registry.registry_server import serve as serve_registry
 
 MODEL = "tiny"
 

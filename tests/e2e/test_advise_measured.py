@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from segue.cli.advise import AdviseReport, MeasuredMachine
+from segue.cli.commands.advise import AdviseReport, MeasuredMachine
 from segue.cli.main import main
 
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 #: leave no segment mapped. What a manager still owes its peer after the last state takes a moment.
 CHECK = """
 import gc, os, pathlib, sys, time
-from segue.conn.manager import KVManager
-from segue.observe.integrity import busy
+from segue.kv.manager import KVManager
+from segue.server.observe.integrity_report import busy
 
 close = KVManager.close
 

@@ -67,7 +67,7 @@ def generated(asked: list[list[int]], folder: Path | None = None) -> list[list[i
     import torch
     from transformers import AutoModelForCausalLM
 
-    from segue.engine.store import resolve_model
+    from segue.engine.models.model_store import resolve_model
 
     torch.set_num_threads(1)
     folder = folder or resolve_model("smollm2", progress=lambda *_: None)

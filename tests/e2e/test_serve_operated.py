@@ -13,8 +13,8 @@ import pytest
 from cluster import free_ports
 from served import Served
 
-from segue.core.kv_events import page_hashes
-from segue.roles.local_prompts import HANDOFFS
+from segue.engine.kv_events import page_hashes
+from segue.server.schedulers.local_prompts import HANDOFFS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -21,14 +21,14 @@ from served import Served
 from test_served_ranks import PROMPTS, reference
 
 from ports import HeldPort
-from segue.bootstrap.client import RegistryClient
-from segue.core.limits import Limits
-from segue.core.request import RankHints, Request, SamplingParams
-from segue.core.types import LeaderId, Role
-from segue.fleet.fleet import Fleet
-from segue.fleet.replica import Replica
-from segue.fleet.settings import FleetSettings
-from segue.observe.metrics import Metrics
+from segue.engine.request import RankHints, Request, SamplingParams
+from segue.kv.ids import LeaderId, Role
+from segue.kv.limits import Limits
+from segue.server.fleet.fleet import Fleet
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.fleet.replica import Replica
+from segue.server.observe.metrics import Metrics
+from segue.server.registry.client import RegistryClient
 
 pytestmark = [pytest.mark.timeout(400)]
 
@@ -76,8 +76,8 @@ LIMITS = Limits(max_queue=2048)
 #: A registry alone in its process, at the port that it is given; it says which one that is.
 REGISTRY = """
 import asyncio, sys
-from segue.bootstrap.server import serve
-from segue.core.limits import Limits
+from segue.server.registry.registry_server import serve
+from segue.kv.limits import Limits
 
 async def main():
     server = await serve("127.0.0.1", int(sys.argv[1]), secret=None, limits=Limits())

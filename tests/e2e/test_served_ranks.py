@@ -46,7 +46,7 @@ def test_a_deployment_of_two_ranks_and_one_answers_as_the_reference_does(tiny: P
         assert {name: info["tp_size"] for name, info in about.items()} == {"prefill-0": 2, "decode-0": 1}
         made.at_rest()
         # One rank dies: its instance reports itself gone, and with the only prefill the service ends.
-        [rank] = made.instances("segue.serve.rank_process")
+        [rank] = made.instances("segue.server.instance.rank_process")
         os.kill(rank.pid, signal.SIGKILL)
         assert made.process.wait(60) == 1
         assert made.logged(re.compile(r"a rank of this replica is lost"))
@@ -78,7 +78,7 @@ def test_context_parallel_prefill_and_pipeline_stages_of_decode_answer_as_the_re
     sizes = ("--prefill-cp", "2", "--prefill-pp", "2", "--decode-pp", "2", "--transport", "tcp")
     with Served("--model", str(tiny), "--served-model-name", "tiny", *SMALL, *sizes) as made:
         assert [ask(made.url, p).json()["choices"][0]["token_ids"] for p in PROMPTS] == reference(tiny)
-        assert len(made.instances("segue.serve.rank_process")) == 3 + 1
+        assert len(made.instances("segue.server.instance.rank_process")) == 3 + 1
         assert made.stop() == 0
 
 
@@ -86,7 +86,7 @@ def test_context_parallel_prefill_and_pipeline_stages_of_decode_answer_as_the_re
 def test_ranks_die_with_a_leader_that_is_killed(tiny: Path) -> None:
     """Also one that stands still; the fixtures of each test look for processes that are left behind."""
     with Served("--model", str(tiny), "--served-model-name", "tiny", *TWO_ONE, *NEVER) as made:
-        [rank] = made.instances("segue.serve.rank_process")
+        [rank] = made.instances("segue.server.instance.rank_process")
         rank.suspend()
         [leader] = made.instances("prefill")
         leader.kill()
@@ -105,7 +105,7 @@ def test_instances_of_several_ranks_take_other_roles_and_answer_as_the_reference
             assert answers == reference(tiny)
 
         check()
-        ranks = {rank.pid for rank in made.instances("segue.serve.rank_process")}
+        ranks = {rank.pid for rank in made.instances("segue.server.instance.rank_process")}
         assert len(ranks) == 3
         [first] = names(made, "prefill")
         turned = made.operate("switch", names(made, "decode")[0], "prefill")
@@ -115,7 +115,7 @@ def test_instances_of_several_ranks_take_other_roles_and_answer_as_the_reference
         for _ in range(2):  # each decode instance has its turn
             check()
         made.at_rest()
-        assert {rank.pid for rank in made.instances("segue.serve.rank_process")} == ranks
+        assert {rank.pid for rank in made.instances("segue.server.instance.rank_process")} == ranks
         [leader] = made.instances("prefill")  # it was started as that
         [lost] = leader.children()
         os.kill(lost.pid, signal.SIGKILL)

@@ -6,13 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-from segue.core.errors import SegueError
-from segue.engine.base import run_step
-from segue.engine.cpu_engine import make_engine
-from segue.engine.cpu_forward import load_forward
-from segue.engine.dp_forward import DpForward
-from segue.engine.dp_group import DpGroup
-from segue.serve.dp_ranks import star
+from segue.engine.cpu.cpu_engine import make_engine
+from segue.engine.cpu.cpu_forward import load_forward
+from segue.engine.engine_api import run_step
+from segue.engine.ranks.dp_forward import DpForward
+from segue.engine.ranks.dp_group import DpGroup
+from segue.kv.errors import SegueError
+from segue.server.supervisor.dp_rank_processes import star
 
 
 class DpRank:

@@ -20,9 +20,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from segue.core.request import SamplingParams, TokenLogprob
-from segue.engine.base import SequenceResult, SequenceStep, run_step
-from segue.engine.cpu_engine import load_engine
+from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.engine_api import SequenceResult, SequenceStep, run_step
+from segue.engine.request import SamplingParams, TokenLogprob
 
 VOCAB = 97
 CONTEXT_TOKENS = 4096

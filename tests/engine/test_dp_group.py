@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch
 
-from segue.core.errors import Internal, PeerLost, RankDivergence
-from segue.engine.dp_group import AliveWord, DpDoneWord, DpGroup, LostWord, StepWord, _decoder
-from segue.serve.dp_ranks import star
+from segue.engine.ranks.dp_group import AliveWord, DpDoneWord, DpGroup, LostWord, StepWord, _decoder
+from segue.kv.errors import Internal, PeerLost, RankDivergence
+from segue.server.supervisor.dp_rank_processes import star
 
 
 class Gloo:

@@ -19,13 +19,13 @@ from engine_models import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from segue.core.errors import ChecksumMismatch, ConfigError, Internal, InvalidRequest
-from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.cpu_engine import load_engine
-from segue.engine.cpu_fused import Head, PlainProduct
-from segue.engine.model_fingerprint import fingerprint
-from segue.transport.memory import allocate
+from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.cpu.cpu_fused import Head, PlainProduct
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.models.model_fingerprint import fingerprint
+from segue.engine.request import SamplingParams
+from segue.kv.errors import ChecksumMismatch, ConfigError, Internal, InvalidRequest
+from segue.kv.transport.memory.pool_memory import allocate
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90, 11, 45, 46, 47, 3, 8, 19, 20, 70, 71, 72]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from segue.core.errors import ConfigError
-from segue.engine import store
-from segue.engine.store import DEFAULT_MODEL, resolve_model
+from segue.engine.models import model_store as store
+from segue.engine.models.model_store import DEFAULT_MODEL, resolve_model
+from segue.kv.errors import ConfigError
 
 PROJECT, VERSION = store._REQUIREMENT.split("==")
 MODEL_BYTES = 3 * 2**20

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.timeout(900)
 
 REFUSAL = """
 import torch
-from segue.engine.cpu_fused import packs_bfloat16
-from segue.engine.processor import this_processor
+from segue.engine.cpu.cpu_fused import packs_bfloat16
+from segue.engine.cpu.processor import this_processor
 try:
     torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64, dtype=torch.bfloat16), None)
     refused = "no"

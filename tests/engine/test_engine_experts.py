@@ -9,11 +9,11 @@ import torch
 from dp_threads import DpThreads
 from engine_models import VOCAB, GreedySampler, generate, save_model, serve
 
-from segue.core.errors import ConfigError, ErrorCode, PeerLost, RankDivergence
-from segue.core.limits import Limits
-from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.supported import check_experts
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.models.supported import check_experts
+from segue.engine.request import SamplingParams
+from segue.kv.errors import ConfigError, ErrorCode, PeerLost, RankDivergence
+from segue.kv.limits import Limits
 
 DRAW = random.Random(5)
 PROMPTS = [[DRAW.randrange(3, VOCAB) for _ in range(n)] for n in (40, 3, 27, 90)]

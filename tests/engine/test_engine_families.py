@@ -17,9 +17,9 @@ from engine_models import (
     serve,
 )
 
-from segue.core.errors import ConfigError
-from segue.engine.families import read_config
-from segue.engine.supported import FAMILIES
+from segue.engine.models.families import read_config
+from segue.engine.models.supported import FAMILIES
+from segue.kv.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

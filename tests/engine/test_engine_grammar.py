@@ -12,11 +12,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from segue.core.errors import InvalidRequest, OutOfCapacity
-from segue.core.request import Grammar, SamplingParams
 from segue.engine.grammar import MAX_PREPARING, GrammarCompiler
 from segue.engine.grammar_check import GrammarChecker
+from segue.engine.request import Grammar, SamplingParams
 from segue.engine.sampler import Sampler
+from segue.kv.errors import InvalidRequest, OutOfCapacity
 
 SCHEMA = json.dumps(
     {

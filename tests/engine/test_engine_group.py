@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from segue.core.errors import ConfigError, PeerLost
-from segue.engine import group
-from segue.engine.group import STAGE_S, TensorGroup
+from segue.engine.ranks import collectives as group
+from segue.engine.ranks.collectives import STAGE_S, TensorGroup
+from segue.kv.errors import ConfigError, PeerLost
 
 
 class DoubleNCCL:

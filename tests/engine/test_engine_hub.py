@@ -25,9 +25,9 @@ from huggingface_hub import constants, file_download
 from safetensors.torch import save_file
 
 from hub_server import Hub, Repository, serve
-from segue.core.errors import ConfigError
-from segue.engine import child, hub
-from segue.engine.store import resolve_model
+from segue.engine.models import child, hub
+from segue.engine.models.model_store import resolve_model
+from segue.kv.errors import ConfigError
 
 NAME = "org/tiny"
 WEIGHT_BYTES = 3 * 2**20
@@ -170,7 +170,7 @@ def test_a_process_that_is_ended_is_continued_by_the_next(
     here: Hub, tmp_path: Path, number: signal.Signals
 ) -> None:
     here.cut["model.safetensors"], here.hold = 2**20 + 12345, True
-    command = [sys.executable, "-m", "segue.engine.hub", NAME, "", "weights"]
+    command = [sys.executable, "-m", "segue.engine.models.hub", NAME, "", "weights"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         assert here.held.wait(60)
         wait_for_bytes(tmp_path, 2**20)
@@ -210,7 +210,7 @@ def wait_for_bytes(tmp_path: Path, count: int) -> None:
 
 def test_two_at_once_fetch_once(here: Hub, tmp_path: Path) -> None:
     here.cut["model.safetensors"], here.hold = 2**20, True
-    command = [sys.executable, "-m", "segue.engine.hub", NAME, "", "weights"]
+    command = [sys.executable, "-m", "segue.engine.models.hub", NAME, "", "weights"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
         assert here.held.wait(60)
         here.hold = False

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segue.core.errors import ConfigError
-from segue.engine.cpu_kernels import make_kernels
-from segue.engine.cpu_numba import _half, wide
+from segue.engine.cpu.cpu_kernels import make_kernels
+from segue.engine.cpu.cpu_numba import _half, wide
+from segue.kv.errors import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: Half a step of each type at 1, and room for float32 sums.

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from segue.core.errors import Internal, OutOfCapacity
 from segue.engine.pages import PagePool, runs
+from segue.kv.errors import Internal, OutOfCapacity
 
 
 class PoolMachine(RuleBasedStateMachine):

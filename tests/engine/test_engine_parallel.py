@@ -9,17 +9,17 @@ import torch
 from engine_models import FAMILY_CONFIGS, VOCAB, GreedySampler, generate, save_model, serve
 from rank_threads import RankThreads, load_ranks
 
-from segue.core.errors import ConfigError
-from segue.core.parallel import ParallelSize
-from segue.core.request import SamplingParams
-from segue.core.types import RankCoord
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.cpu_forward import load_forward
-from segue.engine.families import load_model
-from segue.engine.group import Place
-from segue.engine.slicing import _keep_columns, check_size, cut, heads_of, part_of
-from segue.layout.sides import boxes_of
-from segue.layout.spec import KVShape, PoolSpec
+from segue.engine.cpu.cpu_forward import load_forward
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.models.families import load_model
+from segue.engine.parallel import ParallelSize
+from segue.engine.ranks.collectives import Place
+from segue.engine.ranks.slicing import _keep_columns, check_size, cut, heads_of, part_of
+from segue.engine.request import SamplingParams
+from segue.kv.errors import ConfigError
+from segue.kv.ids import RankCoord
+from segue.kv.layout.sides import boxes_of
+from segue.kv.layout.spec import KVShape, PoolSpec
 
 DRAW = random.Random(5)
 PROMPTS = [[DRAW.randrange(3, VOCAB) for _ in range(n)] for n in (40, 3, 27)]
@@ -145,7 +145,7 @@ def test_every_query_head_is_computed_once_beside_its_own_kv_head(heads, kv_head
 
 
 def test_no_two_ranks_of_any_legal_sizes_hold_partly_the_same():
-    """What a plan refuses (`layout.sides`) comes from no sizes that an instance accepts."""
+    """What a plan refuses (`kv.layout.sides`) comes from no sizes that an instance accepts."""
     for kv_heads in (1, 2, 3, 5, 8):
         shape = KVShape(layers=7, kv_heads=kv_heads, k_dim=2, v_dim=2, dtype="float32", item_bytes=4)
         for size in (ParallelSize(tp=tp, pp=pp) for tp in range(1, 25) for pp in range(1, 8)):

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from segue.core.errors import PeerLost, RequestTooLarge
-from segue.engine import pipe
-from segue.engine.pipe import HEAD, Pipe
+from segue.engine.ranks import pipe
+from segue.engine.ranks.pipe import HEAD, Pipe
+from segue.kv.errors import PeerLost, RequestTooLarge
 
 
 @pytest.fixture

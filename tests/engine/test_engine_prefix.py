@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from segue.core.errors import Internal, OutOfCapacity
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree, allocate_evicting
+from segue.kv.errors import Internal, OutOfCapacity
 
 SIZE = 2
 tokens = st.lists(st.integers(0, 1), max_size=14)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from segue.engine.processor import processor_of, this_processor
+from segue.engine.cpu.processor import processor_of, this_processor
 
 AMX = "flags\t: fpu avx2 avx512f avx512bw avx512_bf16 avx512_fp16 amx_bf16 amx_tile\n"
 ZEN4 = "flags\t: fpu avx2 avx512f avx512bw avx512_bf16\n"
@@ -50,7 +50,7 @@ def test_the_reason_names_the_flags_and_the_variable() -> None:
 
 
 def test_this_processor_is_described_without_torch() -> None:
-    program = "import sys; from segue.engine.processor import this_processor as it; "
+    program = "import sys; from segue.engine.cpu.processor import this_processor as it; "
     program += "print(it().best, 'torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == [this_processor().best, "False"]

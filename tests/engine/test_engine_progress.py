@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from engine_models import engine_for, save_model
 
-from segue.engine import progress
-from segue.engine.progress import counted, step
+from segue.engine.models import progress
+from segue.engine.models.progress import counted, step
 
 
 @pytest.fixture(autouse=True)

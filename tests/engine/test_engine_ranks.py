@@ -9,12 +9,12 @@ import torch
 from engine_models import GreedySampler, generate, save_model
 from rank_threads import RankThreads
 
-from segue.core.errors import ChecksumMismatch, ErrorCode, Internal, OutOfCapacity, PeerLost, RankDivergence
-from segue.core.parallel import ParallelSize
-from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.pipe import MAX_BYTES, Pipe
-from segue.engine.ranks import DoneWord, OrderFrame, TellOrder, _carry_out
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.parallel import ParallelSize
+from segue.engine.ranks.parallel_replica import DoneWord, OrderFrame, TellOrder, _carry_out
+from segue.engine.ranks.pipe import MAX_BYTES, Pipe
+from segue.engine.request import SamplingParams
+from segue.kv.errors import ChecksumMismatch, ErrorCode, Internal, OutOfCapacity, PeerLost, RankDivergence
 
 PROMPT = [5, 9, 33, 7, 21, 60, 2, 2, 90]
 STEP = SequenceStep(1, PROMPT, 0, [0], True)

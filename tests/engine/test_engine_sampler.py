@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.core.errors import ErrorCode, Internal, InvalidRequest
-from segue.core.request import Grammar, SamplingParams
+from segue.engine.request import Grammar, SamplingParams
 from segue.engine.sampler import MAX_LOGIT_BIAS, Sampler, _candidates, check_sampling
+from segue.kv.errors import ErrorCode, Internal, InvalidRequest
 
 VOCAB = 64
 EOS = 2

@@ -16,14 +16,14 @@ from engine_models import (
 from test_engine_families import prompts_of
 from transformers import Qwen3_5TextConfig
 
-from segue.core.errors import ChecksumMismatch, ConfigError, InvalidRequest
-from segue.core.parallel import ParallelSize
-from segue.core.pool_size import MAX_STATE_SLOTS, ModelSize, kv_pool_bytes, state_slots
-from segue.core.request import SamplingParams
-from segue.engine.base import SequenceStep, run_step
-from segue.engine.hybrid import kv_layers, layer_types, state_tensors
-from segue.engine.slicing import check_size
-from segue.engine.supported import refuse_options
+from segue.engine.engine_api import SequenceStep, run_step
+from segue.engine.models.hybrid import kv_layers, layer_types, state_tensors
+from segue.engine.models.supported import refuse_options
+from segue.engine.parallel import ParallelSize
+from segue.engine.pool_size import MAX_STATE_SLOTS, ModelSize, kv_pool_bytes, state_slots
+from segue.engine.ranks.slicing import check_size
+from segue.engine.request import SamplingParams
+from segue.kv.errors import ChecksumMismatch, ConfigError, InvalidRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 (PROMPT,) = prompts_of([40])

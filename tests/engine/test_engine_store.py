@@ -18,11 +18,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
-from segue.core.errors import ConfigError
-from segue.engine import child, store
-from segue.engine.child import is_no_room
-from segue.engine.folders import check_folder, check_room
-from segue.engine.store import DEFAULT_MODEL, MANIFEST, cache_folder, resolve_model
+from segue.engine.models import child
+from segue.engine.models import model_store as store
+from segue.engine.models.child import is_no_room
+from segue.engine.models.folders import check_folder, check_room
+from segue.engine.models.model_store import DEFAULT_MODEL, MANIFEST, cache_folder, resolve_model
+from segue.kv.errors import ConfigError
 
 HIDDEN, HEADS, LAYERS, FFN = 32, 2, 1, 64
 

@@ -15,8 +15,8 @@ import numba
 import pytest
 from numba.core import caching
 
-from segue.engine import kernel_cache
-from segue.engine.kernel_cache import Source, compile_kernels, usable_folder
+from segue.engine.cpu import kernel_cache
+from segue.engine.cpu.kernel_cache import Source, compile_kernels, usable_folder
 
 PLAIN = {"error_model": "numpy"}
 SIGNATURE = numba.void(numba.int64)
@@ -30,8 +30,8 @@ logging.basicConfig(level="INFO", stream=sys.stdout, format="%(levelname)s %(mes
 #: Compiles kernels that write the numbers in their names, and uses them.
 WRITING = """
 import numba, numpy as np
-from segue.engine.cpu_numba import OPTIONS, indices
-from segue.engine.kernel_cache import Source, compile_kernels
+from segue.engine.cpu.cpu_numba import OPTIONS, indices
+from segue.engine.cpu.kernel_cache import Source, compile_kernels
 def writing(number):
     def write(at):
         indices(at, 1)[0] = number
@@ -47,7 +47,7 @@ print("right")
 #: Compiles the kernels of a small model and uses one.
 MODEL = """
 import torch
-from segue.engine.cpu_kernels import make_kernels
+from segue.engine.cpu.cpu_kernels import make_kernels
 kernels = make_kernels("float32", 8, 2, 1, 1)
 x, out, weight = torch.ones(8, 64), torch.zeros(8, 64), torch.ones(64)
 kernels.norm(x.data_ptr(), out.data_ptr(), weight.data_ptr(), 8, 64, 0.0)

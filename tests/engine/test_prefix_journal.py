@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from segue.core.kv_events import (
+from segue.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

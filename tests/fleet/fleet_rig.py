@@ -4,21 +4,21 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
-from segue.core.errors import (
+from segue.engine.request import Output, Request, SamplingParams
+from segue.kv.errors import (
     ErrorCode,
     ErrorInfo,
     SegueError,
 )
-from segue.core.limits import Limits
-from segue.core.request import Output, Request, SamplingParams
-from segue.core.types import FinishReason, LeaderId, Role, new_incarnation
-from segue.fleet.fleet import Fleet
-from segue.fleet.settings import FleetSettings
-from segue.handoff.ticket import verify
-from segue.observe.metrics import Metrics
-from segue.session.node import SessionNode
+from segue.kv.ids import FinishReason, LeaderId, Role, new_incarnation
+from segue.kv.limits import Limits
+from segue.kv.protocol.ticket import verify
+from segue.kv.session.node import SessionNode
+from segue.server.fleet.fleet import Fleet
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.server.observe.metrics import Metrics
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 SECRET = b"a secret of enough bytes"
 #: Nobody is late on a machine that stands still for a while.

@@ -10,9 +10,7 @@ import pytest
 from fleet_rig import DEADLINE_S, Leader, Rig, run
 
 from jumps import Jumps
-from segue.balance.attempts import Next
-from segue.core.control import Load
-from segue.core.errors import (
+from segue.kv.errors import (
     AbortedByClient,
     BootstrapUnreachable,
     DeadlineExceeded,
@@ -26,9 +24,11 @@ from segue.core.errors import (
     Starting,
     TransferFailed,
 )
-from segue.core.types import Role
-from segue.fleet import router
-from segue.frontend.ready import keep_proving
+from segue.kv.ids import Role
+from segue.server.balance.attempts import Next
+from segue.server.fleet import router
+from segue.server.frontend.ready import keep_proving
+from segue.server.messages.control import Load
 
 
 def test_both_halves_get_the_same_signed_ticket_and_decode_is_streamed() -> None:

@@ -9,8 +9,8 @@ import pytest
 from fleet_rig import DEADLINE_S, Leader, Rig, run
 from msgspec import structs
 
-from segue.core.control import Explain, Load, Outputs, Submit
-from segue.core.errors import (
+from segue.engine.request import Output, RankHints
+from segue.kv.errors import (
     AbortedByClient,
     BootstrapUnreachable,
     Draining,
@@ -20,8 +20,8 @@ from segue.core.errors import (
     PeerLost,
     TransferFailed,
 )
-from segue.core.request import Output, RankHints
-from segue.core.types import OPEN_RANK, FinishReason, LeaderId, Role
+from segue.kv.ids import OPEN_RANK, FinishReason, LeaderId, Role
+from segue.server.messages.control import Explain, Load, Outputs, Submit
 
 LEFT = ErrorInfo(code=ErrorCode.ABORTED_BY_CLIENT, text="left")
 

@@ -14,8 +14,8 @@ from msgspec import structs
 from test_fleet_attempts import LEFT, begun, heard, said
 
 from jumps import Jumps
-from segue.core.control import Outputs
-from segue.core.errors import (
+from segue.engine.request import Output, RankHints, Wait
+from segue.kv.errors import (
     AbortedByClient,
     DeadlineExceeded,
     DpRankOutOfRange,
@@ -24,11 +24,11 @@ from segue.core.errors import (
     OutOfCapacity,
     PeerLost,
 )
-from segue.core.records import MAX_FOUND
-from segue.core.request import Output, RankHints, Wait
-from segue.core.types import FinishReason, Role
-from segue.fleet.call import Signal
-from segue.session.wire import Wire
+from segue.kv.ids import FinishReason, Role
+from segue.kv.session.wire import Wire
+from segue.server.fleet.call import Signal
+from segue.server.messages.control import Outputs
+from segue.server.messages.records import MAX_FOUND
 
 
 def tokens(rig: Rig) -> dict[str, int]:

@@ -9,8 +9,8 @@ import pytest
 from fleet_rig import DEADLINE_S, Leader, Rig, run
 
 from jumps import Jumps
-from segue.core.control import Cancel, Outputs, Submit
-from segue.core.errors import (
+from segue.engine.request import Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.kv.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
     Draining,
@@ -22,8 +22,8 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.core.request import Output, Request, SamplingParams, TokenLogprob, Usage
-from segue.core.types import FinishReason, Role
+from segue.kv.ids import FinishReason, Role
+from segue.server.messages.control import Cancel, Outputs, Submit
 
 COUNT = 6
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from fleet_rig import DEADLINE_S, Leader, Rig, run
 
-from segue.core.errors import ErrorCode, PeerLost, SegueError
-from segue.core.types import Role
-from segue.fleet.router import Cooling
+from segue.kv.errors import ErrorCode, PeerLost, SegueError
+from segue.kv.ids import Role
+from segue.server.fleet.router import Cooling
 
 #: What a client, a deadline, a drain or a wrong pair causes; written down here, not asked of the code.
 NOBODYS_FAULT = {

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from fleet_rig import DEADLINE_S, LIMITS, Leader, Rig
 
-from segue.bootstrap.client import LocalRegistry
-from segue.bootstrap.records import InstanceRecord
-from segue.bootstrap.store import RegistryStore
-from segue.bootstrap.waiting import SystemClock
-from segue.core.errors import DeadlineExceeded, PeerLost, Starting
-from segue.core.types import LeaderId, Role, new_incarnation
+from segue.kv.errors import DeadlineExceeded, PeerLost, Starting
+from segue.kv.ids import LeaderId, Role, new_incarnation
+from segue.server.registry.client import LocalRegistry
+from segue.server.registry.registry_records import InstanceRecord
+from segue.server.registry.registry_store import RegistryStore
+from segue.server.registry.waiting import SystemClock
 
 
 class Halves:

@@ -8,9 +8,8 @@ import pytest
 from fleet_rig import Leader, Rig, run
 from test_router import REQUEST, Fleet, pairs, ranks
 
-from segue.balance.attempts import Attempts, Next
-from segue.core.control import Met
-from segue.core.errors import (
+from segue.engine.kv_events import FollowPrefixes, Prefixes, page_hashes
+from segue.kv.errors import (
     Draining,
     ErrorCode,
     Internal,
@@ -19,10 +18,11 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.core.kv_events import FollowPrefixes, Prefixes, page_hashes
-from segue.core.types import LeaderId, Role
-from segue.fleet.replica import Replica, Route
-from segue.fleet.router import Cooling
+from segue.kv.ids import LeaderId, Role
+from segue.server.balance.attempts import Attempts, Next
+from segue.server.fleet.replica import Replica, Route
+from segue.server.fleet.router import Cooling
+from segue.server.messages.control import Met
 
 # ---- the router --------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from fleet_rig import Leader, Rig, run
 
-from segue.core.control import Outputs, Submit
-from segue.core.errors import ErrorCode, ErrorInfo, SegueError
-from segue.core.request import Output
-from segue.core.types import Role
+from segue.engine.request import Output
+from segue.kv.errors import ErrorCode, ErrorInfo, SegueError
+from segue.kv.ids import Role
+from segue.server.messages.control import Outputs, Submit
 
 
 class Refusing(Leader):

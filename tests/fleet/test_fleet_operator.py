@@ -11,9 +11,7 @@ import pytest
 from msgspec import structs
 
 from jumps import Jumps
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.core.control import Explain, Explained, Load
-from segue.core.errors import (
+from segue.kv.errors import (
     BootstrapTimeout,
     DeadlineExceeded,
     InvalidRequest,
@@ -21,12 +19,14 @@ from segue.core.errors import (
     PeerLost,
     SegueError,
 )
-from segue.core.limits import Limits
-from segue.core.operate import Look, OperationRefused, OperatorMessage, Sight, State, Steer, Switch
-from segue.core.records import RequestRecord
-from segue.core.types import Incarnation, LeaderId, Role, successor
-from segue.fleet.operator import ASK_S, Operator, operator
-from segue.session.node import SessionNode
+from segue.kv.ids import Incarnation, LeaderId, Role, successor
+from segue.kv.limits import Limits
+from segue.kv.session.node import SessionNode
+from segue.server.fleet.operator import ASK_S, Operator, operator
+from segue.server.messages.control import Explain, Explained, Load
+from segue.server.messages.operate import Look, OperationRefused, OperatorMessage, Sight, State, Steer, Switch
+from segue.server.messages.records import RequestRecord
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 SECRET = b"a secret of enough bytes"
 LIMITS = Limits(handshake_s=60.0, connect_s=60.0)
@@ -413,7 +413,7 @@ def test_the_registry_is_left_however_a_command_ends(monkeypatch: pytest.MonkeyP
         async def close(self) -> None:
             closed.append("registry")
 
-    monkeypatch.setattr("segue.fleet.operator.open_backend", lambda *_: Registry())
+    monkeypatch.setattr("segue.server.fleet.operator.open_backend", lambda *_: Registry())
 
     async def main() -> None:
         async with operator("http://x", secret=SECRET, limits=LIMITS, tls=None):

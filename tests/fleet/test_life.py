@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from segue.core.errors import ErrorCode, ErrorInfo
-from segue.core.records import RequestRecord, Step
-from segue.fleet.life import HTTP, life_of, told
+from segue.kv.errors import ErrorCode, ErrorInfo
+from segue.server.fleet.life import HTTP, life_of, told
+from segue.server.messages.records import RequestRecord, Step
 
 
 def record(where: str, began: float, request_id: str = "r", **more: object) -> RequestRecord:

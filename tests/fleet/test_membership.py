@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from fleet_rig import DEADLINE_S, FakeRegistry, Leader, Rig, run
 
-from segue.bootstrap.records import InstanceRecord
-from segue.core.control import Outputs
-from segue.core.errors import BootstrapUnreachable, PeerLost, PeerRefused, Unauthorized
-from segue.core.request import Output
-from segue.core.types import FinishReason, LeaderId, Role
-from segue.session.node import SessionNode
+from segue.engine.request import Output
+from segue.kv.errors import BootstrapUnreachable, PeerLost, PeerRefused, Unauthorized
+from segue.kv.ids import FinishReason, LeaderId, Role
+from segue.kv.session.node import SessionNode
+from segue.server.messages.control import Outputs
+from segue.server.registry.registry_records import InstanceRecord
 
 
 @pytest.fixture(autouse=True)
 def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("segue.session.tasks.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("segue.kv.session.tasks.FIRST_PAUSE_S", 0.001)
 
 
 class Broken(InstanceRecord, frozen=True, kw_only=True):

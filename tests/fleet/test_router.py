@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from segue.balance.attempts import Attempts, Next
-from segue.balance.base import PlacementRequest
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.core.control import Load
-from segue.core.errors import (
+from segue.engine.request import RankHints, Request, SamplingParams
+from segue.kv.errors import (
     AbortedByClient,
     DeadlineExceeded,
     DpRankOutOfRange,
@@ -24,11 +21,14 @@ from segue.core.errors import (
     TransferFailed,
     status_of,
 )
-from segue.core.request import RankHints, Request, SamplingParams
-from segue.core.types import Incarnation, LeaderId, Role
-from segue.fleet.replica import Replica, Route
-from segue.fleet.router import FIRST_COOL_S, LONGEST_COOL_S, Router
-from segue.fleet.settings import FleetSettings
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.server.balance.attempts import Attempts, Next
+from segue.server.balance.policy import PlacementRequest
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.fleet.replica import Replica, Route
+from segue.server.fleet.router import FIRST_COOL_S, LONGEST_COOL_S, Router
+from segue.server.messages.control import Load
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 REQUEST = Request(request_id="r", prompt=[1, 2], sampling=SamplingParams())
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from segue.core.errors import Draining, OutOfCapacity
-from segue.fleet.vacancies import LONGEST_S, Vacancies
+from segue.kv.errors import Draining, OutOfCapacity
+from segue.server.fleet.vacancies import LONGEST_S, Vacancies
 
 
 def told(vacancies: Vacancies, now: float) -> int:

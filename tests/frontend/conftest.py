@@ -21,15 +21,15 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from jumps import Jumps
-from segue.core.errors import Draining, ErrorInfo, SegueError, Starting
-from segue.core.limits import Limits
-from segue.core.request import Output, Request, TokenLogprob, Usage, Wait
-from segue.core.types import FinishReason
-from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.http_server import HttpServer, bind
-from segue.frontend.keys import ApiKeys
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.observe.metrics import Metrics
+from segue.engine.request import Output, Request, TokenLogprob, Usage, Wait
+from segue.kv.errors import Draining, ErrorInfo, SegueError, Starting
+from segue.kv.ids import FinishReason
+from segue.kv.limits import Limits
+from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
+from segue.server.frontend.http_server import HttpServer, bind
+from segue.server.frontend.keys import ApiKeys
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.observe.metrics import Metrics
 
 CHATML = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools> answer with <tool_call>\n{% endif %}"
@@ -115,7 +115,7 @@ def cycle_over(wire: Wire, *, keep_alive: bool = True) -> RequestResponseCycle:
 
 
 class Told:
-    """`segue.frontend.backend.Generation` of what an iterator gives."""
+    """`segue.server.frontend.backend.Generation` of what an iterator gives."""
 
     def __init__(self, outputs: AsyncIterator[Output]) -> None:
         self._outputs = outputs

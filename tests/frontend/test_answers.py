@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue.core.request import Output, Request, SamplingParams, TokenLogprob, Usage
-from segue.core.types import FinishReason
-from segue.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
-from segue.frontend.generate import Piece, Sample
-from segue.frontend.native import EVENT_BYTES, NativeAnswer
-from segue.frontend.params import Text
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.frontend.tools import HermesParser
+from segue.engine.request import Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.kv.ids import FinishReason
+from segue.server.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
+from segue.server.frontend.generate import Piece, Sample
+from segue.server.frontend.native import EVENT_BYTES, NativeAnswer
+from segue.server.frontend.params import Text
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.tools import HermesParser
 
 PROMPTS = [[5, 6, 7], [8, 9]]
 CALL = '<tool_call>{"name": "%s", "arguments": {"city": "%s"}}</tool_call>'

@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from conftest import FakeBackend, Running, serve
-from segue.core.access_config import AccessConfig
-from segue.core.errors import ConfigError
-from segue.frontend.keys import MAX_KEY_CHARS, ApiKeys, read_keys
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.kv.errors import ConfigError
+from segue.server.frontend.keys import MAX_KEY_CHARS, ApiKeys, read_keys
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.settings.access_config import AccessConfig
 
 KEYS = ("first-key-of-the-tests", "second-key-of-the-tests")
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

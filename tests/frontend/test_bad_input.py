@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from conftest import CONTEXT, DEADLINE_S, FakeBackend, Running, serve
-from segue.core.errors import OutOfCapacity
-from segue.core.limits import Limits
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.kv.errors import OutOfCapacity
+from segue.kv.limits import Limits
+from segue.server.frontend.tokenizer import ModelTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from conftest import Wire, cycle_over
-from segue.core.errors import AbortedByClient, Internal, OutOfCapacity, RequestTooLarge, SegueError
-from segue.frontend.http_call import HttpCall
-from segue.frontend.memory import MemoryBudget, RequestMemory
-from segue.session.http_exchange import EXCHANGE, HttpExchange
+from segue.kv.errors import AbortedByClient, Internal, OutOfCapacity, RequestTooLarge, SegueError
+from segue.server.frontend.http_call import HttpCall
+from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
+from segue.server.http.http_exchange import EXCHANGE, HttpExchange
 
 PIECES = [b"x" * 6, b"y" * 6, b"z" * 6]
 

@@ -13,13 +13,13 @@ import pytest
 
 import segue
 from conftest import Wire, cycle_over
-from segue.core.limits import Limits
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.observe.metrics import Metrics
-from segue.session.http_exchange import EXCHANGE, HttpExchange
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.limits import Limits
+from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
+from segue.server.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.http.http_exchange import EXCHANGE, HttpExchange
+from segue.server.observe.metrics import Metrics
 
 #: Addresses and pins that routers put into bodies and headers.
 FIELDS: dict[str, Any] = {
@@ -162,29 +162,29 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
                 if name in opening:
                     found.setdefault(str(file.relative_to(source)), set()).add(name)
     allowed = {
-        "bootstrap/backends.py",  # the registry itself, from a setting
-        "bootstrap/address_backend.py",  # instances, from a setting
-        "bootstrap/etcd.py",  # etcd, from a setting
-        "session/node.py",  # opens what it is told to, by the next two
-        "fleet/membership.py",  # leaders, from the registry
-        "fleet/operator.py",  # the same, for a command line
-        "conn/control_plane.py",  # prefill leaders, from the registry
-        "conn/manager.py",  # what the next ones are told
-        "conn/opening.py",
-        "conn/ranks.py",  # endpoints, from their leaders' sessions
-        "conn/rank.py",
-        "conn/rank_worker.py",  # what its leader tells it, over a socket that it has inherited
-        "conn/worker_rank.py",
-        "transport/tcp_sockets.py",
-        "transport/tcp_net.py",  # what it is told to, by the one before
-        "transport/shm_out.py",
-        "serve/kv_publisher.py",  # two sockets of its own process with one another
+        "server/registry/backends.py",  # the registry itself, from a setting
+        "server/registry/address_backend.py",  # instances, from a setting
+        "server/registry/etcd.py",  # etcd, from a setting
+        "kv/session/node.py",  # opens what it is told to, by the next two
+        "server/fleet/membership.py",  # leaders, from the registry
+        "server/fleet/operator.py",  # the same, for a command line
+        "kv/control_plane.py",  # prefill leaders, from the registry
+        "kv/manager.py",  # what the next ones are told
+        "kv/transport_negotiation.py",
+        "kv/ranks/rank_group.py",  # endpoints, from their leaders' sessions
+        "kv/ranks/local_rank.py",
+        "kv/ranks/rank_worker.py",  # what its leader tells it, over a socket that it has inherited
+        "kv/ranks/worker_rank.py",
+        "kv/transport/tcp/tcp_sockets.py",
+        "kv/transport/tcp/tcp_net.py",  # what it is told to, by the one before
+        "kv/transport/shm/shm_out.py",
+        "server/kv_events/kv_publisher.py",  # two sockets of its own process with one another
     }
     inner = {name for name in found if not name.startswith(("cli/", "sim/", "engine/store"))}
     assert inner <= allowed, inner - allowed
     assert {
-        "bootstrap/backends.py",
-        "session/node.py",
-        "fleet/membership.py",
-        "transport/tcp_sockets.py",
+        "server/registry/backends.py",
+        "kv/session/node.py",
+        "server/fleet/membership.py",
+        "kv/transport/tcp/tcp_sockets.py",
     } <= inner

@@ -13,24 +13,24 @@ import pytest
 from test_http import chat, events, raw_request
 
 from conftest import DEADLINE_S, FakeBackend, Running, Told, Wire, cycle_over, serve
-from segue.core.errors import (
+from segue.engine.request import Output, Request, SamplingParams
+from segue.kv.errors import (
     DeadlineExceeded,
     OutOfCapacity,
     RequestTooLarge,
     SegueError,
     TransferFailed,
 )
-from segue.core.request import Output, Request, SamplingParams
-from segue.frontend.generate import Meter, Piece, Sample, generate
-from segue.frontend.http_call import HttpCall
-from segue.frontend.memory import MemoryBudget, RequestMemory
-from segue.frontend.params import Text
-from segue.frontend.ready import keep_proving
-from segue.frontend.server import model_bounds
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.frontend.trace_context import TraceContext
-from segue.observe.metrics import Metrics
-from segue.session.http_exchange import EXCHANGE, HttpExchange
+from segue.server.frontend.frontend_process import model_bounds
+from segue.server.frontend.generate import Meter, Piece, Sample, generate
+from segue.server.frontend.http_call import HttpCall
+from segue.server.frontend.params import Text
+from segue.server.frontend.ready import keep_proving
+from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.trace_context import TraceContext
+from segue.server.http.http_exchange import EXCHANGE, HttpExchange
+from segue.server.observe.metrics import Metrics
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES = {CHAT: chat(max_tokens=3), TEXT: {"prompt": "the", "max_tokens": 3}}
@@ -363,7 +363,7 @@ def test_a_canary_that_fails_is_sent_again_after_a_pause_and_is_another_request(
         if len(pauses) == 4:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr("segue.frontend.ready.asyncio.sleep", sleep)
+    monkeypatch.setattr("segue.server.frontend.ready.asyncio.sleep", sleep)
     backend = Failing(tokenizer, proven=False)
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(keep_proving(backend, [5, 6]))

@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from segue.core.errors import ConfigError
-from segue.frontend.doorway import Doorway
-from segue.frontend.http_call import HttpCall, Receive, Scope, Send
-from segue.frontend.keys import ApiKeys
-from segue.observe.metrics import Metrics
+from segue.kv.errors import ConfigError
+from segue.server.frontend.doorway import Doorway
+from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
+from segue.server.frontend.keys import ApiKeys
+from segue.server.observe.metrics import Metrics
 
 
 def doorway(port: int = 0, *keys: str) -> Doorway:
@@ -76,8 +76,8 @@ def test_a_port_in_use_is_a_configuration_error() -> None:
 
 
 def test_what_listens_first_imports_no_tokenizer() -> None:
-    heavy = "{'torch', 'transformers', 'tokenizers', 'segue.frontend.tokenizer'}"
-    code = f"import sys, segue.cli.frontend; print(*{heavy} & set(sys.modules))"
+    heavy = "{'torch', 'transformers', 'tokenizers', 'segue.server.frontend.tokenizer'}"
+    code = f"import sys, segue.cli.commands.frontend; print(*{heavy} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from segue.core.request import Request, SamplingParams
-from segue.core.types import FinishReason
-from segue.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape, TemplatedAnswer
-from segue.frontend.generate import Piece, Sample
-from segue.frontend.params import Text
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.engine.request import Request, SamplingParams
+from segue.kv.ids import FinishReason
+from segue.server.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape, TemplatedAnswer
+from segue.server.frontend.generate import Piece, Sample
+from segue.server.frontend.params import Text
+from segue.server.frontend.tokenizer import ModelTokenizer
 
 TEXTS = ["Paris", ' "quoted" \\ [-1] \0 \n', "é你\U0001f600</script>", "", '"\\u0000"', "[-1]", "the end"]
 NO_TOKENIZER = cast(ModelTokenizer, None)

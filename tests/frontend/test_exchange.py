@@ -9,7 +9,7 @@ import httptools
 import pytest
 
 from conftest import Wire, cycle_over
-from segue.session.http_exchange import HttpExchange
+from segue.server.http.http_exchange import HttpExchange
 
 HEADERS = [(b"content-type", b"application/json"), (b"x-request-id", b"r")]
 

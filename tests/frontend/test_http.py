@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from conftest import CONTEXT, DEADLINE_S, FakeBackend, Running, serve
-from segue.core.errors import (
+from segue.engine.request import RankHints
+from segue.kv.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
     Draining,
@@ -19,9 +20,8 @@ from segue.core.errors import (
     OutOfCapacity,
     TransferFailed,
 )
-from segue.core.limits import Limits
-from segue.core.request import RankHints
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.kv.limits import Limits
+from segue.server.frontend.tokenizer import ModelTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -11,11 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from conftest import FakeBackend, Running, serve
-from segue.balance.attempts import Attempts, Next
-from segue.core.errors import PeerLost
-from segue.core.request import Output, Request
-from segue.core.types import Incarnation, LeaderId
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.engine.request import Output, Request
+from segue.kv.errors import PeerLost
+from segue.kv.ids import Incarnation, LeaderId
+from segue.server.balance.attempts import Attempts, Next
+from segue.server.frontend.tokenizer import ModelTokenizer
 
 PREFILL, FIRST, SECOND = (LeaderId(Incarnation(c * 32)) for c in "abc")
 

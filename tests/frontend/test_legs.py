@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from segue.core.errors import InvalidRequest
-from segue.core.types import Incarnation, LeaderId
-from segue.frontend.legs import TICKET, Bootstrap, RetainedTicket, legs_of, pack_ticket, unpack_ticket
-from segue.frontend.native import read_native
+from segue.kv.errors import InvalidRequest
+from segue.kv.ids import Incarnation, LeaderId
+from segue.server.frontend.legs import TICKET, Bootstrap, RetainedTicket, legs_of, pack_ticket, unpack_ticket
+from segue.server.frontend.native import read_native
 
 SECRET = b"a secret of the tests"
 GIVEN = RetainedTicket(room=7, issuer=LeaderId(Incarnation("a" * 32), 1), dp_rank=1, seed=2**62)

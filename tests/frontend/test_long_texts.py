@@ -11,13 +11,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from conftest import CONTEXT, FakeBackend, Running, make_tokenizer, serve
-from segue.core.limits import Limits
-from segue.frontend.memory import MAX_WEIGHT
-from segue.frontend.openai_types import ChatBody, CompletionBody
-from segue.frontend.params import ModelCard
-from segue.frontend.plan import Planner
-from segue.frontend.problems import BadParam
-from segue.frontend.tokenizer import ModelTokenizer, TooManyTokens
+from segue.kv.limits import Limits
+from segue.server.frontend.openai_types import ChatBody, CompletionBody
+from segue.server.frontend.params import ModelCard
+from segue.server.frontend.plan import Planner
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_memory import MAX_WEIGHT
+from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
 
 CARD = ModelCard("tiny", CONTEXT, 330)
 #: Far more than CONTEXT tokens, whatever a token stands for.

@@ -17,23 +17,23 @@ import msgspec
 import pytest
 
 from conftest import DEADLINE_S, FakeBackend, Running, serve
-from segue.core.limits import Limits
-from segue.frontend import memory
-from segue.frontend.app import OpenAIServer
-from segue.frontend.legs import legs_of
-from segue.frontend.memory import MAX_WEIGHT
-from segue.frontend.native import NativeBody, NativeSampling, as_completion, native_plan, read_native
-from segue.frontend.openai_types import (
+from segue.kv.limits import Limits
+from segue.server.frontend import request_memory as memory
+from segue.server.frontend.app import OpenAIServer
+from segue.server.frontend.legs import legs_of
+from segue.server.frontend.native import NativeBody, NativeSampling, as_completion, native_plan, read_native
+from segue.server.frontend.openai_types import (
     BodyReader,
     ChatBody,
     CompletionBody,
     GenerateFields,
     StreamOptions,
 )
-from segue.frontend.params import MAX_KEPT_LOGPROBS, ModelCard
-from segue.frontend.plan import Planner
-from segue.frontend.problems import BadParam
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.params import MAX_KEPT_LOGPROBS, ModelCard
+from segue.server.frontend.plan import Planner
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_memory import MAX_WEIGHT
+from segue.server.frontend.tokenizer import ModelTokenizer
 
 CHAT = "/v1/chat/completions"
 MIB = 2**20

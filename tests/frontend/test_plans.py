@@ -11,11 +11,11 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from conftest import CHATML, make_tokenizer
-from segue.core.request import Request, SamplingParams
-from segue.frontend.chat import MAX_MESSAGES, MAX_TOOLS, check_messages
-from segue.frontend.native import NativeSampling, as_completion, native_plan, read_native
-from segue.frontend.openai_types import BodyReader, ChatBody, CompletionBody
-from segue.frontend.params import (
+from segue.engine.request import Request, SamplingParams
+from segue.server.frontend.chat import MAX_MESSAGES, MAX_TOOLS, check_messages
+from segue.server.frontend.native import NativeSampling, as_completion, native_plan, read_native
+from segue.server.frontend.openai_types import BodyReader, ChatBody, CompletionBody
+from segue.server.frontend.params import (
     MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -27,10 +27,10 @@ from segue.frontend.params import (
     header_rank,
     waiting_order,
 )
-from segue.frontend.plan import Plan, Planner
-from segue.frontend.problems import BadParam
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.frontend.tools import FirstCall, LlamaParser, MistralParser, ToolParser, parser_for
+from segue.server.frontend.plan import Plan, Planner
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.tools import FirstCall, LlamaParser, MistralParser, ToolParser, parser_for
 
 VOCAB = 2000
 CARD = ModelCard("tiny", 1000, VOCAB)

@@ -18,11 +18,11 @@ import httpx
 import pytest
 
 from conftest import DEADLINE_S, FakeBackend, Running, serve
-from segue.core.limits import Limits
-from segue.frontend.http_server import public_guard
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.session.deadline import STOOD_STILL_S
-from segue.session.guarded_http import (
+from segue.kv.limits import Limits
+from segue.kv.session.deadline import STOOD_STILL_S
+from segue.server.frontend.http_server import public_guard
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.http.guarded_http import (
     MAX_HEAD_BYTES,
     MAX_PIPELINED,
     RESERVED_DESCRIPTORS,

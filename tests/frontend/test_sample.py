@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 
-from segue.core.request import Output, Request, SamplingParams, TokenLogprob, Usage
-from segue.core.types import FinishReason
-from segue.frontend.generate import Meter, Sample
-from segue.frontend.params import Text
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.observe.metrics import Metrics
+from segue.engine.request import Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.kv.ids import FinishReason
+from segue.server.frontend.generate import Meter, Sample
+from segue.server.frontend.params import Text
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.observe.metrics import Metrics
 
 
 class Letters:

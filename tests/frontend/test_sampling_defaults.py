@@ -12,11 +12,11 @@ from fleet_rig import FakeRegistry, Leader
 from test_server import frontend_of
 
 from conftest import FakeBackend, serve
-from segue.core.errors import ConfigError
-from segue.core.request import SamplingParams
-from segue.core.types import Role
-from segue.frontend.sampling_defaults import OPENAI, SamplingDefaults, of_model
-from segue.frontend.tokenizer import ModelTokenizer
+from segue.engine.request import SamplingParams
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults, of_model
+from segue.server.frontend.tokenizer import ModelTokenizer
 
 MODEL = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
 BODIES: dict[str, dict[str, Any]] = {

@@ -11,15 +11,15 @@ import pytest
 from fleet_rig import SECRET, FakeRegistry, Leader
 
 from conftest import CONTEXT
-from segue.core.errors import ConfigError
-from segue.core.limits import Limits
-from segue.core.types import Role
-from segue.fleet.fleet import Fleet
-from segue.fleet.settings import FleetSettings
-from segue.frontend.http_server import bind
-from segue.frontend.keys import ApiKeys
-from segue.frontend.server import FrontendSettings, run_frontend
-from segue.observe.metrics import Metrics
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.server.fleet.fleet import Fleet
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.frontend.frontend_process import FrontendSettings, run_frontend
+from segue.server.frontend.http_server import bind
+from segue.server.frontend.keys import ApiKeys
+from segue.server.observe.metrics import Metrics
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
@@ -161,9 +161,9 @@ def test_an_open_door_is_warned_of_and_its_url_can_be_used(
 
 
 def finish(leader: Leader, request_id: str) -> None:
-    from segue.core.control import Outputs
-    from segue.core.request import Output
-    from segue.core.types import FinishReason
+    from segue.engine.request import Output
+    from segue.kv.ids import FinishReason
+    from segue.server.messages.control import Outputs
 
     leader.session.send(
         Outputs([Output(request_id=request_id, position=1, token_ids=[6], finish=FinishReason.LENGTH)])

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from conftest import make_tokenizer
-from segue.core.errors import ConfigError, Internal
-from segue.frontend.chat import check_messages
-from segue.frontend.detokenize import Detokenizer, StopStrings
-from segue.frontend.problems import BadParam
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.frontend.tools import ForcedParser, Part, ToolCall, ToolParser, parser_for
+from segue.kv.errors import ConfigError, Internal
+from segue.server.frontend.chat import check_messages
+from segue.server.frontend.detokenize import Detokenizer, StopStrings
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.tools import ForcedParser, Part, ToolCall, ToolParser, parser_for
 
 BYTE_LEVEL = ModelTokenizer(make_tokenizer())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conftest import FakeBackend, Running
-from segue.core.records import Records
+from segue.server.messages.records import Records
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"

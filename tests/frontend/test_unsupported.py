@@ -11,9 +11,9 @@ import pytest
 from test_tool_calls import ASK, CALL, TOOLS
 
 from conftest import FakeBackend, Running
-from segue.core.request import Request
-from segue.frontend.native import REFUSED_IN_GENERATE, REFUSED_IN_SAMPLING_PARAMS
-from segue.frontend.openai_types import (
+from segue.engine.request import Request
+from segue.server.frontend.native import REFUSED_IN_GENERATE, REFUSED_IN_SAMPLING_PARAMS
+from segue.server.frontend.openai_types import (
     BodyReader,
     ChatBody,
     CompletionBody,
@@ -21,11 +21,11 @@ from segue.frontend.openai_types import (
     StreamOptions,
     TokenizeBody,
 )
-from segue.frontend.params import ModelCard
-from segue.frontend.plan import Planner
-from segue.frontend.problems import BadParam
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.frontend.unsupported import (
+from segue.server.frontend.params import ModelCard
+from segue.server.frontend.plan import Planner
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.unsupported import (
     REFUSED,
     REFUSED_IN_CHAT,
     REFUSED_IN_COMPLETIONS,

@@ -19,27 +19,33 @@ from fuzz_peers import outputs_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from segue.bootstrap.backends import BoundedClient
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceList, InstanceRecord, ReplicaRecord, RoomRecord
-from segue.bootstrap.server import registry_app
-from segue.bootstrap.store import RegistryStore
-from segue.bootstrap.waiting import StoreWaiter, SystemClock
 from segue.cli import flags
 from segue.cli.flags import KNOWN, add_settings
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
-from segue.core.errors import ErrorCode
-from segue.core.limits import Limits
-from segue.core.request import Output, Request, SamplingParams
-from segue.core.settings import Layers, build, parse_toml
-from segue.core.types import Incarnation, Role
-from segue.frontend.generate import Sample
-from segue.frontend.openai_types import BodyReader, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from segue.frontend.params import ModelCard, Text
-from segue.frontend.plan import Planner
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.frontend.tools import HermesParser, LlamaParser, MistralParser
-from segue.sim.run import load
+from segue.engine.request import Output, Request, SamplingParams
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import Incarnation, Role
+from segue.kv.limits import Limits
+from segue.lab.sim.run import load
+from segue.server.frontend.generate import Sample
+from segue.server.frontend.openai_types import (
+    BodyReader,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from segue.server.frontend.params import ModelCard, Text
+from segue.server.frontend.plan import Planner
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.tools import HermesParser, LlamaParser, MistralParser
+from segue.server.registry.backends import BoundedClient
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceList, InstanceRecord, ReplicaRecord, RoomRecord
+from segue.server.registry.registry_server import registry_app
+from segue.server.registry.registry_store import RegistryStore
+from segue.server.registry.waiting import StoreWaiter, SystemClock
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
+from segue.server.settings.layers import Layers, build, parse_toml
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from typing import Any
 import httptools
 from fuzz_loop import Target
 
-from segue.frontend.http_server import HttpServer, public_guard
-from segue.session.guarded_http import MAX_HEAD_BYTES, GuardedHttp
-from segue.session.http_exchange import EXCHANGE
+from segue.server.frontend.http_server import HttpServer, public_guard
+from segue.server.http.guarded_http import MAX_HEAD_BYTES, GuardedHttp
+from segue.server.http.http_exchange import EXCHANGE
 
 #: Seconds that a client pauses between two pieces; a head has 10, a request 75, an idle connection 75.
 PAUSES_S = (0.0, 0.0, 0.5, 4.0, 11.0, 80.0)

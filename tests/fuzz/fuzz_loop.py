@@ -25,7 +25,7 @@ from types import FrameType
 
 from fuzz_mutate import Mutation, mutated
 
-from segue.core.errors import SegueError
+from segue.kv.errors import SegueError
 
 CORPUS = Path(__file__).parent / "corpus"
 #: A single input may take this long; the slowest decoder needs milliseconds.

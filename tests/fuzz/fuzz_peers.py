@@ -10,17 +10,16 @@ import msgspec
 from fuzz_loop import Target
 from fuzz_mutate import msgpack
 
-from segue.conn.peers import join
-from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
-from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
-from segue.core.limits import Limits
-from segue.core.request import Grammar, Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
-from segue.core.types import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
-from segue.engine.base import run_step
+from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.handoff import events
-from segue.handoff.exchange import Exchange
-from segue.handoff.messages import (
+from segue.engine.request import Grammar, Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
+from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
+from segue.kv.ids import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
+from segue.kv.limits import Limits
+from segue.kv.peers import join
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
@@ -35,12 +34,13 @@ from segue.handoff.messages import (
     Metadata,
     Moved,
 )
-from segue.handoff.ticket import sign, verify
-from segue.roles.admission import SchedulerConfig
-from segue.roles.unified import UnifiedScheduler
-from segue.session.api import PeerInfo
-from segue.sim.engine import LineageEngine, lineage_spec
-from segue.transport.base import Endpoint
+from segue.kv.protocol.ticket import sign, verify
+from segue.kv.session.api import PeerInfo
+from segue.kv.transport.base import Endpoint
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
+from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.unified import UnifiedScheduler
 
 SECRET = b"a secret of the tests"
 P, D, F = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32)), Incarnation("f" * 32)

@@ -22,21 +22,22 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from targets import TARGETS
 
-from segue.bootstrap.records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.cli.flags import KNOWN
-from segue.conn.control_plane import LeaderMessage
-from segue.core.control import ControlMessage, Outputs
-from segue.core.errors import ErrorInfo
-from segue.core.request import Ticket
-from segue.core.types import RankId, TransferId
-from segue.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from segue.handoff.messages import HandoffMessage, LeaderInfo
-from segue.layout.spec import PoolSpec
-from segue.serve.lifeline import CannotStart, Ready
-from segue.session import frames
-from segue.transport import handshake, tcp_wire
-from segue.transport.shm_wire import ShmAddress
-from segue.transport.tcp_sockets import TcpAddress
+from segue.engine.request import Ticket
+from segue.kv.control_plane import LeaderMessage
+from segue.kv.errors import ErrorInfo
+from segue.kv.ids import RankId, TransferId
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.protocol.messages import HandoffMessage, LeaderInfo
+from segue.kv.session import frames
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.shm.shm_wire import ShmAddress
+from segue.kv.transport.tcp import tcp_wire
+from segue.kv.transport.tcp.tcp_sockets import TcpAddress
+from segue.server.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from segue.server.messages.control import ControlMessage, Outputs
+from segue.server.registry.registry_records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
+from segue.server.supervisor.lifeline import CannotStart, Ready
 
 Bytes = st.SearchStrategy[bytes]
 

@@ -14,24 +14,26 @@ from fuzz_loop import Target
 from fuzz_mutate import as_json, msgpack
 
 from ranks import make_tcp, rank
-from segue.conn.control_plane import LeaderMessage
-from segue.core.control import Cancel
-from segue.core.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, LeaderId, Role, TransferId
-from segue.handoff.messages import Committed
-from segue.serve.lifeline import CannotStart, Ready, decode_report
-from segue.session import frames
-from segue.session.connection import Connection, State
-from segue.session.handshake import Handshake, session_key
-from segue.session.node import SessionNode
-from segue.transport import handshake, shm_out, tcp_wire
-from segue.transport.base import Endpoint
-from segue.transport.kinds import KINDS
-from segue.transport.memory import allocate
-from segue.transport.shm_host import HOST
-from segue.transport.shm_wire import ShmAddress
-from segue.transport.tcp_sockets import TcpAddress
+from segue.kv.control_plane import LeaderMessage
+from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
+from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
+from segue.kv.limits import Limits
+from segue.kv.protocol.messages import Committed
+from segue.kv.session import frames
+from segue.kv.session.connection import Connection, State
+from segue.kv.session.node import SessionNode
+from segue.kv.session.session_handshake import Handshake, session_key
+from segue.kv.transport.base import Endpoint
+from segue.kv.transport.kinds import KINDS
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.shm import shm_out
+from segue.kv.transport.shm.shm_host import HOST
+from segue.kv.transport.shm.shm_wire import ShmAddress
+from segue.kv.transport.tcp import tcp_wire
+from segue.kv.transport.tcp.tcp_sockets import TcpAddress
+from segue.server.messages.control import Cancel
+from segue.server.supervisor.lifeline import CannotStart, Ready, decode_report
 
 SECRET = b"a secret of the tests"
 MINE, THEIRS = Incarnation("a" * 32), Incarnation("b" * 32)

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from segue.core.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
-from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, RankCoord, Role, Span, TransferId
-from segue.handoff import events
-from segue.handoff.exchange import Exchange
-from segue.handoff.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
-from segue.layout.content import checksum
-from segue.layout.spec import KVShape, PoolSpec
+from segue.kv.errors import AbortedByClient, ErrorCode, ErrorInfo, PeerLost, TransferFailed
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, RankCoord, Role, Span, TransferId
+from segue.kv.layout.content import checksum
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, Metadata
 
 KV = KVShape(layers=2, kv_heads=1, k_dim=1, v_dim=1, dtype="int64", item_bytes=8)
 #: Layers where a side has several ranks: they divide by 1, 2 and 3.

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from test_handoff_transitions import Case
 
-from segue.core.errors import ErrorCode, Internal, PeerLost
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, LeaderId, Role, TransferId
-from segue.handoff import events
-from segue.handoff.exchange import Exchange
-from segue.handoff.machine import Machine
-from segue.handoff.messages import PROTOCOL_VERSION, Drained, LeaderInfo
-from segue.handoff.receiver import ReceiverMachine
-from segue.handoff.sender import SenderMachine
-from segue.layout.spec import KVShape, PoolSpec
+from segue.kv.errors import ErrorCode, Internal, PeerLost
+from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.machine import Machine
+from segue.kv.protocol.messages import PROTOCOL_VERSION, Drained, LeaderInfo
+from segue.kv.protocol.receiver import ReceiverMachine
+from segue.kv.protocol.sender import SenderMachine
 
 P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
 SHAPE = KVShape(layers=1, kv_heads=1, k_dim=1, v_dim=1, dtype="x", item_bytes=8)

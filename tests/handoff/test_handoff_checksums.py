@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from test_handoff_transitions import CLIENT, PROMPT, Case, kinds
 
-from segue.core.errors import ErrorCode, OutOfCapacity, PeerLost
-from segue.core.types import ChecksumMode, KVPoll, Role, Span
-from segue.handoff import events
-from segue.handoff.messages import Abort, ChunkPosted, Committed, Drained
-from segue.handoff.sender import SAMPLE_EVERY
-from segue.handoff.tally import Tally
+from segue.kv.errors import ErrorCode, OutOfCapacity, PeerLost
+from segue.kv.ids import ChecksumMode, KVPoll, Role, Span
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Abort, ChunkPosted, Committed, Drained
+from segue.kv.protocol.sender import SAMPLE_EVERY
+from segue.kv.protocol.tally import Tally
 
 
 def full(**options: Any) -> Case:

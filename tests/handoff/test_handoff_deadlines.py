@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.core.types import LeaderId, TransferId, new_incarnation
-from segue.handoff.timers import DeadlineEntry, Deadlines
+from segue.kv.ids import LeaderId, TransferId, new_incarnation
+from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 
 ONE = TransferId(1, 0, LeaderId(new_incarnation()), LeaderId(new_incarnation()))
 STEP = st.one_of(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from segue.core.errors import ConfigError
-from segue.handoff.link import PeerLink
-from segue.handoff.sender import SenderMachine
+from segue.kv.errors import ConfigError
+from segue.kv.protocol.link import PeerLink
+from segue.kv.protocol.sender import SenderMachine
 
 _FILE = Path(__file__).resolve().parents[2] / "tools" / "diagram.py"
 _SPEC = importlib.util.spec_from_file_location("diagram", _FILE)

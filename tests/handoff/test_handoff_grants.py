@@ -7,9 +7,9 @@ import itertools
 import pytest
 from test_handoff_transitions import Case, kinds
 
-from segue.core.types import KVPoll, Role
-from segue.handoff import events
-from segue.handoff.messages import Destination, Gone
+from segue.kv.ids import KVPoll, Role
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Destination, Gone
 
 RANKS = 3
 

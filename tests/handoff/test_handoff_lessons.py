@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from handoff_world import Job, World
 
-from segue.core.errors import AbortedByClient, ErrorCode, InvalidRequest, PeerLost, TransferFailed
-from segue.core.types import KVPoll, Role, Span, TransferId
-from segue.handoff import events
-from segue.handoff.messages import ChunkPosted, Drained, Failed, HandoffMessage, Metadata
+from segue.kv.errors import AbortedByClient, ErrorCode, InvalidRequest, PeerLost, TransferFailed
+from segue.kv.ids import KVPoll, Role, Span, TransferId
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import ChunkPosted, Drained, Failed, HandoffMessage, Metadata
 
 PROMPT = 12
 

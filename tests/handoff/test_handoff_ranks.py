@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from test_handoff_transitions import PROMPT, Case, kinds
 
-from segue.core.errors import ErrorCode, PeerLost
-from segue.core.types import ChecksumMode, KVPoll, Role
-from segue.handoff import events
-from segue.handoff.messages import Drained
-from segue.handoff.tally import Fences
+from segue.kv.errors import ErrorCode, PeerLost
+from segue.kv.ids import ChecksumMode, KVPoll, Role
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Drained
+from segue.kv.protocol.tally import Fences
 
 COUNTS = [1, 2, 3]
 #: ranks of prefill and of decode; the pairs are those that share a layer

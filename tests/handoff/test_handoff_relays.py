@@ -7,10 +7,10 @@ import pytest
 from handoff_world import Side, Sides
 from test_handoff_transitions import PROMPT, Case
 
-from segue.core.errors import ErrorCode, TransferFailed
-from segue.core.types import ChecksumMode, KVPoll, Role, Span
-from segue.handoff import events
-from segue.handoff.messages import ChunkPosted, Committed, Drained
+from segue.kv.errors import ErrorCode, TransferFailed
+from segue.kv.ids import ChecksumMode, KVPoll, Role, Span
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import ChunkPosted, Committed, Drained
 
 SIDES: list[Sides] = [
     (1, Side(copies=3)),

@@ -9,13 +9,12 @@ import pytest
 from handoff_world import leader
 from test_handoff_tombstones import ME, ONE, SPEC, TWO, destination, prefill
 
-from segue.core.errors import ErrorCode, InvalidRequest, PeerLost, TransferFailed
-from segue.core.limits import Limits
-from segue.core.types import KVPoll, LeaderId, Role, Span, TransferId
-from segue.handoff import events
-from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
-from segue.handoff.exchange import Exchange
-from segue.handoff.messages import (
+from segue.kv.errors import ErrorCode, InvalidRequest, PeerLost, TransferFailed
+from segue.kv.ids import KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.messages import (
     Abort,
     Accepted,
     ChunkPosted,
@@ -28,6 +27,7 @@ from segue.handoff.messages import (
     Metadata,
     Moved,
 )
+from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
 
 TRANSFER = TransferId(5, 0, ME, ONE)
 LEFT = TransferFailed("it left", origin="decode far away").info

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from segue.core.errors import ErrorCode
-from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, KVPoll, Role, TransferId
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import ChecksumMode, KVPoll, Role, TransferId
+from segue.kv.limits import Limits
 
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
 INDEX = st.integers(0, 7)

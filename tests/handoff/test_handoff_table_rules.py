@@ -8,12 +8,12 @@ import pytest
 from test_handoff_tombstones import destination
 from test_handoff_transitions import CLIENT, PROMPT, Case
 
-from segue.core.errors import Internal
-from segue.core.limits import Limits
-from segue.core.types import KVPoll
-from segue.handoff.exchange import Exchange
-from segue.handoff.timers import DeadlineEntry
-from segue.handoff.tombstones import ParkedDestination, Tombstone
+from segue.kv.errors import Internal
+from segue.kv.ids import KVPoll
+from segue.kv.limits import Limits
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.timers import DeadlineEntry
+from segue.kv.protocol.tombstones import ParkedDestination, Tombstone
 
 Break = Callable[[Case, Exchange], object]
 

@@ -7,13 +7,13 @@ import itertools
 import msgspec
 from handoff_world import leader, pool_spec
 
-from segue.core.errors import ErrorCode, Internal, PeerLost
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
-from segue.handoff import events
-from segue.handoff.exchange import Exchange
-from segue.handoff.messages import Destination, Failed, Gone
-from segue.session.frames import encode_message
+from segue.kv.errors import ErrorCode, Internal, PeerLost
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.messages import Destination, Failed, Gone
+from segue.kv.session.frames import encode_message
 
 ME, ONE, TWO = (LeaderId(Incarnation(letter * 32)) for letter in "abc")
 SPEC = pool_spec(8, 4)

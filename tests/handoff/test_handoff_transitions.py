@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from handoff_world import Job, World, leader, pool_spec
 
-from segue.core.errors import (
+from segue.kv.errors import (
     AbortedByClient,
     ErrorCode,
     InvalidRequest,
@@ -19,15 +19,16 @@ from segue.core.errors import (
     SegueError,
     TransferFailed,
 )
-from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
-from segue.handoff import events
-from segue.handoff import receiver as receiver_module
-from segue.handoff.events import Turn
-from segue.handoff.exchange import Exchange
-from segue.handoff.lease import LEASE_TABLE, Lease
-from segue.handoff.machine import IllegalEvent, Machine, MachineArgs
-from segue.handoff.messages import (
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.layout.planner import PairPlan
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol import receiver as receiver_module
+from segue.kv.protocol.events import Turn
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.lease import LEASE_TABLE, Lease
+from segue.kv.protocol.machine import IllegalEvent, Machine, MachineArgs
+from segue.kv.protocol.messages import (
     Abort,
     Accepted,
     ChunkPosted,
@@ -39,10 +40,9 @@ from segue.handoff.messages import (
     Metadata,
     Moved,
 )
-from segue.handoff.receiver import ReceiverMachine, ReceiverState
-from segue.handoff.sender import REASON_WAIT_S, SenderMachine
-from segue.handoff.tally import Tally
-from segue.layout.planner import PairPlan
+from segue.kv.protocol.receiver import ReceiverMachine, ReceiverState
+from segue.kv.protocol.sender import REASON_WAIT_S, SenderMachine
+from segue.kv.protocol.tally import Tally
 
 PROMPT = 10
 CLIENT = AbortedByClient("client left").info

@@ -9,13 +9,14 @@ import pytest
 from handoff_world import leader, pool_spec
 from test_handoff_transitions import CLIENT, PEER_SAYS, PROMPT, Case, kinds
 
-from segue.core.errors import MAX_ERROR_TEXT, ErrorCode, PeerLost, TransferFailed
-from segue.core.limits import Limits
-from segue.core.types import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
-from segue.handoff import events
-from segue.handoff.exchange import Exchange
-from segue.handoff.machine import IllegalEvent
-from segue.handoff.messages import (
+from segue.kv.errors import MAX_ERROR_TEXT, ErrorCode, PeerLost, TransferFailed
+from segue.kv.ids import ChecksumMode, Incarnation, KVPoll, LeaderId, Role, Span, TransferId
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.machine import IllegalEvent
+from segue.kv.protocol.messages import (
     Abort,
     ChunkPosted,
     Committed,
@@ -26,8 +27,7 @@ from segue.handoff.messages import (
     HandoffMessage,
     Moved,
 )
-from segue.layout.spec import PoolSpec
-from segue.sim.engine import lineage_spec
+from segue.lab.sim.sim_engine import lineage_spec
 
 P, D = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
 THIRD = LeaderId(Incarnation("e" * 32))

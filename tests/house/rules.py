@@ -42,7 +42,11 @@ SIDE_MAY_BE_IMPORTED_BY = {
 
 PURE = {"core", "layout", "handoff", "balance", "advise", "roles"}
 #: Modules of other rooms that decide only.
-PURE_MODULES = {"segue.fleet.replica", "segue.fleet.router", "segue.fleet.settings"}
+PURE_MODULES = {
+    "segue.server.fleet.replica",
+    "segue.server.fleet.router",
+    "segue.server.fleet.fleet_settings",
+}
 
 #: What a pure room must not touch: sockets, threads, clocks, files, processes, torch, HTTP.
 IMPURE_MODULES = {
@@ -131,7 +135,7 @@ def imported_modules(source: Source) -> Iterator[str]:
                     package = package.rpartition(".")[0]
                 base = f"{package}.{base}".rstrip(".")
             yield base
-            # `from segue import core` and `from segue.conn import manager` name modules too.
+            # `from segue import core` and `from segue.kv import manager` name modules too.
             for alias in node.names:
                 yield f"{base}.{alias.name}"
         elif isinstance(node, ast.Call) and _called(node).endswith("import_module"):
@@ -196,14 +200,14 @@ def safety_faults(source: Source) -> list[str]:
 
 #: Where tasks are made: the three ways to run one, and the simulator, whose loop ends the run at an exception
 #: that nobody took.
-TASK_MAKERS = {"segue.session.tasks"}
+TASK_MAKERS = {"segue.kv.session.tasks"}
 TASK_CALLS = {"create_task", "ensure_future", "run_coroutine_threadsafe", "TaskGroup"}
 #: These wait for the result themselves.
-TASK_WAITERS = {"segue.conn.io": {"run_coroutine_threadsafe"}}
+TASK_WAITERS = {"segue.kv.io": {"run_coroutine_threadsafe"}}
 
 
 def task_faults(source: Source) -> list[str]:
-    """A task beside `segue.session.tasks`: what it raises is seen by nobody."""
+    """A task beside `segue.kv.session.tasks`: what it raises is seen by nobody."""
     if source.name in TASK_MAKERS or source.room == "sim":
         return []
     forbidden = TASK_CALLS - TASK_WAITERS.get(source.name, set())
@@ -219,7 +223,7 @@ def task_faults(source: Source) -> list[str]:
 
 def guard_faults(source: Source) -> list[str]:
     """uvicorn in another module than the one that guards every HTTP door with deadlines and bounds."""
-    if source.name == "segue.session.guarded_http":
+    if source.name == "segue.server.http.guarded_http":
         return []
     return [
         f"{source.name} imports {module}: an HTTP server without a guard"

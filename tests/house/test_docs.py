@@ -15,7 +15,7 @@ import pytest
 
 from segue.cli import flags
 from segue.cli.main import parser
-from segue.core.errors import ConfigError, ErrorCode, SegueError, status_of
+from segue.kv.errors import ConfigError, ErrorCode, SegueError, status_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -212,7 +212,7 @@ def test_broken_links_are_found() -> None:
 
 
 def test_files_that_are_gone_are_found() -> None:
-    assert path_faults("p", "`core/errors.py` `docs/http.md` ```\n.venv/bin/python bench/serve.py\n```") == []
+    assert path_faults("p", "`kv/errors.py` `docs/http.md` ```\n.venv/bin/python bench/serve.py\n```") == []
     assert path_faults("p", "`core/gone.py`") == ["p: core/gone.py does not exist"]
 
 

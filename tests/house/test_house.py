@@ -47,7 +47,15 @@ def test_rooms_form_no_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["segue", "segue.core.config", "segue.handoff", "segue.roles", "segue.cli.main", "segue.engine"]
+    "module",
+    [
+        "segue",
+        "segue.server.settings.commands",
+        "segue.kv.protocol",
+        "segue.server.schedulers",
+        "segue.cli.main",
+        "segue.engine",
+    ],
 )
 def test_import_brings_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
@@ -73,13 +81,13 @@ def test_pure_room_imports_alone(room: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "text"),
     [
-        (rules.floor_faults, "segue.core.x", "from segue.handoff import events"),
-        (rules.floor_faults, "segue.handoff.x", "def f():\n    import segue.conn.manager"),
+        (rules.floor_faults, "segue.core.x", "from segue.kv.protocol import events"),
+        (rules.floor_faults, "segue.handoff.x", "def f():\n    import segue.kv.manager"),
         (rules.floor_faults, "segue.handoff.x", "from ..conn import manager"),
         (rules.floor_faults, "segue.roles.x", "from segue import serve"),
-        (rules.floor_faults, "segue.conn.x", "import segue.sim.world"),
-        (rules.floor_faults, "segue.roles.x", "from segue.observe import metrics"),
-        (rules.floor_faults, "segue.observe.x", "from segue.conn import manager"),
+        (rules.floor_faults, "segue.conn.x", "import segue.lab.sim.world"),
+        (rules.floor_faults, "segue.roles.x", "from segue.server.observe import metrics"),
+        (rules.floor_faults, "segue.observe.x", "from segue.kv import manager"),
         (rules.floor_faults, "segue.sim.x", "from segue.cli import main"),
         (
             rules.floor_faults,
@@ -123,12 +131,12 @@ def test_rule_sees_a_fault(rule: Rule, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "text"),
     [
-        (rules.floor_faults, "segue.sim.x", "from segue.conn import manager"),
-        (rules.floor_faults, "segue.serve.x", "from segue.observe import metrics"),
-        (rules.floor_faults, "segue.handoff.x", "from segue.layout.spec import PoolSpec"),
+        (rules.floor_faults, "segue.sim.x", "from segue.kv import manager"),
+        (rules.floor_faults, "segue.serve.x", "from segue.server.observe import metrics"),
+        (rules.floor_faults, "segue.handoff.x", "from segue.kv.layout.spec import PoolSpec"),
         (rules.purity_faults, "segue.serve.x", "import socket"),
         (rules.safety_faults, "segue.engine.x", "model.eval()"),
-        (rules.guard_faults, "segue.session.guarded_http", "import uvicorn"),
+        (rules.guard_faults, "segue.server.http.guarded_http", "import uvicorn"),
         (rules.markup_faults, "segue.cli.x", "from rich.table import Table\nfrom rich.text import Text"),
         (rules.docstring_faults, "segue.core.x", "def _f():\n    pass"),
         (rules.docstring_faults, "segue.core.x", "class A(SegueError):\n    pass"),

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areas import stretch
-from segue.core.errors import Internal, LayoutMismatch
-from segue.core.types import RankCoord, Span
-from segue.layout.content import (
+from segue.kv.errors import Internal, LayoutMismatch
+from segue.kv.ids import RankCoord, Span
+from segue.kv.layout.content import (
     PIECE_BYTES,
     Content,
     LayerSample,
@@ -22,8 +22,8 @@ from segue.layout.content import (
     checksum,
     whole_pages,
 )
-from segue.layout.planner import plan_pair
-from segue.layout.spec import KVShape, Plane, PoolSpec
+from segue.kv.layout.planner import plan_pair
+from segue.kv.layout.spec import KVShape, Plane, PoolSpec
 
 Key = tuple[int, bool, int, int]  # layer, value, token, head
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.core.errors import LayoutMismatch
-from segue.core.types import RankCoord, Span
-from segue.layout.blocks import CopyBlock
-from segue.layout.planner import PairPlan, plan_hash, plan_pair
-from segue.layout.spec import KVShape, PoolSpec
+from segue.kv.errors import LayoutMismatch
+from segue.kv.ids import RankCoord, Span
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.planner import PairPlan, plan_hash, plan_pair
+from segue.kv.layout.spec import KVShape, PoolSpec
 
 ITEM = np.dtype(np.int64)
 
@@ -451,8 +451,8 @@ def test_the_plan_hash_covers_everything_both_sides_must_agree_on() -> None:
 
 def test_lesson_23_the_plan_hash_is_the_same_in_another_process() -> None:
     code = (
-        "from segue.layout.planner import plan_hash\n"
-        "from segue.layout.spec import KVShape, PoolSpec\n"
+        "from segue.kv.layout.planner import plan_hash\n"
+        "from segue.kv.layout.spec import KVShape, PoolSpec\n"
         "kv = KVShape(layers=3, kv_heads=2, k_dim=2, v_dim=2, dtype='int64', item_bytes=8)\n"
         "spec = PoolSpec(shape=kv, pages=8, page_tokens=4, layer_count=3, head_count=2)\n"
         "assert plan_hash([spec], [spec], 10, 0, 3) == {value}, 'differs'\n"

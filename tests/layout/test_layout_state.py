@@ -9,11 +9,11 @@ import pytest
 import xxhash
 from msgspec.structs import replace
 
-from segue.core.errors import Internal, LayoutMismatch
-from segue.core.types import RankCoord, Span
-from segue.layout.content import LayerSample, canonical_content, checksum, part_of, whole_pages
-from segue.layout.planner import plan_pair
-from segue.layout.spec import STATE_ALIGN, KVShape, PlaneSpec, PoolSpec, StateTensor
+from segue.kv.errors import Internal, LayoutMismatch
+from segue.kv.ids import RankCoord, Span
+from segue.kv.layout.content import LayerSample, canonical_content, checksum, part_of, whole_pages
+from segue.kv.layout.planner import plan_pair
+from segue.kv.layout.spec import STATE_ALIGN, KVShape, PlaneSpec, PoolSpec, StateTensor
 
 CONV = StateTensor(name="conv", layers=2, shape=(3, 5), dtype="bfloat16", item_bytes=2)
 SUMS = StateTensor(name="sums", layers=3, shape=(4, 4), dtype="float32", item_bytes=4)

@@ -13,14 +13,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.core.errors import Internal, LayoutMismatch
-from segue.core.types import Span
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import LayerSample, Part, canonical_content, checksum, whole_pages
-from segue.layout.overlap import Box, box, first_clash
-from segue.layout.planner import PairPlan, plan_pair
-from segue.layout.spec import KVShape, PlaneSpec, PoolSpec, region_starts
-from segue.transport.ranges import check
+from segue.kv.errors import Internal, LayoutMismatch
+from segue.kv.ids import Span
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import LayerSample, Part, canonical_content, checksum, whole_pages
+from segue.kv.layout.overlap import Box, box, first_clash
+from segue.kv.layout.planner import PairPlan, plan_pair
+from segue.kv.layout.spec import KVShape, PlaneSpec, PoolSpec, region_starts
+from segue.kv.transport.memory.ranges import check
 
 Key = tuple[int, bool, int, int]  # layer, value, token, head: as in the whole model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from segue.observe.integrity import busy, process_facts
+from segue.server.observe.integrity_report import busy, process_facts
 
 
 def test_what_must_be_gone_at_rest_is_told_and_what_may_stay_is_not() -> None:

@@ -1,10 +1,10 @@
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
 
-from segue.core.control import Load
-from segue.core.errors import ErrorCode
-from segue.core.request import Usage
-from segue.observe.metrics import PHASES, Metrics, QuickHistogram
+from segue.engine.request import Usage
+from segue.kv.errors import ErrorCode
+from segue.server.messages.control import Load
+from segue.server.observe.metrics import PHASES, Metrics, QuickHistogram
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

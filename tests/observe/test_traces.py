@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from otlp import ExportTraceServiceRequest, collecting
-from segue.core.errors import ConfigError, Internal
-from segue.core.records import Path, RequestRecord
-from segue.observe.traces import Traces, traces
+from segue.kv.errors import ConfigError, Internal
+from segue.server.messages.records import Path, RequestRecord
+from segue.server.observe.traces import Traces, traces
 
 Queue = queue.Queue[ExportTraceServiceRequest]
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -162,7 +162,7 @@ def test_what_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_endpoint_of_either_kind_or_the_exporter_by_name_asks_for_it(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("segue.observe.traces.Traces", lambda _environ, service: service)
+    monkeypatch.setattr("segue.server.observe.traces.Traces", lambda _environ, service: service)
     assert traces(environ, "x") == "x"  # type: ignore[comparison-overlap]
     assert traces({**environ, "OTEL_SDK_DISABLED": " TRUE "}, "x") is None
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL 'grpc'"):

@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from segue.conn.handles import Change, KVReceiver, KVSender
-from segue.core.clock import VirtualClock
-from segue.core.control import Submit
-from segue.core.errors import PeerLost
-from segue.core.limits import Limits
-from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, LeaderId, Role, TransferId
-from segue.engine.base import run_step
+from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.handoff import events
-from segue.handoff.exchange import Exchange
-from segue.handoff.messages import PROTOCOL_VERSION, LeaderInfo
-from segue.roles.admission import SchedulerConfig
-from segue.roles.decode import DecodeScheduler
-from segue.roles.prefill import PrefillScheduler
-from segue.sim.engine import LineageEngine, lineage_spec
+from segue.engine.request import Output, Request, SamplingParams, Ticket
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import PeerLost
+from segue.kv.handles import Change, KVReceiver, KVSender
+from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
+from segue.server.messages.control import Submit
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.decode import DecodeScheduler
+from segue.server.schedulers.prefill import PrefillScheduler
 
 FRONT = Incarnation("f" * 32)
 VOCAB = 1000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 from pair import Pair
 
-from segue.core.types import LeaderId, new_incarnation
-from segue.roles.credits import ALWAYS, SHARE, Credits
-from segue.sim.engine import reference
+from segue.kv.ids import LeaderId, new_incarnation
+from segue.lab.sim.sim_engine import reference
+from segue.server.schedulers.credits import ALWAYS, SHARE, Credits
 
 PROMPT = [5 + i for i in range(14)]  # 4 pages with the first token
 

@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, LeaderId
-from segue.roles import fair_queue
-from segue.roles.fair_queue import FairQueue
-from segue.roles.request_state import RequestState
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.ids import Incarnation, LeaderId
+from segue.server.schedulers import fair_queue
+from segue.server.schedulers.fair_queue import FairQueue
+from segue.server.schedulers.request_state import RequestState
 
 ME = LeaderId(Incarnation("a" * 32))
 IDS = itertools.count(1)

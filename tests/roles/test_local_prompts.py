@@ -7,12 +7,12 @@ import random
 import pytest
 from pair import FRONT, VOCAB, Pair
 
-from segue.core.control import Submit
-from segue.core.errors import AbortedByClient
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.roles.decode import DecodeScheduler
-from segue.roles.local_prompts import HANDOFFS, LocalPrompts, longest
-from segue.sim.engine import reference
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.errors import AbortedByClient
+from segue.lab.sim.sim_engine import reference
+from segue.server.messages.control import Submit
+from segue.server.schedulers.decode import DecodeScheduler
+from segue.server.schedulers.local_prompts import HANDOFFS, LocalPrompts, longest
 
 PAUSES = [(4, 0.001), (16, 0.002), (64, 0.010)]
 

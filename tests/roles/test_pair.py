@@ -7,13 +7,13 @@ import random
 import pytest
 from pair import FRONT, VOCAB, Pair
 
-from segue.core.errors import AbortedByClient, Internal, PeerLost
-from segue.core.request import Output
-from segue.core.types import Incarnation, KVPoll
-from segue.engine.base import SequenceResult, StepHandle, StepOnCall
-from segue.handoff import events
-from segue.handoff.messages import Metadata
-from segue.sim.engine import reference
+from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall
+from segue.engine.request import Output
+from segue.kv.errors import AbortedByClient, Internal, PeerLost
+from segue.kv.ids import Incarnation, KVPoll
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Metadata
+from segue.lab.sim.sim_engine import reference
 
 #: Three steps of at most 16 tokens: 16 of `a`; 10 of `a` and 6 of `b`; 3 of `b` and all of `c`.
 PROMPTS = {"a": list(range(26)), "b": list(range(100, 109)), "c": list(range(200, 207))}

@@ -7,11 +7,11 @@ import random
 import pytest
 from pair import VOCAB, Pair
 
-from segue.core.errors import ErrorCode
-from segue.core.types import KVPoll
-from segue.handoff import events
-from segue.handoff.messages import Drained
-from segue.sim.engine import reference
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import KVPoll
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Drained
+from segue.lab.sim.sim_engine import reference
 
 
 def asked(pair: Pair, count: int, longest: int, most: int) -> dict[str, list[int]]:

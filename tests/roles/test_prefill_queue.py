@@ -5,9 +5,9 @@ from __future__ import annotations
 from test_fair_queue import waiting
 
 from segue.engine.pages import PagePool
-from segue.roles.fair_queue import PASSED_STEPS
-from segue.roles.kv_cache import KVCache
-from segue.roles.prefill_queue import PrefillQueue
+from segue.server.schedulers.fair_queue import PASSED_STEPS
+from segue.server.schedulers.kv_cache import KVCache
+from segue.server.schedulers.prefill_queue import PrefillQueue
 
 
 def test_a_step_without_budget_has_no_chunk_of_a_prompt_that_is_half_computed() -> None:

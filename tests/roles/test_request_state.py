@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from test_unified import FRONT, ME
 
-from segue.core.request import Request, SamplingParams, Ticket, TokenLogprob
-from segue.core.types import FinishReason
-from segue.roles.request_state import RequestState
+from segue.engine.request import Request, SamplingParams, Ticket, TokenLogprob
+from segue.kv.ids import FinishReason
+from segue.server.schedulers.request_state import RequestState
 
 EOS, STOP, OTHER = 7, 8, 9
 

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 from pair import FRONT, VOCAB, Pair
 
-from segue.core.control import Submit
-from segue.core.errors import (
+from segue.engine.request import Request, SamplingParams, Ticket, Usage
+from segue.kv.errors import (
     AbortedByClient,
     ChecksumMismatch,
     ErrorCode,
@@ -19,13 +19,13 @@ from segue.core.errors import (
     PeerLost,
     TransferFailed,
 )
-from segue.core.request import Request, SamplingParams, Ticket, Usage
-from segue.core.types import Incarnation, LeaderId, TransferId
-from segue.handoff import events
-from segue.handoff.messages import Committed, Metadata
-from segue.roles.request_state import RequestState
-from segue.roles.retained_prompts import RetainedPrompts
-from segue.sim.engine import reference
+from segue.kv.ids import Incarnation, LeaderId, TransferId
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Committed, Metadata
+from segue.lab.sim.sim_engine import reference
+from segue.server.messages.control import Submit
+from segue.server.schedulers.request_state import RequestState
+from segue.server.schedulers.retained_prompts import RetainedPrompts
 
 COUNT = 6
 

@@ -8,21 +8,21 @@ import pytest
 from pair import VOCAB
 from test_unified import FRONT, ME, ROOMS
 
-from segue.core.control import Submit
-from segue.core.errors import AbortedByClient, ErrorCode, Internal, InvalidRequest
-from segue.core.limits import Limits
-from segue.core.records import MAX_FOUND
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import OPEN_RANK, Incarnation, LeaderId, TransferId
-from segue.engine.base import run_step
+from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.handoff import events
-from segue.roles.admission import SchedulerConfig
-from segue.roles.decode import DecodeScheduler
-from segue.roles.prefill import PrefillScheduler
-from segue.roles.scheduler import Scheduler
-from segue.roles.unified import UnifiedScheduler
-from segue.sim.engine import LineageEngine, lineage_spec, reference
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.errors import AbortedByClient, ErrorCode, Internal, InvalidRequest
+from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, TransferId
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
+from segue.server.messages.control import Submit
+from segue.server.messages.records import MAX_FOUND
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.decode import DecodeScheduler
+from segue.server.schedulers.prefill import PrefillScheduler
+from segue.server.schedulers.scheduler import Scheduler
+from segue.server.schedulers.unified import UnifiedScheduler
 
 OTHER_FRONT = Incarnation("e" * 32)
 STRANGER = LeaderId(Incarnation("9" * 32))

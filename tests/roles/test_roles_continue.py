@@ -6,16 +6,16 @@ import pytest
 from pair import FRONT, VOCAB, Pair
 from test_retained_prompts import ask
 
-from segue.core.clock import VirtualClock
-from segue.core.control import Submit
-from segue.core.errors import ErrorCode
-from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import FinishReason, Incarnation, LeaderId
-from segue.engine.base import run_step
+from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.roles.admission import SchedulerConfig
-from segue.roles.unified import UnifiedScheduler
-from segue.sim.engine import LineageEngine, lineage_spec, reference
+from segue.engine.request import Output, Request, SamplingParams, Ticket
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import FinishReason, Incarnation, LeaderId
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
+from segue.server.messages.control import Submit
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.unified import UnifiedScheduler
 
 COUNT = 9
 

@@ -11,13 +11,13 @@ from pair import FRONT, VOCAB, Node, Pair
 from test_roles_admission import finish, made, step, submitted
 from test_unified import ME
 
-from segue.core.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity
-from segue.core.request import Output, SamplingParams, TokenLogprob
-from segue.core.types import KVPoll, TransferId
-from segue.engine.base import SequenceResult, SequenceStep, run_step
-from segue.handoff import events
-from segue.roles.scheduler import Scheduler
-from segue.sim.engine import LineageEngine, reference
+from segue.engine.engine_api import SequenceResult, SequenceStep, run_step
+from segue.engine.request import Output, SamplingParams, TokenLogprob
+from segue.kv.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity
+from segue.kv.ids import KVPoll, TransferId
+from segue.kv.protocol import events
+from segue.lab.sim.sim_engine import LineageEngine, reference
+from segue.server.schedulers.scheduler import Scheduler
 
 LEFT = AbortedByClient("left").info
 

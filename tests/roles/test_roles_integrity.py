@@ -10,9 +10,9 @@ from pair import FRONT, Pair
 from test_retained_prompts import Tail, job, metadata
 from test_roles_admission import finish, made, step, submitted
 
-from segue.core.errors import Internal
-from segue.roles.retained_prompts import RetainedPrompts
-from segue.roles.unified import UnifiedScheduler
+from segue.kv.errors import Internal
+from segue.server.schedulers.retained_prompts import RetainedPrompts
+from segue.server.schedulers.unified import UnifiedScheduler
 
 
 def rested() -> UnifiedScheduler:

@@ -11,18 +11,18 @@ from pair import FRONT, VOCAB, Node, Pair
 from test_local_prompts import at_decode
 from test_retained_prompts import ask, decode_dies, hold, until_computed
 
-from segue.core.control import Submit
-from segue.core.errors import AbortedByClient, ErrorCode, MetadataMismatch
-from segue.core.request import RankHints, Request, SamplingParams, Ticket
-from segue.core.types import OPEN_RANK, Incarnation, KVPoll, LeaderId, TransferId
-from segue.handoff import events
-from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
-from segue.handoff.messages import Drained, Gone, Metadata
-from segue.roles.decode import DecodeScheduler
-from segue.roles.fair_queue import PASSED_STEPS
-from segue.roles.local_prompts import LocalPrompts
-from segue.roles.request_state import first_usage
-from segue.sim.engine import reference
+from segue.engine.request import RankHints, Request, SamplingParams, Ticket
+from segue.kv.errors import AbortedByClient, ErrorCode, MetadataMismatch
+from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, TransferId
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Drained, Gone, Metadata
+from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
+from segue.lab.sim.sim_engine import reference
+from segue.server.messages.control import Submit
+from segue.server.schedulers.decode import DecodeScheduler
+from segue.server.schedulers.fair_queue import PASSED_STEPS
+from segue.server.schedulers.local_prompts import LocalPrompts
+from segue.server.schedulers.request_state import first_usage
 
 LEFT = AbortedByClient("left").info
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from pair import FRONT, VOCAB, Pair
 
-from segue.core.errors import AbortedByClient
-from segue.core.types import KVPoll
-from segue.engine.base import run_step
-from segue.handoff import events
-from segue.sim.engine import reference
+from segue.engine.engine_api import run_step
+from segue.kv.errors import AbortedByClient
+from segue.kv.ids import KVPoll
+from segue.kv.protocol import events
+from segue.lab.sim.sim_engine import reference
 
 YEAR_S = 365 * 24 * 3600.0
 

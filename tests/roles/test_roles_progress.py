@@ -9,15 +9,15 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from pair import Pair
 
-from segue.core.control import Submit
-from segue.core.limits import Limits
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, LeaderId
-from segue.engine.base import SequenceResult, StepHandle, StepOnCall, run_step
+from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall, run_step
 from segue.engine.pages import PagePool
-from segue.roles.admission import SchedulerConfig
-from segue.roles.unified import UnifiedScheduler
-from segue.sim.engine import LineageEngine, lineage_spec
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.ids import Incarnation, LeaderId
+from segue.kv.limits import Limits
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
+from segue.server.messages.control import Submit
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.unified import UnifiedScheduler
 
 ME, FRONT = LeaderId(Incarnation("a" * 32)), Incarnation("f" * 32)
 NEVER_S = 1e6

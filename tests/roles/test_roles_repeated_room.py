@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pair import FRONT, VOCAB, Node, Pair
 
-from segue.core.control import Submit
-from segue.core.errors import ErrorCode
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.sim.engine import reference
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.errors import ErrorCode
+from segue.lab.sim.sim_engine import reference
+from segue.server.messages.control import Submit
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

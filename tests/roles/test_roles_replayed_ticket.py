@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from pair import FRONT, VOCAB, Node, Pair
 
-from segue.core.control import Submit
-from segue.core.errors import AbortedByClient, ErrorCode
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Incarnation
-from segue.handoff.ticket import sign
-from segue.sim.engine import reference
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.errors import AbortedByClient, ErrorCode
+from segue.kv.ids import Incarnation
+from segue.kv.protocol.ticket import sign
+from segue.lab.sim.sim_engine import reference
+from segue.server.messages.control import Submit
 
 SECRET = b"a secret of the tests"
 LEFT = AbortedByClient("it left").info

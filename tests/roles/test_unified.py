@@ -8,16 +8,16 @@ import random
 import pytest
 from msgspec import structs
 
-from segue.core.control import Submit
-from segue.core.errors import AbortedByClient, ErrorCode
-from segue.core.limits import Limits
-from segue.core.request import Output, Request, SamplingParams, Ticket
-from segue.core.types import FinishReason, Incarnation, LeaderId
-from segue.engine.base import SequenceResult, run_step
+from segue.engine.engine_api import SequenceResult, run_step
 from segue.engine.pages import PagePool
-from segue.roles.admission import SchedulerConfig
-from segue.roles.unified import UnifiedScheduler
-from segue.sim.engine import LineageEngine, lineage_spec, reference
+from segue.engine.request import Output, Request, SamplingParams, Ticket
+from segue.kv.errors import AbortedByClient, ErrorCode
+from segue.kv.ids import FinishReason, Incarnation, LeaderId
+from segue.kv.limits import Limits
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
+from segue.server.messages.control import Submit
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.unified import UnifiedScheduler
 
 ROOMS = itertools.count(1)
 ME = LeaderId(Incarnation("a" * 32))

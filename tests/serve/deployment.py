@@ -10,23 +10,23 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from segue.bootstrap.server import serve as serve_registry
-from segue.conn.io import IoThread
-from segue.core.config import InstanceConfig, LimitsConfig, ModelConfig
-from segue.core.control import Cancel, ControlMessage, Load, Outputs, Submit
-from segue.core.errors import AbortedByClient, SegueError
-from segue.core.parallel import ParallelSize
-from segue.core.request import Output, RankHints, Request, SamplingParams, Ticket
-from segue.core.types import OPEN_RANK, LeaderId, Role, new_incarnation, new_room
-from segue.engine.base import Engine
-from segue.roles.scheduler import Scheduler
-from segue.serve.instance import Instance
-from segue.serve.leader import Inspect
-from segue.serve.workers import OpenedReplica, open_replica
-from segue.session.api import PeerInfo, Session
-from segue.session.node import SessionNode
-from segue.sim.engine import LineageEngine, lineage_spec
-from segue.transport.memory import Memory, allocate
+from segue.engine.engine_api import Engine
+from segue.engine.parallel import ParallelSize
+from segue.engine.request import Output, RankHints, Request, SamplingParams, Ticket
+from segue.kv.errors import AbortedByClient, SegueError
+from segue.kv.ids import OPEN_RANK, LeaderId, Role, new_incarnation, new_room
+from segue.kv.io import IoThread
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.session.node import SessionNode
+from segue.kv.transport.memory.pool_memory import Memory, allocate
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
+from segue.server.instance.instance import Instance
+from segue.server.instance.leader import Inspect
+from segue.server.instance.rank_workers import OpenedReplica, open_replica
+from segue.server.messages.control import Cancel, ControlMessage, Load, Outputs, Submit
+from segue.server.registry.registry_server import serve as serve_registry
+from segue.server.schedulers.scheduler import Scheduler
+from segue.server.settings.commands import InstanceConfig, LimitsConfig, ModelConfig
 
 VOCAB = 1000
 LIMITS = LimitsConfig(keepalive_s=0.5, peer_silence_s=20, drain_s=5, max_queue=4096)

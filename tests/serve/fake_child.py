@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from segue.core.errors import ConfigError, Internal, PeerRefused
-from segue.core.types import Role
-from segue.serve.lifeline import CannotStart, Lifeline, Ready
+from segue.kv.errors import ConfigError, Internal, PeerRefused
+from segue.kv.ids import Role
+from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready
 
 
 def say(text: str) -> None:

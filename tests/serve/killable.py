@@ -20,18 +20,18 @@ from deployment import LIMITS, Running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.server import serve as serve_registry
-from segue.conn.io import IoThread
-from segue.core.errors import PeerLost
-from segue.core.types import LeaderId, Role
-from segue.engine.base import SequenceResult, StepHandle
-from segue.fleet.fleet import Fleet
-from segue.fleet.settings import FleetSettings
-from segue.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
-from segue.frontend.http_server import HttpServer, bind
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.observe.metrics import Metrics
+from segue.engine.engine_api import SequenceResult, StepHandle
+from segue.kv.errors import PeerLost
+from segue.kv.ids import LeaderId, Role
+from segue.kv.io import IoThread
+from segue.server.fleet.fleet import Fleet
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
+from segue.server.frontend.http_server import HttpServer, bind
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.observe.metrics import Metrics
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_server import serve as serve_registry
 
 NAME = "tiny"
 

@@ -9,13 +9,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from segue.core.config import FrontendConfig, InstanceConfig, ServeConfig
-from segue.core.pool_size import Host
-from segue.core.types import Role
-from segue.serve.children import ChildSpec
-from segue.serve.console import Console
-from segue.serve.process_tree import ServeResult
-from segue.serve.supervisor import Supervisor
+from segue.engine.pool_size import Host
+from segue.kv.ids import Role
+from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig
+from segue.server.supervisor.children import ChildSpec
+from segue.server.supervisor.console import Console
+from segue.server.supervisor.process_tree import ServeResult
+from segue.server.supervisor.supervisor import Supervisor
 
 FAKE = Path(__file__).with_name("fake_child.py")
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from segue.core.types import Role
-from segue.serve import children as module
-from segue.serve import lifeline as lifeline_module
-from segue.serve import process_tree
-from segue.serve.children import LAST_LINES, Child, ChildSpec
-from segue.serve.console import Console
-from segue.serve.lifeline import Lifeline, Ready, encode_restarting
-from segue.serve.process_tree import THREAD_VARIABLES, ProcessTree, ServeResult, Unit, lifeline
+from segue.kv.ids import Role
+from segue.server.supervisor import children as module
+from segue.server.supervisor import lifeline as lifeline_module
+from segue.server.supervisor import process_tree
+from segue.server.supervisor.children import LAST_LINES, Child, ChildSpec
+from segue.server.supervisor.console import Console
+from segue.server.supervisor.lifeline import Lifeline, Ready, encode_restarting
+from segue.server.supervisor.process_tree import THREAD_VARIABLES, ProcessTree, ServeResult, Unit, lifeline
 
 #: Says `$1` over the pipe of reports.
 REPORT = "say() { eval \"echo '$1' >&$fd\"; }; fd=${1#--report-fd=}; "

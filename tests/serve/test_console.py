@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from segue.cli import logs
-from segue.serve import console as module
-from segue.serve.console import KEPT_FOLDERS, Console, LogFolder
+from segue.server.supervisor import console as module
+from segue.server.supervisor.console import KEPT_FOLDERS, Console, LogFolder
 
 
 class Out(io.StringIO):
@@ -153,9 +153,10 @@ def test_a_log_event_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Writes from several threads, as a supervisor with busy children does.
 SPAM = """
 import logging, threading
-from segue.cli import logs, processes
-from segue.core.access_config import AccessConfig
-from segue.serve.console import Console
+from segue.cli import logs
+from segue.cli.commands import processes
+from segue.server.settings.access_config import AccessConfig
+from segue.server.supervisor.console import Console
 console = Console()
 logs.configure("info", "serve", console)
 def child(name):
@@ -163,7 +164,7 @@ def child(name):
         console.line(name, f"{name} line {n} " + "x" * 60)
 def events():
     for n in range(400):
-        logging.getLogger("segue.serve").info("event=said n=%d of=%s", n, "y" * 60)
+        logging.getLogger("segue.server.instance").info("event=said n=%d of=%s", n, "y" * 60)
 threads = [threading.Thread(target=child, args=(f"child-{n}",)) for n in range(3)]
 threads.append(threading.Thread(target=events))
 for thread in threads:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from killable import Cluster, cluster, save_tokenizer
 
-from segue.core.types import Role
-from segue.engine.base import Engine
-from segue.engine.cpu_engine import load_engine
-from segue.transport.memory import Memory
+from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.engine_api import Engine
+from segue.kv.ids import Role
+from segue.kv.transport.memory.pool_memory import Memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 from engine_models import VOCAB, generate, save_model

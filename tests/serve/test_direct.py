@@ -19,11 +19,11 @@ import pytest
 import torch
 from deployment import Deployment, deployment
 
-from segue.core.types import Role
-from segue.frontend.tokenizer import ModelTokenizer
-from segue.roles.prefill import PrefillScheduler
-from segue.serve.instance import Instance
-from segue.serve.rooms import _OpenRoom
+from segue.kv.ids import Role
+from segue.server.direct.rooms import _OpenRoom
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.instance.instance import Instance
+from segue.server.schedulers.prefill import PrefillScheduler
 
 sys.path.append(str(Path(__file__).parent.parent / "e2e"))
 import tiny_model
@@ -232,7 +232,7 @@ def test_lesson_19_a_bootstrap_host_that_is_not_registered_is_never_contacted(
                 for answer in await legs.both(legs.body(bootstrap_host=host, bootstrap_port=at)):
                     assert code(answer) == "503 BOOTSTRAP_UNREACHABLE"
 
-        monkeypatch.setattr("segue.serve.meetings.FIND_S", 0.01)
+        monkeypatch.setattr("segue.server.direct.meetings.FIND_S", 0.01)
         run(pair, work)
         with pytest.raises(BlockingIOError):
             trap.accept()

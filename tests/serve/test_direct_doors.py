@@ -14,29 +14,30 @@ import pytest
 from starlette.applications import Starlette
 from test_door import ME, Lazy, load
 
-from segue.core.access_config import AccessConfig
-from segue.core.config import InstanceConfig
-from segue.core.errors import InvalidRequest, NotFound
-from segue.core.limits import Limits
-from segue.core.types import Role
-from segue.frontend.app import OpenAIServerSettings
-from segue.frontend.legs import TICKET, RetainedTicket, pack_ticket, unpack_ticket
-from segue.frontend.memory import MemoryBudget, RequestMemory
-from segue.frontend.native import as_completion, read_native
-from segue.frontend.openai_types import BodyReader, ChatBody, CompletionBody
-from segue.frontend.problems import BadParam
-from segue.frontend.sampling_defaults import SamplingDefaults
-from segue.handoff.dp_ranks import DpRanks
-from segue.observe.metrics import Metrics
-from segue.serve import direct, http
-from segue.serve import door as door_module
-from segue.serve.direct import DecodeDoor, InstanceDoor, PrefillDoor
-from segue.serve.door import LazyDoor, door_routes
-from segue.serve.dp_ranks import RankProcesses
-from segue.serve.http import InstanceStatus, start_http
-from segue.serve.kv import dp_ranks
-from segue.serve.meetings import Meetings
-from segue.serve.rooms import MEET_S, Rooms
+from segue.kv.errors import InvalidRequest, NotFound
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.kv.protocol.room_ranks import DpRanks
+from segue.server.direct import direct_server as direct
+from segue.server.direct import door as door_module
+from segue.server.direct.direct_server import DecodeDoor, InstanceDoor, PrefillDoor
+from segue.server.direct.door import LazyDoor, door_routes
+from segue.server.direct.meetings import Meetings
+from segue.server.direct.rooms import MEET_S, Rooms
+from segue.server.frontend.app import OpenAIServerSettings
+from segue.server.frontend.legs import TICKET, RetainedTicket, pack_ticket, unpack_ticket
+from segue.server.frontend.native import as_completion, read_native
+from segue.server.frontend.openai_types import BodyReader, ChatBody, CompletionBody
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_memory import MemoryBudget, RequestMemory
+from segue.server.frontend.sampling_defaults import SamplingDefaults
+from segue.server.instance import instance_http as http
+from segue.server.instance.instance_http import InstanceStatus, start_http
+from segue.server.instance.kv_settings import dp_ranks
+from segue.server.observe.metrics import Metrics
+from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.commands import InstanceConfig
+from segue.server.supervisor.dp_rank_processes import RankProcesses
 
 SECRET = b"a secret of enough bytes"
 BUDGET_S = 100.0

@@ -11,17 +11,17 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.core.config import InstanceConfig
-from segue.core.control import FlushCache, Load
-from segue.core.errors import BootstrapUnreachable, ConfigError, DeadlineExceeded, SegueError
-from segue.core.types import Incarnation, LeaderId, Role
-from segue.fleet.replica import Replica
-from segue.handoff.dp_ranks import DpRanks
-from segue.serve import direct
-from segue.serve.direct import InstanceDoor, OwnAndPrefill
-from segue.serve.door import LazyDoor, door_routes
-from segue.serve.rooms import Rooms
+from segue.kv.errors import BootstrapUnreachable, ConfigError, DeadlineExceeded, SegueError
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.kv.protocol.room_ranks import DpRanks
+from segue.server.direct import direct_server as direct
+from segue.server.direct.direct_server import InstanceDoor, OwnAndPrefill
+from segue.server.direct.door import LazyDoor, door_routes
+from segue.server.direct.rooms import Rooms
+from segue.server.fleet.replica import Replica
+from segue.server.messages.control import FlushCache, Load
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
+from segue.server.settings.commands import InstanceConfig
 
 ME = LeaderId(Incarnation("a" * 32), 1)
 

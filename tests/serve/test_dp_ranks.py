@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 import supervised
 
-from segue.core.config import FrontendConfig, InstanceConfig, LimitsConfig
-from segue.core.errors import ConfigError
-from segue.core.pool_size import Host
-from segue.core.ranks_config import RanksConfig
-from segue.core.settings import argv
-from segue.core.types import Role
-from segue.serve.children import Child
-from segue.serve.console import Console
-from segue.serve.dp_ranks import RankProcesses, leaders
-from segue.serve.process_tree import ServeResult
+from segue.engine.pool_size import Host
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.server.settings.commands import FrontendConfig, InstanceConfig, LimitsConfig
+from segue.server.settings.layers import argv
+from segue.server.settings.ranks_config import RanksConfig
+from segue.server.supervisor.children import Child
+from segue.server.supervisor.console import Console
+from segue.server.supervisor.dp_rank_processes import RankProcesses, leaders
+from segue.server.supervisor.process_tree import ServeResult
 
 #: All of them leave by themselves.
 PATIENT = LimitsConfig(drain_s=60)

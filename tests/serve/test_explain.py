@@ -14,10 +14,10 @@ from deployment import Running, deployment
 from killable import Cluster, cluster, save_tokenizer
 
 from segue.cli.main import main
-from segue.core.control import Cancel, Explain
-from segue.core.types import Role
-from segue.fleet.operator import Operator
-from segue.serve.leader import FromFrontend
+from segue.kv.ids import Role
+from segue.server.fleet.operator import Operator
+from segue.server.instance.leader import FromFrontend
+from segue.server.messages.control import Cancel, Explain
 
 BODY = {"prompt": list(range(3, 43)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 VOCAB = 97

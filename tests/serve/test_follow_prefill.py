@@ -8,12 +8,12 @@ from typing import cast
 
 import msgspec
 
-from segue.bootstrap.client import InstanceWatch
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.conn.manager import KVManager
-from segue.conn.open_ranks import PrefillInstance
-from segue.core.types import Incarnation, LeaderId, Role
-from segue.serve.registry import follow_prefill
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.kv.manager import KVManager
+from segue.kv.open_ranks import PrefillInstance
+from segue.server.instance.registry_link import follow_prefill
+from segue.server.registry.client import InstanceWatch
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 
 def record(letter: str, *ports: int) -> InstanceRecord:

@@ -27,8 +27,8 @@ sys.path.append(str(Path(__file__).parent.parent / "e2e"))
 import tiny_model
 
 from segue.cli.main import main
-from segue.core.kv_events_config import KVEventsConfig
-from segue.core.types import Role
+from segue.kv.ids import Role
+from segue.server.settings.kv_events_config import KVEventsConfig
 
 pytestmark = pytest.mark.slow
 

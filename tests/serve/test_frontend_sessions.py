@@ -8,20 +8,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.conn.peers import PathSpeed
-from segue.core.control import Cancel, Explain, Explained, FlushCache, Load, Meet, Met, Outputs, Over
-from segue.core.errors import Draining, ErrorCode, PeerLost, PeerRefused
-from segue.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, FollowPrefixes, Prefixes
-from segue.core.operate import Look, OperationRefused, Sight, Steer
-from segue.core.records import RequestRecord
-from segue.core.request import Output
-from segue.core.types import Incarnation, KVPoll, LeaderId, Role, TransferId
-from segue.handoff import events
-from segue.serve.control import FrontendSessions
-from segue.serve.leader import FromFrontend, FrontendGone, Item
-from segue.serve.operators import OperatorSessions, Sights
-from segue.session.api import PeerInfo
+from segue.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, FollowPrefixes, Prefixes
+from segue.engine.request import Output
+from segue.kv.errors import Draining, ErrorCode, PeerLost, PeerRefused
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Role, TransferId
+from segue.kv.peers import PathSpeed
+from segue.kv.protocol import events
+from segue.kv.session.api import PeerInfo
+from segue.server.instance.frontend_sessions import FrontendSessions
+from segue.server.instance.leader import FromFrontend, FrontendGone, Item
+from segue.server.instance.operators import OperatorSessions, Sights
+from segue.server.messages.control import (
+    Cancel,
+    Explain,
+    Explained,
+    FlushCache,
+    Load,
+    Meet,
+    Met,
+    Outputs,
+    Over,
+)
+from segue.server.messages.operate import Look, OperationRefused, Sight, Steer
+from segue.server.messages.records import RequestRecord
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 LEFT = PeerLost("left")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from segue.serve.gc import frozen_imports
+from segue.server.instance.gc import frozen_imports
 
 
 class Node:

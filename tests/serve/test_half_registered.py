@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from deployment import LIMITS, VOCAB, Running, deployment
 
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.core.errors import ErrorCode
-from segue.core.types import LeaderId, Role, new_incarnation
-from segue.sim.engine import reference
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import LeaderId, Role, new_incarnation
+from segue.lab.sim.sim_engine import reference
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from segue.conn.config import KVConfig
-from segue.core.config import InstanceConfig
-from segue.core.errors import ConfigError
-from segue.core.types import ChecksumMode, Incarnation, LeaderId
-from segue.serve import host, kv
-from segue.serve.host import this_host
-from segue.sim.engine import lineage_spec
-from segue.transport.probe import SCRATCH_BYTES
+from segue.kv.config import KVConfig
+from segue.kv.errors import ConfigError
+from segue.kv.ids import ChecksumMode, Incarnation, LeaderId
+from segue.kv.transport.probe import SCRATCH_BYTES
+from segue.lab.sim.sim_engine import lineage_spec
+from segue.server.instance import host
+from segue.server.instance import kv_settings as kv
+from segue.server.instance.host import this_host
+from segue.server.settings.commands import InstanceConfig
 
 ME = LeaderId(Incarnation("a" * 32), 1)
 SPEC = lineage_spec(8)

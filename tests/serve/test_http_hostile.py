@@ -10,8 +10,8 @@ import httpx
 import pytest
 import uvloop
 
-from segue.serve.http import InstanceStatus, start_http
-from segue.session.guarded_http import GuardedServer
+from segue.server.http.guarded_http import GuardedServer
+from segue.server.instance.instance_http import InstanceStatus, start_http
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 DEADLINE_S = 60.0

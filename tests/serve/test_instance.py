@@ -11,14 +11,14 @@ import psutil
 import pytest
 from deployment import VOCAB, Deployment, deployment
 
-from segue.bootstrap.client import RegistryClient
-from segue.bootstrap.records import InstanceRecord
-from segue.core.errors import BootstrapTimeout, BootstrapUnreachable, ErrorCode, OutOfCapacity, SegueError
-from segue.core.types import FinishReason, Role
-from segue.engine.base import Engine
-from segue.serve import instance as instance_module
-from segue.sim.engine import LineageEngine, lineage_spec, reference
-from segue.transport.memory import Memory, allocate
+from segue.engine.engine_api import Engine
+from segue.kv.errors import BootstrapTimeout, BootstrapUnreachable, ErrorCode, OutOfCapacity, SegueError
+from segue.kv.ids import FinishReason, Role
+from segue.kv.transport.memory.pool_memory import Memory, allocate
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
+from segue.server.instance import instance as instance_module
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceRecord
 
 
 def assert_served(made: Deployment, count: int, *, batch: int = 64, longest: int = 60) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from deployment import deployment, lineage_engine
 
-from segue.bootstrap.client import RegistryClient
-from segue.core.config import InstanceConfig
-from segue.core.errors import BootstrapUnreachable, Draining, ErrorCode, PeerRestarted
-from segue.core.types import Incarnation, Role
-from segue.serve import turns as module
-from segue.serve.instance import Instance
-from segue.serve.turns import run_instance
+from segue.kv.errors import BootstrapUnreachable, Draining, ErrorCode, PeerRestarted
+from segue.kv.ids import Incarnation, Role
+from segue.server.instance import turns as module
+from segue.server.instance.instance import Instance
+from segue.server.instance.turns import run_instance
+from segue.server.registry.client import RegistryClient
+from segue.server.settings.commands import InstanceConfig
 
 
 @pytest.mark.parametrize("error", [KeyError("a bug"), Draining("the registry says so")])
@@ -123,7 +123,7 @@ def test_the_exit_status_says_whether_an_instance_failed_or_was_told_to_leave(
     closed: list[str] = []
     formats = SimpleNamespace(close=lambda: closed.append("formats"))
     engine = SimpleNamespace(memory=None, formats=formats)
-    monkeypatch.setattr("segue.engine.cpu_engine.load_engine", lambda *_, **__: engine)
+    monkeypatch.setattr("segue.engine.cpu.cpu_engine.load_engine", lambda *_, **__: engine)
     monkeypatch.setattr(module, "Instance", make)
     monkeypatch.setattr(module, "frozen_imports", contextlib.nullcontext)
     monkeypatch.setattr(module, "importlib", SimpleNamespace(import_module=lambda _: None))

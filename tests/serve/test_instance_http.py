@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 
-from segue.conn.peers import PathSpeed
-from segue.core.control import Load
-from segue.core.errors import DeadlineExceeded
-from segue.core.paths import PathCandidate, PathChoice, PathFigures
-from segue.observe.integrity import NodeState
-from segue.serve.http import InstanceStatus, start_http
+from segue.kv.errors import DeadlineExceeded
+from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
+from segue.kv.peers import PathSpeed
+from segue.server.instance.instance_http import InstanceStatus, start_http
+from segue.server.messages.control import Load
+from segue.server.observe.integrity_report import NodeState
 
 LOAD = Load(
     dp_rank=0,

@@ -18,10 +18,8 @@ import msgspec
 import pytest
 from deployment import LIMITS, deployment, lineage_engine
 
-from segue.core.access_config import AccessConfig
-from segue.core.config import InstanceConfig, ModelConfig
-from segue.core.control import Load
-from segue.core.errors import (
+from segue.engine.kv_events import AllBlocksCleared
+from segue.kv.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
     Draining,
@@ -30,16 +28,28 @@ from segue.core.errors import (
     PeerLost,
     SegueError,
 )
-from segue.core.kv_events import AllBlocksCleared
-from segue.core.operate import Steer, Switch
-from segue.core.types import Incarnation, LeaderId, Role, successor
-from segue.serve import integrity, registry, turns, workers
-from segue.serve.instance import LOOK_AGAIN_S, Instance
-from segue.serve.leader import Abandon, Drain, Hold, Inspect, NextRole
-from segue.serve.rank_process import WORDS, CannotWord, HereWord, LoadedWord, ServeOrder, SetUpOrder, heard
-from segue.serve.turns import Turns
-from segue.serve.workers import OpenedReplica, RankProcess, Workers, open_replica
-from segue.sim.engine import lineage_spec
+from segue.kv.ids import Incarnation, LeaderId, Role, successor
+from segue.lab.sim.sim_engine import lineage_spec
+from segue.server.instance import integrity, turns
+from segue.server.instance import rank_workers as workers
+from segue.server.instance import registry_link as registry
+from segue.server.instance.instance import LOOK_AGAIN_S, Instance
+from segue.server.instance.leader import Abandon, Drain, Hold, Inspect, NextRole
+from segue.server.instance.rank_process import (
+    WORDS,
+    CannotWord,
+    HereWord,
+    LoadedWord,
+    ServeOrder,
+    SetUpOrder,
+    heard,
+)
+from segue.server.instance.rank_workers import OpenedReplica, RankProcess, Workers, open_replica
+from segue.server.instance.turns import Turns
+from segue.server.messages.control import Load
+from segue.server.messages.operate import Steer, Switch
+from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.commands import InstanceConfig, ModelConfig
 
 ME = LeaderId(Incarnation("a" * 32), 1)
 

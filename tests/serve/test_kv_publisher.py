@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue.core.errors import ConfigError
-from segue.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, page_hashes
-from segue.core.kv_events_config import KVEventsConfig
+from segue.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, page_hashes
 from segue.engine.pages import PagePool
 from segue.engine.prefix import PrefixTree
 from segue.engine.prefix_journal import PrefixJournal
-from segue.serve import kv_publisher, zmtp
-from segue.serve.kv_publisher import END, KVPublisher
+from segue.kv.errors import ConfigError
+from segue.server.kv_events import kv_publisher, zmtp
+from segue.server.kv_events.kv_publisher import END, KVPublisher
+from segue.server.settings.kv_events_config import KVEventsConfig
 
 zmq = pytest.importorskip("zmq", reason="no pyzmq: pip install 'segue[dev]'")
 

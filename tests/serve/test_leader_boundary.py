@@ -10,10 +10,10 @@ import httpx
 import pytest
 from deployment import VOCAB, Front, deployment
 
-from segue.core.errors import ErrorCode
-from segue.core.types import KVPoll, Role
-from segue.handoff import events
-from segue.sim.engine import reference
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import KVPoll, Role
+from segue.kv.protocol import events
+from segue.lab.sim.sim_engine import reference
 
 
 def break_once(

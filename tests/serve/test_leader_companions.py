@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from test_leader_flush import Busy, OnCall
 
-from segue.core.clock import VirtualClock
-from segue.core.errors import SegueError
-from segue.core.limits import Limits
-from segue.engine.base import SequenceResult, StepHandle, StepOnCall
-from segue.serve.leader import CompanionsMoved, Drain, Leader, NextRole
+from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import SegueError
+from segue.kv.limits import Limits
+from segue.server.instance.leader import CompanionsMoved, Drain, Leader, NextRole
 
 
 class Others:

@@ -10,23 +10,32 @@ from typing import Any
 
 import pytest
 
-from segue.conn.handles import KVReceiver, KVSender
-from segue.conn.io import MonotonicClock
-from segue.core.clock import Clock, VirtualClock
-from segue.core.control import Cancel, Submit
-from segue.core.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity, PeerLost
-from segue.core.limits import Limits
-from segue.core.request import Grammar, Output, Request, SamplingParams, Ticket
-from segue.core.types import Incarnation, KVPoll, LeaderId, Span, TransferId
-from segue.engine.base import OnStored, SequenceResult, SequenceStep, StepHandle
+from segue.engine.engine_api import OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
-from segue.handoff import events
-from segue.roles.admission import SchedulerConfig
-from segue.roles.prefill import PrefillScheduler
-from segue.roles.scheduler import Scheduler
-from segue.roles.unified import UnifiedScheduler
-from segue.serve.leader import Abandon, Drain, FromFrontend, FrontendGone, Hold, Item, Leader, NextRole
-from segue.sim.engine import LineageEngine, lineage_spec, reference
+from segue.engine.request import Grammar, Output, Request, SamplingParams, Ticket
+from segue.kv.clock import Clock, VirtualClock
+from segue.kv.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity, PeerLost
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, Span, TransferId
+from segue.kv.io import MonotonicClock
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
+from segue.server.instance.leader import (
+    Abandon,
+    Drain,
+    FromFrontend,
+    FrontendGone,
+    Hold,
+    Item,
+    Leader,
+    NextRole,
+)
+from segue.server.messages.control import Cancel, Submit
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.prefill import PrefillScheduler
+from segue.server.schedulers.scheduler import Scheduler
+from segue.server.schedulers.unified import UnifiedScheduler
 
 ME, PEER = LeaderId(Incarnation("a" * 32)), LeaderId(Incarnation("d" * 32))
 FRONT = Incarnation("f" * 32)

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from segue.conn.io import MonotonicClock
-from segue.core.clock import VirtualClock
-from segue.core.control import FlushCache, Load
-from segue.core.errors import ErrorCode, PeerLost
-from segue.core.kv_events import FollowPrefixes
-from segue.core.limits import Limits
-from segue.core.request import Output
-from segue.core.types import Incarnation, KVPoll, LeaderId, TransferId
-from segue.engine.base import OnStored, SequenceResult, SequenceStep, StepHandle, StepOnCall
-from segue.handoff import events
-from segue.serve.leader import (
+from segue.engine.engine_api import OnStored, SequenceResult, SequenceStep, StepHandle, StepOnCall
+from segue.engine.kv_events import FollowPrefixes
+from segue.engine.request import Output
+from segue.kv.clock import VirtualClock
+from segue.kv.errors import ErrorCode, PeerLost
+from segue.kv.ids import Incarnation, KVPoll, LeaderId, TransferId
+from segue.kv.io import MonotonicClock
+from segue.kv.limits import Limits
+from segue.kv.protocol import events
+from segue.server.instance.leader import (
     ABANDON_S,
     LOAD_INTERVAL_S,
     QUIET_S,
@@ -31,6 +30,7 @@ from segue.serve.leader import (
     Leader,
     NextRole,
 )
+from segue.server.messages.control import FlushCache, Load
 
 FRONT = Incarnation("f" * 32)
 

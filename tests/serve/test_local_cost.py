@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from segue.core.config import InstanceConfig, ModelConfig
-from segue.core.errors import ConfigError
-from segue.core.types import Role
 from segue.engine.pages import PagePool
-from segue.roles.kv_cache import KVCache
-from segue.serve.local_cost import measure_pauses
-from segue.sim.engine import LineageEngine, lineage_spec
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
+from segue.server.instance.local_cost import measure_pauses
+from segue.server.schedulers.kv_cache import KVCache
+from segue.server.settings.commands import InstanceConfig, ModelConfig
 
 
 @pytest.mark.parametrize(("pages", "chunk_tokens", "lengths"), [(64, 100, [4, 16, 64]), (8, 512, [4, 16])])

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.core.control import Meet, Met, Over
-from segue.core.errors import (
+from segue.engine.request import Output, RankHints, Request, SamplingParams
+from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
     ErrorCode,
@@ -21,12 +20,13 @@ from segue.core.errors import (
     PeerLost,
     SegueError,
 )
-from segue.core.request import Output, RankHints, Request, SamplingParams
-from segue.core.types import Incarnation, LeaderId, Role
-from segue.fleet.replica import Replica
-from segue.frontend.legs import Bootstrap, RetainedTicket
-from segue.serve import meetings as module
-from segue.serve.meetings import Meeting, Meetings
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.server.direct import meetings as module
+from segue.server.direct.meetings import Meeting, Meetings
+from segue.server.fleet.replica import Replica
+from segue.server.frontend.legs import Bootstrap, RetainedTicket
+from segue.server.messages.control import Meet, Met, Over
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 ROOM = 5
 

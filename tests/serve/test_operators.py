@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 from deployment import LIMITS, VOCAB, Deployment, Running, deployment
 
-from segue.bootstrap.records import InstanceRecord, ReplicaRecord
-from segue.cli import operate
+from segue.cli.commands import operate_commands as operate
 from segue.cli.main import main
-from segue.conn.peers import PathSpeed
-from segue.core.errors import ErrorCode
-from segue.core.operate import PairSight, Sight
-from segue.core.types import Role, new_incarnation
-from segue.fleet.operator import Operator, operator
-from segue.observe.integrity import NodeState
-from segue.serve import http
-from segue.serve.http import InstanceStatus
-from segue.sim.engine import reference
+from segue.kv.errors import ErrorCode
+from segue.kv.ids import Role, new_incarnation
+from segue.kv.peers import PathSpeed
+from segue.lab.sim.sim_engine import reference
+from segue.server.fleet.operator import Operator, operator
+from segue.server.instance import instance_http as http
+from segue.server.instance.instance_http import InstanceStatus
+from segue.server.messages.operate import PairSight, Sight
+from segue.server.observe.integrity_report import NodeState
+from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 
 PROMPT = list(range(40))
 

@@ -6,13 +6,13 @@ import asyncio
 
 from deployment import LIMITS, VOCAB, deployment
 
-from segue.bootstrap.client import RegistryClient
-from segue.core.control import FlushCache
-from segue.core.request import Request, SamplingParams
-from segue.core.types import LeaderId, Role
-from segue.fleet.fleet import Fleet
-from segue.fleet.settings import FleetSettings
-from segue.observe.metrics import Metrics
+from segue.engine.request import Request, SamplingParams
+from segue.kv.ids import LeaderId, Role
+from segue.server.fleet.fleet import Fleet
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.messages.control import FlushCache
+from segue.server.observe.metrics import Metrics
+from segue.server.registry.client import RegistryClient
 
 PROMPT = [7 + number % (VOCAB - 7) for number in range(200)]
 

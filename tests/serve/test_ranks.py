@@ -18,10 +18,10 @@ import torch
 from deployment import LIMITS, Deployment, Running, deployment, generates_only_with
 from test_tokens import carried_bytes
 
-from segue.core.errors import ErrorCode, SegueError
-from segue.core.parallel import ParallelSize
-from segue.core.types import Role
-from segue.engine.store import resolve_model
+from segue.engine.models.model_store import resolve_model
+from segue.engine.parallel import ParallelSize
+from segue.kv.errors import ErrorCode, SegueError
+from segue.kv.ids import Role
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 from engine_models import VOCAB, generate, save_model

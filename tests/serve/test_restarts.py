@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from segue.serve.restarts import PAUSES_S, WINDOW_S, Restarts
+from segue.server.supervisor.restarts import PAUSES_S, WINDOW_S, Restarts
 
 
 def test_the_first_restart_is_at_once_and_each_further_one_waits_longer_up_to_a_limit() -> None:

@@ -9,8 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from segue.core.control import Meet, Met, Over
-from segue.core.errors import (
+from segue.kv.errors import (
     BootstrapTimeout,
     DeadlineExceeded,
     DpRankConflict,
@@ -22,9 +21,10 @@ from segue.core.errors import (
     PeerLost,
     SegueError,
 )
-from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, DpRanks
-from segue.serve.rooms import Rooms
-from segue.session.api import Session
+from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, DpRanks
+from segue.kv.session.api import Session
+from segue.server.direct.rooms import Rooms
+from segue.server.messages.control import Meet, Met, Over
 
 ROOM = 77
 BROKEN = Internal("the engine broke")

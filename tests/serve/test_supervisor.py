@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import supervised
 
-from segue.core.access_config import AccessConfig
-from segue.core.config import FrontendConfig, InstanceConfig
-from segue.core.errors import ConfigError
-from segue.core.kv_events_config import KVEventsConfig
-from segue.core.ranks_config import RanksConfig
-from segue.core.settings import argv
-from segue.core.types import Role
-from segue.serve import process_tree, restarts
-from segue.serve.children import Child, ChildSpec
-from segue.serve.process_tree import ProcessTree, ServeResult, Unit, missing, secret_fd
-from segue.serve.restarts import Restarts
-from segue.serve.supervisor import Supervisor, check_port
+from segue.kv.errors import ConfigError
+from segue.kv.ids import Role
+from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.commands import FrontendConfig, InstanceConfig
+from segue.server.settings.kv_events_config import KVEventsConfig
+from segue.server.settings.layers import argv
+from segue.server.settings.ranks_config import RanksConfig
+from segue.server.supervisor import process_tree, restarts
+from segue.server.supervisor.children import Child, ChildSpec
+from segue.server.supervisor.process_tree import ProcessTree, ServeResult, Unit, missing, secret_fd
+from segue.server.supervisor.restarts import Restarts
+from segue.server.supervisor.supervisor import Supervisor, check_port
 
 Announce = Callable[[Supervisor, str], None]
 
@@ -462,7 +462,7 @@ def test_the_only_child_of_a_role_that_is_killed_is_started_again_and_told_of(
     tmp_path: Path, victim: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = tmp_path / "j"
-    caplog.set_level("INFO", "segue.serve")
+    caplog.set_level("INFO", "segue.server.instance")
 
     def announce(supervisor: Supervisor, url: str) -> None:
         first = child(supervisor, victim)
@@ -523,7 +523,7 @@ def test_dp_ranks_of_one_instance_are_started_again_together(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     journal = tmp_path / "j"
-    caplog.set_level("INFO", "segue.serve")
+    caplog.set_level("INFO", "segue.server.instance")
 
     def announce(supervisor: Supervisor, url: str) -> None:
         child(supervisor, "decode-0.dp1").signal(signal.SIGKILL)
@@ -540,7 +540,7 @@ def test_dp_ranks_of_one_instance_are_started_again_together(
 def test_who_was_switched_comes_back_in_that_role_and_under_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "segue.serve")
+    caplog.set_level("INFO", "segue.server.instance")
     roles: list[Role] = []
     behaviours = {"decode-1": "switched"}
 

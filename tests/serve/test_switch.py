@@ -18,21 +18,21 @@ import pytest
 from deployment import LIMITS, VOCAB, deployment, lineage_engine
 from killable import Cluster, cluster, save_tokenizer
 
-from segue.bootstrap.records import InstanceRecord
 from segue.cli.main import main
-from segue.core.config import InstanceConfig, ModelConfig
-from segue.core.control import Load, Submit
-from segue.core.operate import Steer, Switch
-from segue.core.request import Request, SamplingParams, Ticket
-from segue.core.types import Role, new_incarnation
-from segue.engine.base import Companions
-from segue.engine.dp_group import DpGroup
-from segue.fleet.operator import Operator
-from segue.serve.instance import Instance
-from segue.serve.leader import FromFrontend, Inspect
-from segue.serve.turns import Turns
-from segue.serve.workers import OpenedReplica
-from segue.sim.engine import LineageEngine, reference
+from segue.engine.engine_api import Companions
+from segue.engine.ranks.dp_group import DpGroup
+from segue.engine.request import Request, SamplingParams, Ticket
+from segue.kv.ids import Role, new_incarnation
+from segue.lab.sim.sim_engine import LineageEngine, reference
+from segue.server.fleet.operator import Operator
+from segue.server.instance.instance import Instance
+from segue.server.instance.leader import FromFrontend, Inspect
+from segue.server.instance.rank_workers import OpenedReplica
+from segue.server.instance.turns import Turns
+from segue.server.messages.control import Load, Submit
+from segue.server.messages.operate import Steer, Switch
+from segue.server.registry.registry_records import InstanceRecord
+from segue.server.settings.commands import InstanceConfig, ModelConfig
 
 TOKENS = 12
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from deployment import Deployment, deployment, generates_only_with
 
-from segue.core.request import Usage
-from segue.core.types import Role
-from segue.engine.base import Engine
-from segue.engine.cpu_engine import load_engine
-from segue.serve.instance import Instance
-from segue.transport.memory import Memory
+from segue.engine.cpu.cpu_engine import load_engine
+from segue.engine.engine_api import Engine
+from segue.engine.request import Usage
+from segue.kv.ids import Role
+from segue.kv.transport.memory.pool_memory import Memory
+from segue.server.instance.instance import Instance
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
 from engine_models import FAMILY_CONFIGS, VOCAB, generate, leads, save_model

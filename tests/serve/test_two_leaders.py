@@ -8,10 +8,10 @@ import time
 import pytest
 from deployment import VOCAB, Deployment, Running, deployment
 
-from segue.core.errors import ErrorCode, PeerLost
-from segue.core.types import LeaderId, Role, new_incarnation
-from segue.serve.instance import Instance
-from segue.sim.engine import reference
+from segue.kv.errors import ErrorCode, PeerLost
+from segue.kv.ids import LeaderId, Role, new_incarnation
+from segue.lab.sim.sim_engine import reference
+from segue.server.instance.instance import Instance
 
 PROMPT = list(range(1, 40))
 

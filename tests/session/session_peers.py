@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import uvloop
 
-from segue.core.errors import SegueError
-from segue.core.limits import Limits
-from segue.core.types import Incarnation, LeaderId, Role
-from segue.session.api import PeerInfo, Session
-from segue.session.frames import (
+from segue.kv.errors import SegueError
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.kv.limits import Limits
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.session.frames import (
     HEADER,
     KIND_MESSAGE,
     PREAMBLE,
@@ -31,8 +31,8 @@ from segue.session.frames import (
     encode_preamble,
     pack_frame,
 )
-from segue.session.handshake import Handshake, Progress, session_key
-from segue.session.node import SessionNode
+from segue.kv.session.node import SessionNode
+from segue.kv.session.session_handshake import Handshake, Progress, session_key
 
 SECRET = b"a secret of the tests"
 #: When a test is given up: no machine stands still for so long. Nor is a peer that does not get a turn.

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from segue.session.deadline import Deadline
+from segue.kv.session.deadline import Deadline
 
 
 class Loop:

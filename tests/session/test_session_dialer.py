@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from turn_loop import TurnLoop
 
-from segue.core.backoff import Uniform
-from segue.core.errors import BootstrapUnreachable, PeerRefused, SegueError
-from segue.session.api import Session
-from segue.session.dialer import Dialer
+from segue.kv.backoff import Uniform
+from segue.kv.errors import BootstrapUnreachable, PeerRefused, SegueError
+from segue.kv.session.api import Session
+from segue.kv.session.dialer import Dialer
 
 PATIENCE_S = 5.0
 

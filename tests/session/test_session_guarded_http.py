@@ -13,10 +13,10 @@ import pytest
 from session_peers import DEADLINE_S
 
 from jumps import Jumps
-from segue.core.errors import Internal
-from segue.session.guarded_http import Guard, GuardedServer
-from segue.session.http_exchange import EXCHANGE
-from segue.session.listen import listening
+from segue.kv.errors import Internal
+from segue.kv.session.listen import listening
+from segue.server.http.guarded_http import Guard, GuardedServer
+from segue.server.http.http_exchange import EXCHANGE
 from tls_files import Authority
 
 ASK = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

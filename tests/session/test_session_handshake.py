@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from session_peers import SECRET, hello
 
-from segue.core.errors import ErrorCode, LayoutMismatch, PeerRefused, SegueError, Unauthorized
-from segue.session.frames import Duplicate, Opened, Proof, SessionAccepted, SessionRefused, Welcome
-from segue.session.handshake import Handshake, Progress, prove, session_key
+from segue.kv.errors import ErrorCode, LayoutMismatch, PeerRefused, SegueError, Unauthorized
+from segue.kv.session.frames import Duplicate, Opened, Proof, SessionAccepted, SessionRefused, Welcome
+from segue.kv.session.session_handshake import Handshake, Progress, prove, session_key
 
 KEY = session_key(SECRET)
 

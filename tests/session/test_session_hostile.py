@@ -33,10 +33,10 @@ from session_peers import (
 
 import segue
 from jumps import Jumps
-from segue.core.errors import DECODE_ERRORS, BootstrapUnreachable, ErrorCode, ErrorInfo, PeerLost
-from segue.core.limits import Limits
-from segue.session.connection import Connection, State
-from segue.session.frames import (
+from segue.kv.errors import DECODE_ERRORS, BootstrapUnreachable, ErrorCode, ErrorInfo, PeerLost
+from segue.kv.limits import Limits
+from segue.kv.session.connection import Connection, State
+from segue.kv.session.frames import (
     HANDSHAKE_FRAME_BYTES,
     HEADER,
     KIND_MESSAGE,

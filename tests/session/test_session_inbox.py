@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.session.frames import (
+from segue.kv.session.frames import (
     HANDSHAKE_FRAME_BYTES,
     HEADER,
     KIND_MESSAGE,
@@ -15,7 +15,7 @@ from segue.session.frames import (
     lead_check,
     pack_frame,
 )
-from segue.session.inbox import ChangedFrame, Inbox, LongFrame
+from segue.kv.session.inbox import ChangedFrame, Inbox, LongFrame
 
 LIMIT = 2**20
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from segue.core.limits import Limits
-from segue.session.keepalive import Keepalive
+from segue.kv.limits import Limits
+from segue.kv.session.keepalive import Keepalive
 
 LIMITS = Limits(keepalive_s=0.5, peer_silence_s=2.0)
 

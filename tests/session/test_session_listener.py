@@ -13,10 +13,10 @@ import pytest
 import uvloop
 from session_peers import DEADLINE_S
 
-from segue.core.errors import BootstrapUnreachable, OutOfCapacity, PeerRefused, SegueError
-from segue.session import listener as module
-from segue.session.listen import listening, url_of
-from segue.session.listener import GuardedListener
+from segue.kv.errors import BootstrapUnreachable, OutOfCapacity, PeerRefused, SegueError
+from segue.kv.session import guarded_listener as module
+from segue.kv.session.guarded_listener import GuardedListener
+from segue.kv.session.listen import listening, url_of
 
 
 class Stranger(asyncio.Protocol):

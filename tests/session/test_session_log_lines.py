@@ -8,7 +8,7 @@ import logging
 import pytest
 from session_peers import Events, RawPeer, closing, node
 
-from segue.session import frames
+from segue.kv.session import frames
 
 
 def framed(body: bytes) -> bytes:

@@ -26,8 +26,8 @@ from session_peers import (
 )
 
 from jumps import Jumps
-from segue.core.addresses import is_loopback
-from segue.core.errors import (
+from segue.kv.addresses import is_loopback
+from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
     ConfigError,
@@ -41,10 +41,10 @@ from segue.core.errors import (
     RequestTooLarge,
     Unauthorized,
 )
-from segue.core.limits import Limits
-from segue.core.types import Role
-from segue.session.frames import PROTOCOL_VERSION, encode_preamble
-from segue.session.listen import listening
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.kv.session.frames import PROTOCOL_VERSION, encode_preamble
+from segue.kv.session.listen import listening
 
 
 @pytest.mark.parametrize("runner", LOOPS)
@@ -435,7 +435,7 @@ def test_a_listener_warns_once_of_a_peer_that_is_refused_again_and_again(
                     await dialler.connect(*address, timeout_s=DEADLINE_S)
         assert len(warned()) == 3, "once more after a session"
 
-    caplog.set_level("INFO", logger="segue.session")
+    caplog.set_level("INFO", logger="segue.kv.session")
     asyncio.run(main())
 
 

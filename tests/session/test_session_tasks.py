@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from segue.core.errors import Draining, ErrorCode, SegueError
-from segue.session import tasks
+from segue.kv.errors import Draining, ErrorCode, SegueError
+from segue.kv.session import tasks
 
 
 @pytest.mark.parametrize(

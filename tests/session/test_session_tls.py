@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from session_peers import DEADLINE_S, LOOPS, Events, Note, RawPeer, closing, incarnation, node
 
-from segue.core.config import TlsConfig
-from segue.core.errors import BootstrapUnreachable, ConfigError, PeerRefused, SegueError, Unauthorized
-from segue.core.limits import Limits
-from segue.session.node import SessionNode
-from segue.session.tls import from_config
+from segue.kv.errors import BootstrapUnreachable, ConfigError, PeerRefused, SegueError, Unauthorized
+from segue.kv.limits import Limits
+from segue.kv.session.node import SessionNode
+from segue.kv.session.tls import from_config
+from segue.server.settings.commands import TlsConfig
 from tls_files import Authority, TlsFiles
 
 

@@ -13,12 +13,12 @@ import pytest
 from session_peers import SECRET, Message, Note, leader
 from turn_loop import TurnLoop
 
-from segue.core.errors import Draining, PeerRestarted, SegueError
-from segue.core.limits import Limits
-from segue.core.types import LeaderId, Role
-from segue.session.api import PeerInfo, Session
-from segue.session.node import SessionNode
-from segue.session.wire import LINGER_S
+from segue.kv.errors import Draining, PeerRestarted, SegueError
+from segue.kv.ids import LeaderId, Role
+from segue.kv.limits import Limits
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.session.node import SessionNode
+from segue.kv.session.wire import LINGER_S
 
 LIMITS = Limits(keepalive_s=0.5, peer_silence_s=2.0)
 PORT = 9000

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 from session_peers import DEADLINE_S, Events, Note, closing, leader, node
 
-from segue.core.errors import PeerLost, PeerRefused
-from segue.core.types import Role
-from segue.session.node import SessionNode
+from segue.kv.errors import PeerLost, PeerRefused
+from segue.kv.ids import Role
+from segue.kv.session.node import SessionNode
 
 Address = tuple[str, int]
 Body = Callable[[SessionNode, Events, list[SessionNode], list[Events], list[Address]], Awaitable[None]]

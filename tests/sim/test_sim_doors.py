@@ -8,18 +8,18 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from segue.bootstrap import store
-from segue.bootstrap.records import InstanceList, InstanceRecord, Registered
-from segue.bootstrap.store import RegistryStore
-from segue.bootstrap.waiting import StoreWaiter
-from segue.core.errors import PeerRestarted
-from segue.core.types import LeaderId, Role
-from segue.sim.registry import TTL_S
-from segue.sim.run import Outcome, load, run_scenario
-from segue.sim.scenario import Fault, Scenario
-from segue.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS
-from segue.sim.vocabulary import AT_THE_DOORS, FAULTS
-from segue.sim.web_clients import WEB_KINDS
+from segue.kv.errors import PeerRestarted
+from segue.kv.ids import LeaderId, Role
+from segue.lab.sim.run import Outcome, load, run_scenario
+from segue.lab.sim.scenario import Fault, Scenario
+from segue.lab.sim.sim_registry import TTL_S
+from segue.lab.sim.visits import GUEST_KINDS, MISFIT_AND_TLS_KINDS, NODE_KINDS, VISITOR_KINDS
+from segue.lab.sim.vocabulary import AT_THE_DOORS, FAULTS
+from segue.lab.sim.web_clients import WEB_KINDS
+from segue.server.registry import registry_store as store
+from segue.server.registry.registry_records import InstanceList, InstanceRecord, Registered
+from segue.server.registry.registry_store import RegistryStore
+from segue.server.registry.waiting import StoreWaiter
 
 #: Signed and not, one frontend and several, with and without an address translator.
 SEEDS = (1, 3, 6)

@@ -7,9 +7,9 @@ import shlex
 
 import pytest
 
-from segue.cli import sim
-from segue.handoff.tally import Fences
-from segue.sim.run import load
+from segue.cli.commands import sim
+from segue.kv.protocol.tally import Fences
+from segue.lab.sim.run import load
 
 #: A seed in which the sabotage below does harm.
 SEED = 23

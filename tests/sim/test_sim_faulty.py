@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from segue.core.types import Incarnation, LeaderId, Role, Span, TransferId
-from segue.handoff.messages import ChunkPosted, Destination
-from segue.sim.faulty import KINDS
-from segue.sim.leader import NodeSpec
-from segue.sim.run import load, run_scenario
-from segue.sim.scenario import Fault
-from segue.sim.splits import Splits
+from segue.kv.ids import Incarnation, LeaderId, Role, Span, TransferId
+from segue.kv.protocol.messages import ChunkPosted, Destination
+from segue.lab.sim.faulty import KINDS
+from segue.lab.sim.run import load, run_scenario
+from segue.lab.sim.scenario import Fault
+from segue.lab.sim.sim_leader import NodeSpec
+from segue.lab.sim.splits import Splits
 
 #: Over tcp and over shm.
 SEEDS = (1, 3)

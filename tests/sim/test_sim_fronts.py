@@ -9,16 +9,16 @@ import pytest
 from msgspec import structs
 from test_sim_violations import Stage
 
-from segue.core.errors import BootstrapUnreachable, DeadlineExceeded, PeerLost, SegueError
-from segue.core.request import Request, Ticket
-from segue.core.types import LeaderId, Role
-from segue.fleet import call
-from segue.fleet.replica import Replica
-from segue.sim.clients import Asked, SentAttempt
-from segue.sim.deployment import Deployment
-from segue.sim.run import load, run_scenario
-from segue.sim.scenario import make_scenario
-from segue.sim.world import Violation
+from segue.engine.request import Request, Ticket
+from segue.kv.errors import BootstrapUnreachable, DeadlineExceeded, PeerLost, SegueError
+from segue.kv.ids import LeaderId, Role
+from segue.lab.sim.clients import Asked, SentAttempt
+from segue.lab.sim.deployment import Deployment
+from segue.lab.sim.run import load, run_scenario
+from segue.lab.sim.scenario import make_scenario
+from segue.lab.sim.world import Violation
+from segue.server.fleet import call
+from segue.server.fleet.replica import Replica
 
 #: Nothing goes wrong in it, and there are several pairs.
 PAIRS = next(

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from segue.core.types import Role
-from segue.sim.addresses import Addresses
-from segue.sim.deployment import Deployment
-from segue.sim.run import load, run_scenario
-from segue.sim.scenario import Fault, Scenario, make_scenario
-from segue.sim.splits import ALONE, EQUAL
-from segue.sim.vocabulary import ALL_FEATURES, FAULTS
+from segue.kv.ids import Role
+from segue.lab.sim.deployment import Deployment
+from segue.lab.sim.run import load, run_scenario
+from segue.lab.sim.scenario import Fault, Scenario, make_scenario
+from segue.lab.sim.sim_addresses import Addresses
+from segue.lab.sim.splits import ALONE, EQUAL
+from segue.lab.sim.vocabulary import ALL_FEATURES, FAULTS
 
 
 def calm_seed(leaders: int) -> int:

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from segue.core.types import Incarnation, LeaderId, Role, TransferId
-from segue.handoff.dp_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT
-from segue.handoff.events import ComputeChecksum
-from segue.layout.content import Content, Plane
-from segue.roles.prefill import PrefillScheduler
-from segue.sim.bit_flips import BitFlips
-from segue.sim.run import Outcome, run_scenario
-from segue.sim.scenario import Fault, Scenario, make_scenario
-from segue.sim.splits import EQUAL, UNEQUAL
+from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
+from segue.kv.layout.content import Content, Plane
+from segue.kv.protocol.events import ComputeChecksum
+from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT
+from segue.lab.sim.bit_flips import BitFlips
+from segue.lab.sim.run import Outcome, run_scenario
+from segue.lab.sim.scenario import Fault, Scenario, make_scenario
+from segue.lab.sim.splits import EQUAL, UNEQUAL
+from segue.server.schedulers.prefill import PrefillScheduler
 
 REQUESTS = 24
 

@@ -4,15 +4,15 @@ import inspect
 
 import pytest
 
-from segue.core.control import ControlMessage, Load
-from segue.core.errors import BootstrapUnreachable, PeerRestarted, SegueError
-from segue.core.limits import Limits
-from segue.core.types import Role
-from segue.sim.loop import SimLoop
-from segue.sim.network import Network
-from segue.sim.runtime import PORT, SimSessionNode
-from segue.sim.timing import Timing
-from segue.sim.world import Process, SkewedClock, Violation, World, new_leader
+from segue.kv.errors import BootstrapUnreachable, PeerRestarted, SegueError
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.lab.sim.loop import SimLoop
+from segue.lab.sim.network import Network
+from segue.lab.sim.runtime import PORT, SimSessionNode
+from segue.lab.sim.timing import Timing
+from segue.lab.sim.world import Process, SkewedClock, Violation, World, new_leader
+from segue.server.messages.control import ControlMessage, Load
 
 PEERS = []
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from segue.cli.sim import main
-from segue.core.errors import ConfigError
-from segue.sim.deployment import Deployment
-from segue.sim.leader import LeaderNode
-from segue.sim.run import Outcome, load, replay_command, run_scenario, shrink
-from segue.sim.scenario import make_scenario
-from segue.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
+from segue.cli.commands.sim import main
+from segue.kv.errors import ConfigError
+from segue.lab.sim.deployment import Deployment
+from segue.lab.sim.run import Outcome, load, replay_command, run_scenario, shrink
+from segue.lab.sim.scenario import make_scenario
+from segue.lab.sim.sim_leader import LeaderNode
+from segue.lab.sim.vocabulary import ALL_FEATURES, ROLE_CALLS, SPOILED_METADATA
 
 #: Runs of neighbouring seeds: `make test` takes the first, `make test-slow` the others. The large
 #: ones must show rare events too, so they are large enough that each of these happens in all.
@@ -170,7 +170,7 @@ def test_every_feature_is_drawn_and_every_fault_strikes() -> None:
 
 def digest_in_a_process(seed: int, hash_seed: str) -> str:
     code = (
-        "import sys\nfrom segue.sim.run import load, run_scenario\n"
+        "import sys\nfrom segue.lab.sim.run import load, run_scenario\n"
         "print(run_scenario(load(int(sys.argv[1])), digest=True).digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

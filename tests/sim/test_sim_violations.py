@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from segue.core.control import Cancel
-from segue.core.errors import (
+from segue.engine.request import Request, SamplingParams, Ticket, Usage
+from segue.kv.errors import (
     ChecksumMismatch,
     ErrorCode,
     ErrorInfo,
@@ -19,25 +19,25 @@ from segue.core.errors import (
     MetadataMismatch,
     TransferFailed,
 )
-from segue.core.request import Request, SamplingParams, Ticket, Usage
-from segue.core.types import KVPoll, Role, TransferId
-from segue.handoff import events
-from segue.handoff.messages import Destination, Drained, Metadata
-from segue.roles.decode import DecodeScheduler
-from segue.roles.handoffs import RoleTransfer
-from segue.roles.request_state import RequestState
-from segue.serve.leader import FromFrontend, FrontendGone, Item
-from segue.sim.clients import Asked
-from segue.sim.datapath import ShmPath, TcpPath
-from segue.sim.deployment import Deployment
-from segue.sim.engine import reference
-from segue.sim.flow import SentPart
-from segue.sim.front import FrontNode
-from segue.sim.node import VOCAB, KVNode
-from segue.sim.run import describe, run_scenario, tell
-from segue.sim.scenario import make_scenario
-from segue.sim.unix import Mapping, Memfd
-from segue.sim.world import Violation
+from segue.kv.ids import KVPoll, Role, TransferId
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Destination, Drained, Metadata
+from segue.lab.sim.clients import Asked
+from segue.lab.sim.datapath import ShmPath, TcpPath
+from segue.lab.sim.deployment import Deployment
+from segue.lab.sim.flow import SentPart
+from segue.lab.sim.front import FrontNode
+from segue.lab.sim.run import describe, run_scenario, tell
+from segue.lab.sim.scenario import make_scenario
+from segue.lab.sim.sim_engine import reference
+from segue.lab.sim.sim_node import VOCAB, KVNode
+from segue.lab.sim.unix import Mapping, Memfd
+from segue.lab.sim.world import Violation
+from segue.server.instance.leader import FromFrontend, FrontendGone, Item
+from segue.server.messages.control import Cancel
+from segue.server.schedulers.decode import DecodeScheduler
+from segue.server.schedulers.handoffs import RoleTransfer
+from segue.server.schedulers.request_state import RequestState
 
 CALM = next(seed for seed in range(500) if not make_scenario(seed).features)
 

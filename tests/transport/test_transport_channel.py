@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segue.transport.channel import RECORD_BYTES, Channel, PlainChannel, TlsChannel
-from segue.transport.tcp_wire import Cursor
+from segue.kv.transport.net.stream import RECORD_BYTES, Channel, PlainChannel, TlsChannel
+from segue.kv.transport.tcp.tcp_wire import Cursor
 
 KiB = 1024
 

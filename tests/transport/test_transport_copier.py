@@ -19,13 +19,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from segue.core.errors import Internal, TransferFailed
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.transport.base import TransportEvent, WriteFailed, Written
-from segue.transport.copier import Copier
-from segue.transport.copy_queue import CopyJob, CopyQueue
-from segue.transport.shm_host import HOST
+from segue.kv.errors import Internal, TransferFailed
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import TransportEvent, WriteFailed, Written
+from segue.kv.transport.memory.copier import Copier
+from segue.kv.transport.memory.copy_queue import CopyJob, CopyQueue
+from segue.kv.transport.shm.shm_host import HOST
 
 SLICE = 10
 MEMORY = mmap.mmap(-1, 4096)

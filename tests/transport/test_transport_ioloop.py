@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from segue.transport.ioloop import IoLoop
+from segue.kv.transport.net.ioloop import IoLoop
 
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
 

@@ -14,13 +14,14 @@ import pytest
 from areas import whole
 from library_double import FAULTS, DoubleTransport
 from ranks import options, rank
-from segue.core.errors import BootstrapTimeout, OutOfCapacity, PeerLost, TransferFailed
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.transport import library, library_wire
-from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
-from segue.transport.library_out import MAX_IN_FLIGHT_BYTES, WritingPath, pieces
-from segue.transport.memory import Memory, host_region
+from segue.kv.errors import BootstrapTimeout, OutOfCapacity, PeerLost, TransferFailed
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.library import library_transport as library
+from segue.kv.transport.library import library_wire
+from segue.kv.transport.library.library_out import MAX_IN_FLIGHT_BYTES, WritingPath, pieces
+from segue.kv.transport.memory.pool_memory import Memory, host_region
 
 MiB = 2**20
 E = TypeVar("E", bound=TransportEvent)

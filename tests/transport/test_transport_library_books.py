@@ -16,15 +16,15 @@ import pytest
 from areas import whole
 from hand_loop import HandLoop
 from ranks import rank
-from segue.core.errors import OutOfCapacity, PeerLost, PeerRefused, SegueError, TransferFailed
-from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, library_in, library_out, library_wire
-from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
-from segue.transport.epochs import Grants
-from segue.transport.library_api import Handle, Library, ReceivingEnd, WritingEnd
-from segue.transport.library_in import Receiving, ReceivingPath
-from segue.transport.library_out import WritingPath
-from segue.transport.library_wire import (
+from segue.kv.errors import OutOfCapacity, PeerLost, PeerRefused, SegueError, TransferFailed
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.epochs import Grants
+from segue.kv.transport.library import library_in, library_out, library_wire
+from segue.kv.transport.library.library_api import Handle, Library, ReceivingEnd, WritingEnd
+from segue.kv.transport.library.library_in import Receiving, ReceivingPath
+from segue.kv.transport.library.library_out import WritingPath
+from segue.kv.transport.library.library_wire import (
     Ask,
     AskAnswer,
     ControlFrames,
@@ -39,9 +39,10 @@ from segue.transport.library_wire import (
     Settled,
     frame,
 )
-from segue.transport.memory import Memory, host_region
-from segue.transport.paths import Write
-from segue.transport.tcp_wire import PartRows
+from segue.kv.transport.memory.pool_memory import Memory, host_region
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.paths import Write
+from segue.kv.transport.tcp.tcp_wire import PartRows
 
 PEER = rank("bbbb")
 SILENCE_S = 60.0

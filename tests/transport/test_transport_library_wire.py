@@ -7,10 +7,10 @@ import threading
 
 from hand_loop import HandLoop
 from ranks import rank
-from segue.core.errors import SegueError
-from segue.transport.channel import PlainChannel
-from segue.transport.ioloop import IoLoop
-from segue.transport.library_wire import AskAnswer, ControlStream, Goodbye, Message, frame
+from segue.kv.errors import SegueError
+from segue.kv.transport.library.library_wire import AskAnswer, ControlStream, Goodbye, Message, frame
+from segue.kv.transport.net.ioloop import IoLoop
+from segue.kv.transport.net.stream import PlainChannel
 
 
 def test_silence_counts_from_the_question_and_not_from_an_old_answer() -> None:

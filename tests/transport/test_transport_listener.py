@@ -17,14 +17,14 @@ import pytest
 from test_transport_tcp_books import Loops
 
 from ranks import make_tcp, rank
-from segue.core.errors import PeerRefused
-from segue.transport import handshake
-from segue.transport.base import Endpoint, PeerGone, TransportEvent
-from segue.transport.channel import Channel, PlainChannel
-from segue.transport.listener import REST_S, AuthenticatedListener
-from segue.transport.memory import allocate
-from segue.transport.tcp import TcpTransport
-from segue.transport.tcp_sockets import TcpAddress
+from segue.kv.errors import PeerRefused
+from segue.kv.transport.base import Endpoint, PeerGone, TransportEvent
+from segue.kv.transport.memory.pool_memory import allocate
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.net.listener import REST_S, AuthenticatedListener
+from segue.kv.transport.net.stream import Channel, PlainChannel
+from segue.kv.transport.tcp.tcp_sockets import TcpAddress
+from segue.kv.transport.tcp.tcp_transport import TcpTransport
 from tls_files import Authority
 
 ROGUE = rank("rogue")

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from ranks import make_shm, options, rank
-from segue.core.errors import ConfigError, OutOfCapacity, TransferFailed
-from segue.layout.blocks import CopyBlock
-from segue.layout.spec import KVShape, PlaneSpec, PoolSpec
-from segue.transport import ranges
-from segue.transport.fake import FakeTransport
-from segue.transport.host_memory import available_bytes, limited_groups
-from segue.transport.memory import Memory, MemoryKind, Region, allocate, host_region
-from segue.transport.shm import ShmTransport
-from segue.transport.tcp import TcpTransport
-from segue.transport.tensors import _plane, _regions, _view, pool_of
+from segue.kv.errors import ConfigError, OutOfCapacity, TransferFailed
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.spec import KVShape, PlaneSpec, PoolSpec
+from segue.kv.transport.fake import FakeTransport
+from segue.kv.transport.memory import ranges
+from segue.kv.transport.memory.host_memory import available_bytes, limited_groups
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, Region, allocate, host_region
+from segue.kv.transport.memory.tensors import _plane, _regions, _view, pool_of
+from segue.kv.transport.shm.shm_transport import ShmTransport
+from segue.kv.transport.tcp.tcp_transport import TcpTransport
 
 
 def test_a_region_is_the_array_itself_whatever_the_order_of_its_axes() -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from ranks import options, rank
-from segue.core.errors import ConfigError, PeerRefused, TransferFailed
-from segue.layout.blocks import CopyBlock
-from segue.transport import mooncake
-from segue.transport.library_out import pieces
-from segue.transport.memory import Memory, host_region
+from segue.kv.errors import ConfigError, PeerRefused, TransferFailed
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport import mooncake
+from segue.kv.transport.library.library_out import pieces
+from segue.kv.transport.memory.pool_memory import Memory, host_region
 
 PEER = rank("aaaa")
 

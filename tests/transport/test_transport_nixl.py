@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from segue.core.errors import TransferFailed
-from segue.transport import nixl
-from segue.transport.memory import Memory, Region
-from segue.transport.tcp_wire import PartRows
+from segue.kv.errors import TransferFailed
+from segue.kv.transport import nixl
+from segue.kv.transport.memory.pool_memory import Memory, Region
+from segue.kv.transport.tcp.tcp_wire import PartRows
 
 
 def test_ucx_is_told_what_the_user_has_not_set(tmp_path: Path) -> None:

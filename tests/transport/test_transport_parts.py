@@ -15,21 +15,31 @@ import pytest
 from areas import whole
 from library_double import DoubleTransport
 from ranks import make_shm, make_tcp, options, rank
-from segue.core.errors import ConfigError, Internal, OutOfCapacity, PeerRefused, TransferFailed
-from segue.core.types import Incarnation, LeaderId, RankId
-from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, kinds, ranges
-from segue.transport.base import Endpoint, EventSink, Fenced, PeerGone, TransportEvent, WriteFailed, Written
-from segue.transport.channel import Channel
-from segue.transport.emitter import EventEmitter
-from segue.transport.epochs import FencedEpochs, Grants
-from segue.transport.fake import FakeTransport
-from segue.transport.ioloop import IoLoop
-from segue.transport.kinds import KINDS, OK, TransportKinds
-from segue.transport.memory import Memory, MemoryKind, Region, allocate, host_region
-from segue.transport.paths import Paths, Write, fenced, not_granted
-from segue.transport.tcp_out import OutStream, WritePart
-from segue.transport.tcp_wire import MAX_PART_ROWS, PartRows, cut
+from segue.kv.errors import ConfigError, Internal, OutOfCapacity, PeerRefused, TransferFailed
+from segue.kv.ids import Incarnation, LeaderId, RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport import kinds
+from segue.kv.transport.base import (
+    Endpoint,
+    EventSink,
+    Fenced,
+    PeerGone,
+    TransportEvent,
+    WriteFailed,
+    Written,
+)
+from segue.kv.transport.emitter import EventEmitter
+from segue.kv.transport.epochs import FencedEpochs, Grants
+from segue.kv.transport.fake import FakeTransport
+from segue.kv.transport.kinds import KINDS, OK, TransportKinds
+from segue.kv.transport.memory import ranges
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, Region, allocate, host_region
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.net.ioloop import IoLoop
+from segue.kv.transport.net.stream import Channel
+from segue.kv.transport.paths import Paths, Write, fenced, not_granted
+from segue.kv.transport.tcp.tcp_out import OutStream, WritePart
+from segue.kv.transport.tcp.tcp_wire import MAX_PART_ROWS, PartRows, cut
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from itertools import count
 
 import pytest
 
-from segue.core.paths import PathCandidate, PathChoice, PathFigures
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport import probe
-from segue.transport.probe import (
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.path_figures import PathCandidate, PathChoice, PathFigures
+from segue.kv.transport import probe
+from segue.kv.transport.probe import (
     Effort,
     HostSpeed,
     Measurement,

@@ -15,16 +15,16 @@ import pytest
 
 from areas import whole
 from ranks import make_shm, rank
-from segue.core.errors import BootstrapTimeout, ConfigError, OutOfCapacity, PeerRefused
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.transport import handshake
-from segue.transport.base import Fenced, PeerGone, TransportEvent, Written
-from segue.transport.host_memory import available_bytes
-from segue.transport.memory import Memory, allocate, host_region, sealed
-from segue.transport.shm_out import MappedPeer
-from segue.transport.shm_table import SLOTS, GrantTable, GrantView
-from segue.transport.shm_wire import ShmAddress
+from segue.kv.errors import BootstrapTimeout, ConfigError, OutOfCapacity, PeerRefused
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, Written
+from segue.kv.transport.memory.host_memory import available_bytes
+from segue.kv.transport.memory.pool_memory import Memory, allocate, host_region, sealed
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.shm.shm_out import MappedPeer
+from segue.kv.transport.shm.shm_table import SLOTS, GrantTable, GrantView
+from segue.kv.transport.shm.shm_wire import ShmAddress
 
 MiB = 2**20
 ROGUE = rank("rogue")
@@ -223,7 +223,7 @@ def test_writing_to_itself(reader: Reader) -> None:
 def test_grants_are_bounded_and_found() -> None:
     table = GrantTable()
     view = GrantView(table.fd)
-    from segue.transport.shm_table import token
+    from segue.kv.transport.shm.shm_table import token
 
     for epoch in range(1, SLOTS + 1):
         table.add(rank("aaaa"), epoch)

@@ -28,18 +28,21 @@ import pytest
 
 from areas import whole
 from ranks import make_shm, rank
-from segue.core.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, memory, shm, shm_host, shm_in, shm_out
-from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
-from segue.transport.ioloop import Timer
-from segue.transport.kinds import KINDS
-from segue.transport.memory import allocate, map_shared
-from segue.transport.shm import ShmTransport
-from segue.transport.shm_host import HOST, ShmHost
-from segue.transport.shm_table import SLOTS, TABLE_BYTES
-from segue.transport.shm_wire import GOODBYE, ShmAddress
+from segue.kv.errors import Internal, OutOfCapacity, PeerRefused, SegueError, TransferFailed
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.kinds import KINDS
+from segue.kv.transport.memory import pool_memory as memory
+from segue.kv.transport.memory.pool_memory import allocate, map_shared
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.net.ioloop import Timer
+from segue.kv.transport.shm import shm_host, shm_in, shm_out
+from segue.kv.transport.shm import shm_transport as shm
+from segue.kv.transport.shm.shm_host import HOST, ShmHost
+from segue.kv.transport.shm.shm_table import SLOTS, TABLE_BYTES
+from segue.kv.transport.shm.shm_transport import ShmTransport
+from segue.kv.transport.shm.shm_wire import GOODBYE, ShmAddress
 
 MiB = 2**20
 
@@ -702,7 +705,7 @@ def test_an_answer_that_was_due_when_the_loop_died_is_told(
 def test_a_host_whose_system_calls_are_forbidden_says_so_and_uses_tcp(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from segue.serve.kv import usable_transports
+    from segue.server.instance.kv_settings import usable_transports
 
     assert ShmTransport.unusable() == ""
     assert usable_transports("auto", sides[0].memory) == ("shm", "tcp")
@@ -1046,7 +1049,7 @@ def test_memory_that_could_shrink_under_a_writer_is_not_mapped(loose: str) -> No
 )
 def test_who_has_another_network_namespace_is_on_another_host() -> None:
     """Abstract sockets end there: a container beside this one, with the same kernel and user."""
-    ask = [sys.executable, "-c", "from segue.transport.shm_host import HOST; print(HOST.id())"]
+    ask = [sys.executable, "-c", "from segue.kv.transport.shm.shm_host import HOST; print(HOST.id())"]
     here, there = (
         subprocess.run([*where, *ask], check=True, capture_output=True, text=True).stdout.strip()
         for where in ([], ["unshare", "--net"])

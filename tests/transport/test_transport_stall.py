@@ -10,16 +10,16 @@ import numpy as np
 
 from areas import whole
 from ranks import rank
-from segue.core.errors import SegueError
-from segue.layout.blocks import CopyBlock
-from segue.transport import tcp_wire
-from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
-from segue.transport.epochs import Grants
-from segue.transport.ioloop import Timer
-from segue.transport.memory import Memory, Region
-from segue.transport.tcp_in import InStream
-from segue.transport.tcp_net import Net, TcpTuning
-from segue.transport.tcp_out import PeerWriter
+from segue.kv.errors import SegueError
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import Fenced, TransportEvent, WriteFailed, Written
+from segue.kv.transport.epochs import Grants
+from segue.kv.transport.memory.pool_memory import Memory, Region
+from segue.kv.transport.net.ioloop import Timer
+from segue.kv.transport.tcp import tcp_wire
+from segue.kv.transport.tcp.tcp_in import InStream
+from segue.kv.transport.tcp.tcp_net import Net, TcpTuning
+from segue.kv.transport.tcp.tcp_out import PeerWriter
 
 MiB = 2**20
 STALL_S = 1.0

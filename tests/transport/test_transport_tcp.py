@@ -22,21 +22,22 @@ from hypothesis import strategies as st
 
 from areas import whole
 from ranks import make_tcp, rank
-from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.layout.content import whole_pages
-from segue.layout.spec import KVShape, PoolSpec
-from segue.transport import handshake, tcp_wire
-from segue.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
-from segue.transport.channel import Channel
-from segue.transport.epochs import Grants
-from segue.transport.ioloop import Timer
-from segue.transport.memory import Memory, Region, allocate
-from segue.transport.tcp_in import InStream
-from segue.transport.tcp_net import TcpTuning
-from segue.transport.tcp_out import PeerWriter
-from segue.transport.tcp_sockets import TcpAddress
+from segue.kv.errors import BootstrapTimeout, ConfigError, PeerRefused, TransferFailed
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import whole_pages
+from segue.kv.layout.spec import KVShape, PoolSpec
+from segue.kv.transport.base import Fenced, PeerGone, TransportEvent, WriteFailed, Written
+from segue.kv.transport.epochs import Grants
+from segue.kv.transport.memory.pool_memory import Memory, Region, allocate
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.net.ioloop import Timer
+from segue.kv.transport.net.stream import Channel
+from segue.kv.transport.tcp import tcp_wire
+from segue.kv.transport.tcp.tcp_in import InStream
+from segue.kv.transport.tcp.tcp_net import TcpTuning
+from segue.kv.transport.tcp.tcp_out import PeerWriter
+from segue.kv.transport.tcp.tcp_sockets import TcpAddress
 
 MiB = 2**20
 ROGUE = rank("rogue")

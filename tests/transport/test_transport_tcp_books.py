@@ -16,17 +16,18 @@ from test_transport_stall import STALL_S, VirtualLoop
 
 from areas import whole
 from ranks import rank
-from segue.core.errors import PeerLost, SegueError, TransferFailed
-from segue.layout.blocks import CopyBlock
-from segue.transport import handshake, tcp_wire
-from segue.transport.base import Fenced, TransportEvent, WriteFailed, Written
-from segue.transport.channel import PlainChannel
-from segue.transport.epochs import Grants
-from segue.transport.memory import Memory, Region, host_region
-from segue.transport.tcp_in import InStream, TcpListener
-from segue.transport.tcp_net import TcpTuning
-from segue.transport.tcp_out import PeerWriter
-from segue.transport.tcp_wire import LANDED, REFUSED
+from segue.kv.errors import PeerLost, SegueError, TransferFailed
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.base import Fenced, TransportEvent, WriteFailed, Written
+from segue.kv.transport.epochs import Grants
+from segue.kv.transport.memory.pool_memory import Memory, Region, host_region
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.net.stream import PlainChannel
+from segue.kv.transport.tcp import tcp_wire
+from segue.kv.transport.tcp.tcp_in import InStream, TcpListener
+from segue.kv.transport.tcp.tcp_net import TcpTuning
+from segue.kv.transport.tcp.tcp_out import PeerWriter
+from segue.kv.transport.tcp.tcp_wire import LANDED, REFUSED
 
 MiB = 2**20
 PEER = rank("bbbb")

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from ranks import options, rank
-from segue.core.errors import (
+from segue.kv.errors import (
     BootstrapTimeout,
     ConfigError,
     PeerRefused,
@@ -23,12 +23,12 @@ from segue.core.errors import (
     TransferFailed,
     Unauthorized,
 )
-from segue.session.tls import Tls
-from segue.transport import handshake
-from segue.transport.base import Endpoint
-from segue.transport.tcp_net import MAX_STREAMS_PER_PEER, Net, TcpTuning
-from segue.transport.tcp_sockets import TcpAddress, TcpSockets
-from segue.transport.tcp_wire import MAX_PART_BYTES
+from segue.kv.session.tls import Tls
+from segue.kv.transport.base import Endpoint
+from segue.kv.transport.net import key_handshake as handshake
+from segue.kv.transport.tcp.tcp_net import MAX_STREAMS_PER_PEER, Net, TcpTuning
+from segue.kv.transport.tcp.tcp_sockets import TcpAddress, TcpSockets
+from segue.kv.transport.tcp.tcp_wire import MAX_PART_BYTES
 
 PEER = rank("bbbb")
 KEY = bytes(16)

@@ -16,17 +16,18 @@ import double_memfabric
 import double_mori
 from areas import whole
 from ranks import options, rank
-from segue.core.errors import BootstrapTimeout, ConfigError, PeerRefused, SegueError, TransferFailed
-from segue.core.types import RankId
-from segue.layout.blocks import CopyBlock
-from segue.transport import library, library_modules
-from segue.transport.ascend import PAGE_BYTES, AscendBlob, AscendLibrary, AscendTransport
-from segue.transport.base import Fenced, PeerGone, Transport, TransportEvent, WriteFailed, Written
-from segue.transport.cuda_ipc import CudaIpcTransport, CudaLibrary
-from segue.transport.library_modules import device_number, missing
-from segue.transport.library_out import pieces
-from segue.transport.memory import Memory, Region, allocate, host_region
-from segue.transport.mori import MoriBlob, MoriLibrary, MoriTransport
+from segue.kv.errors import BootstrapTimeout, ConfigError, PeerRefused, SegueError, TransferFailed
+from segue.kv.ids import RankId
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.transport.ascend import PAGE_BYTES, AscendBlob, AscendLibrary, AscendTransport
+from segue.kv.transport.base import Fenced, PeerGone, Transport, TransportEvent, WriteFailed, Written
+from segue.kv.transport.cuda_ipc import CudaIpcTransport, CudaLibrary
+from segue.kv.transport.library import library_modules
+from segue.kv.transport.library import library_transport as library
+from segue.kv.transport.library.library_modules import device_number, missing
+from segue.kv.transport.library.library_out import pieces
+from segue.kv.transport.memory.pool_memory import Memory, Region, allocate, host_region
+from segue.kv.transport.mori import MoriBlob, MoriLibrary, MoriTransport
 
 MiB = 2**20
 PATIENCE_S = 60.0
@@ -309,7 +310,7 @@ def test_mori_a_peer_that_is_silent_is_not_connected_and_its_status_is_kept(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library writes into the status whenever the read ends."""
-    monkeypatch.setattr("segue.transport.mori._MEET_MS", 1)
+    monkeypatch.setattr("segue.kv.transport.mori._MEET_MS", 1)
     writer, reader = (mori_library(rank(word)) for word in ("aaaa", "bbbb"))
     source, target = host_arrays(MiB), host_arrays(MiB)
     blob = reader.receiving(rank("aaaa"), target, b"").blob
@@ -412,7 +413,7 @@ def test_ascend_the_first_path_decides_the_role_and_the_other_one_is_refused(end
 def test_ascend_a_peer_is_connected_when_its_memory_is_seen(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("segue.transport.ascend._AGAIN_S", 0.01)
+    monkeypatch.setattr("segue.kv.transport.ascend._AGAIN_S", 0.01)
     double_memfabric.FAULTS.unseen = 3
     writer, reader = ends(ascend, npu_memory(PAGE_BYTES), npu_memory(PAGE_BYTES))
     assert double_memfabric.FAULTS.unseen < 0
@@ -422,8 +423,8 @@ def test_ascend_a_peer_is_connected_when_its_memory_is_seen(
 def test_ascend_a_peer_that_is_never_seen_is_not_connected(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("segue.transport.ascend._AGAIN_S", 0.01)
-    monkeypatch.setattr("segue.transport.ascend._MEET_S", 0.05)
+    monkeypatch.setattr("segue.kv.transport.ascend._AGAIN_S", 0.01)
+    monkeypatch.setattr("segue.kv.transport.ascend._MEET_S", 0.05)
     double_memfabric.FAULTS.unseen = 1000
     with pytest.raises(BootstrapTimeout, match="did not find"):
         ends(ascend, npu_memory(PAGE_BYTES), npu_memory(PAGE_BYTES))

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
-from segue.core.errors import ConfigError
-from segue.core.operator_config import DoctorConfig, OperatorConfig
-from segue.core.settings import Layers, Setting, branches, build, hint, leaves, parse_toml, settings
-from segue.core.words import IN_SERVE, OLD_NAMES
+from segue.kv.errors import ConfigError
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
+from segue.server.settings.flag_aliases import IN_SERVE, OLD_NAMES
+from segue.server.settings.layers import Layers, Setting, branches, build, hint, leaves, parse_toml, settings
+from segue.server.settings.operator_config import DoctorConfig, OperatorConfig
 
 Config = TypeVar("Config")
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from segue import __version__
 from segue.cli import flags
-from segue.core.config import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
-from segue.core.errors import ConfigError, SegueError
-from segue.core.operator_config import DoctorConfig
-from segue.core.settings import nearest
-from segue.core.types import Role
+from segue.kv.errors import ConfigError, SegueError
+from segue.kv.ids import Role
+from segue.server.settings.commands import COMMANDS, FrontendConfig, InstanceConfig, ServeConfig
+from segue.server.settings.layers import nearest
+from segue.server.settings.operator_config import DoctorConfig
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -134,74 +134,74 @@ def _run(words: list[str]) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     config = flags.with_secret(flags.load(ServeConfig, "serve", args))
-    from segue.cli.processes import serve
+    from segue.cli.commands.processes import serve
 
     return serve(config)
 
 
 def _instance(args: argparse.Namespace) -> int:
-    from segue.cli.processes import instance
+    from segue.cli.commands.processes import instance
 
     return instance(args)
 
 
 def _frontend(args: argparse.Namespace) -> int:
-    from segue.cli.processes import frontend
+    from segue.cli.commands.processes import frontend
 
     return frontend(args)
 
 
 def _bench_arguments(command: argparse.ArgumentParser) -> None:
-    from segue.cli.bench_flags import add_arguments
+    from segue.cli.commands.bench_flags import add_arguments
 
     add_arguments(command)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from segue.cli.bench import bench
+    from segue.cli.commands.bench import bench
 
     return bench(args)
 
 
 def _operator_arguments(command: flags.Parser) -> None:
-    from segue.cli.operate_flags import add_arguments
+    from segue.cli.commands.operate_flags import add_arguments
 
     add_arguments(command)
 
 
 def _operate(args: argparse.Namespace) -> int:
-    from segue.cli.operate import operate
+    from segue.cli.commands.operate_commands import operate
 
     return operate(args)
 
 
 def _sim_arguments(command: argparse.ArgumentParser) -> None:
-    from segue.cli.sim_flags import add_arguments
+    from segue.cli.commands.sim_flags import add_arguments
 
     add_arguments(command)
 
 
 def _sim(args: argparse.Namespace) -> int:
-    from segue.cli.sim import sim
+    from segue.cli.commands.sim import sim
 
     return sim(args)
 
 
 def _advise_arguments(command: flags.Parser) -> None:
-    from segue.cli.advise_flags import add_arguments
+    from segue.cli.commands.advise_flags import add_arguments
 
     add_arguments(command)
 
 
 def _advise(args: argparse.Namespace) -> int:
-    from segue.cli.advise import run
+    from segue.cli.commands.advise import run
 
     return run(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     config = flags.with_secret(flags.load(DoctorConfig, "doctor", args))
-    from segue.cli.doctor import doctor
+    from segue.cli.doctor.doctor_command import doctor
 
     return doctor(config, args.json)
 

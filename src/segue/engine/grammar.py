@@ -20,9 +20,9 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from segue.core.errors import Internal, InvalidRequest, OutOfCapacity, SegueError
-from segue.core.request import Grammar
 from segue.engine.grammar_check import GrammarChecker
+from segue.engine.request import Grammar
+from segue.kv.errors import Internal, InvalidRequest, OutOfCapacity, SegueError
 
 if TYPE_CHECKING:
     import transformers

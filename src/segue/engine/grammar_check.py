@@ -24,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from segue.core.errors import DECODE_ERRORS, Internal, InvalidRequest, OutOfCapacity
-from segue.core.request import Grammar
+from segue.engine.request import Grammar
+from segue.kv.errors import DECODE_ERRORS, Internal, InvalidRequest, OutOfCapacity
 
 #: CPU seconds and MiB for one grammar. What the counts bound takes a tenth of both.
 CPU_S = 1.0

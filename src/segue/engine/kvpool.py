@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from segue.core.errors import ChecksumMismatch, ConfigError, InvalidRequest
-from segue.core.pool_size import state_slots
-from segue.core.types import RankCoord
-from segue.layout.content import Part
-from segue.layout.spec import STATE_ALIGN, KVShape, PoolSpec
-from segue.transport.memory import Memory, allocate
-from segue.transport.probe import SCRATCH_BYTES
+from segue.engine.pool_size import state_slots
+from segue.kv.errors import ChecksumMismatch, ConfigError, InvalidRequest
+from segue.kv.ids import RankCoord
+from segue.kv.layout.content import Part
+from segue.kv.layout.spec import STATE_ALIGN, KVShape, PoolSpec
+from segue.kv.transport.memory.pool_memory import Memory, allocate
+from segue.kv.transport.probe import SCRATCH_BYTES
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from segue.engine.base import SequenceStep
+from segue.engine.engine_api import SequenceStep
 from segue.engine.kvpool import KVPool
 
 #: More runs than this are gathered into one copy; fewer are attended one by one. Each run costs a kernel call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from segue.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, next_hash
+from segue.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, next_hash
 from segue.engine.prefix import PrefixTree
 
 

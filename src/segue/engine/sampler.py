@@ -29,9 +29,9 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from segue.core.errors import Internal, InvalidRequest
-from segue.core.request import Grammar, SamplingParams, TokenLogprob
-from segue.engine.base import SequenceResult
+from segue.engine.engine_api import SequenceResult
+from segue.engine.request import Grammar, SamplingParams, TokenLogprob
+from segue.kv.errors import Internal, InvalidRequest
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

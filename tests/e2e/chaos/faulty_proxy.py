@@ -10,7 +10,7 @@ import socket
 import struct
 
 from ports import HeldPort
-from segue.conn.io import IoThread
+from segue.kv.io import IoThread
 
 CHUNK_BYTES = 64 * 1024
 #: Enough of a connection's first bytes to see who calls.

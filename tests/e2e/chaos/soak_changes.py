@@ -16,9 +16,9 @@ from cluster import MODEL, Cluster
 from soak_kills import WITHIN_S, Report, Traffic, healed, references
 from traffic import Ask, Result, stream
 
-from segue.core.limits import Limits
-from segue.core.types import Role
-from segue.fleet.operator import operator
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.server.fleet.operator import operator
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 FRONTENDS = ("frontend", "frontend-1")

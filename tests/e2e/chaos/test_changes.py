@@ -16,7 +16,7 @@ from cluster import Cluster
 from soak_changes import FRONTENDS, NAMES
 from soak_kills import Report, leaks
 
-from segue.core.types import Role
+from segue.kv.ids import Role
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "engine"))
 from engine_models import HYBRIDS

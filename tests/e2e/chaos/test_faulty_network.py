@@ -27,7 +27,7 @@ from tiny_model import VOCAB
 from traffic import Ask, Result
 
 from ports import HeldPort
-from segue.conn.io import IoThread
+from segue.kv.io import IoThread
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,7 +17,7 @@ from test_restart import killed_in_the_middle, serves_again
 from test_serve import completion, token_ids
 from tiny_model import VOCAB
 
-from segue.transport.kinds import KINDS, OK
+from segue.kv.transport.kinds import KINDS, OK
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "engine"))
 from engine_models import generate

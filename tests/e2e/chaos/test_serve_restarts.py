@@ -28,7 +28,7 @@ def test_a_unified_instance_and_one_of_two_ranks_are_killed(tiny: Path) -> None:
         assert_nobody_notices(served, "unified-0")
     with serving(tiny, "--prefill-tp", "2") as served:
         assert_nobody_notices(served, "prefill-0", longest=3000, max_tokens=40)
-        [rank] = served.instances("segue.serve.rank_process")
+        [rank] = served.instances("segue.server.instance.rank_process")
         rank.kill()
         served.logged(re.compile("event=serves_again child=prefill-0"), 2)
         assert_nobody_notices(served, "decode-0")

@@ -1,0 +1,223 @@
+"""`segue frontend` as a coroutine: listen, find the registry and the tokenizer, serve, drain at a signal.
+
+The modules that read tokenizers take seconds to import. A thread does it while the port answers `STARTING`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from segue.cli.commands.models import resolve
+from segue.kv.errors import ConfigError, SegueError
+from segue.kv.session.tasks import awaited, background
+from segue.kv.session.tls import Tls, from_config
+from segue.server.fleet.fleet import Fleet
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.frontend.doorway import Doorway
+from segue.server.frontend.keys import ApiKeys, read_keys
+from segue.server.frontend.trace_context import TraceContext, passed_on
+from segue.server.instance.gc import frozen_imports
+from segue.server.messages.records import Records
+from segue.server.observe.metrics import Metrics
+from segue.server.observe.traces import traces
+from segue.server.registry.client import RegistryClient
+from segue.server.registry.registry_records import InstanceRecord
+from segue.server.settings.commands import FrontendConfig
+from segue.server.supervisor.lifeline import Lifeline
+
+log = logging.getLogger("segue.server.frontend")
+
+
+async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline: Lifeline) -> bool:
+    """Serve until the first signal, then drain; the second signal ends at once. What a supervisor says over
+    `lifeline` of instances that it starts again reaches the requests that wait for them. False if the signal
+    came while modules were still imported, in a thread that cannot be stopped."""
+    limits = config.limit.limits()
+    tls = from_config(config.tls, None)
+    keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
+    registry = RegistryClient(
+        config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls
+    )
+    try:
+        async with _signals() as stop, contextlib.AsyncExitStack() as closing:
+            metrics = Metrics()
+            door = Doorway(config.host, config.port, drain_s=limits.drain_s, keys=keys, metrics=metrics)
+            closing.push_async_callback(door.close)
+            log.info("event=listening url=%s", door.url)
+            imported = _in_thread(_import_server)
+            try:
+                return await _serve(
+                    config, keys, registry, tls, metrics, door, imported, stop, on_ready, lifeline
+                )
+            except SegueError:
+                await asyncio.wait({imported})  # no process may end while a thread of it imports
+                raise
+    finally:
+        await registry.aclose()
+
+
+async def _serve(
+    config: FrontendConfig,
+    keys: ApiKeys,
+    registry: RegistryClient,
+    tls: Tls | None,
+    metrics: Metrics,
+    door: Doorway,
+    imported: asyncio.Future[ModuleType],
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None],
+    lifeline: Lifeline,
+) -> bool:
+    """See `run`."""
+    limits = config.limit.limits()
+    with contextlib.ExitStack() as closing:
+        records, spans = Records(), traces(os.environ, "segue-frontend")
+        if spans is not None:
+            records.heard = spans.heard
+            closing.callback(spans.close)
+        model, name = config.model, config.served_model_name
+        if model is None or name is None:
+            door.reason = "the frontend is waiting for an instance, which says what is served"
+            record = await _first_record(registry, stop)
+            if record is None:
+                return imported.done()
+            model = model or record.source or record.served_model
+            name = name or record.served_model
+        door.reason = f"the frontend is looking for the tokenizer of {name}"
+        try:
+            folder = await asyncio.to_thread(
+                partial(resolve, model, config.cache, config.revision, weights=False)
+            )
+        except ConfigError as exc:
+            if config.model is not None:
+                raise
+            raise ConfigError(
+                f"the instances serve {model}, whose tokenizer is not known here; give --model PATH"
+            ) from exc
+        door.reason = "the frontend is loading the tokenizer"
+        if not await _before(imported, stop):
+            return False
+        server = imported.result()
+        fleet = Fleet(
+            registry,
+            FleetSettings(served_model=name, policy=config.policy, max_attempts=config.answers.max_attempts),
+            secret=config.secret or None,
+            limits=limits,
+            metrics=metrics,
+            tls=tls,
+            records=records,
+        )
+        settings = server.FrontendSettings(
+            model_folder=Path(folder),
+            served_model=name,
+            host=config.host,
+            port=config.port,
+            model_defaults=config.answers.sampling_defaults == "model",
+            limits=limits,
+            keys=keys,
+            client_order=config.access.client_order,
+        )
+        telling = background(lifeline.follow(fleet.await_restarted), name="news of restarts", failed=_say)
+        closing.callback(telling.cancel)
+        trace = passed_on if spans is None else lambda parent: TraceContext(parent, spans.context(parent))
+        await server.run_frontend(
+            settings, fleet, metrics, stop, records=records, trace=trace, door=door, on_ready=on_ready
+        )
+        return True
+
+
+def _import_server() -> ModuleType:
+    with frozen_imports():
+        return importlib.import_module("segue.server.frontend.frontend_process")
+
+
+def _in_thread(work: Callable[[], ModuleType]) -> asyncio.Future[ModuleType]:
+    """What `work` returns or raises, from a thread that the process does not wait for when it ends."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[ModuleType] = loop.create_future()
+
+    def tell(result: ModuleType | None, error: Exception | None) -> None:
+        if result is not None:
+            found.set_result(result)
+        elif error is not None:
+            found.set_exception(error)
+
+    def run() -> None:
+        told: tuple[ModuleType | None, Exception | None]
+        try:
+            told = work(), None
+        except Exception as exc:  # raised where it is awaited
+            told = None, exc
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, *told)
+
+    threading.Thread(target=run, name="imports", daemon=True).start()
+    return found
+
+
+async def _before(work: asyncio.Future[ModuleType], stop: asyncio.Event) -> bool:
+    """Whether `work` was done before somebody wanted us to stop."""
+    stopped = awaited(stop.wait())
+    either: set[asyncio.Future[Any]] = {work, stopped}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+    return work.done()
+
+
+async def _first_record(registry: RegistryClient, stop: asyncio.Event) -> InstanceRecord | None:
+    """The first instance that the registry lists; None if somebody wants us to stop before."""
+    log.info("event=waiting_for_an_instance")
+
+    async def first() -> InstanceRecord | None:
+        async with contextlib.aclosing(registry.watch()) as lists:  # type: ignore[type-var]
+            async for records in lists:
+                if records:
+                    return records[0]
+        return None
+
+    found, stopped = awaited(first()), awaited(stop.wait())
+    try:
+        await asyncio.wait({found, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return found.result() if found.done() else None
+    finally:
+        for task in (found, stopped):
+            task.cancel()
+        await asyncio.gather(found, stopped, return_exceptions=True)
+
+
+def _say(error: Exception) -> None:
+    log.warning("event=trouble error=%r", str(error))
+
+
+@contextlib.asynccontextmanager
+async def _signals() -> AsyncIterator[asyncio.Event]:
+    """An event that the first signal sets; the second cancels the task that entered this."""
+    loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

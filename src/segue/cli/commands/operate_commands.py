@@ -1,0 +1,169 @@
+"""`segue ps`, `drain`, `resume`, `switch`, `explain`: one question to a running fleet, or one order."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import msgspec
+
+from segue.cli import flags
+from segue.cli.commands.operate_flags import seconds
+from segue.kv.errors import NotFound
+from segue.kv.ids import LeaderId, Role
+from segue.kv.limits import Limits
+from segue.kv.session.tls import from_config
+from segue.server.fleet.life import told
+from segue.server.fleet.operator import Operator, Row, operator
+from segue.server.messages.operate import PairSight, Sight
+from segue.server.messages.records import MAX_RECORDS, MAX_RECORDS_BYTES
+from segue.server.registry.registry_records import ReplicaRecord
+from segue.server.settings.operator_config import OperatorConfig
+
+#: Digits of an incarnation that are shown.
+DIGITS = 8
+
+
+def operate(args: argparse.Namespace) -> int:
+    """Run one of the commands; the exit status. Raises SegueErrors."""
+    config = flags.with_secret(flags.load(OperatorConfig, args.command, args))
+    if args.command == "ps":
+        return asyncio.run(_ps(config, as_json=args.json))
+    if args.command == "explain":
+        return asyncio.run(_explain(config, args.request_id, as_json=args.json))
+    role = Role(args.role) if args.command == "switch" else None
+    draining = args.command != "resume"
+    return asyncio.run(_steer(config, args.instance, draining, role, seconds(args.timeout)))
+
+
+async def _ps(config: OperatorConfig, *, as_json: bool) -> int:
+    async with _operator(config) as operator:
+        rows = await operator.ps()
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(rows)).decode())
+    else:
+        print(shown(rows))
+    return 0
+
+
+async def _explain(config: OperatorConfig, request_id: str, *, as_json: bool) -> int:
+    async with _operator(config) as operator:
+        life = await operator.explain(request_id)
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(life)).decode())
+    elif life.parts:
+        print(told(life))
+    if not life.parts:
+        unasked = f"; without an answer: {'; '.join(life.silent)}" if life.silent else ""
+        raise NotFound(
+            f"no process knows the request {request_id[:128]!r}: each keeps its latest {MAX_RECORDS} "
+            f"records, in at most {MAX_RECORDS_BYTES >> 20} MiB, until it ends{unasked}"
+        )
+    return 0
+
+
+def _operator(config: OperatorConfig) -> AbstractAsyncContextManager[Operator]:
+    tls = from_config(config.tls, None)
+    return operator(config.registry, secret=config.secret or None, limits=Limits(), tls=tls)
+
+
+async def _steer(
+    config: OperatorConfig, name: str, draining: bool, role: Role | None, timeout_s: float
+) -> int:
+    async with _operator(config) as operator:
+        record = await operator.named(name)
+
+        def say(where: ReplicaRecord, sight: Sight) -> None:
+            who = f"{record.role} {LeaderId(record.incarnation, where.dp_rank)}"
+            print(f"{who} {sight.state}: {_holding(sight)}", flush=True)
+
+        if role is None:
+            await operator.steer(record, draining=draining, timeout_s=timeout_s, say=say)
+        else:
+            found = await operator.switch(record, role, timeout_s=timeout_s, say=say)
+            print(f"{found.role} {found.incarnation[:DIGITS]} serving, before it {record.role}", flush=True)
+    return 0
+
+
+def _holding(sight: Sight) -> str:
+    load = sight.load
+    return f"running {load.running}, waiting {load.waiting}, quarantined pages {load.pages_quarantined}"
+
+
+def shown(rows: Sequence[Row]) -> str:
+    """The answer of `segue ps` as text: a line for each leader, then one for each pair."""
+    if not rows:
+        return "no instance is registered"
+    lines = [_line(row) for row in sorted(rows, key=lambda row: (row.role, row.instance, row.dp_rank))]
+    text = table(("INSTANCE", "DP", "ROLE", "STATE", "MODEL", "ADDRESS", "RUNNING", "WAITING",
+                  "PAGES USED/FREE/QUARANTINED", "SLOTS", "FRONTENDS", "VERSION", "UP"), lines)  # fmt: skip
+    troubles = [f"{row.instance[:DIGITS]} dp{row.dp_rank}: {row.trouble}" for row in rows if row.trouble]
+    joined = pairs(rows)
+    if joined:
+        text += "\n\n" + table(
+            ("PREFILL", "DECODE", "TRANSPORT", "GB/S", "GB", "HAND-OFFS", "FAILED"),
+            [(*names, *_pair(pair)) for names, pair in sorted(joined.items(), key=lambda item: item[0])],
+        )
+    for part in (chosen(joined), troubles):
+        if part:
+            text += "\n\n" + "\n".join(part)
+    return text
+
+
+def pairs(rows: Sequence[Row]) -> dict[tuple[str, str], PairSight]:
+    """The pairs of a prefill and a decode leader. Prefill's word is taken: it has measured what it wrote."""
+    found: dict[tuple[str, str], PairSight] = {}
+    for row in sorted(rows, key=lambda row: row.role is Role.PREFILL):
+        me = f"{row.instance[:DIGITS]} dp{row.dp_rank}"
+        for pair in row.sight.pairs if row.sight is not None else []:
+            found[(me, pair.peer) if row.role is Role.PREFILL else (pair.peer, me)] = pair
+    return found
+
+
+def chosen(joined: Mapping[tuple[str, str], PairSight]) -> list[str]:
+    """Of each pair whose transport a probe has chosen: what it measured of that one, and of the others."""
+    choices = {names: pair.choice for names, pair in sorted(joined.items(), key=lambda item: item[0])}
+    return [
+        f"{prefill} to {decode}: {choice.told()}"
+        for (prefill, decode), choice in choices.items()
+        if choice is not None and choice.candidates
+    ]
+
+
+def _pair(pair: PairSight) -> tuple[str, ...]:
+    speed, size = "-", "-"  # nothing was carried yet, or only decode answered, which has measured nothing
+    if pair.nbytes:
+        speed, size = f"{pair.bytes_per_s / 1e9:.2f}", f"{pair.nbytes / 1e9:.3f}"
+    return pair.transport, speed, size, str(pair.succeeded), str(pair.failed)
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    sight = row.sight
+    head = (row.instance[:DIGITS], str(row.dp_rank), row.role.value)
+    where = (row.served_model, row.address)
+    if sight is None:
+        return (*head, "no answer", *where, "-", "-", "-", "-", "-", "-", "-")
+    load = sight.load
+    pools = ("/".join(map(str, pool.values())) or "-" for pool in (load.pages, load.slots))
+    counts = (str(load.running), str(load.waiting), *pools, str(len(sight.frontends)))
+    return (*head, sight.state, *where, *counts, sight.version, duration(sight.uptime_s))
+
+
+def duration(seconds: float) -> str:
+    """A time in its two largest units: `3h12m`."""
+    whole = int(seconds)
+    for unit, name, smaller, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= unit:
+            return f"{whole // unit}{name}{whole % unit // smaller}{below}"
+    return f"{whole}s"
+
+
+def table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    """Columns as wide as their longest entry."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (head, *lines)
+    )

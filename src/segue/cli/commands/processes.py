@@ -1,0 +1,335 @@
+"""What `serve`, `prefill`, `decode`, `unified` and `frontend` do once their settings are read."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from segue.cli import extras, flags, logs
+from segue.cli.commands.models import located, model_size, resolve
+from segue.engine.cpu.processor import this_processor
+from segue.engine.model_names import served_name
+from segue.engine.models.model_store import cache_folder
+from segue.kv.errors import ConfigError, Internal, OutOfCapacity, SegueError
+from segue.kv.ids import Role
+from segue.kv.limits import Limits
+from segue.kv.session.tls import Tls, from_config
+from segue.server.frontend.keys import read_keys
+from segue.server.instance.gc import frozen_imports
+from segue.server.instance.host import this_host
+from segue.server.settings.access_config import AccessConfig
+from segue.server.settings.commands import FrontendConfig, InstanceConfig, ServeConfig, TlsConfig
+from segue.server.settings.layers import argv, nearest
+from segue.server.supervisor.console import Console, LogFolder
+from segue.server.supervisor.dp_rank_processes import RankProcesses
+from segue.server.supervisor.lifeline import CannotStart, Lifeline, Ready
+from segue.server.supervisor.process_tree import MARGIN_S, THREAD_VARIABLES, ServeResult
+from segue.server.supervisor.supervisor import Supervisor, check_port
+
+log = logging.getLogger("segue.cli")
+
+NO_MEMORY = "out of memory; give a lower --kv-gib, fewer instances, or a --dtype with fewer bytes"
+#: Where the parts of `segue serve` find each other.
+LOOPBACK = "127.0.0.1"
+
+
+def serve(config: ServeConfig) -> int:
+    """Run a deployment until a signal; the exit status."""
+    extras.need("serve", extras.ENGINE)
+    folder = _log_folder(config.engine.cache)
+    console = Console(folder=folder)
+    status = 1
+    try:
+        logs.configure(config.log.log_level, "serve", console)
+        with _interruptible():
+            status, reason = _serve(config, console)
+    except KeyboardInterrupt:  # before anything was started; afterwards the supervisor hears of signals
+        status, reason = 1, "stopped while loading: nothing was started, and nothing was served"
+    finally:
+        console.close()
+        logs.configure(config.log.log_level, "serve")
+        if folder is not None:
+            folder.close(keep=status != 0)
+    if reason:
+        print(f"segue: {reason}", file=sys.stderr)
+    return status
+
+
+def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
+    check_transport(config.transport)
+    check_port(config.host, config.port)
+    host = this_host()
+    config.check_memory(host)
+    tls = from_config(config.tls, LOOPBACK)
+    keys = read_keys(config.access)
+    config = dataclasses.replace(config, model=located(config.model))
+    path = resolve(config.model, config.engine.cache, config.engine.revision)
+    name = served_name(config.model, config.engine.served_model_name)
+    engine = dataclasses.replace(config.engine, served_model_name=name, dtype=_dtype(config.engine.dtype))
+    size = model_size(path, engine.dtype)
+    config = dataclasses.replace(config, model=str(path), engine=engine)
+    logs.event(log, "config", **config.derived(host, size))
+
+    def announce(url: str, registry: str, secret_file: str) -> None:
+        looking = _looking(registry, secret_file, config.tls)
+        _announce(console, url, name, config.access if keys else None, looking)
+
+    async def run() -> ServeResult:
+        return await Supervisor(
+            config,
+            host=host,
+            size=size,
+            command=_command,
+            registry=lambda secret: _registry(config.bootstrap_port, secret, config.limit.limits(), tls),
+            announce=announce,
+            keys=keys,
+            console=console,
+        ).run()
+
+    outcome = asyncio.run(run())
+    return outcome.status, outcome.reason
+
+
+def _log_folder(cache: str | None) -> LogFolder | None:
+    """Where the whole logs of children go; None, with a warning, where no file can be written."""
+    parent = (Path(cache) if cache else cache_folder()) / "logs"
+    try:
+        return LogFolder(parent)
+    except OSError as exc:
+        print(f"segue: no log files are kept: {parent} cannot be written: {exc.strerror}", file=sys.stderr)
+        return None
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A SIGTERM is a KeyboardInterrupt, as a SIGINT is, while nobody else handles it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def check_transport(setting: str) -> None:
+    """Raise a ConfigError for a transport that does not exist, or that was named and cannot work here."""
+    from segue.kv.transport.kinds import AUTO, KINDS, OK
+
+    named = [name for name in setting.split(",") if name != AUTO]
+    found = KINDS.available() if named else {}
+    for name in named:
+        reason = found.get(name)
+        if reason is None:
+            raise ConfigError(f"--transport {name} does not exist{nearest(name, found)}; see segue doctor")
+        if reason != OK:
+            raise ConfigError(
+                f"--transport {name} cannot be used here: {reason}; use auto, or see segue doctor"
+            )
+
+
+@contextlib.asynccontextmanager
+async def _registry(port: int, secret: bytes, limits: Limits, tls: Tls | None) -> AsyncIterator[str]:
+    from segue.server.registry.registry_server import serve as start
+
+    server = await start(LOOPBACK, port, secret=secret, limits=limits, tls=tls)
+    logs.event(log, "registry_runs", url=server.url)
+    try:
+        yield server.url
+    finally:
+        await server.close()
+
+
+def _command(role: Role, config: InstanceConfig | FrontendConfig) -> Sequence[str]:
+    return [sys.executable, "-m", "segue.cli.main", str(role), *argv(config)]
+
+
+def _looking(registry: str, secret_file: str, tls: TlsConfig) -> str:
+    """The command that shows this fleet. Only we and our user can read what `secret_file` names."""
+    files = {"--tls-cert": tls.tls_cert, "--tls-key": tls.tls_key, "--tls-ca": tls.tls_ca}
+    flags = [f"{flag} {shlex.quote(file)}" for flag, file in files.items() if file is not None]
+    start = shlex.quote(sys.argv[0])
+    if sys.argv[0].endswith(".py"):
+        start = f"{shlex.quote(sys.executable)} -m segue.cli.main"
+    return " ".join([start, "ps --registry", registry, "--secret-file", secret_file, *flags])
+
+
+def _announce(console: Console, url: str, model: str, access: AccessConfig | None, looking: str) -> None:
+    """What to try, without any key in it: a terminal's history and logs are no place for one."""
+    shown = ""
+    if access is not None:
+        key = "$SEGUE_API_KEY"
+        if access.api_key is None and access.api_key_file is not None:
+            key = f"$(grep -m1 '^[^#]' {shlex.quote(access.api_key_file)})"
+        shown = f' -H "Authorization: Bearer {key}"'
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = shlex.quote(json.dumps({"model": model, "temperature": 0, "messages": [question]}))
+    console.say(f"try: curl {url}/v1/chat/completions{shown} -H 'content-type: application/json' -d {body}")
+    console.say(f"look: {looking}")
+    console.announce(f"ready {url}")
+
+
+def instance(args: argparse.Namespace) -> int:
+    """Run one instance in the role that the command names, until a signal; the exit status."""
+    role = Role(args.command)
+    lifeline = Lifeline(args.lifeline_fd, args.report_fd)
+
+    def run() -> int:
+        extras.need(role, extras.ENGINE)
+        config = flags.with_secret(flags.load(InstanceConfig, role, args, role=role))
+        logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
+        lifeline.watch(config.limit.drain_s + MARGIN_S)
+        check_transport(config.transport)
+        threads = config.engine.threads(this_host(), config.leaders * config.size.ranks)
+        # Before torch is loaded: its thread pools take their size from here.
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+        from segue.server.instance.registry_link import registry_of
+
+        with registry_of(config) as found:
+            if found is None:
+                log.info("event=stopped_before_the_registry_was_there")
+                return 0
+            found = _located(found, threads, _dtype(found.engine.dtype, quiet=lifeline.supervised))
+            if found.leaders > 1:
+                return _serve_ranks(found, lifeline)
+            from segue.server.instance.turns import run_instance
+
+            def serving(now: InstanceConfig, url: str) -> None:
+                if not lifeline.supervised:
+                    logs.configure(now.log.log_level, now.label)  # it may have been switched
+                _ready(lifeline, now.label, url, now.role)
+
+            return run_instance(found, on_ready=serving)
+
+    return _child(lifeline, run)
+
+
+def _serve_ranks(config: InstanceConfig, lifeline: Lifeline) -> int:
+    console = Console()
+    logs.configure(config.log.log_level, "" if lifeline.supervised else config.label, console)
+
+    async def run() -> ServeResult:
+        say = partial(_ready, lifeline, config.label, say=console.announce)
+        return await RankProcesses(config, _command, say, console=console).run()
+
+    outcome = asyncio.run(run())
+    if outcome.reason:
+        print(f"segue: {outcome.reason}", file=sys.stderr)
+    return outcome.status
+
+
+def _dtype(setting: str, *, quiet: bool = False) -> str:
+    """The type that `--dtype` stands for on this processor; says which and why, unless the supervisor of this
+    process has said it."""
+    processor = this_processor()
+    dtype = processor.dtype(setting)
+    if not quiet:
+        logs.event(log, "dtype", dtype=dtype, setting=setting, reason=processor.reason)
+        if processor.is_slow(dtype):
+            log.warning(
+                "--dtype %s is slow here: this processor does not multiply it (%s); "
+                "--dtype float32, given to every instance of the fleet, is faster",
+                dtype,
+                processor.found,
+            )
+    return dtype
+
+
+def _located(config: InstanceConfig, threads: int, dtype: str) -> InstanceConfig:
+    """`config` with the folder of its model, its type, and the memory and threads of each of its leaders."""
+    host = this_host()
+    config.check_memory(host)
+    config = dataclasses.replace(config, model=located(config.model))
+    path = resolve(config.model, config.engine.cache, config.engine.revision)
+    size = model_size(path, dtype)
+    engine = dataclasses.replace(
+        config.engine,
+        dtype=dtype,
+        served_model_name=config.served_model,
+        threads_per_worker=threads,
+        kv_gib=config.kv_bytes(host, size) / 2**30,
+        revision=None,  # by now the model is a path
+    )
+    logs.event(log, "config", **config.derived(host, size))
+    return dataclasses.replace(config, model=str(path), engine=engine)
+
+
+def frontend(args: argparse.Namespace) -> int:
+    """Run the HTTP server until a signal; the exit status."""
+    lifeline = Lifeline(args.lifeline_fd, args.report_fd)
+
+    def run() -> int:
+        extras.need("frontend", extras.FRONTEND)
+        config = flags.with_secret(flags.load(FrontendConfig, "frontend", args))
+        logs.configure(config.log.log_level, "" if lifeline.supervised else config.label)
+        lifeline.watch(config.limit.drain_s + MARGIN_S)
+        if not lifeline.supervised:
+            check_port(config.host, config.port)
+        logs.event(log, "config", **config.derived())
+        with frozen_imports():
+            import uvloop
+
+            from segue.cli.commands.frontend import run as serve_http
+
+        try:
+            loaded = uvloop.run(serve_http(config, lambda url: _ready(lifeline, config.label, url), lifeline))
+        except asyncio.CancelledError:
+            log.warning("event=stopped_at_once")
+            return 1
+        if not loaded:
+            log.info("event=stopped_while_loading")
+            sys.stdout.flush()
+            os._exit(0)  # the thread that imports must not run on while the interpreter takes itself down
+        return 0
+
+    return _child(lifeline, run)
+
+
+def _ready(
+    lifeline: Lifeline,
+    label: str,
+    url: str,
+    role: Role | None = None,
+    say: Callable[[str], None] | None = None,
+) -> None:
+    """Tell the supervisor, or the person who started this process by hand."""
+    if lifeline.supervised:
+        lifeline.report(Ready(url, role))
+    elif say is not None:
+        say(f"ready {url or label}")
+    else:
+        print(f"ready {url or label}", flush=True)
+
+
+def _child(lifeline: Lifeline, run: Callable[[], int]) -> int:
+    """Run a process's work; a failure to start is reported to the supervisor in one sentence."""
+    try:
+        return run()
+    except SegueError as exc:
+        if not lifeline.supervised:
+            raise
+        status = 2 if isinstance(exc, ConfigError) else 1
+        lifeline.report(CannotStart(exc.info, status))
+        return status
+    except Exception as exc:  # its traceback goes to the log, its name to the supervisor
+        text = f"{type(exc).__name__}: {exc}".partition("\n")[0]
+        error = Internal(text) if not _out_of_memory(exc) else OutOfCapacity(f"{NO_MEMORY} ({text})")
+        lifeline.report(CannotStart(error.info, 1))
+        raise
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: Python's, the system's or torch's, which has no class of its own."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,1 @@
+"""`segue doctor`: facts of a host and of a deployment, and what is wrong with them."""

@@ -1,0 +1,114 @@
+"""`segue doctor`: look at this host, measure its transports, and say what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from segue.cli.doctor import host_checks, host_facts, instance_checks, transport_probe
+from segue.cli.doctor.host_checks import Check
+from segue.cli.doctor.transport_probe import Speed
+from segue.cli.terminal import terminal
+from segue.kv.errors import ConfigError
+from segue.kv.session import tls
+from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.probe import FAR_UNDER
+from segue.server.settings.operator_config import DoctorConfig
+
+
+class TransportRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One transport on this host: why it cannot be used, or what was measured."""
+
+    name: str
+    usable: bool
+    why_not: str = ""
+    speed: Speed | None = None
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that `segue doctor` says; `--json` writes it."""
+
+    checks: Sequence[Check]
+    transports: Sequence[TransportRow]
+
+
+def transport_rows(available: Mapping[str, str]) -> tuple[list[TransportRow], list[Check]]:
+    """Measure each transport that works here and moves bytes."""
+    rows, found = [], []
+    for name, reason in available.items():
+        if reason != OK:
+            rows.append(TransportRow(name=name, usable=False, why_not=reason))
+            continue
+        if not KINDS.kind(name).moves_bytes:
+            rows.append(TransportRow(name=name, usable=True))
+            continue
+        measured = transport_probe.measure(name)
+        if isinstance(measured, str):
+            rows.append(TransportRow(name=name, usable=False, why_not=measured))
+            mend = "see the other lines of this table; or give another --transport"
+            found.append(Check(f"transport {name}", "wrong", f"moved nothing here: {measured}", mend))
+            continue
+        rows.append(TransportRow(name=name, usable=True, speed=measured))
+        found.append(speed_check(measured))
+    return rows, found
+
+
+def speed_check(speed: Speed) -> Check:
+    """Whether a transport is far under what this host can do."""
+    text = f"{speed.gb_per_s:.2f} GB/s, {speed.page_us:.0f} µs a page"
+    text += f"; memory does {speed.memory_gb_per_s:.1f} GB/s"
+    if speed.gb_per_s * FAR_UNDER >= speed.memory_gb_per_s:
+        return Check(f"transport {speed.transport}", "ok", text)
+    mend = "look at the settings of its library (ucx, mooncake settings), or give another --transport"
+    return Check(f"transport {speed.transport}", "warn", f"{text}: far under what this host can do", mend)
+
+
+def examine(config: DoctorConfig) -> Report:
+    """Everything that can be seen and measured. Raises ConfigError for a setting."""
+    encryption = tls.from_config(config.tls, None)
+    facts = host_facts.gather(config.cache)
+    rows, speeds = transport_rows(facts.transports)
+    found = [*host_checks.checks(facts), *speeds]
+    if config.registry is not None:
+        found += instance_checks.look(config.registry, config.secret or None, encryption)
+    return Report(checks=found, transports=rows)
+
+
+def doctor(config: DoctorConfig, json: str | None) -> int:
+    """Print the report, or write it as JSON to the file `json` (`-`: standard output). 1 if something is
+    wrong, else 0."""
+    report = examine(config)
+    text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    if json == "-":
+        print(text)
+    else:
+        _print(report)
+    if json not in (None, "-"):
+        _write(Path(str(json)), text)
+    return 1 if host_checks.wrong(report.checks) else 0
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--json {file} cannot be written: {exc.strerror}") from exc
+
+
+def _print(report: Report) -> None:
+    colours = {"ok": "green", "warn": "yellow", "wrong": "red"}
+    console = terminal()
+    table = Table("what", "state", "found", "what to do")
+    for check in report.checks:
+        table.add_row(check.name, Text(check.state, colours[check.state]), check.found, check.mend)
+    console.print(table)
+    table = Table("transport", "here", "GB/s", "µs a page", "why not")
+    for row in report.transports:
+        speed = row.speed
+        measured = (f"{speed.gb_per_s:.2f}", f"{speed.page_us:.0f}") if speed is not None else ("", "")
+        table.add_row(row.name, "yes" if row.usable else "no", *measured, row.why_not)
+    console.print(table)

@@ -1,1 +1,0 @@
-"""Floor 0, pure: the vocabulary every other room uses. Read `types.py` first."""

@@ -1,0 +1,196 @@
+"""The layers of one rank over its paged pool: what every rank of a replica computes, whoever samples."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from segue.engine.cpu.cpu_attention import StepContext, Stored
+from segue.engine.cpu.cpu_context import OtherRows
+from segue.engine.cpu.cpu_fused import Head, fuse
+from segue.engine.cpu.cpu_kernels import Kernels, make_kernels
+from segue.engine.cpu.cpu_memory import keep_freed_memory
+from segue.engine.engine_api import HostPages
+from segue.engine.kvpool import HostKV, KVPool, make_pool
+from segue.engine.models.families import LoadedModel, load_model
+from segue.engine.models.model_fingerprint import fingerprint
+from segue.engine.models.progress import step
+from segue.engine.packing import Packed
+from segue.engine.ranks.collectives import ALONE, Place
+from segue.engine.ranks.experts import SharedExperts, share_experts
+from segue.engine.ranks.slicing import cut, part_of
+from segue.kv.errors import ConfigError, Internal
+from segue.kv.transport.memory.pool_memory import Memory
+
+
+class Forward(Protocol):
+    """The forward of a whole replica, as the engine that samples asks for it."""
+
+    @property
+    def pool(self) -> KVPool:
+        """The pool of the rank of this process."""
+        ...
+
+    def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
+        """The final hidden state of each row of a step, `[rows, hidden]`, after the model's last norm.
+        `stored` is told of the pools of all ranks; of several ranks only when all layers are there."""
+        ...
+
+    def along(self) -> None:
+        """Our part of a step in which other DP ranks alone have rows."""
+        ...
+
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostPages:
+        """See `Engine.copy_out`."""
+        ...
+
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
+        """See `Engine.copy_in`."""
+        ...
+
+
+class CpuForward:
+    """`Forward` of the rank at `place` of the model with this `fingerprint`; `head` makes logits of what it
+    returns, on the rank that samples. Of `experts` some are on other DP ranks (`engine.ranks.dp_forward`)."""
+
+    def __init__(
+        self,
+        fingerprint: str,
+        loaded: LoadedModel,
+        head: Head | None,
+        kernels: Kernels,
+        pool: KVPool,
+        place: Place,
+        experts: Sequence[SharedExperts] = (),
+    ) -> None:
+        self.fingerprint = fingerprint
+        self.loaded = loaded
+        self.head = head
+        self.pool = pool
+        self.place = place
+        self.experts = experts
+        self.windows = tuple(dict.fromkeys(loaded.windows))
+        self._kernels = kernels
+        self._norm = loaded.model.model.norm
+        if place.pp is not None:
+            loaded.model.model.norm = nn.Identity()  # of the last stage's rows, where they come back to
+
+    def run(self, packed: Packed, stored: Stored) -> torch.Tensor:
+        """See `Forward.run`; of a replica of several ranks `stored` is about this one's pool alone, and what
+        is returned is worth something on rank 0 only."""
+        group = self.place.cp
+        if group is None or packed.rows < group.size:  # too few to share out: every rank computes them
+            return self._through_stages(packed, stored, None)
+        others = OtherRows(packed, group, self.pool, self.windows)
+        return others.joined(self._through_stages(others.own, stored, others))
+
+    def _through_stages(self, packed: Packed, stored: Stored, others: OtherRows | None) -> torch.Tensor:
+        """Our layers, and before and after them those of the other stages: rows go around in a ring."""
+        ring, stage = self.place.pp, self.place.coord.pp
+        if ring is None:
+            return self._layers(packed, stored, others, input_ids=packed.tokens)
+        rows = self.pool.kv.new_empty(packed.rows, self.loaded.config.hidden_size)
+        if stage > 0:
+            given = ring.receive(rows, stage - 1).unsqueeze(0)
+            hidden = self._layers(packed, stored, others, inputs_embeds=given)
+            ring.send(hidden, (stage + 1) % ring.size)
+            return hidden
+        ring.send(self._layers(packed, _nothing, others, input_ids=packed.tokens), 1)
+        stored()  # who waits here for the other stages holds none of them up
+        returned: torch.Tensor = self._norm(ring.receive(rows, ring.size - 1))
+        return returned
+
+    def _layers(
+        self, packed: Packed, stored: Stored, others: OtherRows | None, **rows: torch.Tensor
+    ) -> torch.Tensor:
+        loaded = self.loaded
+        output = loaded.model.model(
+            **rows,
+            position_ids=packed.positions,
+            use_cache=False,
+            segue_step=StepContext(
+                packed, self.pool, self._kernels, loaded.config.hidden_size, loaded.heads, stored, others
+            ),
+        )
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden.view(-1, hidden.shape[-1])
+
+    def along(self) -> None:
+        """See `Forward.along`."""
+        for experts in self.experts:
+            experts.along()
+
+    def copy_out(self, pages: Sequence[int], slot: int | None = None) -> HostKV:
+        """Copy pages, and a slot, to memory outside the pool (retraction)."""
+        return self.pool.copy_out(pages, slot)
+
+    def copy_in(self, host: HostPages, pages: Sequence[int], slot: int | None = None) -> None:
+        """Copy what `copy_out` of this rank returned into `pages` (as many) and `slot`."""
+        if not isinstance(host, HostKV):
+            raise Internal(f"not pages of this engine: {type(host).__name__}")
+        self.pool.copy_in(host, pages, slot)
+
+
+def _nothing(layers: int | None = None) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def raised_at_end(stored: Stored) -> Iterator[Stored]:
+    """`stored` for a forward that other ranks compute with: they must not wait for who has stopped at an
+    error of a listener, so that is raised when the forward has ended."""
+    raised: list[Exception] = []
+
+    def safely(layers: int | None = None) -> None:
+        try:
+            stored(layers)
+        except Exception as exc:  # raised below
+            raised.append(exc)
+
+    yield safely
+    if raised:
+        raise raised[0]
+
+
+def load_forward(
+    folder: Path,
+    *,
+    dtype: str,
+    pool_bytes: int,
+    page_tokens: int = 16,
+    threads: int = 1,
+    memory: Memory | None = None,
+    place: Place = ALONE,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    cache: str | Path | None = None,
+) -> CpuForward:
+    """Load the part of the model in `folder` that the rank at `place` computes, with its KV pool.
+
+    The pools of all ranks of the replica take at most `pool_bytes` together. `threads` is the number of cores
+    torch uses in this process. With a `dp_size` of more than 1 so many DP ranks share out the experts, and
+    this is `dp_rank`. `cache` is segue's cache folder if not the default one. Raises ConfigError with what to
+    change.
+    """
+    if threads < 1:
+        raise ConfigError(f"--threads-per-worker must be at least 1, not {threads}")
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    identity, size = fingerprint(folder), place.size
+    with torch.inference_mode():
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        with step("weights_loading", f"model={folder.name} gib={weights / 2**30:.2f} dtype={dtype}"):
+            whole = load_model(folder, dtype, in_parts=size.ranks > 1)
+        loaded = cut(whole, size, place.coord)
+        experts = share_experts(loaded, dp_rank, dp_size) if dp_size > 1 else []
+        kernels = make_kernels(dtype, loaded.shape.k_dim, loaded.heads, loaded.part.heads, threads, cache)
+        head = fuse(loaded, kernels, place)
+    parts = [part_of(whole.shape, whole.heads, size, size.coord(rank)) for rank in range(size.ranks)]
+    with step("kv_pool", f"gib={pool_bytes / 2**30:.2f} ranks={size.ranks}"):
+        pool = make_pool(loaded.shape, parts, place.coord, place.rank, pool_bytes, page_tokens, memory)
+    return CpuForward(identity, loaded, head, kernels, pool, place, experts)

@@ -1,0 +1,1 @@
+"""Models: where they come from, which families run, how they are loaded."""

@@ -1,0 +1,1 @@
+"""A replica that runs as several ranks."""

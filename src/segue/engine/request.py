@@ -1,0 +1,143 @@
+"""What one generation asks for and what comes back, between frontend, roles and engine.
+
+Pure msgspec structs; they travel on the control channel as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import msgspec
+
+from segue.kv.errors import ErrorInfo
+from segue.kv.ids import FinishReason, LeaderId
+
+#: From who takes outputs and whose client is behind: to be awaited before the next output.
+Wait = Callable[[], Awaitable[None]]
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """A constraint on the output text: a JSON schema, any JSON object, a regex or a choice."""
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str = ""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when generation ends. Meanings are OpenAI's and vLLM's.
+
+    `temperature == 0` is greedy. `top_k == 0` and `top_p == 1` are off. `logprobs` is None (none)
+    or the number of alternatives per token; `prompt_logprobs` the same for the prompt. Random
+    numbers are keyed by `(seed, position)`, so every way to run a request draws the same ones;
+    the frontend fills `seed` in when the client gives none.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one chosen token and of the most likely alternatives, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class RankHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """DP ranks that a client asks for, by SGLang's names. None: whoever places the request chooses.
+
+    `routed_dp_rank` is the rank of the instance that answers, `disagg_prefill_dp_rank` that of prefill. With
+    `force_query_prefill_dp_rank` decode is not told the rank of prefill, but asks the registry for it.
+    """
+
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+    force_query_prefill_dp_rank: bool = False
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation of one prompt. `request_id` is unique in a frontend's incarnation.
+
+    `output` are tokens that this generation has given already, on instances that are gone: it goes on
+    after them as if it had never stopped. They are apart from the prompt because penalties,
+    `min_tokens`, `max_tokens` and grammars count them. Fewer than `max_tokens`. `traceparent` (W3C) names the
+    span that this generation belongs to. Where it has to wait, lower `priority` is earlier; requests of equal
+    priority are served by turns among `tenant`s (an API key or a user, by a name that tells nothing of it).
+    Cached prefixes are found only by requests with the same `cache_salt`, of 63 bits.
+    """
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    output: list[int] = []
+    ranks: RankHints = RankHints()
+    traceparent: str = ""
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: int = 0
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """The placement of one request, made and signed by whoever chose it.
+
+    `budget_s` is the time left until the request's deadline when the ticket was sent. For a
+    unified instance `prefill == decode` and no hand-off takes place. If `prefill.is_open`, its instance
+    alone is named: prefill is who got the ticket, and decode finds the DP rank. `signature` is an
+    HMAC-SHA256 over the other fields under the deployment's shared secret (empty without one).
+    """
+
+    room: int
+    attempt: int
+    prefill: LeaderId
+    decode: LeaderId
+    budget_s: float
+    signature: bytes = b""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Conservation: prompt_tokens = decode_cached + prefill_cached + computed.
+
+    The prompt alone: the `output` of a continued request counts in `output_tokens` only.
+    """
+
+    prompt_tokens: int = 0
+    decode_cached: int = 0
+    prefill_cached: int = 0
+    computed: int = 0
+    output_tokens: int = 0
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A step's result for one request. `finish` or `error` is set exactly once, in the last one.
+
+    `position` is the index of `token_ids[0]` in the whole output (the request's `output` comes before
+    it), so that a repeated or lost output is seen. `timeline` comes with the first token: seconds spent
+    in `queue`, `bootstrap`, `reserve`, `prefill`, `wire`, `commit`.
+    """
+
+    request_id: str
+    position: int = 0
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    usage: Usage | None = None
+    timeline: dict[str, float] = {}
+    error: ErrorInfo | None = None

@@ -1,0 +1,1 @@
+"""The hand-off of KV between two workers, as a library."""

@@ -1,0 +1,78 @@
+"""Which addresses only this host can reach. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from segue.kv.errors import ConfigError
+
+#: How the address of a registry begins: one of our own, etcd, or no registry but a name or a list.
+REGISTRY_SCHEMES = ("http", "https", "etcd", "dns", "static")
+REGISTRY_HELP = (
+    "registry: http://HOST:PORT, or etcd://HOST:PORT,HOST:PORT; or none, but where the instances are: "
+    "dns://NAME:PORT or static://HOST:PORT,HOST:PORT"
+)
+
+
+def is_loopback(host: str) -> bool:
+    """True for `localhost` and for an IP address that no other host can reach. Any other name may lead
+    anywhere, whatever it begins with. IPv4 may be written as IPv6, and a zone may follow."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:
+    """Refuse an address that peers cannot use, and one that strangers can use without a secret."""
+    if host in ("0.0.0.0", "::") and advertise_host is None:
+        raise ConfigError(f"--host {host} needs --advertise-host, the address that peers reach this host by")
+    if not is_loopback(host) and not secret:
+        raise ConfigError(
+            f"--host {host} can be reached from other hosts; give --secret-file with the deployment's secret"
+        )
+
+
+def registry_places(url: str) -> list[tuple[str, int]]:
+    """The addresses in a `--registry`: one of `http` and `dns`, one or more of `etcd` and `static`.
+    ConfigError if it is none."""
+    scheme, _, rest = url.partition("://")
+    places = [_place(part) for part in rest.rstrip("/").split(",")]
+    found = [place for place in places if place is not None]
+    several = scheme in ("etcd", "static")
+    if scheme not in REGISTRY_SCHEMES or len(found) != len(places) or (len(found) > 1 and not several):
+        raise ConfigError(
+            "--registry must look like http://HOST:PORT (https with TLS), etcd://HOST:PORT,HOST:PORT, "
+            f"dns://NAME:PORT or static://HOST:PORT,HOST:PORT, not {url!r}"
+        )
+    return found
+
+
+def _place(text: str) -> tuple[str, int] | None:
+    host, colon, port = text.rpartition(":")
+    legal = host and colon and port.isdecimal() and int(port) < 65536 and "/" not in host
+    return (host.removeprefix("[").removesuffix("]"), int(port)) if legal else None
+
+
+def check_url(url: str, *, encrypted: bool) -> None:
+    """Refuse a registry that is none (`registry_places`), and `http` under TLS or `https` without."""
+    registry_places(url)
+    scheme, _, rest = url.partition("://")
+    if scheme == "http" and encrypted:
+        raise ConfigError(
+            f"--tls-cert encrypts the registry too: give --registry https://{rest}, not {url!r}"
+        )
+    if scheme == "https" and not encrypted:
+        raise ConfigError(
+            f"--registry {url} needs --tls-cert, --tls-key and --tls-ca: a registry with TLS lets in only "
+            "who has a certificate of its own"
+        )
+
+
+def bracket(host: str) -> str:
+    """`host` as it stands before a port."""
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,120 @@
+"""The sessions of one leader: where they run, who talks on them, and which of them are kept open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from segue.kv.config import HOST, LeaderRuntime, SessionConfig
+from segue.kv.errors import SegueError
+from segue.kv.ids import LeaderId, Role
+from segue.kv.protocol.messages import HandoffMessage, PathMessage
+from segue.kv.session.api import Session, SessionHandler
+from segue.kv.session.dialer import Dialer
+from segue.server.messages.control import ControlMessage
+from segue.server.messages.operate import OperatorMessage
+
+log = logging.getLogger("segue.kv")
+
+LeaderMessage = HandoffMessage | PathMessage | ControlMessage | OperatorMessage
+
+
+class ControlPlane:
+    """An I/O thread, the session node on it, and one handler for each role that a peer may have.
+
+    A peer of any other role is refused. Handlers are called on the I/O thread. The public methods may be
+    called from any other thread, those of sessions (`keep_session`, `drop_session`, `sessions`) on it only.
+    """
+
+    def __init__(
+        self, config: SessionConfig, handlers: Mapping[Role, SessionHandler], runtime: LeaderRuntime = HOST
+    ) -> None:
+        self.config = config
+        self.io = runtime.io(_loop_error)
+        #: Where it listens; port 0 before `start`.
+        self.address: tuple[str, int] = (config.host, 0)
+        self.node = runtime.node(
+            me=config.me,
+            role=config.role,
+            secret=config.secret,
+            handlers=handlers,
+            message_type=LeaderMessage,
+            limits=config.limits,
+            tls=config.tls,
+            advertise=config.advertise,
+            advertise_port=config.advertise_port,
+        )
+        self._uniform = runtime.uniform
+        self._dialers: dict[LeaderId, Dialer] = {}
+        self._closed = self._ended = False
+
+    def start(self, before: Coroutine[Any, Any, None] | None = None) -> tuple[str, int]:
+        """Start the I/O thread, do what is to be done on it `before`, and listen for sessions; returns the
+        address peers connect to.
+
+        Raises ConfigError when the port is in use or a secret is missing beyond loopback.
+        """
+        config = self.config
+        self.io.start()
+        try:
+            if before is not None:
+                self.io.call(before, config.limits.connect_s)
+            self.address = self.io.call(self.node.listen(config.host, config.port), config.limits.connect_s)
+        except BaseException:
+            self.close()
+            raise
+        return self.address
+
+    def close(self, then: Callable[[], None] = lambda: None) -> None:
+        """End all sessions, do `then`, and end the thread. Idempotent; not to be called on the thread."""
+        if self._ended:
+            return
+        self._closed = self._ended = True
+        try:
+            if self.io.running:
+                self.io.call(self.close_sessions(), self.config.limits.connect_s)
+        finally:
+            try:
+                then()
+            finally:
+                self.io.stop()
+
+    async def close_sessions(self) -> None:
+        """Listen no more, dial nobody any more, and end all sessions."""
+        self._closed = True
+        for leader in list(self._dialers):
+            self.drop_session(leader)
+        await self.node.close()
+
+    # ---- on the I/O thread -------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> Mapping[LeaderId, Session]:
+        """The open sessions, whoever has opened them; a live view."""
+        return self.node.sessions
+
+    def keep_session(
+        self, leader: LeaderId, host: str, port: int, refused: Callable[[SegueError], None]
+    ) -> None:
+        """Keep a session to `leader` from now on; a lost one is dialled again. Idempotent. `refused` as
+        `Dialer` says; it is patient for `connect_s`."""
+        if leader in self._dialers or self._closed:
+            return
+        limit_s = self.config.limits.connect_s
+
+        async def connect() -> Session:
+            return await self.node.connect(host, port, expect=leader, timeout_s=limit_s)
+
+        dialer = Dialer(connect, f"{host}:{port}", refused=refused, patience_s=limit_s, uniform=self._uniform)
+        self._dialers[leader] = dialer
+        dialer.start(self.io.loop)
+
+    def drop_session(self, leader: LeaderId) -> None:
+        """Do not dial `leader` any more. An open session goes on."""
+        if (dialer := self._dialers.pop(leader, None)) is not None:
+            dialer.stop()
+
+
+def _loop_error(context: dict[str, object]) -> None:
+    log.error("error in the I/O loop: %s", context.get("message"), exc_info=context.get("exception"))  # type: ignore[arg-type]

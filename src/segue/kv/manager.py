@@ -1,0 +1,489 @@
+"""`KVManager`: carries the hand-offs of one leader between engine, peers and transports.
+
+The protocol is `handoff.Exchange`, which does no I/O. The manager feeds it (engine, sessions, ranks, clock)
+and carries out its effects, all on one I/O thread. Of each hand-off it keeps the engine's handle alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
+
+from segue.kv.alarm import Alarm
+from segue.kv.clock import Clock
+from segue.kv.config import HOST, KVConfig, LeaderRuntime
+from segue.kv.control_plane import ControlPlane
+from segue.kv.errors import (
+    Draining,
+    ErrorInfo,
+    Internal,
+    SegueError,
+    TransferFailed,
+)
+from segue.kv.handles import Change, KVReceiver, KVSender, OnChange
+from segue.kv.ids import LeaderId, RankId, Role, TransferId
+from segue.kv.io import MonotonicClock
+from segue.kv.open_ranks import OpenRanks
+from segue.kv.peers import Introduction, PathSpeed, Peer
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.ranks.local_rank import FENCE_AGAIN_S, Rank, local_rank
+from segue.kv.ranks.rank_group import PeerRoute, Ranks
+from segue.kv.session.api import PeerInfo, Session, SessionHandler
+from segue.kv.session.tasks import background, typed
+from segue.kv.transport import base as transport_base
+from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv.transport_negotiation import PathOpening
+
+log = logging.getLogger("segue.kv")
+
+#: Messages that a peer may have to say of each hand-off on a new session, before our path to it is open:
+#: what has failed meanwhile, that it waits for our last write, where to write.
+EARLY_PER_TRANSFER = 4
+#: Whom a role hands KV over with.
+COUNTERPART = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+H = TypeVar("H", KVSender, KVReceiver)
+
+
+class KVManager:
+    """One leader's end of all its hand-offs. Public methods may be called from any thread.
+
+    `pool` is the memory of its one rank, laid out as `config.spec` says, or its ranks, wherever they are;
+    `on_rank_lost` is called on the I/O thread when one of these cannot go on, and with it the whole leader.
+    `on_change` is called on the I/O thread for each change of a hand-off (its handle is already
+    up to date) and must not block. It handles the sessions of peer leaders; who handles those of peers with
+    other roles stands in `others`.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        pool: Memory | Sequence[Rank],
+        on_change: OnChange | None = None,
+        *,
+        on_rank_lost: Callable[[SegueError], None] = lambda _: None,
+        others: Mapping[Role, SessionHandler] = MappingProxyType({}),
+        clock: Clock | None = None,
+        runtime: LeaderRuntime = HOST,
+    ) -> None:
+        self.config = config
+        self.clock: Clock = clock or MonotonicClock()
+        self.plane = ControlPlane(config, {**others, COUNTERPART[config.role]: self}, runtime)
+        self.io = self.plane.io
+        self._on_change = on_change
+        self._handles: dict[TransferId, KVSender | KVReceiver] = {}
+        self._peers: dict[LeaderId, Peer] = {}
+        #: grants that were carried out a moment ago
+        self._granted: list[events.Granted] = []
+        self._alarm = Alarm(self.io, self._tick)
+        self._closed = False
+        self._on_rank_lost = on_rank_lost
+        #: why hand-offs are impossible from now on
+        self._lost: SegueError | None = None
+        ranks = [local_rank(config, pool, runtime)] if isinstance(pool, Memory) else pool
+        self._ranks = Ranks(ranks, config.me, config.role, config.limits.max_sessions)
+        info = LeaderInfo(
+            protocol=PROTOCOL_VERSION,
+            model=config.model,
+            dp_size=config.dp.size,
+            ranks=[rank.spec for rank in ranks],
+            endpoints=self._ranks.endpoints,
+            max_transfers=config.limits.max_transfers,
+            scratch=self._ranks.scratch,
+        )
+        self.introduction = Introduction(config.role, info, runtime.transports)
+        self.exchange = runtime.exchange(
+            role=config.role,
+            me=config.me,
+            origin=f"{config.role.value} {config.me}",
+            limits=config.limits,
+            info=info,
+            kv_checksum=config.kv_checksum,
+            dp=config.dp,
+        )
+        self.opening = PathOpening(
+            config.role,
+            config.limits,
+            self.introduction,
+            self._ranks,
+            self.io,
+            runtime,
+            self.exchange.new_epoch,
+        )
+        self.open_ranks = OpenRanks(config, self.io, self.clock, self._handle, self._tell_engine)
+
+    # ---- life --------------------------------------------------------------------------------
+
+    def start(self) -> tuple[str, int]:
+        """As `ControlPlane.start`."""
+        try:
+            return self.plane.start(self._ranks.start(self, self.io))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all sessions, transports and the thread. Hand-offs still open fail on the peer's side.
+
+        Idempotent; call it from outside the I/O thread.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self.plane.close(self._ranks.close)
+
+    # ---- the engine's side -------------------------------------------------------------------
+
+    def sender(self, transfer: TransferId) -> KVSender:
+        """The handle of the prefill half of `transfer`; nothing starts before its `init`."""
+        return self._remember(transfer, KVSender(self, transfer))
+
+    def receiver(self, transfer: TransferId) -> KVReceiver:
+        """The handle of the decode half of `transfer`; nothing starts before its `init`."""
+        return self._remember(transfer, KVReceiver(self, transfer))
+
+    def _remember(self, transfer: TransferId, handle: H) -> H:
+        if self._handles.setdefault(transfer, handle) is not handle:
+            raise Internal(f"transfer {transfer} exists already", room=transfer.room)
+        return handle
+
+    def post(self, *batch: events.Event) -> None:
+        """Deliver events to the protocol in order (see `handles.Owner`)."""
+        self.io.post(self._handle_all, batch)
+
+    def forget(self, transfer: TransferId) -> None:
+        """The engine has dropped its handle of `transfer`."""
+        self._handles.pop(transfer, None)
+
+    def add_peer(self, leader: LeaderId, host: str, port: int) -> None:
+        """Keep a session to this leader from now on; a lost one is dialled again. Idempotent."""
+        self.io.post(self.plane.keep_session, leader, host, port, partial(self._peer_refused, leader))
+
+    def remove_peer(self, leader: LeaderId) -> None:
+        """Do not dial this leader any more (it left the registry). An open session goes on."""
+        self.io.post(self.plane.drop_session, leader)
+
+    def _peer_refused(self, leader: LeaderId, error: SegueError) -> None:
+        # What waits for this peer need not wait for its deadline to hear why.
+        if leader not in self._peers:
+            self._handle(events.PeerDown(leader, error.info))
+
+    def problems(self) -> list[str]:
+        """What is wrong with the tables, whatever happens at the moment; call it on the I/O thread."""
+        sessions = self.plane.sessions
+        found = [
+            f"no session for peer {leader}"
+            for leader, peer in self._peers.items()
+            if leader not in sessions and not peer.session.closing
+        ]
+        try:
+            self.exchange.check_integrity()
+        except SegueError as error:
+            found.append(str(error))
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        """The number of entries of every table, for leak checks: all zero at rest but `peers`."""
+        return {
+            **self.exchange.sizes(),
+            "handles": len(self._handles),
+            "unanswered": self._ranks.unanswered,
+            **self.open_ranks.sizes(),
+        }
+
+    # ---- the protocol, on the I/O thread -----------------------------------------------------
+
+    def _handle_all(self, batch: Sequence[events.Event]) -> None:
+        for event in batch:
+            if not self.open_ranks.take(event):
+                self._handle(event)
+
+    def _handle(self, event: events.Event) -> None:
+        """One event and all that follows from it. A bug on the way ends the hand-off that it is about, and
+        costs no other one an effect or its deadline: nothing is raised."""
+        now = self.clock.now()
+        effects: list[events.Effect] = []
+        try:
+            effects = self._decide(event, now)
+        except Exception as exc:
+            self._undecided(event, typed(exc, f"handling {type(event).__name__}"))
+        for effect in effects:
+            try:
+                self._carry_out(effect)
+            except Exception as exc:
+                self._not_done(effect, typed(exc, f"carrying out {type(effect).__name__}"))
+        while self._granted:
+            self._handle(self._granted.pop())
+        self._alarm.set(self.exchange.next_deadline(), now)
+
+    def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
+        if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
+            return events.refusal(event, self._lost.info)
+        try:
+            return self.exchange.handle(event, now)
+        except SegueError as error:
+            return self._refused(event, error, now)
+
+    def _undecided(self, event: events.Event, error: SegueError) -> None:
+        """A hand-off met a bug: it ends now on both sides; so does a session that allows none."""
+        match event:
+            case events.PeerUp():
+                self._part(event.peer, error)
+            case events.PeerDown() | events.Tick() | events.AbortTransfer():
+                pass  # nothing of one hand-off, or its end already
+            case events.Received():
+                self._end_later(event.message.transfer, error)
+            case _:
+                self._end_later(event.transfer, error)
+
+    def _not_done(self, effect: events.Effect, error: SegueError) -> None:
+        """An effect was not carried out, or only in part: its hand-off ends, unless it has already."""
+        log.warning("%s was not carried out: %s", type(effect).__name__, error)
+        match effect:
+            case events.ComputeChecksum():
+                # Its answer is what the pages wait for, whatever becomes of the hand-off.
+                answer = events.ChecksumReady(effect.transfer, effect.rank, effect.tag, 0, error=error.info)
+                self.io.loop.call_soon(self._handle, answer)
+            case events.Fence():
+                # So it is here, and to fence twice does no harm.
+                # By then the pair may have another transport, which would know nothing of the writes.
+                route = self._ranks.route_to(self._ranks.peer_of(effect.transfer))
+                self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect, route)
+            case events.Send():
+                transfer = effect.message.transfer
+                phase = self.exchange.phase(transfer)
+                if phase is None or phase.terminal:
+                    # Nothing is left to end, and the peer waits for this word: it will ask again.
+                    self._part(effect.peer, error)
+                self._end_later(transfer, error)
+            case _:
+                self._end_later(effect.transfer, error)
+
+    def _part(self, leader: LeaderId, error: SegueError) -> None:
+        if (peer := self._peers.get(leader)) is not None:
+            peer.session.close(error)
+
+    def _end_later(self, transfer: TransferId, error: SegueError) -> None:
+        self.io.loop.call_soon(self._handle, events.AbortTransfer(transfer, error.info))
+
+    def _fence_again(self, effect: events.Fence, route: PeerRoute | None) -> None:
+        """Ask for it over the way that its writes went, until it is taken."""
+        if self._closed:
+            return
+        try:
+            self._ranks.carry_out(effect, route)
+        except Exception as exc:
+            log.warning("a fence was not taken again: %s", typed(exc, "carrying out Fence"))
+            self.io.loop.call_later(FENCE_AGAIN_S, self._fence_again, effect, route)
+        if self.exchange.transfer_of(effect.transfer.decode, effect.epoch) is None:
+            self._ranks.released(effect.transfer)
+
+    def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
+        """What follows an event that the protocol refused: the end of its hand-off, and of no other."""
+        if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
+            return events.refusal(event, error.info)
+        handle = self._handles.get(self.open_ranks.engine_name(event.transfer))
+        if handle is None or handle.poll().terminal:
+            # After a long pause not even the tombstone is left, and the engine could not know yet.
+            log.debug("too late for its hand-off: %s", error)
+            return []
+        return self.exchange.handle(events.AbortTransfer(event.transfer, error.info), now)
+
+    def _carry_out(self, effect: events.Effect) -> None:
+        match effect:
+            case events.Send():
+                if (peer := self._peers.get(effect.peer)) is not None:
+                    peer.session.send(effect.message)
+            case events.PostWrite() | events.Relay() | events.Grant() | events.Fence():
+                self._move(effect)
+            case events.ComputeChecksum():
+                # After all else that is to be said now: hashing holds the interpreter's lock for 1 ms.
+                self.io.loop.call_soon(self._digest, effect)
+            case events.Release():
+                self._ranks.released(effect.transfer)
+                self.open_ranks.carry_out(effect)
+            case _:
+                self.open_ranks.carry_out(effect)
+
+    def _digest(self, effect: events.ComputeChecksum) -> None:
+        try:
+            self._ranks.carry_out(effect)
+        except Exception as exc:
+            self._not_done(effect, typed(exc, "asking for a checksum"))
+
+    def _tell_engine(self, change: Change) -> None:
+        if (handle := self._handles.get(change.transfer)) is not None:
+            handle.apply(change)
+        if self._on_change is not None:
+            self._on_change(change)
+            if isinstance(change, events.Phase) and change.phase.terminal:
+                self.io.yield_gil()  # the engine, before the peer and the books hear of it
+
+    def _move(self, effect: events.PostWrite | events.Relay | events.Grant | events.Fence) -> None:
+        transfer = effect.transfer
+        leader = self._ranks.peer_of(transfer)
+        if isinstance(effect, events.PostWrite) and leader not in self._peers:
+            gone = TransferFailed(f"the session to {leader} has ended", room=transfer.room)
+            self.io.loop.call_soon(
+                self._handle, events.WriteBroken(transfer, effect.rank, effect.tag, gone.info)
+            )
+        elif self._ranks.carry_out(effect):
+            self._granted.append(events.Granted(transfer, effect.rank))
+
+    def _tick(self) -> None:
+        self._handle(events.Tick())
+
+    # ---- ranks (RankOwner; from any thread) ---------------------------------------------------
+
+    def moved(self, rank: int, transport: str, event: transport_base.TransportEvent) -> None:
+        """See `RankOwner.moved`."""
+        self.io.post(self._moved, rank, transport, event)
+
+    def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
+        """See `RankOwner.granted`."""
+        self.io.post(self._now_granted, rank, peer, epoch, error)
+
+    def hashed(self, answer: events.ChecksumReady) -> None:
+        """See `RankOwner.hashed`."""
+        self.io.post(self._hashed, answer)
+
+    def lost(self, rank: int, error: SegueError) -> None:
+        """See `RankOwner.lost`: all hand-offs of this leader end now, on both sides; none begins any more."""
+        self.io.post(self._rank_lost, rank, error)
+
+    def _now_granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None) -> None:
+        transfer = self.exchange.transfer_of(peer.leader, epoch)
+        if transfer and (event := self._ranks.granted(transfer, rank, peer, epoch, error)):
+            self._handle(event)
+
+    def _hashed(self, answer: events.ChecksumReady) -> None:
+        if not self._closed:
+            self._handle(answer)
+
+    def _rank_lost(self, rank: int, error: SegueError) -> None:
+        log.error("rank %d of this leader is lost: %s", rank, error)
+        self._lost = error
+        for transfer in self.exchange.open_transfers():
+            self._handle(events.AbortTransfer(transfer, error.info))
+        self._on_rank_lost(error)
+
+    def _moved(self, rank: int, name: str, event: transport_base.TransportEvent) -> None:
+        if self._closed:
+            return  # nothing is asked of ranks any more
+        leader = event.peer.leader
+        if isinstance(event, transport_base.PeerGone) and leader == self.config.me:
+            self._relays_end(name, event.error)
+            return
+        if isinstance(event, transport_base.PeerGone):
+            peer = self._peers.get(leader)
+            # A path of an earlier session, or one that was only measured, says nothing of the one in use.
+            other = self._ranks.transport_to(leader) not in (None, name) or (peer and peer.choosing)
+            if event.proven and (other or not self._ranks.died(event.peer)):
+                for fence in self.exchange.unproven_fences(leader, name):  # can be proven now, maybe
+                    self._fence_again(fence, self._ranks.route_over(name, leader))
+                return
+            if other:
+                return
+            self._handle(events.PeerDown(leader, event.error.info, dead=event.proven, over=name))
+            if peer is not None:
+                peer.session.close(event.error)
+            return
+        transfer = self.exchange.transfer_of(leader, event.epoch)
+        if transfer is None:
+            return  # ended meanwhile; the exchange needs no proof any more
+        match event:
+            case transport_base.Written():
+                if (peer := self._peers.get(leader)) is not None:
+                    peer.measure(event.nbytes, event.seconds)
+                self._handle(events.WriteLanded(transfer, rank, event.tag, event.seconds))
+            case transport_base.WriteFailed():
+                self._handle(events.WriteBroken(transfer, rank, event.tag, event.error.info, event.refused))
+            case transport_base.Fenced():
+                if (proven := self._ranks.fenced(transfer, rank, event)) is not None:
+                    self._handle(events.FenceDone(transfer, rank, proven))
+
+    def _relays_end(self, name: str, error: SegueError) -> None:
+        """A path between two ranks of ours has ended: the peers whose KV goes over such paths meet anew."""
+        for leader, peer in list(self._peers.items()):
+            if peer.transport == name and self._ranks.writes_for(leader):
+                self._handle(events.PeerDown(leader, error.info))
+                peer.session.close(error)
+
+    def paths(self) -> dict[str, PathSpeed]:
+        """What the path to each live peer has carried, by its name; none to a peer that is still choosing."""
+        return {str(leader): peer.speed for leader, peer in self._peers.items() if not peer.choosing}
+
+    # ---- sessions with peer leaders (SessionHandler) -----------------------------------------
+
+    def hello(self) -> bytes:
+        """Our `LeaderInfo`."""
+        return self.introduction.hello
+
+    def accept(self, peer: PeerInfo) -> None:
+        """Refuse a peer whose KV cannot be joined with ours, before anything is served."""
+        self.introduction.join(peer)
+
+    def opened(self, session: Session) -> None:
+        """Open the path to its memory, then tell the protocol."""
+        joined, leader = self.introduction.join(session.peer), session.peer.leader
+        peer = Peer(session, joined.info, joined.transport, PathSpeed(joined.transport), probe=joined.probe)
+        self._peers[leader] = peer
+        plan = joined.plan
+        needed = self._peers.keys() | self.exchange.peers()
+        self._ranks.choose(leader, joined.transport, plan.pairs, needed, plan.relays)
+        if peer.probe is not None:
+            peer.word = self.io.loop.create_future()
+        if peer.probe is not None or self._ranks.writes_for(leader):
+            name = f"opening the paths for {leader}"
+            peer.opening = background(
+                self._open_paths(peer), name=name, failed=session.close, loop=self.io.loop
+            )
+        else:
+            self._ready(peer)
+
+    async def _open_paths(self, peer: Peer) -> None:
+        await self.opening.open(peer)
+        if self._peers.get(peer.session.peer.leader) is peer:
+            self._ready(peer)
+
+    def _ready(self, peer: Peer) -> None:
+        """Before this no message is handled."""
+        peer.opening, who = None, peer.session.peer
+        about = (who.role.value, who.leader, who.address, peer.transport)
+        log.info("peer joined role=%s leader=%s address=%s transport=%s", *about)
+        self._handle(events.PeerUp(who.leader, peer.info, peer.transport))
+        early, peer.early = peer.early, []
+        for message in early:
+            self._handle(events.Received(who.leader, message))
+
+    def received(self, session: Session, message: object) -> None:
+        """A message goes to the protocol, or waits until the path is open."""
+        peer = self._peers.get(session.peer.leader)
+        if peer is None or peer.session is not session:
+            return
+        if isinstance(message, PathMessage):
+            peer.told(message)
+        elif not isinstance(message, HandoffMessage):
+            session.close(TransferFailed(f"{type(message).__name__} is no message between leaders"))
+        elif peer.opening is not None:
+            if len(peer.early) >= EARLY_PER_TRANSFER * self.config.limits.max_transfers:
+                session.close(TransferFailed("too many messages before the path is open"))
+            peer.early.append(message)
+        else:
+            self._handle(events.Received(session.peer.leader, message))
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        """The session ended: exactly its transfers fail."""
+        leader = session.peer.leader
+        peer = self._peers.get(leader)
+        if peer is None or peer.session is not session:
+            return
+        del self._peers[leader]
+        if peer.opening is not None:
+            peer.opening.cancel()
+        level = logging.INFO if isinstance(error, Draining) else logging.WARNING
+        log.log(level, "peer left leader=%s reason=%s", leader, error)
+        self._handle(events.PeerDown(leader, error.info))

@@ -1,0 +1,187 @@
+"""The peers of a leader: which two replicas may be joined, and what is known of one that is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import msgspec
+
+from segue.kv.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
+from segue.kv.ids import Role
+from segue.kv.layout.planner import PairPlan, plan_pair
+from segue.kv.model_identity import difference
+from segue.kv.path_figures import PathCandidate, PathChoice
+from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.transport.base import Endpoint
+from segue.kv.transport.kinds import KINDS, OK, TransportKinds
+from segue.kv.transport.probe import PageShape, Scratch, page_shape
+
+log = logging.getLogger("segue.kv")
+
+#: So much must have been written before a path's speed says something.
+MEASURED_BYTES = 2**20
+
+
+@dataclass(slots=True)
+class PathSpeed:
+    """What a path to a peer has carried: `nbytes` in `seconds`, each write from when it was given to
+    the transport until it had landed. And why it is over this transport, if there was a choice; decode knows
+    only that there was."""
+
+    transport: str
+    nbytes: int = 0
+    seconds: float = 0.0
+    choice: PathChoice | None = None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Zero as long as nothing was written."""
+        return self.nbytes / self.seconds if self.seconds > 0 else 0.0
+
+    def add(self, nbytes: int, seconds: float) -> bool:
+        """One more write; True once, when enough was written to know the speed."""
+        before = self.nbytes
+        self.nbytes += nbytes
+        self.seconds += seconds
+        return before < MEASURED_BYTES <= self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What two leaders that may choose measure: the transports `names`, the preferred one first, between the
+    rank `source` of prefill and the rank `target` of decode, in pages of `shape`. `left_out` are the
+    transports that only one side offers, or that do not lead from one to the other."""
+
+    names: list[str]
+    left_out: list[PathCandidate]
+    source: int
+    target: int
+    scratch: Scratch
+    shape: PageShape
+
+
+@dataclass(slots=True)
+class Peer:
+    """One live session to a peer leader. While `opening`, messages wait in `early`."""
+
+    session: Session
+    info: LeaderInfo
+    transport: str
+    speed: PathSpeed
+    opening: asyncio.Task[None] | None = None
+    early: list[HandoffMessage] = field(default_factory=list)
+    #: If the pair may choose its transport: what it measures, and the peer's word. On prefill that is that it
+    #: may write, on decode the choice.
+    probe: Probe | None = None
+    word: asyncio.Future[PathMessage] | None = None
+
+    @property
+    def choosing(self) -> bool:
+        """Which transport it will be is not known yet; `transport` is the one that is preferred."""
+        return self.probe is not None and self.speed.choice is None
+
+    def take(self, choice: PathChoice) -> None:
+        """From now on it is this one."""
+        self.transport = choice.transport
+        self.speed = PathSpeed(choice.transport, choice=choice)
+
+    def told(self, message: PathMessage) -> None:
+        """The peer's word about the choice. One that comes too late, or again, changes nothing."""
+        if self.word is not None and not self.word.done():
+            self.word.set_result(message)
+
+    def measure(self, nbytes: int, seconds: float) -> None:
+        """A write has landed. A slow path must not be taken silently: its speed is logged once, and shown
+        for ever."""
+        if self.speed.add(nbytes, seconds):
+            leader, mib_per_s = self.session.peer.leader, self.speed.bytes_per_s / 2**20
+            log.info("path measured peer=%s transport=%s mib_per_s=%.1f", leader, self.transport, mib_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A legal pair: what the peer said of itself, the transport that both will use, and what is copied from
+    which rank to which."""
+
+    info: LeaderInfo
+    transport: str
+    plan: PairPlan
+    probe: Probe | None = None
+
+
+class Introduction:
+    """What a leader says of itself to its peers, and what follows for a pair from what both say."""
+
+    def __init__(self, role: Role, info: LeaderInfo, kinds: TransportKinds) -> None:
+        self._role = role
+        self._kinds = kinds
+        #: What was ever said of ourselves, by its bytes: one more with each transport that was withdrawn.
+        self._said: dict[bytes, LeaderInfo] = {}
+        self.say(info)
+
+    def say(self, info: LeaderInfo) -> None:
+        """From now on peers are told this."""
+        self.info = info
+        self.hello = msgspec.msgpack.encode(info)
+        self._said[self.hello] = info
+
+    def join(self, peer: PeerInfo) -> Joined:
+        """See `join`; by what the peer was told, so that both sides come to the same."""
+        return join(self._role, self._said.get(peer.told, self.info), peer, self._kinds)
+
+
+def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = KINDS) -> Joined:
+    """Check that the two replicas can hand KV over, and how. Pure.
+
+    Raises PeerRefused (protocol, model, no common transport) or LayoutMismatch, each with
+    both sides' values.
+    """
+    try:
+        theirs = msgspec.msgpack.decode(peer.hello, type=LeaderInfo)
+    except DECODE_ERRORS as exc:
+        raise PeerRefused(f"{peer.address} sent an unreadable description of itself: {exc}") from exc
+    if theirs.protocol != PROTOCOL_VERSION:
+        raise PeerRefused(
+            f"{peer.address} speaks hand-off protocol {theirs.protocol}, this side {PROTOCOL_VERSION}; "
+            "run the same segue version on both"
+        )
+    prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
+    if theirs.model != mine.model:
+        found, mend = difference(prefill.model, decode.model)
+        raise PeerRefused(f"{found}; {mend}")
+    plan = plan_pair(prefill.ranks, decode.ranks)
+    endpoints = [
+        {name: [_endpoint(data) for data in of_ranks or [b""]] for name, of_ranks in i.endpoints.items()}
+        for i in (prefill, decode)
+    ]
+    choices = kinds.choices(endpoints[0], endpoints[1])
+    names = [name for name, reason in choices.items() if reason == OK]
+    if not names:
+        raise PeerRefused(
+            f"no common transport: prefill offers {sorted(prefill.endpoints)}, "
+            f"decode {sorted(decode.endpoints)}; start both sides with the same --transport, between "
+            "hosts with tcp"
+        )
+    probe = None
+    if len(prefill.scratch) == len(prefill.ranks) and len(decode.scratch) == len(decode.ranks):
+        # All ranks of a replica are on one host: one pair of them says what the others can do.
+        source, target = min(plan.pairs)
+        probe = Probe(
+            names,
+            [PathCandidate(transport=n, why_not=why) for n, why in choices.items() if why != OK],
+            source,
+            target,
+            Scratch(*decode.scratch[target]),
+            page_shape(prefill.ranks[source], decode.ranks[target]),
+        )
+    return Joined(theirs, names[0], plan, probe)
+
+
+def _endpoint(data: bytes) -> Endpoint:
+    try:
+        return msgspec.msgpack.decode(data, type=Endpoint)
+    except DECODE_ERRORS as exc:
+        raise LayoutMismatch(f"unreadable transport endpoint: {exc}") from exc

@@ -1,0 +1,89 @@
+"""Which DP rank of a prefill instance has a room: what the instance declares, and what follows from it.
+
+Both sides ask the same function, so that prefill knows what decode can infer: only what decode cannot is
+registered. Nobody guesses.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from segue.kv.errors import DpRankConflict, DpRankOutOfRange, InvalidRequest
+
+#: What `DpRanks.load_balance` says when prefill places by `room % size`.
+FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
+#: Values of `DpRanks.on_conflict`.
+REDIRECT, FAIL = "redirect", "fail"
+
+
+class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
+    """How many DP ranks an instance has and how it spreads requests over them.
+
+    `force_query` (`--force-query-prefill-dp-rank`) makes decode ask the registry where it could infer the
+    rank, and prefill register it. `on_conflict` is what prefill does with a request on another rank than the
+    one that decode infers: `redirect` sends decode to the true one, `fail` ends the request on both sides.
+    """
+
+    size: int = 1
+    load_balance: str = "total_requests"
+    force_query: bool = False
+    on_conflict: str = REDIRECT
+
+    def inferred(self, room: int, hint: int | None = None) -> int | None:
+        """Where decode looks for `room` if its ticket does not say it; see `resolve_prefill_dp_rank`."""
+        return resolve_prefill_dp_rank(
+            room=room,
+            dp_size=self.size,
+            load_balance=self.load_balance,
+            force_query=self.force_query,
+            request_rank=hint,
+        )
+
+    def follows(self, room: int) -> int | None:
+        """The rank that `room` itself names; None if this instance does not go by it."""
+        if self.size == 1 or self.load_balance != FOLLOW_BOOTSTRAP_ROOM:
+            return None
+        return room % self.size
+
+
+def conflict(room: int, true: int, other: int) -> DpRankConflict:
+    """The request is on rank `true`, and decode looks for it on rank `other`, or the room names that one."""
+    return DpRankConflict(
+        f"the request is on DP rank {true} of prefill, but its room or its hint (disagg_prefill_dp_rank) "
+        f"names DP rank {other}; leave routed_dp_rank and the hint out, or start prefill with "
+        f"--dp-rank-conflict {REDIRECT}, which allows both",
+        room=room,
+    )
+
+
+def resolve_prefill_dp_rank(
+    *,
+    room: int,
+    dp_size: int,
+    load_balance: str,
+    force_query: bool,
+    ticket_rank: int | None = None,
+    request_rank: int | None = None,
+) -> int | None:
+    """Which DP rank of prefill owns `room`; None if only the bootstrap registry knows it.
+
+    In this order: the ticket; the request (`disagg_prefill_dp_rank`); the only rank there is;
+    `room % dp_size` if prefill declares that it follows the room and `force_query`
+    (`force_query_prefill_dp_rank`) is off; else the registry. Raises DpRankOutOfRange for a named
+    rank that does not exist.
+    """
+    if dp_size < 1:
+        raise InvalidRequest(f"prefill declares {dp_size} DP ranks")
+    for source, rank in (("the ticket", ticket_rank), ("disagg_prefill_dp_rank", request_rank)):
+        if rank is None:
+            continue
+        if not 0 <= rank < dp_size:
+            raise DpRankOutOfRange(
+                f"{source} names DP rank {rank}, prefill has ranks 0 to {dp_size - 1}", room=room
+            )
+        return rank
+    if dp_size == 1:
+        return 0
+    if load_balance == FOLLOW_BOOTSTRAP_ROOM and not force_query:
+        return room % dp_size
+    return None

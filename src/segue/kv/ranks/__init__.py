@@ -1,0 +1,1 @@
+"""Ranks of one leader: pools and transports in its own process or in others."""

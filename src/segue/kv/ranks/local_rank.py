@@ -1,0 +1,292 @@
+"""The seam of one rank: its pool, the transports over it, and what hashes it.
+
+A leader decides; its ranks move and hash bytes. `LocalRank` is a rank of the leader's own process,
+`WorkerRank` (`kv.ranks.worker_rank`) one in a process of its own. A leader knows neither from the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+import msgspec
+
+from segue.kv.config import KVConfig, LeaderRuntime
+from segue.kv.errors import (
+    DECODE_ERRORS,
+    BootstrapTimeout,
+    ErrorInfo,
+    Internal,
+    SegueError,
+    TransferFailed,
+)
+from segue.kv.ids import RankId
+from segue.kv.io import Io
+from segue.kv.layout.blocks import CopyBlock
+from segue.kv.layout.content import whole_pages
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.path_figures import PathFigures
+from segue.kv.protocol.events import ChecksumReady, ComputeChecksum
+from segue.kv.ranks.checksums import Digester
+from segue.kv.transport.base import (
+    Endpoint,
+    EventSink,
+    Transport,
+    TransportEvent,
+    WriteFailed,
+    Written,
+)
+from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.probe import Measurement, PageShape, Scratch, page_writes
+
+#: After a fence that a transport did not take, before it is asked again.
+FENCE_AGAIN_S = 1.0
+#: For the libraries of transports that are to be measured, before anybody is met.
+LOAD_S = 10.0
+
+
+class RankOwner(Protocol):
+    """Who is told what a rank answers. Called on any thread; `rank` is the rank's index."""
+
+    def moved(self, rank: int, transport: str, event: TransportEvent) -> None:
+        """An event of the rank's transport of this name."""
+        ...
+
+    def granted(self, rank: int, peer: RankId, epoch: int, error: ErrorInfo | None = None) -> None:
+        """What a `grant` asked for that was not done at once has been done, or why it was not."""
+        ...
+
+    def hashed(self, answer: ChecksumReady) -> None:
+        """A checksum, or why there is none."""
+        ...
+
+    def lost(self, rank: int, error: SegueError) -> None:
+        """The rank answers no more, once; nothing may be asked of it from now on but fences."""
+        ...
+
+
+class Rank(Protocol):
+    """One rank, as its leader drives it, on the leader's loop. No method waits but those that are coroutines,
+    and `close`.
+
+    Each write is answered by one `Written` or `WriteFailed`, each fence by one `Fenced`, each checksum by one
+    `ChecksumReady`, until `close`. `endpoints` has an encoded `Endpoint` for each transport's name, `scratch`
+    is memory that nothing is kept in, if there is any.
+    """
+
+    @property
+    def spec(self) -> PoolSpec: ...
+    @property
+    def endpoints(self) -> Mapping[str, bytes]: ...
+    @property
+    def scratch(self) -> Scratch | None: ...
+
+    async def start(self, owner: RankOwner, io: Io) -> None:
+        """Begin to answer, to `owner`. Called once, on the loop of `io`."""
+        ...
+
+    async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
+        """Open the path to a peer's rank (see `Transport.connect`)."""
+        ...
+
+    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
+        """Let a peer's rank write into our scratch, over each of the transports. What was let in is to be
+        fenced, whatever this raises."""
+        ...
+
+    async def measure(
+        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
+    ) -> PathFigures:
+        """Write from our scratch into `theirs` over an open path, in pages of this shape. Raises the error of
+        a write, or BootstrapTimeout. What raises leaves at most one write behind."""
+        ...
+
+    def write(
+        self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]
+    ) -> None: ...
+
+    def grant(
+        self, transport: str, peer: RankId, epoch: int, pages: Sequence[int], slot: int | None = None
+    ) -> bool:
+        """True once writes may land; False if `RankOwner.granted` will say so."""
+        ...
+
+    def fence(self, transport: str, peer: RankId, epoch: int) -> None: ...
+
+    def checksum(self, effect: ComputeChecksum) -> None: ...
+
+    def close(self) -> None:
+        """No answer after it returns. Idempotent."""
+        ...
+
+
+class LocalRank:
+    """A rank whose pool lies in this process.
+
+    `transports` makes each transport that is offered, by its name, from a sink for events; `digester` what
+    hashes, from the memory and a sink for answers. What blocks runs in `threads`. Behind the pool are
+    `scratch_bytes` of scratch.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: PoolSpec,
+        memory: Memory,
+        transports: Mapping[str, Callable[[EventSink], Transport]],
+        digester: Callable[[Memory, Callable[[ChecksumReady], None]], Digester],
+        threads: Executor,
+        scratch_bytes: int = 0,
+    ) -> None:
+        memory.check_pool(spec, scratch_bytes)
+        self.spec: PoolSpec = spec
+        self.scratch = Scratch(memory.nbytes - scratch_bytes, scratch_bytes) if scratch_bytes else None
+        self._index = index
+        self._owner: RankOwner | None = None
+        self._io: Io | None = None
+        self._threads = threads
+        #: the writes that measure a path, and who waits for the end of each; no two have the same tag, for a
+        #: path may be measured again while a write of the first time is still under way
+        self._measuring: dict[tuple[str, RankId, int, int], asyncio.Future[Written | WriteFailed]] = {}
+        self._tags = count(1)
+        self._by_name = {name: make(partial(self._moved, name)) for name, make in transports.items()}
+        self.endpoints = {
+            name: msgspec.msgpack.encode(transport.register(memory))
+            for name, transport in self._by_name.items()
+        }
+        if scratch_bytes:  # a probe measures paths, and not how long a library takes to load
+            for transport in self._by_name.values():
+                transport.loaded(LOAD_S)
+        self._digester = digester(memory, self._hashed)
+
+    async def start(self, owner: RankOwner, io: Io) -> None:
+        """See `Rank.start`."""
+        self._owner = owner
+        self._io = io
+        self._digester.start()
+
+    async def connect(self, transport: str, peer: RankId, endpoint: bytes, timeout_s: float) -> None:
+        """See `Rank.connect`."""
+        try:
+            known = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        except DECODE_ERRORS as exc:
+            raise TransferFailed(f"unreadable endpoint: {exc}") from exc
+        connect = self._by_name[transport].connect
+        await asyncio.get_running_loop().run_in_executor(self._threads, connect, peer, known, timeout_s)
+
+    async def admit(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
+        """See `Rank.admit`."""
+        self.admit_now(transports, peer, epoch)
+
+    def admit_now(self, transports: Sequence[str], peer: RankId, epoch: int) -> None:
+        """As `admit`, done when it returns: a fence of the epoch may be the next thing that is asked for."""
+        scratch = self._scratch()
+        for name in transports:
+            self._by_name[name].grant(peer, epoch, scratch.area)
+
+    async def measure(
+        self, transport: str, peer: RankId, epoch: int, theirs: Scratch, shape: PageShape, timeout_s: float
+    ) -> PathFigures:
+        """See `Rank.measure`."""
+        measured = Measurement(page_writes(self._scratch(), theirs, shape))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while measured.figures is None:
+                    measured.took(await self._seconds(transport, peer, epoch, measured.write))
+            return measured.figures
+        except TimeoutError:
+            raise BootstrapTimeout(f"{transport} to {peer} was not measured in {timeout_s:g} s") from None
+
+    async def _seconds(self, transport: str, peer: RankId, epoch: int, blocks: Sequence[CopyBlock]) -> float:
+        """How long one write took to land. Raises its error."""
+        tag = next(self._tags)
+        ended = asyncio.get_running_loop().create_future()
+        self._measuring[transport, peer, epoch, tag] = ended
+        try:
+            self.write(transport, peer, epoch, tag, blocks)
+            event: Written | WriteFailed = await ended
+        finally:
+            del self._measuring[transport, peer, epoch, tag]
+        if isinstance(event, WriteFailed):
+            raise event.error
+        return event.seconds
+
+    def _scratch(self) -> Scratch:
+        if self.scratch is None:
+            raise Internal("this rank has no scratch")
+        return self.scratch
+
+    def write(self, transport: str, peer: RankId, epoch: int, tag: int, blocks: Sequence[CopyBlock]) -> None:
+        """See `Transport.write`."""
+        self._by_name[transport].write(peer, epoch, tag, blocks)
+
+    def grant(
+        self, transport: str, peer: RankId, epoch: int, pages: Sequence[int], slot: int | None = None
+    ) -> bool:
+        """See `Transport.grant`; the area is all of `pages`, and the `slot`."""
+        self._by_name[transport].grant(peer, epoch, whole_pages(self.spec, pages, slot))
+        return True
+
+    def fence(self, transport: str, peer: RankId, epoch: int) -> None:
+        """See `Transport.fence`."""
+        self._by_name[transport].fence(peer, epoch)
+
+    def checksum(self, effect: ComputeChecksum) -> None:
+        """Hash what `effect` names, now or soon."""
+        self._digester.submit(effect)
+
+    def close(self) -> None:
+        """End the digester first, so that no answer asks anything of transports that are closed."""
+        self._digester.close()
+        for transport in self._by_name.values():
+            transport.close()
+
+    def _moved(self, name: str, event: TransportEvent) -> None:
+        if isinstance(event, Written | WriteFailed):
+            ended = self._measuring.get((name, event.peer, event.epoch, event.tag))
+            if ended is not None and self._io is not None:
+                self._io.post(_tell, ended, event)
+                return
+        if self._owner is not None:
+            self._owner.moved(self._index, name, event)
+
+    def _hashed(self, answer: ChecksumReady) -> None:
+        if self._owner is not None:
+            self._owner.hashed(answer)
+
+
+def _tell(ended: asyncio.Future[Written | WriteFailed], event: Written | WriteFailed) -> None:
+    if not ended.done():  # nobody waits any more
+        ended.set_result(event)
+
+
+def local_rank(config: KVConfig, memory: Memory, runtime: LeaderRuntime, index: int = 0) -> LocalRank:
+    """A rank over `memory`, laid out as `config.spec` says. Raises ConfigError for a transport that cannot be
+    used here."""
+    options = TransportOptions(
+        me=RankId(config.me, index),
+        host=config.host,
+        port=config.transport_port,
+        advertise=config.advertise,
+        advertise_port=config.advertise_transport_port,
+        limits=config.limits,
+        tls=config.tls,
+    )
+
+    def transport(name: str) -> Callable[[EventSink], Transport]:
+        return lambda on_event: runtime.transports.create(name, on_event, options)
+
+    return LocalRank(
+        index,
+        config.spec,
+        memory,
+        {name: transport(name) for name in config.transports},
+        lambda memory, answer: runtime.digester(memory, answer, config.limits.max_transfers),
+        runtime.connecting("segue-connect"),
+        config.scratch_bytes,
+    )

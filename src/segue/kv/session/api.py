@@ -1,0 +1,78 @@
+"""The face of `session`: ordered, authenticated, typed messages between leaders and frontends.
+
+Everything runs on one asyncio loop (the process's I/O thread). One TCP connection is one session;
+a broken connection is the end of the session, seen by both sides; it never heals silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from segue.kv.errors import SegueError
+from segue.kv.ids import LeaderId, Role
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """Who is at the other end, as proven in the handshake. `hello` is the peer's own payload
+    (msgpack bytes that session does not interpret), `told` the one that it was given of us."""
+
+    leader: LeaderId
+    role: Role
+    address: str
+    hello: bytes
+    told: bytes = b""
+
+
+class Session(Protocol):
+    """One open session. Equal only to itself."""
+
+    @property
+    def peer(self) -> PeerInfo: ...
+
+    @property
+    def closing(self) -> bool:
+        """It has ended, and `SessionHandler.closed` is still to come: in the loop's next turn."""
+        ...
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue `message`; never blocks. After the end it is dropped. A peer that does not read
+        (bounded backlog exceeded) ends the session with PeerLost. RequestTooLarge if the encoded
+        message is larger than the peer takes (both sides' `max_frame_bytes`): nothing is sent and
+        the session lives on."""
+        ...
+
+    def close(self, error: SegueError | None = None) -> None:
+        """End the session; `SessionHandler.closed` is called on both sides."""
+        ...
+
+    async def ended(self) -> None:
+        """Returns when the session has ended, whoever has ended it."""
+        ...
+
+
+class SessionHandler(Protocol):
+    """What is done with the sessions of peers of one role. Called on the loop; must not block."""
+
+    def hello(self) -> bytes:
+        """Our payload for the handshake, in both directions."""
+        ...
+
+    def accept(self, peer: PeerInfo) -> None:
+        """Look at the peer before the session opens (both sides). Raise a SegueError to refuse:
+        its record reaches the peer, whose `connect` raises it."""
+        ...
+
+    def opened(self, session: Session) -> None: ...
+
+    def received(self, session: Session, message: object) -> None:
+        """A decoded message. An exception here ends neither the session nor the process: it is
+        logged and counted (the handler is expected to have its own error boundary)."""
+        ...
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        """The session ended (PeerLost, PeerRestarted, Draining, …). Comes exactly once after `opened`."""
+        ...

@@ -1,0 +1,134 @@
+"""Mutual TLS: what a process presents and whom it trusts, from three PEM files.
+
+Both sides of every connection present a certificate and verify the other's against one authority
+(`--tls-ca`), TLS 1.3 at least. The side that connects also verifies that the certificate was issued for
+the address it connected to (the registry names instances by address), so the certificate of one host
+does not pass for another. The side that listens verifies the chain only: its peers have no fixed
+address, and who they are is what the session's handshake proves.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from segue.kv.errors import ConfigError
+from segue.server.settings.commands import TlsConfig
+
+#: The first byte of every TLS connection: a handshake record.
+HANDSHAKE_RECORD = 0x16
+#: What OpenSSL calls the first bytes of a peer that does not speak TLS.
+_NOT_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"}
+GIVE_BOTH = "give both sides --tls-cert, --tls-key and --tls-ca, or neither"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Both contexts of one process."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+def from_config(config: TlsConfig, host: str | None) -> Tls | None:
+    """The contexts that `config` asks for; None without TLS.
+
+    `host` is the address that peers will connect to, None for a process that does not listen.
+    Raises ConfigError for files that cannot work, found out before anybody connects: unreadable,
+    not a pair, encrypted, expired, issued by another authority or for another address.
+    """
+    if not config.enabled:
+        return None
+    assert config.tls_cert is not None
+    assert config.tls_key is not None
+    assert config.tls_ca is not None
+    tls = load(config.tls_cert, config.tls_key, config.tls_ca)
+    _rehearse(tls, config, host)
+    return tls
+
+
+def load(cert: str, key: str, ca: str) -> Tls:
+    """Contexts from PEM files: a certificate (with its chain), its key, the authority."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for flag, name in (("--tls-cert", cert), ("--tls-key", key), ("--tls-ca", ca)):
+        _readable(flag, name)
+    for context in (server, client):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(cert, key, password=_no_password)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--tls-cert {cert} and --tls-key {key} are no certificate and its private key in PEM form "
+                f"({error.reason or error}); give a matching pair"
+            ) from error
+        try:
+            context.load_verify_locations(cafile=ca)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"--tls-ca {ca} holds no certificate in PEM form ({error.reason or error}); give the "
+                "authority that issued every part's --tls-cert"
+            ) from error
+    # Sessions live long and are few; resumption would only add state.
+    server.num_tickets = 0
+    return Tls(server, client)
+
+
+def _readable(flag: str, name: str) -> None:
+    try:
+        with Path(name).open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise ConfigError(f"{flag} {name} cannot be read: {error.strerror}") from error
+
+
+def _no_password() -> str:
+    # Without this OpenSSL would ask on the terminal, and a service would wait there for ever.
+    raise ConfigError("--tls-key is encrypted; give a key without a passphrase, readable by its user only")
+
+
+def _rehearse(tls: Tls, config: TlsConfig, host: str | None) -> None:
+    """Shake hands with ourselves in memory: what fails here would fail with every peer."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = tls.server.wrap_bio(to_server, to_client, server_side=True)
+    client = tls.client.wrap_bio(to_client, to_server, server_hostname=host or "segue.invalid")
+    try:
+        for _ in range(4):
+            for side in (client, server):
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code not in (62, 64):  # another host name, another address
+            raise ConfigError(
+                f"--tls-cert {config.tls_cert} is not accepted by --tls-ca {config.tls_ca}: "
+                f"{error.verify_message}; both must work together, for both server and client use"
+            ) from error
+        if host is not None:
+            raise ConfigError(
+                f"--tls-cert {config.tls_cert} was not issued for {host}, the address that peers connect "
+                "to; its subject alternative names must have it (see --host and --advertise-host)"
+            ) from error
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--tls-cert {config.tls_cert} cannot be used: {error.reason or error}; give another"
+        ) from error
+
+
+def explain(error: ssl.SSLError) -> str:
+    """Why a TLS connection was not made, for a person."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid here: {error.verify_message}"
+    if error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it showed no certificate; give it --tls-cert, --tls-key and --tls-ca"
+    if not_tls(error):
+        return f"it does not speak TLS; {GIVE_BOTH}"
+    return f"TLS failed: {error.reason or error}"
+
+
+def not_tls(error: ssl.SSLError) -> bool:
+    """The other side sent something that is not TLS at all."""
+    return error.reason in _NOT_TLS

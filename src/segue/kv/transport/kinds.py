@@ -1,0 +1,117 @@
+"""Which transports there are, which work here, and which one two sides should use.
+
+A transport is one file and one line of `KINDS`: its class describes itself (see `base.Transport`), and
+nobody else asks for a transport by its name. The module is imported when its transport is made or asked
+about, so that a laptop never loads an RDMA library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+from segue.kv.errors import ConfigError
+from segue.kv.transport.base import Endpoint, EventSink, Transport
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
+from segue.kv.transport.options import TransportOptions
+
+AUTO = "auto"
+OK = "ok"
+_ABSENT = "not part of this version of segue"
+
+Known = Mapping[str, str | type[Transport]]
+
+
+class TransportKinds:
+    """Transports by name. `known` maps each to its class, or to where that is ("module:Class"; empty: a later
+    version will have it)."""
+
+    def __init__(self, known: Known) -> None:
+        self.known = known
+
+    def kind(self, name: str) -> type[Transport]:
+        """The class of a transport. Raises ConfigError for one that is unknown or cannot be imported."""
+        where = self.known.get(name)
+        if where is None:
+            raise ConfigError(f"unknown transport {name!r}; known are {', '.join(self.known)} (or {AUTO})")
+        if not isinstance(where, str):
+            return where
+        if not where:
+            raise ConfigError(_ABSENT)
+        module, _, attribute = where.partition(":")
+        try:
+            found: type[Transport] = getattr(importlib.import_module(module), attribute)
+        except ImportError as exc:
+            raise ConfigError(f"cannot be imported: {exc}") from exc
+        return found
+
+    def available(self) -> dict[str, str]:
+        """Each transport with `OK`, or with the reason why it cannot be used here."""
+        return {name: self._reason(name) for name in self.known}
+
+    def automatic(self) -> tuple[str, ...]:
+        """What `auto` means, best first, whether it works here or not."""
+        found = [kind for name, where in self.known.items() if where and (kind := self.kind(name)).automatic]
+        return tuple(kind.name for kind in sorted(found, key=lambda kind: kind.preference))
+
+    def offered(self, setting: str, memory: Memory) -> dict[str, str]:
+        """What to offer for `memory` and a setting (see `names`): each name with `OK`, and those of several
+        that cannot be used with the reason."""
+        names = self.names(setting)
+        if len(names) == 1 and setting != AUTO:
+            return {setting: OK}
+        kinds = frozenset(region.kind for region in memory.regions)
+        return {name: self._reason(name, kinds) for name in names}
+
+    def names(self, setting: str) -> tuple[str, ...]:
+        """The transports that a setting means: names with commas between them, of which `auto` stands for
+        several."""
+        found = [self.automatic() if name == AUTO else (name,) for name in setting.split(",")]
+        return tuple(dict.fromkeys(name for names in found for name in names))
+
+    def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
+        """Make a transport. Raises ConfigError for one that is unknown or cannot be used here, and for a port
+        in use."""
+        if name in self.known and (reason := self._reason(name)) != OK:
+            raise ConfigError(f"transport {name!r} cannot be used here: {reason}")
+        return self.kind(name)(on_event, options)
+
+    def choices(
+        self, ours: Mapping[str, Sequence[Endpoint]], theirs: Mapping[str, Sequence[Endpoint]]
+    ) -> dict[str, str]:
+        """The transports that a pair of sides could use, the preferred one first, by the endpoints of the
+        ranks that both offer: those that reach each from each are `OK`. The others that either side offers
+        follow, with the reason. Pure, and symmetric, so both sides come to the same answer without asking."""
+        both = [self.kind(name) for name in ours if name in theirs and name in self.known]
+        usable, left_out = {}, {}
+        for kind in sorted(both, key=lambda kind: kind.preference):
+            ends = [(a, b) for a in ours[kind.name] for b in theirs[kind.name]]
+            if ends and all(kind.reaches(a, b) for a, b in ends):
+                usable[kind.name] = OK
+            else:
+                left_out[kind.name] = "does not reach from one to the other"
+        left_out |= dict.fromkeys(sorted({*ours} ^ {*theirs}), "is not offered by both")
+        return usable | left_out
+
+    def _reason(self, name: str, memory: frozenset[MemoryKind] = frozenset()) -> str:
+        try:
+            kind = self.kind(name)
+        except ConfigError as exc:
+            return exc.info.text
+        if missing := memory - kind.memory_kinds:
+            return f"it registers no {' or '.join(sorted(missing))} memory"
+        return kind.unusable() or OK
+
+
+KINDS = TransportKinds(
+    {
+        "fake": "segue.kv.transport.fake:FakeTransport",
+        "shm": "segue.kv.transport.shm.shm_transport:ShmTransport",
+        "tcp": "segue.kv.transport.tcp.tcp_transport:TcpTransport",
+        "nixl": "segue.kv.transport.nixl:NixlTransport",
+        "mooncake": "segue.kv.transport.mooncake:MooncakeTransport",
+        "mori": "segue.kv.transport.mori:MoriTransport",
+        "ascend": "segue.kv.transport.ascend:AscendTransport",
+        "cuda_ipc": "segue.kv.transport.cuda_ipc:CudaIpcTransport",
+    }
+)

@@ -1,0 +1,1 @@
+"""Base of the transports that call another project's library."""

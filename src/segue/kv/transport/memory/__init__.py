@@ -1,0 +1,1 @@
+"""Memory that transports read and write: pools, ranges, copies."""

@@ -1,0 +1,130 @@
+"""An engine's own tensors as a pool: what `PoolSpec` and `Memory` say of them is read off the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from segue.kv.errors import ConfigError
+from segue.kv.ids import RankCoord
+from segue.kv.layout.spec import KVShape, PlaneSpec, PoolSpec
+from segue.kv.transport.memory.pool_memory import Memory, Region
+
+
+class TorchTensor(Protocol):
+    """What is asked of a tensor of torch."""
+
+    shape: Sequence[int]
+    device: Any
+
+    def data_ptr(self) -> int: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+
+
+_FIRST = RankCoord()
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerView:
+    """K or V of one layer, `[page, token, head, item]`; strides in bytes."""
+
+    owner: object
+    address: int
+    device: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Behind its last byte."""
+        last = sum(stride * (count - 1) for stride, count in zip(self.strides, self.shape, strict=True))
+        return self.address + last + self.item_bytes
+
+
+def _view(tensor: npt.NDArray[Any] | TorchTensor) -> _LayerView:
+    if isinstance(tensor, np.ndarray):
+        return _LayerView(tensor, tensor.ctypes.data, "cpu", tensor.shape, tensor.strides, tensor.itemsize)
+    item = tensor.element_size()
+    strides = tuple(stride * item for stride in tensor.stride())
+    return _LayerView(tensor, tensor.data_ptr(), str(tensor.device), tuple(tensor.shape), strides, item)
+
+
+def pool_of(
+    shape: KVShape,
+    layers: Sequence[Sequence[npt.NDArray[Any] | TorchTensor]],
+    *,
+    memory: Memory | None = None,
+    coord: RankCoord = _FIRST,
+    layer_start: int = 0,
+    head_start: int = 0,
+) -> tuple[PoolSpec, Memory]:
+    """The pool that lies in an engine's own tensors, and their memory; nothing is copied.
+
+    `layers` holds K and V of each layer of this rank (MLA: the latent alone) as views `[page, token,
+    head, item]` of any strides, of numpy or torch: `t[0]`, `t[1]` of `[2, pages, tokens, heads, items]`.
+    Without `memory` the tensors are regions of host or device memory as they are; with it they must lie in
+    its regions (of `allocate`, for `shm`). Raises ConfigError for tensors that do not fit together, and
+    LayoutMismatch for ones that overlap.
+    """
+    views = [[_view(tensor) for tensor in layer] for layer in layers]
+    first = views[0][0]
+    pages, tokens, heads = first.shape[:3]
+    dims = (shape.k_dim, shape.v_dim)[: 2 if shape.v_dim else 1]
+    for index, layer in enumerate(views):
+        wanted = [(pages, tokens, heads, dim) for dim in dims]
+        if [view.shape for view in layer] != wanted:
+            raise ConfigError(f"layer {index}: {[view.shape for view in layer]} where {wanted} are needed")
+        for view in layer:
+            dense = view.strides[3] == shape.item_bytes or view.shape[3] == 1
+            dense = dense and view.item_bytes == shape.item_bytes
+            if not dense or min(view.strides) < 0 or view.device != first.device:
+                raise ConfigError(
+                    f"layer {index}: items of {shape.item_bytes} bytes must follow one another, forwards, "
+                    f"on {first.device}; not with strides of {view.strides} on {view.device}"
+                )
+    if memory is None:
+        memory = Memory(_regions([view for layer in views for view in layer]))
+    spec = PoolSpec(
+        shape=shape,
+        coord=coord,
+        page_tokens=tokens,
+        pages=pages,
+        layer_start=layer_start,
+        layer_count=len(layers),
+        head_start=head_start,
+        head_count=heads,
+        regions=tuple(region.nbytes for region in memory.regions),
+        planes=tuple(_plane(view, memory.regions) for layer in views for view in layer),
+    )
+    return spec, memory
+
+
+def _regions(views: Sequence[_LayerView]) -> list[Region]:
+    """The memory of all views: a region each, or one for those that are interleaved. In the order of the
+    layers, so that equal ones are equally spaced."""
+    found: list[tuple[int, Region]] = []
+    for index in sorted(range(len(views)), key=lambda i: views[i].address):
+        view = views[index]
+        region = Region(view.address, view.end - view.address, view.device, owner=view.owner)
+        if found and region.address < found[-1][1].address + found[-1][1].nbytes:
+            first, other = found.pop()
+            end = max(view.end, other.address + other.nbytes)
+            owners = (other.owner, view.owner)
+            region = Region(other.address, end - other.address, view.device, owner=owners)
+            index = min(index, first)
+        found.append((index, region))
+    return [region for _, region in sorted(found, key=lambda pair: pair[0])]
+
+
+def _plane(view: _LayerView, regions: Sequence[Region]) -> PlaneSpec:
+    for index, region in enumerate(regions):
+        offset = view.address - region.address
+        if offset >= 0 and view.end <= region.address + region.nbytes and view.device == region.device:
+            return PlaneSpec(index, offset, *view.strides[:3])
+    raise ConfigError(f"a tensor at {view.address:#x} lies in none of the memory's regions")

@@ -1,0 +1,101 @@
+"""The paths of a transport to the peers that it writes to, and what must hold before each of its methods.
+
+Used under the transport's lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from segue.kv.errors import ConfigError, Internal, SegueError, TransferFailed
+from segue.kv.ids import RankId
+from segue.kv.transport.base import WriteFailed, Written
+from segue.kv.transport.emitter import EventEmitter
+from segue.kv.transport.epochs import FencedEpochs
+from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
+
+PathT = TypeVar("PathT")
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One call of `Transport.write`, complete when all `parts` that it was cut into have ended."""
+
+    epoch: int
+    tag: int
+    nbytes: int
+    posted: float
+    parts: int = 0
+    error: SegueError | None = None
+    refused: bool = False
+
+    def end(self, peer: RankId, now: float) -> Written | WriteFailed:
+        """The one event that tells how it has ended."""
+        if self.error is not None:
+            return WriteFailed(peer, self.epoch, self.tag, self.error, self.refused)
+        return Written(peer, self.epoch, self.tag, self.nbytes, now - self.posted)
+
+
+class Paths(Generic[PathT]):
+    """Paths by peer of the transport called `name`, which registers memory of `kinds`."""
+
+    def __init__(self, name: str, kinds: frozenset[MemoryKind], emitter: EventEmitter) -> None:
+        self._name = name
+        self._kinds = kinds
+        self._emitter = emitter
+        #: What was registered; None before that, and after the end.
+        self.memory: Memory | None = None
+        self.of: dict[RankId, PathT] = {}
+        self.fenced = FencedEpochs()
+
+    def check_register(self, memory: Memory) -> None:
+        """Raises ConfigError unless `memory` can be registered now."""
+        if self.memory is not None or self._emitter.closed:
+            raise ConfigError("a transport registers one memory, once, before it is closed")
+        memory.check_kinds(self._name, self._kinds)
+
+    def check_connect(self, peer: RankId) -> Memory | None:
+        """The memory to open a path from; None if there is a path already. Raises TransferFailed when the
+        transport is closed, ConfigError before `register`."""
+        if self._emitter.closed:
+            raise TransferFailed("the transport is closed")
+        if self.memory is None:
+            raise ConfigError("register the memory before connecting")
+        return None if peer in self.of else self.memory
+
+    def add(self, peer: RankId, path: PathT) -> bool:
+        """A path was opened. False when it is not wanted: the transport is closed, or there is one."""
+        if self._emitter.closed or peer in self.of:
+            return False
+        self.of[peer] = path
+        return True
+
+    def remove(self, peer: RankId, path: PathT) -> bool:
+        """A path has ended. False when it is not the peer's (any more)."""
+        if self.of.get(peer) is not path:
+            return False
+        del self.of[peer]
+        return True
+
+    def check_write(self, peer: RankId, epoch: int) -> tuple[PathT, Memory]:
+        """The path to write by and the memory to write from. Raises TransferFailed when there is none or the
+        epoch was fenced, Internal when a thread of the transport has failed."""
+        path = self.of.get(peer)
+        if path is None or self.memory is None:
+            raise TransferFailed(f"no {self._name} path to {peer}")
+        if self._emitter.failure:
+            raise Internal(self._emitter.failure)
+        if (peer, epoch) in self.fenced:
+            raise fenced(epoch)
+        return path, self.memory
+
+
+def fenced(epoch: int) -> TransferFailed:
+    """What ends the writes of an epoch that this side has fenced."""
+    return TransferFailed(f"epoch {epoch:x} was fenced", retryable=False)
+
+
+def not_granted(peer: RankId, epoch: int) -> TransferFailed:
+    """What ends the writes of an epoch that the receiver does not grant (any more)."""
+    return TransferFailed(f"epoch {epoch:x} is not granted by {peer}", retryable=False)

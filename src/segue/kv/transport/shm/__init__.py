@@ -1,0 +1,1 @@
+"""Transport over shared memory of one host."""

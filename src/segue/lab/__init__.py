@@ -1,0 +1,1 @@
+"""Tools that serving does not need: simulator, measurements, advice."""

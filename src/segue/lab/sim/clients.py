@@ -1,0 +1,86 @@
+"""What clients ask of a deployment, and what comes of it: seen by them, and on the wire of their frontend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from segue.engine.request import SamplingParams, Ticket, TokenLogprob, Usage
+from segue.kv.errors import ErrorInfo
+from segue.kv.ids import LeaderId, Role
+
+
+@dataclass(slots=True)
+class Wanted:
+    """One request of a client; part of a scenario."""
+
+    name: str
+    at: float
+    prompt: list[int]
+    sampling: SamplingParams
+    budget_s: float
+    front: int = 0
+    abort_after_s: float | None = None
+    #: of decode and of prefill: how much later than it is sent this half's first submission goes out
+    leg_delay_s: tuple[float, float] = (0.0, 0.0)
+    #: of decode and of prefill: the time that this half alone is given, if it is another
+    leg_budget_s: tuple[float | None, float | None] = (None, None)
+    #: empty, or what is wrong with it
+    bad: str = ""
+    #: the DP rank of prefill that the client asks for
+    prefill_dp_rank: int | None = None
+    #: and that decode is to ask the registry for it
+    force_query: bool = False
+    priority: int = 0
+    tenant: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class SentAttempt:
+    """One attempt of a request, as its frontend submitted it. `ticket` is what went out, which is not what
+    the frontend made where the request is a bad one; `live` are the halves of which neither side has said
+    that they have ended."""
+
+    request_id: str
+    pair: tuple[LeaderId, LeaderId]
+    made: Ticket
+    ticket: Ticket
+    live: dict[LeaderId, Role]
+    #: decode has sent a token
+    begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request on its way, and what its client has of it."""
+
+    wanted: Wanted
+    deadline: float
+    attempts: list[SentAttempt] = field(default_factory=list)
+    #: replicas whose session ended while this request ran there
+    dead: set[LeaderId] = field(default_factory=set)
+    #: those of an attempt that has said that one of them is gone
+    suspect: set[LeaderId] = field(default_factory=set)
+    #: what its last attempt failed with
+    failure: ErrorInfo | None = None
+    tokens: list[int] = field(default_factory=list)
+    usage: Usage | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    outcome: str = ""
+    error: ErrorInfo | None = None
+    #: how many attempts it had when it was last seen to run nowhere
+    idle_at: int = -1
+
+    @property
+    def rooms(self) -> list[int]:
+        """Of its attempts, in order."""
+        return [attempt.ticket.room for attempt in self.attempts]
+
+    @property
+    def room(self) -> int:
+        """Of the attempt that runs; 0 before the first."""
+        return self.attempts[-1].ticket.room if self.attempts else 0
+
+    @property
+    def begun(self) -> bool:
+        """The attempt that runs has given a token."""
+        return bool(self.attempts) and self.attempts[-1].begun

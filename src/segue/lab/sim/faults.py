@@ -1,0 +1,211 @@
+"""What can go wrong on one node, and when: at a time, or at the next effect of a kind after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from segue.engine.engine_api import SequenceResult, SequenceStep
+from segue.kv.errors import InvalidRequest
+from segue.kv.protocol.messages import Metadata
+from segue.lab.sim.vocabulary import SPOILED_METADATA
+from segue.server.schedulers.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from segue.lab.sim.datapath import DataPath
+    from segue.lab.sim.sim_node import LeaderNode
+
+
+class Injected(Exception):
+    """An exception that the simulator put into a handler."""
+
+
+class NodeFaults:
+    """The faults that wait on one node for their moment."""
+
+    def __init__(self, node: LeaderNode) -> None:
+        self.node = node
+        #: name of an effect (or message) → what happens after the next one
+        self.triggers: dict[str, list[Callable[[], None]]] = {}
+        self.step_fails = 0
+        self.sequence_fails = 0
+        self._machine_armed = False
+        #: how many of the next chunks that land here are hit by a bit flip before they are verified
+        self.page_flips = 0
+        #: how many of the next effects that ask something of a session, a path or the digester raise
+        self.effect_fails = 0
+        #: how many of the next events raise before the exchange has looked at them
+        self.event_fails = 0
+        #: how many of the next dials of a peer raise what they must not
+        self.dial_fails = 0
+        #: how the metadata that is sent next is spoiled: places in `SPOILED_METADATA`
+        self.spoil_metadata: list[int] = []
+        #: a method of the role has just raised, and nobody has looked yet at what the leader made of it
+        self.broke = False
+        #: how many of the next copies that are kept in host memory have one bit changed there
+        self.copy_flips = 0
+        #: what becomes of the next checksums: they take so many seconds, or (None) fail
+        self.digests: list[float | None] = []
+        #: which rank carries out another order the next time
+        self.diverges: int | None = None
+        #: by how many seconds the next forward is longer
+        self.slow_step_s = 0.0
+        self.kill_mid_write: Callable[[], None] | None = None
+        self.pause_mid_write: Callable[[], None] | None = None
+
+    def arm(self, name: str, action: Callable[[], None]) -> None:
+        """Run `action` right after the next effect called `name`."""
+        self.triggers.setdefault(name, []).append(action)
+
+    def reached(self, name: str, what: Any) -> None:
+        """An effect was carried out."""
+        waiting = self.triggers.pop(name, None)
+        if waiting is not None:
+            waiting.pop()()
+            if waiting:
+                self.triggers[name] = waiting
+
+    # ---- the engine ----------------------------------------------------------------------------
+
+    def forward_begins(
+        self, steps: Sequence[SequenceStep]
+    ) -> tuple[list[SequenceStep], list[SequenceResult]]:
+        """What of a forward is computed, and the answers of what is not; or it fails as a whole."""
+        now = self.node.rng.random() < 0.5  # else when the KV is there, and has perhaps been sent
+        if self.step_fails and now:
+            self.step_fails -= 1
+            raise Injected("the step failed")
+        computed = list(steps)
+        if not (self.sequence_fails and now):
+            return computed, []
+        self.sequence_fails -= 1
+        refused = computed.pop(self.node.rng.randrange(len(computed)))
+        return computed, [SequenceResult(refused.seq_id, error="this sequence failed at the door")]
+
+    def forward_ends(self, results: list[SequenceResult]) -> list[SequenceResult]:
+        """What a forward answers whose KV is there; or it fails even now, or one of its sequences."""
+        if self.step_fails:
+            self.step_fails -= 1
+            raise Injected("the step failed at its end")
+        if self.sequence_fails and results:
+            self.sequence_fails -= 1
+            at = self.node.rng.randrange(len(results))
+            results[at] = SequenceResult(results[at].seq_id, error="this sequence failed")
+        return results
+
+    def fail_next_call(self, name: str) -> None:
+        """The next call of this name breaks; `close` after it has done its work, or the engine would leak."""
+        engine: Any = self.node.engine
+        if name in vars(engine):
+            return
+        normal = getattr(engine, name)
+
+        def broken(*args: Any) -> None:
+            delattr(engine, name)
+            self.node.deployment.counts[f"engine exception: {name}"] += 1
+            if name == "close":
+                normal(*args)
+            raise Injected(f"injected into {name}")
+
+        setattr(engine, name, broken)
+
+    def fail_next_open(self) -> None:
+        """The engine refuses the next sequence."""
+        engine = self.node.engine
+        normal = engine.open
+
+        def refuse(*args: Any) -> None:
+            engine.open = normal  # type: ignore[method-assign]
+            raise InvalidRequest("the engine cannot serve this request")
+
+        engine.open = refuse  # type: ignore[method-assign, assignment]
+
+    # ---- the protocol --------------------------------------------------------------------------
+
+    def fail_next_machine_step(self) -> None:
+        """The next step of any machine of this node raises in its handler, which has done its work or not."""
+        exchange: Any = getattr(self.node, "exchange", None)
+        if exchange is None or self._machine_armed:
+            return
+        self._machine_armed = True
+        normal = exchange._run
+
+        def run(machine: Any, event: object) -> None:
+            kind = type(machine)
+            table, rows = kind.TABLE, kind.TABLE[machine.state]
+            if type(event) not in rows:
+                normal(machine, event)
+                return
+            exchange._run = normal
+            self._machine_armed = False
+            self.node.deployment.checks.buggy.add(machine.transfer)
+            handler, *afters = rows[type(event)]
+            late = self.node.rng.random() < 0.5
+            calls = iter((True,))
+
+            def broken(machine: Any, given: object) -> Any:
+                if not next(calls, False):
+                    return handler(machine, given)
+                if late:
+                    handler(machine, given)
+                raise RuntimeError("injected into a handler")
+
+            kind.TABLE = {**table, machine.state: {**rows, type(event): (broken, *afters)}}
+            try:
+                normal(machine, event)
+            finally:
+                kind.TABLE = table
+
+        exchange._run = run
+
+    def metadata(self, metadata: Metadata) -> tuple[Metadata, bool]:
+        """What is sent instead of `metadata`, and whether the session breaks right before it."""
+        if not self.spoil_metadata:
+            return metadata, False
+        node, what = self.node, SPOILED_METADATA[self.spoil_metadata.pop(0)]
+        node.deployment.counts[f"metadata: {what}"] += 1
+        node.world.note(node.name, f"metadata of room {metadata.transfer.room:x} goes wrong: {what}")
+        if what != "lost":
+            node.deployment.checks.spoiled[metadata.transfer.room] = what
+        match what:
+            case "first token":
+                vocab_size = node.engine.info.vocab_size
+                token = node.rng.choice((-1, vocab_size, 10**9))
+                return structs.replace(metadata, first_token=token), False
+            case "prompt hash":
+                return structs.replace(metadata, prompt_hash=metadata.prompt_hash ^ 1), False
+            case "prompt tokens":
+                return structs.replace(metadata, prompt_tokens=metadata.prompt_tokens + 1), False
+            case _:
+                return metadata, True
+
+    def fail_next_item(self, item: str, late: bool) -> None:
+        """The role raises the next time it is told `item`, before it has done anything or (`late`) after."""
+        scheduler: Any = self.node.scheduler
+        name = item if item in vars(Scheduler) or item in ("advance", "plan") else "on_change"
+        normal = getattr(scheduler, name, None)
+        if normal is None or name in vars(scheduler):
+            return
+
+        def broken(*args: Any, **more: Any) -> Any:
+            if name != item and type(args[0]).__name__ != item:
+                normal(*args, **more)
+                return
+            delattr(scheduler, name)
+            self.node.deployment.counts[f"role exception: {item}"] += 1
+            self.broke = name not in ("advance", "plan")
+            if late:
+                normal(*args, **more)
+            raise Injected(f"injected into {item}")
+
+        setattr(scheduler, name, broken)
+
+    # ---- the transport -------------------------------------------------------------------------
+
+    def mid_write(self, path: DataPath, what: str) -> None:
+        """A write is half done."""
+        action = self.kill_mid_write if what == "kill" else self.pause_mid_write
+        if action is not None:
+            action()

@@ -1,0 +1,436 @@
+"""Simulated prefill and decode instances: production's `KVManager`, checked, over virtual data paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from segue.kv.config import KVConfig, LeaderRuntime
+from segue.kv.errors import SegueError
+from segue.kv.handles import KVReceiver, KVSender
+from segue.kv.ids import LeaderId, RankId, Role, TransferId
+from segue.kv.layout.content import whole_pages
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.manager import KVManager
+from segue.kv.peers import Peer
+from segue.kv.protocol import events
+from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.machine import IllegalEvent
+from segue.kv.protocol.messages import ChunkPosted, Destination, HandoffMessage, Metadata, PathMessage
+from segue.kv.ranks.checksums import Digester
+from segue.kv.ranks.local_rank import Rank, local_rank
+from segue.kv.session.api import Session
+from segue.kv.threads import ThreadPerCall
+from segue.kv.transport.base import EventSink
+from segue.kv.transport.memory.pool_memory import Memory, host_region
+from segue.kv.transport.options import TransportOptions
+from segue.kv.transport.probe import HostSpeed
+from segue.lab.sim.datapath import DataPath, SimKinds, SimShm, SimTcp, SimTransport
+from segue.lab.sim.faults import Injected
+from segue.lab.sim.faulty import Hearing
+from segue.lab.sim.runtime import SimWorker
+from segue.lab.sim.sim_leader import VOCAB, LeaderNode, NodeSpec
+from segue.lab.sim.sim_workers import SimWorkerRank
+from segue.lab.sim.world import Violation
+from segue.server.instance.leader import Abandon
+from segue.server.observe.integrity_report import busy
+from segue.server.schedulers.decode import DecodeScheduler
+from segue.server.schedulers.local_prompts import LocalPrompts
+from segue.server.schedulers.prefill import PrefillScheduler
+from segue.server.schedulers.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from segue.lab.sim.deployment import Deployment
+
+
+__all__ = ["VOCAB", "KVNode", "LeaderNode", "NodeSpec"]
+
+
+#: The effects that may raise: what the others do cannot fail.
+BREAKABLE = (events.Send, events.PostWrite, events.Grant, events.Fence, events.ComputeChecksum)
+#: What a bug at the door of the exchange may cost: a proof that memory is free comes only once.
+UNDECIDED = (
+    events.PeerUp,
+    events.Publish,
+    events.SendChunk,
+    events.SendMetadata,
+    Destination,
+    ChunkPosted,
+    Metadata,
+)
+
+
+@dataclass(slots=True)
+class Exposed:
+    """Pages of one receiver that a peer may write into."""
+
+    transfer: TransferId
+    pages: set[int]
+
+
+class CheckedExchange(Exchange):
+    """Production's exchange; each event and what follows from it are looked at."""
+
+    def __init__(self, node: KVNode, **options: Any) -> None:
+        super().__init__(**options)
+        self._node = node
+
+    def handle(self, event: events.Event, now: float) -> list[events.Effect]:
+        node = self._node
+        node.world.trace.append((node.world.now, node.name, event))
+        if isinstance(event, events.OpenReceiver):
+            later = event.transfer.prefill.dp_rank or event.transfer.decode.dp_rank
+            node.deployment.counts["hand-offs with a later leader of an incarnation"] += bool(later)
+        about = event.message if isinstance(event, events.Received) else event
+        if node.faults.event_fails and isinstance(about, UNDECIDED):
+            node.faults.event_fails -= 1
+            node.deployment.counts[f"exception at {type(about).__name__}"] += 1
+            node.struck_at = node.world.now
+            raise Injected(f"injected into {type(about).__name__}")
+        try:
+            effects = super().handle(event, now)
+        except IllegalEvent as exc:
+            # What outlives even the tombstone (a pause) production refuses quietly.
+            if not node.deployment.checks.is_over(node, event):
+                transfer = getattr(event, "transfer", None)
+                rooms = (transfer.room,) if transfer is not None else ()
+                node.world.fail(Violation("2", f"{node.name}: {exc}", rooms))
+            raise
+        except SegueError as error:
+            node.world.note(node.name, f"refused: {error}")
+            raise
+        node.checked(node.deployment.checks.scope, node, event, effects)
+        return effects
+
+
+class SimManager(KVManager):
+    """Production's manager; faults strike between its effects."""
+
+    def __init__(self, node: KVNode, config: KVConfig, runtime: LeaderRuntime) -> None:
+        self._sim_node = node
+        #: what is said of hand-offs that were never opened
+        self._refusals: list[events.Effect] = []
+        super().__init__(
+            config,
+            node.make_ranks(config, runtime),
+            node.changed,
+            on_rank_lost=node.rank_lost,
+            others={Role.FRONTEND: node.fronts},
+            clock=node.clock,
+            runtime=runtime,
+        )
+
+    def _carry_out(self, effect: events.Effect) -> None:
+        node = self._sim_node
+        if not node.alive:
+            return
+        node.world.trace.append((node.world.now, node.name, effect))
+        if any(refusal is effect for refusal in self._refusals):
+            self._refusals = [refusal for refusal in self._refusals if refusal is not effect]
+        else:
+            node.checked(node.deployment.checks.effect, node, effect)
+        if isinstance(effect, events.Send) and isinstance(effect.message, Metadata):
+            effect = self._spoiled(effect, effect.message)
+        if node.faults.effect_fails and isinstance(effect, BREAKABLE):
+            node.faults.effect_fails -= 1
+            node.deployment.counts[f"exception in {type(effect).__name__}"] += 1
+            node.struck_at = node.world.now
+            # Before or after it was done; but a checksum that was taken on is answered, and not refused too.
+            if not isinstance(effect, events.ComputeChecksum) and node.rng.random() < 0.5:
+                super()._carry_out(effect)
+            raise Injected(f"injected into {type(effect).__name__}")
+        super()._carry_out(effect)
+        if node.faults.triggers:
+            what = effect.message if isinstance(effect, events.Send) else effect
+            node.faults.reached(type(what).__name__, effect)
+
+    def _spoiled(self, effect: events.Send, metadata: Metadata) -> events.Send:
+        message, lost = self._sim_node.faults.metadata(metadata)
+        if lost:
+            deployment = self._sim_node.deployment
+            deployment.break_session(self._sim_node, deployment.by_leader[effect.peer])
+        return replace(effect, message=message)
+
+    def _decide(self, event: events.Event, now: float) -> list[events.Effect]:
+        effects = super()._decide(event, now)
+        if self._lost is not None and isinstance(event, events.OpenSender | events.OpenReceiver):
+            self._refusals += effects  # it was never opened
+        return effects
+
+    def _refused(self, event: events.Event, error: SegueError, now: float) -> list[events.Effect]:
+        effects = super()._refused(event, error, now)
+        if not isinstance(event, events.Publish | events.SendChunk | events.SendMetadata):
+            # It speaks of a hand-off that was never opened, perhaps in the name of one that was.
+            self._refusals += effects
+        return effects
+
+    def opened(self, session: Session) -> None:
+        super().opened(session)
+        node, me = self._sim_node, session.peer.leader
+        peer = node.deployment.by_leader[me]
+        if me in self._peers and isinstance(peer, KVNode):
+            node.checked(node.deployment.checks.joined, node, peer)
+
+    def _ready(self, peer: Peer) -> None:
+        super()._ready(peer)
+        node = self._sim_node
+        if peer.probe is not None:
+            node.deployment.counts[f"pairs that measured and took {peer.transport}"] += 1
+        other = node.deployment.by_leader[peer.session.peer.leader]
+        if peer.session.peer.leader in self._peers and isinstance(other, KVNode):
+            node.checked(node.deployment.checks.joined, node, other)
+
+    def received(self, session: Session, message: object) -> None:
+        node = self._sim_node
+        if not isinstance(message, HandoffMessage):
+            super().received(session, message)
+            if isinstance(message, PathMessage):
+                node.faults.reached(f"<{type(message).__name__}", message)
+            return
+        for heard in node.hearing.heard(message):
+            super().received(session, heard)
+        if node.faults.triggers:
+            node.faults.reached(f"<{type(message).__name__}", message)
+
+
+class _Unreadable:
+    """Memory that cannot be read."""
+
+    @property
+    def buffers(self) -> Any:
+        raise Injected("injected into a checksum")
+
+
+class SimDigester(Digester):
+    """Production's; what is read is looked at, reading may take its time and fail, and a bit may have changed
+    in what has landed. A rank hashes what it was asked, and only its own part of the pool."""
+
+    def __init__(
+        self, node: KVNode, rank: int, memory: Memory, answer: Callable[..., None], max_waiting: int
+    ) -> None:
+        rng = node.world.rng(f"digests {node.name}")
+        self._rank = rank
+        spec = node.specs[rank]
+        mine = whole_pages(spec, range(spec.pages))
+        if spec.slots:
+            mine = replace(mine, state=(spec.slots_at, spec.nbytes - spec.slots_at))
+        self._mine = mine.ranges()
+        if "full queues" in node.deployment.scenario.features:
+            max_waiting = rng.choice((1, 4, max_waiting))
+        worker = partial(SimWorker, node, self._takes_s)
+        super().__init__(memory, answer, max_waiting, inline_bytes=rng.choice((0, 0, 256)), worker=worker)
+        self._node = node
+        self._fails = False
+
+    def submit(self, effect: events.ComputeChecksum) -> None:
+        """As production."""
+        node = self._node
+        if node.faults.page_flips and node.spec.role is Role.DECODE:
+            node.faults.page_flips -= 1
+            node.deployment.checks.flips.page(node, effect, node.rng)
+        super().submit(effect)
+
+    def hash(self, effect: events.ComputeChecksum) -> events.ChecksumReady:
+        """As production, at one moment."""
+        node, memory = self._node, self._memory
+        size = node.engine.spec.page_tokens
+        pages = {
+            page
+            for slot, tokens in effect.content.runs
+            for page in range(slot // size, -(-(slot + tokens) // size))
+        }
+        if effect.content.state is not None:
+            pages |= node.pages_at(*effect.content.state)
+        node.checked(self._is_mine, effect)
+        node.checked(node.deployment.checks.ranks.hashing, node, effect.transfer, pages)
+        if self._fails:
+            self._memory, self._fails = _Unreadable(), False  # type: ignore[assignment]
+        try:
+            return super().hash(effect)
+        finally:
+            self._memory = memory
+
+    def _is_mine(self, effect: events.ComputeChecksum) -> None:
+        """5: no rank vouches for the bytes of another."""
+        ranges, starts, ends = effect.content.ranges(), self._mine[:, 0], self._mine[:, 1]
+        around = np.searchsorted(starts, ranges[:, 0], side="right") - 1
+        elsewhere = (around < 0).any() or (ranges[:, 1] > ends[around]).any()
+        if effect.rank != self._rank or elsewhere:
+            rank = f"rank {self._rank} of {self._node.name}"
+            raise Violation("5", f"{rank} hashes for rank {effect.rank}, or what is not its own")
+
+    def _takes_s(self) -> float:
+        """How long the next one takes, and whether it fails."""
+        node = self._node
+        took_s = node.world_timing.slice_s * 2 * node.rng.random()
+        slow_s = node.faults.digests.pop(0) if node.faults.digests else 0.0
+        self._fails = slow_s is None
+        if slow_s:
+            node.no_answer_until = max(node.no_answer_until, node.world.now + took_s + slow_s)
+        return took_s + (slow_s or 0.0)
+
+
+class KVNode(LeaderNode):
+    """A prefill or a decode instance."""
+
+    scheduler: PrefillScheduler | DecodeScheduler
+
+    def __init__(self, deployment: Deployment, spec: NodeSpec, life: int) -> None:
+        #: from a rank to one of a decode node, over a transport
+        self.paths: dict[tuple[int, RankId, str], DataPath] = {}
+        self.hearing = Hearing(self)
+        #: before which its ranks owe no answer: a fault made a checksum slow, or a worker stand still
+        self.no_answer_until = 0.0
+        self.exposed: dict[int, Exposed] = {}
+        #: of each rank, by name
+        self.transports: dict[tuple[int, str], SimTransport] = {}
+        self.workers: list[SimWorkerRank] = []
+        #: one of its ranks is lost, and with it the replica
+        self.lost_rank = False
+        #: ranks whose worker has ended
+        self.ended_ranks: set[int] = set()
+        self._pool_at = 0
+        super().__init__(deployment, spec, life)
+
+    def _make_scheduler(self) -> Scheduler:
+        config = KVConfig(
+            **vars(self._session_config()),
+            model=self.spec.model,
+            spec=self.engine.spec,
+            transports=self.deployment.transports,
+            dp=self.spec.dp,
+            kv_checksum=self.spec.kv_checksum,
+            scratch_bytes=self.deployment.scratch_bytes,
+        )
+        runtime = replace(
+            self.runtime,
+            transports=SimKinds(self._make_transport),
+            connecting=lambda name: ThreadPerCall(name, self.spawn),
+            exchange=partial(CheckedExchange, self),
+            host_speed=lambda: HostSpeed(memory_bytes_per_s=1e9, socket_bytes_per_s=1e9),
+        )
+        self.manager = SimManager(self, config, runtime)
+        make = PrefillScheduler if self.spec.role is Role.PREFILL else DecodeScheduler
+        made = make(self.engine, self.pool, self._scheduling(), self.manager)
+        limit, timing = self.spec.local_tokens, self.world_timing
+        if isinstance(made, DecodeScheduler) and limit is not None:
+            pauses = [(tokens, tokens * timing.token_s) for tokens in (4, 16, 64)]
+            made.local = LocalPrompts(limit) if limit >= 0 else LocalPrompts(pauses=pauses)
+        return made
+
+    def _make_transport(self, name: str, on_event: EventSink, options: TransportOptions) -> SimTransport:
+        self._pool_at = int(np.frombuffer(self.engine.memory, np.uint8).ctypes.data)
+        make = SimShm if name == SimShm.name else SimTcp
+        self.transports[options.me.rank, name] = made = make(self, on_event, options)
+        return made
+
+    @property
+    def specs(self) -> list[PoolSpec]:
+        """The part of the engine's pool that each rank has."""
+        return self.engine.ranks
+
+    @property
+    def grants(self) -> int:
+        """How many live grants its transports have."""
+        return sum(len(transport.grants) for transport in self.transports.values())
+
+    def _listen(self) -> None:
+        self.plane = self.manager.plane
+        self.manager.start()
+
+    def make_ranks(self, config: KVConfig, runtime: LeaderRuntime) -> list[Rank]:
+        """Its ranks, here or as workers."""
+        found: list[Rank] = []
+        for index, spec in enumerate(self.specs):
+            memory = Memory([host_region(self.engine.memory)])
+            mine = replace(runtime, digester=partial(SimDigester, self, index))
+            rank = local_rank(replace(config, spec=spec), memory, mine, index)
+            if self.deployment.scenario.workers:
+                self.workers.append(SimWorkerRank(self, index, rank))
+            found.append(self.workers[index] if self.workers else rank)
+        return found
+
+    def rank_diverged(self, rank: int, error: SegueError) -> None:
+        """As `RanksForward`: nothing can be computed any more."""
+        self.manager.lost(rank, error)
+
+    def rank_lost(self, error: SegueError) -> None:
+        """As `Instance._lost`: it cannot compute any more, so every request ends and the instance leaves."""
+        if self.lost_rank:
+            return
+        self.lost_rank = True
+        for worker in self.workers[1:]:
+            self.spawn("a worker is killed", worker.leave)
+        self.put(Abandon(error.info))
+        self.drain()
+
+    def close(self) -> None:
+        """As an instance that leaves, on a thread that may wait."""
+        self.manager.close()
+        self.manager.close()
+        for rank in self.workers:
+            rank.worker.close()
+
+    @property
+    def held(self) -> bool:
+        """As `Sights.held`."""
+        return bool(busy(self.manager.sizes()))
+
+    @property
+    def exchange(self) -> Exchange:
+        """The protocol's state."""
+        return self.manager.exchange
+
+    @property
+    def handles(self) -> dict[TransferId, KVSender | KVReceiver]:
+        """What the role still holds."""
+        return self.manager._handles
+
+    @property
+    def peers(self) -> dict[LeaderId, Any]:
+        """The peers that hand-offs are possible with now."""
+        return self.manager._peers
+
+    def checked(self, check: Callable[..., None], *args: Any) -> None:
+        """Look at something; what is wrong ends the run, whatever production makes of the exception."""
+        try:
+            check(*args)
+        except Violation as violation:
+            self.world.fail(violation)
+            raise
+
+    # ---- what lands here ---------------------------------------------------------------------------
+
+    def data_path(self, mine: int, reader: KVNode, rank: int, name: str) -> DataPath:
+        """The path from our rank `mine` to one of a decode node over the transport `name`."""
+        key = (mine, RankId(reader.me, rank), name)
+        path = self.paths.get(key)
+        if path is None:
+            path = self.paths[key] = self.transports[mine, name].make_path(self, mine, reader, rank)
+        return path
+
+    def paths_to(self, reader: LeaderId) -> list[DataPath]:
+        """All of them; the one in use, if there is one, first."""
+        peer = self.peers.get(reader)
+        found = [path for (_, to, _), path in self.paths.items() if to.leader == reader]
+        return sorted(found, key=lambda path: peer is None or path.name != peer.transport)
+
+    def offset_of(self, address: int, nbytes: int) -> int | None:
+        """Where in our pool an address is; None if not all of these bytes are in it."""
+        offset = address - self._pool_at
+        return offset if 0 <= offset <= len(self.engine.memory) - nbytes else None
+
+    def check_source(self, peer: LeaderId, epoch: int, ranges: list[tuple[int, int]]) -> None:
+        """Invariant 3: what is being read still belongs to its hand-off, or is scratch."""
+        if all(at >= len(self.engine.memory) - self.deployment.scratch_bytes for at, _ in ranges):
+            return
+        pages = {page for at, size in ranges for page in self.pages_at(at, size)}
+        self.deployment.checks.ranks.reading(self, peer, epoch, pages)
+
+    def pages_at(self, offset: int, nbytes: int) -> set[int]:
+        """The pages that a range of the pool's bytes touches."""
+        return set(self.engine.page_of_word[offset // 8 : (offset + nbytes - 1) // 8 + 1])

@@ -1,0 +1,1 @@
+"""The server around the hand-off: instances, registry, fleet and frontend."""

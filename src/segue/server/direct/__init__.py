@@ -1,0 +1,1 @@
+"""Direct mode: instances behind other projects' routers."""

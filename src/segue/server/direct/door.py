@@ -1,0 +1,211 @@
+"""The HTTP door of an instance in direct mode: its routes, and the server behind them.
+
+That server (`server.direct.direct_server`) needs a tokenizer and sessions, which an instance that is only probed does not:
+it is made when the first request comes that needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from segue.kv.errors import SegueError
+from segue.kv.ids import LeaderId, Role
+from segue.kv.session.tasks import awaited, typed
+from segue.kv.session.tls import Tls
+from segue.server.direct.direct_server import DecodeDoor, InstanceDoor, OwnAndPrefill, PrefillDoor, as_load
+from segue.server.direct.meetings import Meetings
+from segue.server.direct.rooms import Rooms
+from segue.server.fleet.fleet import Fleet
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.frontend.app import Asgi, OpenAIServerSettings
+from segue.server.frontend.frontend_process import model_bounds
+from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
+from segue.server.frontend.problems import body_of
+from segue.server.frontend.sampling_defaults import of_model
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.messages.control import Load
+from segue.server.messages.records import Records
+from segue.server.observe.metrics import Metrics
+from segue.server.registry.client import InstanceWatch
+from segue.server.settings.commands import InstanceConfig
+
+_Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class LazyDoor:
+    """Makes the server of an instance's door at the first call of `opened`. `rooms` are those of a prefill
+    instance."""
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        me: LeaderId,
+        registry: InstanceWatch,
+        *,
+        rooms: Rooms | None,
+        tls: Tls | None,
+    ) -> None:
+        self.metrics = Metrics()
+        self._config = config
+        self._me = me
+        self._registry = registry
+        self._rooms = rooms
+        self._tls = tls
+        self._meetings = Meetings(config.limit.max_queue)
+        self._opening: asyncio.Task[InstanceDoor] | None = None
+        self.door: InstanceDoor | None = None
+
+    def counts(self) -> dict[str, int]:
+        """What `/metrics` shows of it."""
+        abandoned = self._meetings.abandoned
+        found = {} if self.door is None else {f"door_{name}": n for name, n in self.door.sizes().items()}
+        if self._rooms is not None:
+            abandoned += self._rooms.abandoned
+            found |= {f"door_{name}": n for name, n in self._rooms.sizes().items()}
+            found["door_tickets"] = self._rooms.tickets
+        return {**found, "door_abandoned": abandoned}
+
+    def tables(self) -> dict[str, int]:
+        """What requests hold here; all zero at rest."""
+        legs = {} if self._rooms is None else self._rooms.sizes()
+        return legs if self.door is None else {**legs, **self.door.sizes()}
+
+    async def close(self) -> None:
+        """End what runs, and the server's sessions."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self.door is not None:
+            await self.door.fleet.close()
+            self.door.close()
+        if self._rooms is not None:
+            self._rooms.close()
+
+    async def opened(self) -> InstanceDoor:
+        """The server. Raises ConfigError if the model's folder has no usable tokenizer."""
+        if self.door is not None:
+            return self.door
+        if self._opening is None or self._opening.done():
+            self._opening = awaited(self._open(), name="opening the door")
+        # A client that leaves must not take the others' server with it.
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> InstanceDoor:
+        config, limits = self._config, self._config.limit.limits()
+        folder = Path(config.model)
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, folder)
+        context_tokens, vocab_size = model_bounds(folder, tokenizer)
+        settings = OpenAIServerSettings(
+            model=config.served_model,
+            context_tokens=context_tokens,
+            vocab_size=vocab_size,
+            limits=limits,
+            defaults=of_model(folder, vocab_size),
+            client_order=config.access.client_order,
+        )
+        records = Records()
+        # A router places its requests again by itself, elsewhere.
+        fleet = Fleet(
+            OwnAndPrefill(self._registry, self._me.incarnation),
+            FleetSettings(served_model=config.served_model, policy=config.load_balance, max_attempts=1),
+            secret=config.secret or None,
+            limits=limits,
+            metrics=self.metrics,
+            tls=self._tls,
+            records=records,
+            door=self._meetings,
+        )
+        common = (fleet, tokenizer, settings, self.metrics, records, self._me)
+        if self._rooms is not None:
+            door: InstanceDoor = PrefillDoor(*common, rooms=self._rooms, secret=config.secret)
+        elif config.role is Role.DECODE:
+            door = DecodeDoor(*common, meetings=self._meetings, secret=config.secret)
+        else:
+            door = InstanceDoor(*common)
+        fleet.start()
+        self.door = door
+        return door
+
+
+def door_routes(
+    lazy: LazyDoor,
+    served_model: str,
+    load: Callable[[], Load | None],
+    answers: Callable[[], Awaitable[object]],
+) -> list[BaseRoute]:
+    """The routes of an instance that foreign routers use. `load` is the leader's last one, `answers` returns
+    when the leader's loop has answered, and raises a SegueError if it does not."""
+
+    def asgi(choose: Callable[[InstanceDoor], _Handler]) -> Asgi:
+        async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                handler = choose(await lazy.opened())
+            except Exception as error:
+                await HttpCall(scope, receive).fail(typed(error, "opening the door"))
+                return
+            await handler(scope, receive, send)
+
+        return Asgi(handle)
+
+    def post(path: str, choose: Callable[[InstanceDoor], _Handler]) -> Route:
+        return Route(path, asgi(choose), methods=["POST"])
+
+    async def models(request: Request) -> Response:
+        model = {"id": served_model, "object": "model", "created": 0, "owned_by": "segue"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def model_info(request: Request) -> Response:
+        # No path: a router would look for it on a hub.
+        return JSONResponse({"served_model_name": served_model, "is_generation": True})
+
+    async def health_generate(request: Request) -> Response:
+        try:
+            await answers()
+        except SegueError as error:
+            return JSONResponse(body_of(error), error.status)
+        return JSONResponse({"status": "ok"})
+
+    def loads() -> list[dict[str, int]]:
+        if lazy.door is not None and (found := lazy.door.loads()):
+            return found
+        own = load()
+        return [] if own is None else [as_load(own)]
+
+    async def get_load(request: Request) -> Response:
+        return JSONResponse(loads())
+
+    async def v1_loads(request: Request) -> Response:
+        found = loads()
+        return JSONResponse({"timestamp": time.time(), "dp_rank_count": len(found), "loads": found})
+
+    async def flush_cache(request: Request) -> Response:
+        try:
+            await (await lazy.opened()).flush_cache()
+        except Exception as error:
+            refused = typed(error, "flushing the cache")
+            return JSONResponse(body_of(refused), refused.status)
+        return JSONResponse({"status": "ok"})
+
+    return [
+        post("/v1/chat/completions", lambda door: door.chat),
+        post("/v1/completions", lambda door: door.completions),
+        post("/generate", lambda door: door.native),
+        post("/v1/chat/completions/render", lambda door: door.render_chat),
+        post("/v1/completions/render", lambda door: door.render_completion),
+        post("/tokenize", lambda door: door.tokenize),
+        post("/detokenize", lambda door: door.detokenize),
+        Route("/v1/models", models),
+        Route("/model_info", model_info),
+        Route("/get_model_info", model_info),
+        Route("/health_generate", health_generate),
+        Route("/get_load", get_load),
+        Route("/v1/loads", v1_loads),
+        Route("/flush_cache", flush_cache, methods=["GET", "POST"]),
+    ]

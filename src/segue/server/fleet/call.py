@@ -1,0 +1,452 @@
+"""One request on a fleet: its attempts, one after the other, their outputs, and its deadline.
+
+A pair is a transaction: both halves are submitted at once, an error of either ends the other at once, and the
+next attempt begins only after both halves of the last one have ended or were told to. What follows a failure
+is the router's decision; here it is carried out. The caller sees one stream of outputs that ends once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from segue.engine.request import Output, Request, Ticket, Wait
+from segue.kv.errors import (
+    AbortedByClient,
+    DeadlineExceeded,
+    ErrorInfo,
+    Internal,
+    SegueError,
+)
+from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId
+from segue.server.balance.attempts import Attempts, Next
+from segue.server.balance.policy import PlacementRequest
+from segue.server.fleet.fleet_settings import FleetSettings
+from segue.server.fleet.membership import Membership
+from segue.server.fleet.replica import REASONS, Replica, Route
+from segue.server.fleet.router import Router
+from segue.server.fleet.vacancies import Vacancies
+from segue.server.messages.control import Cancel, Submit
+from segue.server.messages.records import Path, Records, RequestRecord
+from segue.server.observe.metrics import Metrics
+
+#: Reason of the `Cancel` that ends a request whose caller has enough, as after a stop string.
+_ENOUGH = AbortedByClient("the caller has all that it wants").info
+
+
+class Signal:
+    """Wakes everybody who waits, in the order they came. Look at the state first, then wait: nothing runs
+    between."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[asyncio.Future[None], None] = {}
+
+    def notify(self) -> None:
+        """Wake them."""
+        waiters, self._waiters = self._waiters, {}
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the next `notify`."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = None
+        try:
+            await waiter
+        finally:
+            self._waiters.pop(waiter, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What all calls of one fleet share. `news` is notified whenever a placement may have become possible;
+    `new_room` draws the id of an attempt's hand-off."""
+
+    membership: Membership
+    router: Router
+    settings: FleetSettings
+    metrics: Metrics
+    news: Signal
+    new_room: Callable[[], int]
+    records: Records
+    vacancies: Vacancies
+
+
+class Attempt:
+    """One try of a call on one route."""
+
+    def __init__(self, call: Call, parts: Parts, route: Route, request: Request, number: int) -> None:
+        self.route = route
+        self._call = call
+        self._parts = parts
+        self._request = request
+        self._number = number
+        #: Decode has sent a token: prefill has done its part, and nothing from there is heard any more.
+        self._begun = False
+        self._tokens = len(request.prompt) + request.sampling.max_tokens
+        #: Whose half may still run there.
+        self._live: list[Replica] = []
+
+    def start(self, budget_s: float) -> None:
+        """Submit to both leaders at once."""
+        route, membership, prefill = self.route, self._parts.membership, self.route.prefill.leader
+        if self._request.ranks.force_query_prefill_dp_rank and route.prefill is not route.decode:
+            prefill = LeaderId(prefill.incarnation, OPEN_RANK)
+        ticket = membership.signed(
+            Ticket(
+                room=route.room,
+                attempt=self._number,
+                prefill=prefill,
+                decode=route.decode.leader,
+                budget_s=budget_s,
+            )
+        )
+        message = Submit(self._request, ticket)
+        self._live = list(route.replicas)
+        for replica in route.replicas:
+            membership.enter(replica, self._request.request_id, self, self._tokens)
+        # With what other requests send in this turn of the loop.
+        membership.gather()
+        for replica in route.replicas:
+            if replica.session is not None:
+                replica.session.send(message)
+
+    def output(self, replica: Replica, output: Output) -> None:
+        """An output of either half. Only decode gives tokens; prefill gives an error or nothing."""
+        if output.error is not None:
+            self._ended_at(replica, output.error.exception().at(origin=replica.name))
+        elif replica is not self.route.decode:
+            if output.token_ids:
+                self._failed(replica, Internal("prefill sent tokens", origin=replica.name))
+        else:
+            if output.token_ids and not self._begun:
+                self._begun = True
+                if self._number and output.usage is not None:
+                    self._parts.metrics.placed_again(output.usage)
+                if self.route.prefill is not self.route.decode:
+                    self._leave(self.route.prefill)
+            if output.finish is not None:
+                self._live.clear()
+                self._leave(*self.route.replicas)
+            self._call.arrived(output)
+
+    def lost(self, replica: Replica, error: SegueError) -> None:
+        """The session with one half's replica ended."""
+        self._ended_at(replica, error)
+
+    def _ended_at(self, replica: Replica, error: SegueError) -> None:
+        if replica in self._live:
+            self._live.remove(replica)
+        self._failed(replica, error)
+
+    def _failed(self, replica: Replica, error: SegueError) -> None:
+        # The other half ends now, not at its deadline (lesson 10).
+        self.end(error.info)
+        self._call.attempt_failed(self, replica, error)
+
+    @property
+    def begun(self) -> bool:
+        """Whether decode has sent a token."""
+        return self._begun
+
+    def end(self, reason: ErrorInfo, *, complete: bool = False) -> None:
+        """End this attempt wherever it still runs; as a success if it is `complete`."""
+        for replica in self._live:
+            if replica.session is not None:
+                replica.session.send(Cancel(self._request.request_id, reason, complete))
+        self._live.clear()
+        self._leave(*self.route.replicas)
+
+    def _leave(self, *replicas: Replica) -> None:
+        for replica in replicas:
+            self._parts.membership.leave(replica, self._request.request_id, self._tokens)
+
+
+class Call:
+    """The outputs of one request, over its attempts. Ends exactly once, at `deadline` (seconds of the
+    loop's clock) at the latest; `ended` is called then. `prefill` is the only instance that may compute the
+    prompt, if there is one."""
+
+    def __init__(
+        self,
+        request: Request,
+        deadline: float,
+        parts: Parts,
+        ended: Callable[[], object],
+        prefill: Incarnation | None = None,
+    ) -> None:
+        self.attempts = Attempts(request, parts.settings.max_attempts)
+        self._parts = parts
+        self._prefill = prefill
+        self._loop = asyncio.get_running_loop()
+        self._deadline = deadline
+        self._on_end = ended
+        self._queue: deque[Output] = deque()
+        #: who has outputs at once, and where it waits meanwhile
+        self._take: Callable[[Output], Wait | None] | None = None
+        self._waiter: asyncio.Future[Wait | None] | None = None
+        self._attempt: Attempt | None = None
+        self._answered = False
+        self._error: SegueError | None = None
+        self._ended = False
+        self._patience: asyncio.TimerHandle | None = None
+        self._alarm = self._loop.call_at(deadline, self._expire)
+        self._began = self._loop.time()
+        self._path = Path(self._began)
+        self._path.enter("place", self._began)
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._queue:
+            await self._more()
+        return self._queue.popleft()
+
+    async def deliver(self, take: Callable[[Output], Wait | None]) -> None:
+        """Call `take` with each output, in order, until one has `finish`: at the moment it arrives, unless
+        what `take` has returned last is still awaited. Raises what `take` raises, and what ends the request.
+        """
+        try:
+            while True:
+                wait = take(self._queue.popleft()) if self._queue else await self._taken(take)
+                if wait is not None:
+                    await wait()
+        except StopAsyncIteration:
+            return
+
+    async def _taken(self, take: Callable[[Output], Wait | None]) -> Wait | None:
+        self._take = take
+        try:
+            return await self._more()
+        finally:
+            self._take = None
+
+    async def _more(self) -> Wait | None:
+        """Until something has happened, or `take` is to wait for what is returned. Raises what ended the
+        request, StopAsyncIteration if it ended well."""
+        if self._error is not None:
+            raise self._error
+        if self._ended:
+            raise StopAsyncIteration
+        if self._attempt is None:
+            await self._start()
+            return None
+        self._waiter = self._loop.create_future()
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    # ---- where ----------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        try:
+            route = await self._place()
+        except SegueError as error:
+            self.fail(error)
+            return
+        if self._ended:
+            # Cancelled while it waited for somebody to come.
+            return
+        request = self.attempts.begin(*route.pair)
+        names = " > ".join(dict.fromkeys((route.prefill.name, route.decode.name)))
+        how = REASONS[route.reason]
+        text = f"attempt {self.attempts.number} room {route.room}: {names} ({route.why}); {how}"
+        self._parts.metrics.placements.labels(route.reason).inc()
+        self._path.enter("attempt", self._loop.time(), text)
+        self._attempt = Attempt(self, self._parts, route, request, self.attempts.number)
+        self._attempt.start(self._deadline - self._loop.time())
+
+    async def _place(self) -> Route:
+        """Who runs the next attempt. Waits a little for somebody to come, and until its deadline where lost
+        instances are being started again; then BootstrapUnreachable."""
+        loop, s, router, attempts = self._loop, self._parts.settings, self._parts.router, self.attempts
+        long = attempts.delivered or (attempts.begun and router.awaited is not None)
+        wait_s = max(s.replacement_wait_s, s.no_replica_wait_s) if long else s.no_replica_wait_s
+        until = min(self._deadline, loop.time() + wait_s)
+        # A worker that its peer says is gone is waited for: for its end to be seen, or its successor.
+        passed_over_s = s.reported_loss_wait_s if attempts.reported_by_peer else 0.0
+        patient_until = min(until, loop.time() + passed_over_s)
+        asked = attempts.request
+        request = PlacementRequest(
+            self._parts.new_room(), asked.prompt, asked.ranks, self._prefill, asked.cache_salt
+        )
+        awaited = False
+        while True:
+            now = loop.time()
+            if awaited or router.awaited:
+                # The supervisor's word of a restarted instance may come before our session to it is open.
+                until = min(self._deadline, now + max(s.replacement_wait_s, s.no_replica_wait_s))
+            awaited = bool(router.awaited)
+            patient = now < patient_until
+            route = router.choose(attempts, request, now, patient=patient)
+            if route is not None:
+                return route
+            # A frontend that hears of restarts drains only when no instance will come back.
+            if router.draining and (not attempts.delivered or router.awaited is not None):
+                raise router.lacking()
+            ends = self._deadline if awaited else until
+            if now >= ends:
+                raise router.lacking()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(patient_until if patient else ends):
+                    await self._parts.news.wait()
+
+    # ---- what comes back ------------------------------------------------------------------------
+
+    def arrived(self, output: Output) -> None:
+        """The next output, from the attempt that runs."""
+        if self._ended:
+            return
+        try:
+            shown = self.attempts.arrived(output)
+        except Internal as error:
+            self.fail(error)
+            return
+        self._give(shown)
+        if not self._answered:
+            self._answered = True
+            self._path.enter("answer", self._loop.time())
+        if output.finish is not None:
+            self._succeed()
+
+    def _give(self, output: Output) -> None:
+        take = self._take
+        if take is None:
+            self._queue.append(output)
+            if self._behind() and self._patience is None and output.finish is None:
+                self._patience = self._loop.call_later(self._parts.settings.backlog_wait_s, self._give_up)
+            self._wake()
+            return
+        try:
+            wait = take(output)
+        except Exception as error:
+            # It is raised where `deliver` waits.
+            self._take = None
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_exception(error)
+            return
+        if wait is not None:
+            self._take = None
+            self._wake(wait)
+
+    def _behind(self) -> bool:
+        return len(self._queue) > self._parts.settings.backlog_outputs
+
+    def _give_up(self) -> None:
+        """The client fell behind a while ago. If it still is, nobody reads what is generated for it."""
+        self._patience = None
+        if self._behind():
+            text = f"the client reads too slowly: {len(self._queue)} outputs wait for it"
+            self.fail(AbortedByClient(text, phase="stream"))
+
+    def attempt_failed(self, attempt: Attempt, reporter: Replica, error: SegueError) -> None:
+        """An attempt ended badly, on both sides: place it again, continue it elsewhere, or fail."""
+        if self._ended or attempt is not self._attempt:
+            return
+        parts, info = self._parts, error.info
+        follows = parts.router.after_failure(self.attempts, attempt.route, reporter, info, self._loop.time())
+        parts.news.notify()
+        if follows is Next.END:
+            self._fail(error)
+            return
+        self._answered = False
+        said = f"{info.code} at {info.origin or reporter.name}: {info.text}"
+        self._path.enter("place", self._loop.time(), f"{follows.name.lower()} after {said}")
+        counter = parts.metrics.continuations if follows is Next.CONTINUE else parts.metrics.retries
+        counter.labels(info.code).inc()
+        self._attempt = None
+        self._wake()
+
+    # ---- its end --------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """The caller has all that it wants: end the request on all workers, as a success. A no-op after the
+        end."""
+        if self._ended:
+            return
+        if self._attempt is not None:
+            self._attempt.end(_ENOUGH, complete=True)
+        self._queue.clear()
+        self._succeed()
+
+    def _succeed(self) -> None:
+        if self._attempt is not None and self._attempt.begun:
+            self._parts.router.record_success(self._attempt.route)
+        self._parts.vacancies.served(self._loop.time() - self._began)
+        self._parts.news.notify()
+        self._end()
+        self._wake()
+
+    def fail(self, error: SegueError) -> None:
+        """End the request with `error`, on all workers, now. A no-op after the end."""
+        if self._ended:
+            return
+        if self._attempt is not None:
+            self._attempt.end(error.info)
+        self._fail(error)
+
+    def _fail(self, error: SegueError) -> None:
+        last = self.attempts.root_cause(error.info).exception()
+        self._error = self._parts.vacancies.refused(last, self._loop.time())
+        self._queue.clear()
+        self._end()
+        self._wake()
+
+    def _expire(self) -> None:
+        begun, attempt = self.attempts.delivered, self._attempt
+        where = "decode" if begun else "prefill or hand-off"
+        route = "nobody" if attempt is None else " and ".join(r.name for r in attempt.route.replicas)
+        text = f"the request's deadline passed during {where} on {route}"
+        if attempt is None and not self._parts.router.can_serve:
+            text = f"the request's deadline passed while it waited: {self._parts.router.lacking().info.text}"
+        self.fail(
+            DeadlineExceeded(
+                text,
+                origin="frontend",
+                phase="stream" if begun else "first token",
+                room=attempt.route.room if attempt else 0,
+            )
+        )
+
+    def _end(self) -> None:
+        self._ended = True
+        self._alarm.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._parts.records.put(self.record(ended=True))
+        # An attempt names its call: of such circles only the garbage collector gets rid.
+        self._attempt = None
+        self._on_end()
+
+    def record(self, *, ended: bool) -> RequestRecord:
+        """What `segue explain` is told of it."""
+        now, request, attempt = self._loop.time(), self.attempts.request, self._attempt
+        return RequestRecord(
+            request_id=request.request_id,
+            where=self._parts.membership.name,
+            role="frontend",
+            began=self._began,
+            seconds=now - self._began,
+            steps=self._path.steps(),
+            omitted=self._path.omitted,
+            room=attempt.route.room if attempt is not None else 0,
+            attempt=max(0, self.attempts.number),
+            facts={
+                "prompt_tokens": len(request.prompt),
+                "output_tokens": len(self.attempts.output),
+                "attempts": self.attempts.begun,
+            },
+            error=None if self._error is None else self._error.info,
+            ended=ended,
+            traceparent=request.traceparent,
+        )
+
+    def _wake(self, wait: Wait | None = None) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(wait)

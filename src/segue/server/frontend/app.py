@@ -1,0 +1,563 @@
+"""The routes. `OpenAIServer` is one error boundary per request: whatever happens inside, the client gets an
+honest status and the server lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from segue import __version__
+from segue.engine.request import Wait
+from segue.kv.errors import (
+    AbortedByClient,
+    DeadlineExceeded,
+    ErrorCode,
+    ErrorInfo,
+    Internal,
+    OutOfCapacity,
+    RequestTooLarge,
+    SegueError,
+)
+from segue.kv.limits import Limits
+from segue.server.frontend.backend import Backend, Generator
+from segue.server.frontend.chat import chat_prompt
+from segue.server.frontend.generate import Meter, Piece, generate
+from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send, request_id_of
+from segue.server.frontend.keys import ApiKeys, KeyCheck
+from segue.server.frontend.openai_types import (
+    Body,
+    BodyReader,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateFields,
+    TokenizeBody,
+)
+from segue.server.frontend.params import ModelCard, cache_salt, header_rank, waiting_order
+from segue.server.frontend.plan import Plan, Planner
+from segue.server.frontend.problems import BadParam, UnknownModel, error_body
+from segue.server.frontend.request_memory import (
+    MAX_WEIGHT,
+    MIN_BUDGET,
+    TOKEN_BYTES,
+    MemoryBudget,
+    RequestMemory,
+    decoded_bytes,
+)
+from segue.server.frontend.sampling_defaults import OPENAI, SamplingDefaults
+from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
+from segue.server.frontend.trace_context import TraceContext, passed_on, traceparent_of
+from segue.server.messages.records import Records, RequestRecord, Step
+from segue.server.observe.integrity_report import NodeState, busy, process_facts
+from segue.server.observe.metrics import CONTENT_TYPE, Metrics
+
+log = logging.getLogger("segue.server.frontend")
+
+#: An ASGI application.
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+T = TypeVar("T")
+Generating = TypeVar("Generating", bound=GenerateFields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIServerSettings:
+    """What the server needs besides a backend and a tokenizer.
+
+    `defaults` are the sampling settings that a client does not name.
+    `context_tokens` bounds prompts while no worker has said what it can take. Bodies above `inline_bytes` are
+    tokenized in one of `tokenizer_threads` threads, so that the event loop keeps answering.
+    """
+
+    model: str
+    context_tokens: int
+    vocab_size: int
+    limits: Limits
+    defaults: SamplingDefaults = OPENAI
+    #: one of `CLIENT_ORDERS`
+    client_order: str = "keys"
+    inline_bytes: int = 16 * 1024
+    tokenizer_threads: int = 2
+    body_timeout_s: float = 60.0
+    stall_s: float = 30.0
+    #: How much later than the workers' own deadline the server itself gives up.
+    grace_s: float = 1.0
+
+
+class OpenAIServer:
+    """All requests of one frontend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: ModelTokenizer,
+        settings: OpenAIServerSettings,
+        metrics: Metrics,
+        records: Records | None = None,
+        trace: Callable[[str], TraceContext] = passed_on,
+    ) -> None:
+        self.backend = backend
+        self.trace = trace
+        self.records = Records() if records is None else records
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.metrics = metrics
+        self.planner = Planner(tokenizer)
+        self._reader = BodyReader()
+        self.memory = MemoryBudget(max(32 * settings.limits.max_body_bytes, MIN_BUDGET))
+        # A number of thousands of digits takes as long as thousands of others.
+        sys.set_int_max_str_digits(sys.int_info.str_digits_check_threshold)
+        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenize")
+        self._in_threads = 0
+        self._calls: set[HttpCall] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- what the process asks ------------------------------------------------------------------
+
+    @property
+    def calls(self) -> int:
+        """Requests that are being answered now."""
+        return len(self._calls)
+
+    async def idle(self) -> None:
+        """Returns when no request is being answered."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def card(self) -> ModelCard:
+        """The model as it can be served now."""
+        s = self.settings
+        context = self.backend.context_tokens
+        return ModelCard(
+            name=s.model,
+            context_tokens=s.context_tokens if context is None else context,
+            vocab_size=s.vocab_size,
+            defaults=s.defaults,
+        )
+
+    # ---- the boundary ---------------------------------------------------------------------------
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        endpoint: str,
+        work: Callable[[HttpCall, float], Awaitable[None]],
+    ) -> None:
+        """Run `work` for one request; its failure becomes this request's answer and nothing else."""
+        call = HttpCall(scope, receive, RequestMemory(self.memory))
+        call.trace = self.trace(traceparent_of(scope))
+        try:
+            await self._answer(call, endpoint, work)
+            await call.taken(stall_s=self.settings.stall_s)
+        finally:
+            call.held.set(0)
+
+    async def _answer(
+        self, call: HttpCall, endpoint: str, work: Callable[[HttpCall, float], Awaitable[None]]
+    ) -> None:
+        """See `serve`; the client may not have read its answer yet."""
+        started = time.monotonic()
+        self._calls.add(call)
+        self._idle.clear()
+        error: SegueError | None = None
+        try:
+            await work(call, started)
+        except SegueError as failure:
+            error = failure
+        except TimeoutError:
+            error = DeadlineExceeded("the request's deadline passed", phase="frontend")
+        except Exception as failure:
+            # A bug in one request's handling is that request's error, and loud.
+            log.exception("request %s failed on a bug", call.id)
+            error = Internal(f"{type(failure).__name__} while answering; see the log for {call.id}")
+        finally:
+            self._calls.discard(call)
+            if not self._calls:
+                self._idle.set()
+        if error is not None:
+            call.held.set(0)
+            await call.fail(error)
+        self._record(call, endpoint, error, started)
+
+    def _record(self, call: HttpCall, endpoint: str, error: SegueError | None, started: float) -> None:
+        seconds = time.monotonic() - started
+        if call.planned_at:
+            self.records.put(_record_of(call, endpoint, error, started, seconds))
+        code = error.info.code if error else None
+        if call.gone:
+            code = ErrorCode.ABORTED_BY_CLIENT
+        self.metrics.finished(endpoint, code)
+        if code is not None and code is not ErrorCode.INVALID_REQUEST:
+            text = error.info.text if error else ""
+            log.warning("%s %s %d %s %.3fs %s", call.id, endpoint, call.status, code, seconds, text)
+        else:
+            log.info("%s %s %d %.3fs", call.id, endpoint, call.status, seconds)
+
+    async def read(self, call: HttpCall, kind: type[Body]) -> tuple[Body, bytes]:
+        """The decoded body, and as it came."""
+        raw = await self.receive(call)
+        body = await self.off_loop(len(raw), lambda: self._reader.read(raw, kind))
+        self.check_model(body.model)
+        if isinstance(body, GenerateFields):
+            body = with_header_rank(call, body)
+        return body, raw
+
+    async def receive(self, call: HttpCall) -> bytes:
+        """The body as it came, within the limits of bodies; what it takes to decode it is counted."""
+        s = self.settings
+        raw = await call.body(s.limits.max_body_bytes, call.held, timeout_s=s.body_timeout_s)
+        most = self.most_values()
+        call.held.add(await self.off_loop(len(raw), lambda: decoded_bytes(raw, most)))
+        return raw
+
+    def most_values(self) -> int:
+        """How many values a body, or the answer of `/tokenize`, may have."""
+        return max(MAX_WEIGHT, 8 * self.card().context_tokens)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModel if a client asks for another model than this server's."""
+        if name is not None and name != self.settings.model:
+            raise UnknownModel(f"the model {name[:200]!r} does not exist; this is {self.settings.model!r}")
+
+    async def off_loop(self, nbytes: int, work: Callable[[], T], *, last: bool = False) -> T:
+        """`work` here if it is small, else in a thread, of which a bounded number may wait; the `last` work
+        of a request that is otherwise done is never refused."""
+        if nbytes <= self.settings.inline_bytes:
+            return work()
+        if self._in_threads >= self.settings.limits.max_queue and not last:
+            raise OutOfCapacity("too many prompts are being tokenized")
+        self._in_threads += 1
+        # Of a request that has ended meanwhile nothing may stay in the threads' queue.
+        todo = [work]
+        del work
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: todo.pop()())
+        finally:
+            todo.clear()
+            self._in_threads -= 1
+
+    # ---- generations ----------------------------------------------------------------------------
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: HttpCall, started: float) -> None:
+            # Without names here: the body is to be gone once its prompt's ids are known.
+            await self.generation(call, started, *await self.read(call, ChatBody), self.planner.chat)
+
+        await self.serve(scope, receive, send, "chat", work)
+
+    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: HttpCall, started: float) -> None:
+            await self.generation(
+                call, started, *await self.read(call, CompletionBody), self.planner.completion
+            )
+
+        await self.serve(scope, receive, send, "completions", work)
+
+    async def generation(
+        self,
+        call: HttpCall,
+        started: float,
+        body: Generating,
+        raw: bytes,
+        make: Callable[[Generating, ModelCard, str], Plan],
+    ) -> None:
+        """Answer a body that asks for tokens, and that came as `raw`."""
+        async with call:
+            plan = await self.plan(call, body, raw, make)
+            del body, raw, make
+            await self.run(call, plan, started, self.backend)
+
+    async def plan(
+        self,
+        call: HttpCall,
+        body: Generating,
+        raw: bytes,
+        make: Callable[[Generating, ModelCard, str], Plan],
+    ) -> Plan:
+        """What to run for `body`, which nobody should keep any longer. Raises BadParam."""
+        counts = self.settings.client_order
+        trusted = counts == "all" or (counts == "keys" and call.has_key)
+        card, (priority, tenant) = self.card(), waiting_order(body, call.tenant, trusted=trusted)
+        salt = cache_salt(body, call.cache_domain)
+        made = await self.off_loop(len(raw), lambda: make(body, card, call.id))
+        for sample in made.samples:
+            sample.request = msgspec.structs.replace(
+                sample.request, priority=priority, tenant=tenant, cache_salt=salt
+            )
+        call.held.set(made.held_bytes)
+        return made
+
+    def budget_s(self, started: float) -> float:
+        """What is left of a request's time. Raises DeadlineExceeded if nothing is."""
+        left_s = self.settings.limits.request_budget_s - (time.monotonic() - started)
+        if left_s <= 0:
+            raise DeadlineExceeded("the request's deadline passed before it was placed", phase="frontend")
+        return left_s
+
+    async def run(
+        self,
+        call: HttpCall,
+        plan: Plan,
+        started: float,
+        backend: Generator,
+        more: dict[str, object] | None = None,
+    ) -> None:
+        """Generate on `backend` and answer; `more` are fields that a whole answer has besides."""
+        budget_s = self.budget_s(started)
+        call.planned_at = time.monotonic()
+        if call.trace.child:
+            for sample in plan.samples:
+                sample.request = msgspec.structs.replace(sample.request, traceparent=call.trace.child)
+        meter = Meter(self.metrics, time.monotonic, started)
+        async with asyncio.timeout(budget_s + self.settings.grace_s):
+            if plan.stream:
+                await self._stream(call, plan, meter, budget_s, backend)
+                return
+            answer = plan.answer
+
+            def add(index: int, piece: Piece) -> None:
+                call.held.add(piece.nbytes)
+                answer.add(index, piece)
+
+            await generate(backend, plan.samples, meter, add, budget_s=budget_s)
+            raw = await self.off_loop(
+                call.held.nbytes - plan.held_bytes,
+                lambda: msgspec.json.encode(answer.whole() | more if more else answer.whole()),
+                last=True,
+            )
+            await call.answer(200, msgspec.Raw(raw))
+
+    async def _stream(
+        self, call: HttpCall, plan: Plan, meter: Meter, budget_s: float, backend: Generator
+    ) -> None:
+        answer, stream = plan.answer, call.stream(stall_s=self.settings.stall_s)
+
+        def take(index: int, piece: Piece) -> Wait | None:
+            if answer.keeps_streamed:
+                call.held.add(piece.nbytes)
+            return stream.events(answer.events(index, piece))
+
+        await generate(backend, plan.samples, meter, take, budget_s=budget_s)
+        await stream.end(answer.usage_event() if plan.include_usage else b"")
+
+    # ---- small endpoints ------------------------------------------------------------------------
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: HttpCall, started: float) -> None:
+            body, raw = await self.read(call, TokenizeBody)
+            context, most = self.card().context_tokens, self.most_values()
+            ids = await self.off_loop(len(raw), lambda: self._tokens_of(body, most))
+            call.held.add(TOKEN_BYTES * len(ids))
+            answer = {"count": len(ids), "max_model_len": context, "tokens": ids}
+            await call.answer(
+                200, msgspec.Raw(await self.off_loop(len(raw), lambda: msgspec.json.encode(answer)))
+            )
+
+        await self.serve(scope, receive, send, "tokenize", work)
+
+    def _tokens_of(self, body: TokenizeBody, most: int) -> list[int]:
+        try:
+            return self._encoded(body, most)
+        except TooManyTokens as found:
+            raise RequestTooLarge(f"the text has {found} tokens; /tokenize gives at most {most}") from None
+
+    def _encoded(self, body: TokenizeBody, most: int) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise BadParam("either prompt or messages is needed", "prompt")
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            return self.tokenizer.encode(body.prompt, special=special, most=most)
+        assert body.messages is not None
+        tools = [
+            {"type": "function", "function": {"name": t.function.name, "parameters": t.function.parameters}}
+            for t in body.tools or []
+        ]
+        return chat_prompt(
+            self.tokenizer,
+            body.messages,
+            tools or None,
+            generation_prompt=body.add_generation_prompt,
+            continue_final=bool(body.continue_final_message),
+            variables=body.chat_template_kwargs,
+            most=most,
+        )
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(call: HttpCall, started: float) -> None:
+            body, raw = await self.read(call, DetokenizeBody)
+            text = await self.off_loop(len(raw), lambda: self._text_of(body.tokens))
+            await call.answer(200, {"prompt": text})
+
+        await self.serve(scope, receive, send, "detokenize", work)
+
+    def _text_of(self, tokens: list[int]) -> str:
+        size = self.settings.vocab_size
+        for token in tokens:
+            if not 0 <= token < size:
+                raise BadParam(f"tokens: token {token} is not in the vocabulary of {size}", "tokens")
+        return self.tokenizer.decode(tokens, skip_special=False)
+
+    def model_object(self) -> dict[str, object]:
+        card = self.card()
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "segue",
+            "max_model_len": card.context_tokens,
+        }
+
+    async def models(self, request: HttpRequest) -> Response:
+        return self._json(request, {"object": "list", "data": [self.model_object()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name != self.settings.model:
+            error = ErrorInfo(code=ErrorCode.NOT_FOUND, text=f"the model {name[:200]!r} does not exist")
+            return self._json(request, error_body(error, param="model", code="model_not_found"), 404)
+        return self._json(request, self.model_object())
+
+    async def health(self, request: HttpRequest) -> Response:
+        return self._json(request, {"status": "ok"})
+
+    async def ready(self, request: HttpRequest) -> Response:
+        ready = self.backend.can_serve and self.backend.proven
+        why = (
+            "ready"
+            if ready
+            else "no request has completed on the workers that are here"
+            if self.backend.can_serve
+            else self.backend.lacking().info.text
+        )
+        return self._json(request, {"ready": ready, "reason": why}, 200 if ready else 503)
+
+    async def integrity(self, request: HttpRequest) -> Response:
+        tables = {"calls": self.calls, "bodies": self.memory.used_bytes, **self.backend.sizes()}
+        descriptors, segments, rss_bytes = process_facts()
+        state = NodeState(
+            role="frontend",
+            incarnation="",
+            at_rest=not busy(tables),
+            problems=[f"{name} is negative: {count}" for name, count in tables.items() if count < 0],
+            tables=tables,
+            sessions=[],
+            descriptors=descriptors,
+            segments=segments,
+            rss_bytes=rss_bytes,
+        )
+        return self._json(request, msgspec.to_builtins(state))
+
+    async def version(self, request: HttpRequest) -> Response:
+        return self._json(request, {"version": __version__})
+
+    async def scrape(self, request: HttpRequest) -> Response:
+        self.metrics.ready.set(self.backend.can_serve and self.backend.proven)
+        return Response(self.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    def _json(self, request: HttpRequest, body: object, status: int = 200) -> Response:
+        headers = {"x-request-id": request_id_of(request.scope)}
+        if status == 503:
+            headers["retry-after"] = "1"
+        return JSONResponse(body, status, headers=headers)
+
+    async def http_error(self, request: HttpRequest, error: Exception) -> Response:
+        """404 and 405, as OpenAI's error body too."""
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"][:200]
+        what = (
+            f"there is no {path}"
+            if error.status_code == 404
+            else f"{request.method[:20]} is not allowed at {path}"
+        )
+        code = ErrorCode.NOT_FOUND if error.status_code == 404 else ErrorCode.INVALID_REQUEST
+        body = error_body(ErrorInfo(code=code, text=what), status=error.status_code)
+        response = self._json(request, body, error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+
+def _record_of(
+    call: HttpCall, endpoint: str, error: SegueError | None, started: float, seconds: float
+) -> RequestRecord:
+    """One HTTP request that was placed, whole; its samples have records of their own."""
+    return RequestRecord(
+        request_id=call.id,
+        where="frontend http",
+        role="http",
+        began=started,
+        seconds=seconds,
+        steps=[Step(f"read {endpoint}", 0.0), Step("generate", call.planned_at - started)],
+        facts={"status": call.status},
+        error=error.info if error is not None else _GONE if call.gone else None,
+        traceparent=call.trace.parent,
+        span=call.trace.span,
+    )
+
+
+_GONE = AbortedByClient("the client left").info
+
+
+def with_header_rank(call: HttpCall, body: Generating) -> Generating:
+    """`body` with the DP rank that the request's header names, which comes before the body's."""
+    rank = call.header(b"x-data-parallel-rank")
+    return body if rank is None else msgspec.structs.replace(body, routed_dp_rank=header_rank(rank))
+
+
+class Asgi:
+    """A method of `OpenAIServer` as an ASGI application, which Starlette routes to without a wrapper."""
+
+    def __init__(self, handler: AsgiApp) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._handler(scope, receive, send)
+
+
+def build_app(api: OpenAIServer, keys: ApiKeys | None = None) -> AsgiApp:
+    """The application; its routes are those of docs/http.md. With `keys` clients must show one of them."""
+    generating: dict[str, AsgiApp] = {"/v1/chat/completions": api.chat, "/v1/completions": api.completions}
+    routes: list[BaseRoute] = [
+        *(Route(path, Asgi(handler), methods=["POST"]) for path, handler in generating.items()),
+        Route("/v1/models", api.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+        Route("/tokenize", Asgi(api.tokenize), methods=["POST"]),
+        Route("/detokenize", Asgi(api.detokenize), methods=["POST"]),
+        Route("/health", api.health, methods=["GET"]),
+        Route("/ready", api.ready, methods=["GET"]),
+        Route("/version", api.version, methods=["GET"]),
+        Route("/integrity", api.integrity, methods=["GET"]),
+        Route("/metrics", api.scrape, methods=["GET"]),
+    ]
+    rest = Starlette(
+        routes=routes,
+        exception_handlers={404: api.http_error, 405: api.http_error, HTTPException: api.http_error},
+    )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # What is asked most passes none of Starlette's layers.
+        found = generating.get(scope["path"], rest) if scope["method"] == "POST" else rest
+        await found(scope, receive, send)
+
+    return KeyCheck(app, keys, api.metrics) if keys else app
+
+
+__all__ = ["Asgi", "OpenAIServer", "OpenAIServerSettings", "build_app"]

@@ -1,0 +1,55 @@
+"""The public port from the first moment on: `STARTING` until there is an application to ask.
+
+Importing the tokenizer takes seconds, and a frontend that is told neither model nor name waits for an
+instance first. This module imports no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from segue.kv.errors import Starting
+from segue.kv.session.listen import url_of
+from segue.server.frontend.http_call import HttpCall, Receive, Scope, Send
+from segue.server.frontend.http_server import HttpServer, bind
+from segue.server.frontend.keys import ApiKeys, KeyCheck
+from segue.server.observe.metrics import Metrics
+
+_App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Doorway:
+    """Listens at `host:port` and answers at once; `open` gives it the application, which checks keys by
+    itself. `reason` says what it waits for until then. Make it in the loop that it serves in. Raises
+    ConfigError if it cannot listen."""
+
+    def __init__(self, host: str, port: int, *, drain_s: float, keys: ApiKeys, metrics: Metrics) -> None:
+        self.reason = "the frontend is loading the tokenizer"
+        self._app: _App = KeyCheck(self._starting, keys, metrics) if keys else self._starting
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app(scope, receive, send)
+
+        self._server = HttpServer(serve, bind(host, port), drain_s=drain_s)
+        self.url = url_of("http", *self._server.address)
+        #: ends with the server
+        self.serving = self._server.start()
+
+    def open(self, app: _App) -> None:
+        """Have `app` answer from now on."""
+        self._app = app
+
+    async def close(self) -> None:
+        """Accept nobody; running answers have `drain_s`. Idempotent."""
+        await self._server.stop()
+
+    async def _starting(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, path = HttpCall(scope, receive), scope["path"]
+        error = Starting(f"segue is starting: {self.reason}")
+        if path == "/health":
+            await call.answer(200, {"status": "ok"})
+        elif path == "/ready":
+            again = ((b"retry-after", b"%d" % error.retry_after_s),)
+            await call.answer(error.status, {"ready": False, "reason": error.info.text}, headers=again)
+        else:
+            await call.fail(error)

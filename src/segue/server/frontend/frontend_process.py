@@ -1,0 +1,163 @@
+"""The frontend as a process: bind, serve, prove, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from segue.kv.addresses import is_loopback
+from segue.kv.errors import ConfigError
+from segue.kv.limits import Limits
+from segue.kv.session.tasks import awaited, background
+from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
+from segue.server.frontend.backend import Backend
+from segue.server.frontend.doorway import Doorway
+from segue.server.frontend.keys import ApiKeys
+from segue.server.frontend.ready import keep_proving
+from segue.server.frontend.sampling_defaults import OPENAI, of_model
+from segue.server.frontend.tokenizer import ModelTokenizer
+from segue.server.frontend.trace_context import TraceContext, passed_on
+from segue.server.messages.records import Records
+from segue.server.observe.metrics import Metrics
+
+log = logging.getLogger("segue.server.frontend")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendSettings:
+    """What `run_frontend` needs beside its backend.
+
+    `port` 0 means any free one. `model_folder` holds the tokenizer and `config.json`; `context_tokens` 0
+    means what `config.json` says. `model_defaults`: sampling settings that a client does not name are those
+    of the model's `generation_config.json`. Without `keys` everybody who can reach the port may ask.
+    """
+
+    model_folder: Path
+    served_model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    limits: Limits = field(default_factory=Limits)
+    context_tokens: int = 0
+    model_defaults: bool = True
+    keys: ApiKeys = field(default_factory=lambda: ApiKeys(()))
+    client_order: str = "keys"
+
+
+async def run_frontend(
+    config: FrontendSettings,
+    backend: Backend,
+    metrics: Metrics,
+    stop: asyncio.Event,
+    *,
+    records: Records | None = None,
+    trace: Callable[[str], TraceContext] = passed_on,
+    door: Doorway | None = None,
+    on_listening: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve what `backend` generates until `stop` is set, then drain: new requests get 503, running ones
+    have `limits.drain_s`. Starts `backend` and closes it; `metrics` and `records` are the process's, `trace`
+    makes a request's trace context of the client's. `door` is the port if it is open already; it is closed at
+    the end.
+
+    `on_listening` and `on_ready` are called once with the URL: when requests are placed, and when the first
+    canary has succeeded. Raises ConfigError before anything is served. Cancelling ends at once.
+    """
+    door = door or Doorway(
+        config.host, config.port, drain_s=config.limits.drain_s, keys=config.keys, metrics=metrics
+    )
+    try:
+        door.reason = "the frontend is loading the tokenizer"
+        tokenizer = await asyncio.to_thread(ModelTokenizer.load, config.model_folder)
+        log.info("event=tokenizer_loaded folder=%s", config.model_folder)
+        context_tokens, vocab_size = model_bounds(config.model_folder, tokenizer, config.context_tokens)
+        defaults = of_model(config.model_folder, vocab_size) if config.model_defaults else OPENAI
+        log.info("what clients do not name: %s", defaults)
+        settings = OpenAIServerSettings(
+            model=config.served_model,
+            context_tokens=context_tokens,
+            vocab_size=vocab_size,
+            limits=config.limits,
+            defaults=defaults,
+            client_order=config.client_order,
+        )
+        api = OpenAIServer(backend, tokenizer, settings, metrics, records, trace)
+    except BaseException:
+        await door.close()
+        raise
+    if not config.keys and not is_loopback(config.host):
+        log.warning(
+            "--host %s without an API key: everybody who can reach port %s may use this server; "
+            "give --api-key-file",
+            config.host,
+            door.url.rpartition(":")[2],
+        )
+    door.open(build_app(api, config.keys))
+    url = door.url
+    backend.start()
+    canary = tokenizer.encode("Hello", special=True)[:8] or [0]
+    proving = awaited(keep_proving(backend, canary), name="canary")
+    unannounced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    announcing = background(
+        _announce(backend, url, on_ready), name="announcing", failed=unannounced.set_exception
+    )
+    stopping = awaited(stop.wait(), name="stop")
+    try:
+        if on_listening is not None:
+            on_listening(url)
+        # A server or a canary loop that dies takes the process with it: a dead part is not hidden.
+        ends: set[asyncio.Future[Any]] = {door.serving, proving, stopping, unannounced}
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopping}:
+            task.result()
+        await _drain(backend, api, config.limits.drain_s)
+    finally:
+        for task in (proving, announcing, stopping):
+            task.cancel()
+        await asyncio.gather(proving, announcing, stopping, return_exceptions=True)
+        await backend.close()
+        await door.close()
+        api.close()
+
+
+async def _announce(backend: Backend, url: str, on_ready: Callable[[str], None] | None) -> None:
+    while not (backend.can_serve and backend.proven):
+        await backend.changed()
+    log.info("ready %s", url)
+    if on_ready is not None:
+        on_ready(url)
+
+
+async def _drain(backend: Backend, api: OpenAIServer, drain_s: float) -> None:
+    backend.drain()
+    log.info("draining: %d requests are being answered", api.calls)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await api.idle()
+    if api.calls:
+        log.warning("%d requests did not end within %.0f s and are ended now", api.calls, drain_s)
+
+
+def model_bounds(folder: Path, tokenizer: ModelTokenizer, context_tokens: int = 0) -> tuple[int, int]:
+    """Context and vocabulary as `config.json` says (the context only where none is given); the workers' own
+    word comes later. Raises ConfigError."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} is not a model's configuration")
+    text = raw.get("text_config")
+    raw = {**raw, **text} if isinstance(text, dict) else raw
+    context = context_tokens or raw.get("max_position_embeddings") or raw.get("n_positions") or 0
+    if not isinstance(context, int) or context < 1:
+        raise ConfigError(f"{path} does not say how long a context may be (max_position_embeddings)")
+    vocab = raw.get("vocab_size")
+    return context, max(tokenizer.vocab_size, vocab if isinstance(vocab, int) else 0)

@@ -1,0 +1,65 @@
+"""The public HTTP server: a guarded one whose bounds follow from how many files this process may open."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from segue.kv.errors import SegueError
+from segue.kv.session.listen import listening
+from segue.server.frontend.problems import body_of
+from segue.server.http.guarded_http import Guard, GuardedServer, connection_bounds, raise_descriptor_limit
+
+#: Of a request's head, in seconds.
+HEAD_S = 10.0
+#: Of its body's last byte. The application gives up on a body before, and counts it.
+REQUEST_S = 75.0
+#: Of a connection between two requests: longer than proxies keep theirs (60), so that they close first.
+IDLE_S = 75.0
+_TLS_HINT = "this server speaks plain HTTP: use http://, or put a proxy with a certificate in front of it"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. ConfigError if the port is taken or the host is not ours."""
+    return listening(host, port, what="the HTTP server", flag="--port")
+
+
+def public_guard(
+    *, head_s: float = HEAD_S, request_s: float = REQUEST_S, idle_s: float = IDLE_S, descriptors: int = 0
+) -> Guard:
+    """What the public server allows with `descriptors` (0: as many as the system gives, which are asked for).
+
+    One address in front of many clients is normal, so only connections without a whole head count by address.
+    """
+    pending, members = connection_bounds(descriptors or raise_descriptor_limit())
+    return Guard(
+        head_s=head_s,
+        request_s=request_s,
+        idle_s=idle_s,
+        max_pending=pending,
+        max_members=members,
+        head_is_proof=True,
+        tls_hint=_TLS_HINT,
+        body_of=_encode,
+    )
+
+
+def _encode(error: SegueError) -> bytes:
+    return msgspec.json.encode(body_of(error))
+
+
+class HttpServer(GuardedServer):
+    """Serves an application to everybody on an open socket until `stop`."""
+
+    def __init__(
+        self,
+        app: Callable[..., Any],
+        sock: socket.socket,
+        *,
+        drain_s: float,
+        guard: Guard | None = None,
+    ) -> None:
+        super().__init__(app, sock, guard=guard or public_guard(), drain_s=drain_s)

@@ -1,0 +1,252 @@
+"""From a decoded body to samples that can be submitted and an answer that can be filled."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from segue.engine.request import RankHints, Request, SamplingParams
+from segue.server.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
+from segue.server.frontend.chat import ToolUse, chat_prompt, tool_use
+from segue.server.frontend.generate import Sample
+from segue.server.frontend.openai_types import ChatBody, CompletionBody, GenerateFields
+from segue.server.frontend.params import (
+    MAX_SAMPLES,
+    ModelCard,
+    Text,
+    asked_tokens,
+    check_kept_logprobs,
+    check_prompt,
+    grammar_of,
+    most_tokens,
+    rank_hints,
+    samples,
+    sampling,
+    text_options,
+    too_long,
+)
+from segue.server.frontend.problems import BadParam
+from segue.server.frontend.request_memory import SAMPLE_BYTES, TOKEN_BYTES
+from segue.server.frontend.tokenizer import ModelTokenizer, TooManyTokens
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Plan:
+    """What to run and how to answer."""
+
+    answer: Answer
+    stream: bool
+    include_usage: bool
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [choice.sample for choice in self.answer.choices]
+
+    @property
+    def held_bytes(self) -> int:
+        """About what it keeps in memory. Samples of one prompt share its ids."""
+        requests = [sample.request for sample in self.samples]
+        tokens = sum(len(prompt) for prompt in {id(r.prompt): r.prompt for r in requests}.values())
+        grammars = {id(r.sampling.grammar): r.sampling.grammar for r in requests}.values()
+        texts = self.answer.held_chars + sum(len(grammar.text) for grammar in grammars if grammar)
+        return SAMPLE_BYTES * len(requests) + TOKEN_BYTES * tokens + 4 * texts
+
+
+@dataclass(slots=True)
+class Planner:
+    """Makes plans for one model. Pure but for the clock's date; used from worker threads too."""
+
+    tokenizer: ModelTokenizer
+    today: Callable[[], float] = time.time
+    _serial: itertools.count[int] = field(default_factory=itertools.count)
+
+    def chat(self, body: ChatBody, card: ModelCard, call_id: str) -> Plan:
+        """Raises BadParam for what is wrong in `body`."""
+        logprobs = _chat_logprobs(body)
+        use = tool_use(body, self.tokenizer)
+        grammar = grammar_of(body)
+        if use.grammar is not None and grammar is not None:
+            raise BadParam(
+                "tool_choice: a forced call and another constraint exclude each other", "tool_choice"
+            )
+        try:
+            prompt = chat_prompt(
+                self.tokenizer,
+                body.messages,
+                use.tools,
+                generation_prompt=body.add_generation_prompt,
+                continue_final=bool(body.continue_final_message),
+                variables=body.chat_template_kwargs,
+                most=card.context_tokens - 1,
+            )
+        except TooManyTokens as found:
+            raise too_long(found, card, "messages") from None
+        check_prompt(prompt, card, "messages")
+        max_tokens, max_tokens_param = asked_tokens(body)
+        n = samples(body)
+        params = sampling(
+            body,
+            card,
+            prompt_tokens=len(prompt),
+            max_tokens=max_tokens,
+            max_tokens_param=max_tokens_param,
+            # Without a number of tokens an answer ends where it may keep no more log-probabilities.
+            default_max_tokens=None if logprobs is None or body.stream else most_tokens(n, logprobs),
+            logprobs=logprobs,
+            grammar=grammar or use.grammar,
+        )
+        text = text_options(body)
+        ranks = rank_hints(body)
+        choices = [self._chat_choice(call_id, prompt, params, text, use, ranks, i) for i in range(n)]
+        shape = _shape(body, card, f"chatcmpl-{call_id}", int(self.today()), logprobs is not None)
+        answer = ChatAnswer(shape, choices, self.tokenizer)
+        return _planned(answer, body, shape)
+
+    def _chat_choice(
+        self,
+        call_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        text: Text,
+        use: ToolUse,
+        ranks: RankHints,
+        i: int,
+    ) -> Choice:
+        parser = use.parser()
+        if parser is not None and parser.keep_special:
+            text = Text(text.stops, text.include_stop, skip_special=False)
+        return Choice(self._sample(call_id, prompt, params, text, ranks, i), parser=parser)
+
+    def completion(self, body: CompletionBody, card: ModelCard, call_id: str) -> Plan:
+        """Raises BadParam for what is wrong in `body`."""
+        if body.suffix:
+            raise BadParam("suffix: this model does not fill in the middle", "suffix")
+        n = samples(body)
+        if body.best_of is not None and body.best_of != n:
+            raise BadParam("best_of: not supported; leave it out or set it to n", "best_of")
+        given = _given_prompts(body)
+        if len(given) * n > MAX_SAMPLES:
+            raise BadParam(
+                f"{len(given)} prompts with {n} samples each: at most {MAX_SAMPLES} in all", "prompt"
+            )
+        max_tokens, max_tokens_param = asked_tokens(body)
+        echo_only = bool(body.echo) and max_tokens == 0
+        grammar = grammar_of(body)
+        text, ranks = text_options(body), rank_hints(body)
+        special = body.add_special_tokens is not False
+        prompts: list[list[int]] = []
+        choices = []
+        # Each is checked before the next one is encoded.
+        for p, item in enumerate(given):
+            prompt = self._encode(item, card, special) if isinstance(item, str) else item
+            check_prompt(prompt, card, "prompt")
+            prompts.append(prompt)
+            params = sampling(
+                body,
+                card,
+                prompt_tokens=len(prompt),
+                max_tokens=1 if echo_only else max_tokens,
+                max_tokens_param=max_tokens_param,
+                default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+                grammar=grammar,
+            )
+            choices += [
+                Choice(self._sample(call_id, prompt, params, text, ranks, i), prompt=p) for i in range(n)
+            ]
+        shape = _shape(body, card, f"cmpl-{call_id}", int(self.today()), body.logprobs is not None)
+        answer = CompletionAnswer(
+            shape,
+            choices,
+            self.tokenizer,
+            echo=self._echo(body, prompts) if body.echo else None,
+            echo_only=echo_only,
+        )
+        return _planned(answer, body, shape)
+
+    def _sample(
+        self, call_id: str, prompt: list[int], params: SamplingParams, text: Text, ranks: RankHints, i: int
+    ) -> Sample:
+        # A client may send one X-Request-ID twice; a request's id is never used twice.
+        request_id = f"{call_id}-{next(self._serial)}"
+        if i:
+            params = msgspec.structs.replace(params, seed=(params.seed + i) & (2**63 - 1))
+        request = Request(request_id=request_id, prompt=prompt, sampling=params, ranks=ranks)
+        return Sample(request, text, self.tokenizer)
+
+    def _encode(self, text: str, card: ModelCard, special: bool) -> list[int]:
+        if not text:
+            raise BadParam("prompt: the prompt is empty", "prompt")
+        try:
+            return self.tokenizer.encode(text, special=special, most=card.context_tokens - 1)
+        except TooManyTokens as found:
+            raise too_long(found, card, "prompt") from None
+
+    def _echo(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
+        if isinstance(body.prompt, str):
+            return [body.prompt]
+        return [
+            item if isinstance(item, str) else self.tokenizer.decode(ids, skip_special=False)
+            for item, ids in zip(
+                body.prompt if len(body.prompt) == len(prompts) else prompts, prompts, strict=True
+            )
+        ]
+
+
+def _given_prompts(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts, each a text or token ids: one string, strings, one list of ids, or lists of ids."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    items: list[Any] = list(body.prompt)
+    if not items:
+        raise BadParam("prompt: the prompt is empty", "prompt")
+    kind = type(items[0])
+    if any(type(item) is not kind for item in items):
+        raise BadParam("prompt: strings, token ids or lists of token ids, not a mixture", "prompt")
+    if kind is int:
+        return [items]
+    if len(items) > MAX_SAMPLES:
+        raise BadParam(f"prompt: at most {MAX_SAMPLES} prompts, not {len(items)}", "prompt")
+    return items
+
+
+def _planned(answer: Answer, body: GenerateFields, shape: Shape) -> Plan:
+    plan = Plan(answer, bool(body.stream), shape.include_usage)
+    check_kept_logprobs([sample.request for sample in plan.samples], whole=not plan.stream)
+    return plan
+
+
+def _chat_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise BadParam("top_logprobs: set logprobs to true as well", "top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
+        raise BadParam(f"top_logprobs: from 0 to 20, not {body.top_logprobs}", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _shape(body: GenerateFields, card: ModelCard, answer_id: str, created: int, logprobs: bool) -> Shape:
+    options = body.stream_options
+    asked = options is not None and (
+        options.include_usage is not None or options.continuous_usage_stats is not None
+    )
+    if asked and not body.stream:
+        raise BadParam("stream_options: only with stream", "stream_options")
+    include_usage = bool(options is not None and options.include_usage)
+    return Shape(
+        id=answer_id,
+        model=card.name,
+        created=created,
+        logprobs=logprobs,
+        include_usage=include_usage,
+        continuous_usage=bool(include_usage and options is not None and options.continuous_usage_stats),
+        token_ids=bool(body.return_token_ids),
+        timeline=bool(body.return_timeline),
+    )

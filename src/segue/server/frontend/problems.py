@@ -1,0 +1,86 @@
+"""How an error looks to a client: OpenAI's error body and an honest status.
+
+The error tree is `kv.errors`; this file adds only what a client's library wants to know besides:
+which parameter was wrong and OpenAI's own code where one exists.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from segue.kv.errors import ErrorInfo, InvalidRequest, NotFound, SegueError, status_of
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "invalid_request_error",
+    431: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "request_cancelled",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+_PATH = re.compile(r"`\$\.?([^`]*)`\s*$")
+
+
+class BadParam(InvalidRequest):
+    """A request that is wrong in one parameter. `openai_code` is OpenAI's name for it, if any."""
+
+    def __init__(self, text: str, param: str | None = None, openai_code: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
+        self.openai_code = openai_code
+
+
+class UnknownModel(NotFound):
+    """A model this frontend does not serve."""
+
+    param = "model"
+    openai_code = "model_not_found"
+
+
+def unparsable(error: msgspec.DecodeError | UnicodeDecodeError | RecursionError) -> BadParam:
+    """The client's view of a body that msgspec refused: the parameter named, no internals."""
+    if isinstance(error, UnicodeDecodeError):
+        return BadParam(f"the body is not valid UTF-8: {error.reason} at byte {error.start}")
+    if isinstance(error, RecursionError):
+        return BadParam("the body is nested too deeply")
+    text = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return BadParam(f"the body is not valid JSON: {text}")
+    path = _PATH.search(text)
+    if path is None:
+        return BadParam(f"the body has a wrong shape: {text}")
+    what = text[: path.start()].removesuffix("at ").removesuffix(" - ").removesuffix("`key` in ").strip(" -")
+    return BadParam(f"{path[1] or 'the body'}: {what}", path[1] or None)
+
+
+def error_body(
+    info: ErrorInfo, *, param: str | None = None, code: str | None = None, status: int | None = None
+) -> dict[str, object]:
+    """OpenAI's `{"error": {…}}` for a record; the message says where it began, if that is known."""
+    status = status_of(info.code) if status is None else status
+    where = ", ".join(part for part in (info.origin, info.phase) if part)
+    return {
+        "error": {
+            "message": f"{info.text} ({where})" if where else info.text,
+            "type": _TYPES.get(status, "server_error"),
+            "param": param,
+            "code": code or info.code.value,
+        }
+    }
+
+
+def body_of(error: SegueError) -> dict[str, object]:
+    """`error_body` of an exception, with the parameter it names."""
+    if isinstance(error, BadParam | UnknownModel):
+        return error_body(error.info, param=error.param, code=error.openai_code)
+    return error_body(error.info, status=error.status)

@@ -1,0 +1,87 @@
+"""Memory of requests: from the first byte of a body to the last one of the answer, over all connections.
+
+A request counts what it keeps at the time: its body while that arrives, body and decoded values until its
+prompt's token ids are known, then the ids and what it has of its answer. Beyond the budget the request that
+needs more is refused (429), and no other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from segue.kv.errors import OutOfCapacity, RequestTooLarge
+
+#: Bytes of an id in a list, with the integer that it is.
+TOKEN_BYTES: Final = 40
+#: Bytes of a sample besides its prompt: its request, its detokenizer, its tables in the fleet.
+SAMPLE_BYTES: Final = 8192
+#: Bytes of one log-probability and its token, as JSON.
+LOGPROB_BYTES: Final = 60
+#: What decoded values may weigh together in any case. While msgspec decodes a body nothing else of the
+#: process runs, in whichever thread that is.
+MAX_WEIGHT: Final = 2**20
+#: A list or an object weighs as many values: it takes as long to make.
+_CONTAINER: Final = 16
+_SLICE: Final = 64 * 2**10
+
+
+#: The least that a server's requests may keep.
+MIN_BUDGET: Final = 256 * 2**20
+
+
+class MemoryBudget:
+    """Bytes that requests keep at one time."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count `nbytes` more. Raises OutOfCapacity if they do not fit."""
+        if nbytes > 0 and self.used_bytes + nbytes > self.limit_bytes:
+            raise OutOfCapacity(
+                f"requests keep {self.used_bytes} of {self.limit_bytes} bytes, and this one needs {nbytes} "
+                "more; try again later"
+            )
+        self.used_bytes += nbytes
+
+
+class RequestMemory:
+    """What one request keeps of a `budget`."""
+
+    __slots__ = ("_budget", "nbytes")
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Keep `nbytes` more. Raises OutOfCapacity."""
+        self._budget.take(nbytes)
+        self.nbytes += nbytes
+
+    def set(self, nbytes: int) -> None:
+        """Keep `nbytes` in all from now on. Raises OutOfCapacity."""
+        self.add(nbytes - self.nbytes)
+
+
+def decoded_bytes(raw: bytes, max_weight: int) -> int:
+    """About what the values of a JSON text take in memory; it is not decoded for that.
+
+    Raises RequestTooLarge if there are so many that decoding them would hold all others up. Signs within
+    texts count as well: a text with so many is longer than a context. In slices: a thread that does it lets
+    the event loop run between them.
+    """
+    values = containers = 0
+    for at in range(0, len(raw), _SLICE):
+        piece = raw[at : at + _SLICE]
+        values += piece.count(b",") + piece.count(b":")
+        containers += piece.count(b"[") + piece.count(b"{")
+        if values + _CONTAINER * containers > max_weight:
+            raise RequestTooLarge(
+                f"the body has too many values: {max_weight} at most, of which a list or an object counts as "
+                f"{_CONTAINER}; send fewer prompts, messages or tools in one request"
+            )
+    # A text with one sign beyond Latin-1 takes two to four bytes for each of its letters.
+    wide = 1 if raw.isascii() and b"\\u" not in raw else 4
+    return wide * len(raw) + TOKEN_BYTES * values + 200 * containers

@@ -1,0 +1,112 @@
+"""The sessions of an instance with frontends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from segue.engine.kv_events import FollowPrefixes, KVEvent, Prefixes, net
+from segue.engine.request import Output
+from segue.kv.errors import PeerRefused, SegueError
+from segue.kv.ids import Incarnation
+from segue.kv.session.api import PeerInfo, Session
+from segue.server.direct.rooms import Rooms
+from segue.server.instance.leader import FromFrontend, FrontendGone, Item
+from segue.server.messages.control import (
+    Cancel,
+    Explained,
+    FlushCache,
+    Load,
+    Meet,
+    Met,
+    Outputs,
+    Over,
+    Submit,
+)
+
+log = logging.getLogger("segue.instance")
+
+
+class FrontendSessions:
+    """The sessions of frontends: what arrives goes into the leader's inbox, outputs go back.
+
+    A `SessionHandler`. Everything but `deliver` is used on the I/O thread only.
+    """
+
+    def __init__(self) -> None:
+        #: Hears what a frontend answers an operator.
+        self.told: Callable[[Incarnation, Explained], None] = lambda _frontend, _answer: None
+        #: Puts an item into the leader's inbox; None until there is a leader.
+        self.deliver: Callable[[Item], None] | None = None
+        self.sessions: dict[Incarnation, Session] = {}
+        self.load: Load | None = None
+        #: who follows our prefix cache, and the number of what it was told last
+        self._following: dict[Incarnation, int] = {}
+        #: of a prefill instance whose door answers routers
+        self.rooms: Rooms | None = None
+
+    def hello(self) -> bytes:
+        """A frontend needs to know nothing but what the registry says."""
+        return b""
+
+    def accept(self, peer: PeerInfo) -> None:
+        """Every frontend that knows the secret is welcome."""
+        if peer.leader.dp_rank:
+            raise PeerRefused(f"a frontend has no data-parallel ranks, and this one says {peer.leader}")
+
+    def opened(self, session: Session) -> None:
+        """Tell a new frontend the load at once: placement needs it."""
+        self.sessions[session.peer.leader.incarnation] = session
+        if self.load is not None:
+            session.send(self.load)
+
+    def received(self, session: Session, message: object) -> None:
+        """Orders to the leader, answers for operators, and what a decode door asks ours."""
+        if self.deliver is not None and isinstance(message, Submit | Cancel | FlushCache | FollowPrefixes):
+            self.deliver(FromFrontend(session.peer.leader.incarnation, message))
+        elif isinstance(message, Meet) and self.rooms is None:
+            refused = PeerRefused("this prefill instance has no HTTP door; start it with --http-port")
+            session.send(Met(room=message.room, error=refused.info, elsewhere=True))
+        elif isinstance(message, Meet) and self.rooms is not None:
+            self.rooms.meet(session, message)
+        elif isinstance(message, Over):
+            if self.rooms is not None:
+                self.rooms.over(session, message)
+        elif isinstance(message, Explained):
+            self.told(session.peer.leader.incarnation, message)
+        else:
+            log.warning("a frontend sent a %s", type(message).__name__)
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        """Nobody is left to read its outputs."""
+        incarnation = session.peer.leader.incarnation
+        if self.rooms is not None:
+            self.rooms.closed(session, error)
+        if self.sessions.get(incarnation) is session:
+            del self.sessions[incarnation]
+            self._following.pop(incarnation, None)
+            if self.deliver is not None:
+                self.deliver(FrontendGone(incarnation, error.info))
+
+    def send(self, origin: Incarnation, outputs: list[Output]) -> None:
+        """Outputs of one step to their frontend, if it is still there."""
+        if (session := self.sessions.get(origin)) is not None:
+            session.send(Outputs(outputs))
+
+    def prefixes(self, only: Incarnation | None, page_tokens: int, events: list[KVEvent]) -> None:
+        """What the prefix cache holds, to `only`, which follows it from now on; or to all who do, what has
+        changed there."""
+        cleared, stored, removed = net(events)
+        for incarnation in [only] if only is not None else list(self._following):
+            if (session := self.sessions.get(incarnation)) is None:
+                continue
+            seq = self._following[incarnation] = 0 if only is not None else self._following[incarnation] + 1
+            session.send(
+                Prefixes(seq=seq, page_tokens=page_tokens, stored=stored, removed=removed, cleared=cleared)
+            )
+
+    def report(self, load: Load) -> None:
+        """The load to every frontend."""
+        self.load = load
+        for session in self.sessions.values():
+            session.send(load)

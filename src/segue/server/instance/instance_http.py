@@ -1,0 +1,157 @@
+"""An instance's own HTTP server (`--http-port`): is it alive, what is it, how is it doing; and, for foreign
+routers, its door (`server.direct.door`)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from segue import __version__
+from segue.kv.errors import SegueError
+from segue.kv.peers import PathSpeed
+from segue.kv.session.listen import listening
+from segue.server.direct.door import LazyDoor, door_routes
+from segue.server.frontend.http_server import public_guard
+from segue.server.frontend.keys import ApiKeys, KeyCheck
+from segue.server.http.guarded_http import Guard, GuardedServer
+from segue.server.messages.control import Load
+from segue.server.observe.integrity_report import NodeState
+from segue.server.observe.metrics import CONTENT_TYPE
+
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStatus:
+    """What the server shows; each is asked for on the I/O thread when a request comes.
+
+    `counts` are table sizes and counters by name, `alive` whether the leader's loop still runs,
+    `integrity` what a look at everything finds, `paths` the speed to each peer.
+    """
+
+    about: dict[str, object]
+    load: Callable[[], Load | None]
+    counts: Callable[[], dict[str, int]]
+    alive: Callable[[], bool]
+    integrity: Callable[[], Awaitable[NodeState]]
+    paths: Callable[[], dict[str, PathSpeed]] = dict
+
+
+class _StatusCollector(Collector):
+    """The instance's numbers as gauges, read when they are scraped."""
+
+    def __init__(self, status: InstanceStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        load = self._status.load()
+        if load is not None:
+            requests = GaugeMetricFamily("segue_instance_requests", "Requests by state", labels=["state"])
+            requests.add_metric(["running"], load.running)
+            requests.add_metric(["waiting"], load.waiting)
+            yield requests
+            for name, what, found in (("pages", "KV pages", load.pages), ("slots", "Slots", load.slots)):
+                family = GaugeMetricFamily(f"segue_instance_{name}", f"{what} by state", labels=["state"])
+                for state, count in found.items():
+                    family.add_metric([state], count)
+                yield family
+        counts = GaugeMetricFamily("segue_instance_table", "Entries of internal tables", labels=["table"])
+        for name, count in self._status.counts().items():
+            counts.add_metric([name], count)
+        yield counts
+        speeds = GaugeMetricFamily(
+            "segue_instance_path_bytes_per_second", "Measured speed of a path", labels=["peer", "transport"]
+        )
+        for peer, speed in self._status.paths().items():
+            if speed.nbytes:  # decode, and a prefill that has sent nothing yet, know of none
+                speeds.add_metric([peer, speed.transport], speed.bytes_per_s)
+        yield speeds
+        labels = ["peer", "transport", "chosen"]
+        pages = GaugeMetricFamily(
+            "segue_instance_probe_page_seconds",
+            "One page over a path, as its probe measured it",
+            labels=labels,
+        )
+        rates = GaugeMetricFamily(
+            "segue_instance_probe_bytes_per_second",
+            "Many pages over a path, as its probe measured it",
+            labels=labels,
+        )
+        for peer, speed in self._status.paths().items():
+            for one in speed.choice.candidates if speed.choice is not None else ():
+                if one.figures is not None:
+                    about = [peer, one.transport, str(one.transport == speed.transport).lower()]
+                    pages.add_metric(about, one.figures.page_s)
+                    rates.add_metric(about, one.figures.bytes_per_s)
+        yield from (pages, rates)
+
+
+def start_http(
+    status: InstanceStatus,
+    host: str,
+    port: int,
+    request_s: float,
+    *,
+    lazy: LazyDoor | None = None,
+    keys: ApiKeys | None = None,
+) -> GuardedServer:
+    """Bind and serve in the current loop; `request_s` is what one request may take to arrive (with a door:
+    its head). Raises ConfigError if the port is in use.
+
+    With `lazy` it also generates, for foreign routers. With `keys` clients must show one of them.
+    """
+    registry = CollectorRegistry()
+    registry.register(_StatusCollector(status))
+
+    async def health(request: Request) -> Response:
+        alive = status.alive()
+        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
+
+    async def server_info(request: Request) -> Response:
+        return JSONResponse(status.about | {"version": __version__})
+
+    async def integrity(request: Request) -> Response:
+        try:
+            state = await status.integrity()
+        except SegueError as error:
+            return Response(msgspec.json.encode({"error": error.info}), error.status, media_type=_JSON)
+        return Response(msgspec.json.encode(state), media_type=_JSON)
+
+    async def metrics(request: Request) -> Response:
+        more = lazy.metrics.exposition() if lazy is not None else b""
+        return Response(generate_latest(registry) + more, headers={"content-type": CONTENT_TYPE})
+
+    routes: list[BaseRoute] = [
+        Route("/health", health),
+        Route("/server_info", server_info),
+        Route("/get_server_info", server_info),
+        Route("/integrity", integrity),
+        Route("/metrics", metrics),
+    ]
+    # Without TLS: probes, scrapers and routers have no certificate of ours.
+    guard = Guard(head_s=request_s, request_s=request_s, max_members=1)  # nobody proves anything here
+    app: Any = Starlette(routes=routes)
+    if lazy is not None:
+        served = str(status.about["served_model_name"])
+        app.router.routes += door_routes(lazy, served, status.load, status.integrity)
+        guard = public_guard(head_s=request_s)
+        app = KeyCheck(app, keys, lazy.metrics) if keys else app
+    server = GuardedServer(
+        app,
+        listening(host, port, what="the instance's HTTP server", flag="--http-port"),
+        guard=guard,
+        drain_s=1.0,
+    )
+    server.start()
+    return server

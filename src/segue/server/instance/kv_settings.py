@@ -1,0 +1,87 @@
+"""From the settings of an instance to what its leader, and each of its ranks, hands KV over with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from segue.kv.config import KVConfig, SessionConfig
+from segue.kv.errors import ConfigError
+from segue.kv.ids import ChecksumMode, LeaderId
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.protocol.room_ranks import DpRanks
+from segue.kv.session.tls import Tls
+from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.memory.pool_memory import Memory
+from segue.kv.transport.probe import SCRATCH_BYTES
+from segue.server.settings.commands import InstanceConfig
+
+log = logging.getLogger("segue.instance")
+
+
+def session_config(config: InstanceConfig, me: LeaderId, tls: Tls | None) -> SessionConfig:
+    """How the leader `me` talks to others."""
+    return SessionConfig(
+        role=config.role,
+        me=me,
+        host=config.host,
+        port=config.port,
+        advertise=config.advertise_host,
+        advertise_port=config.advertise_port,
+        secret=config.secret or None,
+        limits=config.limit.limits(),
+        tls=tls,
+    )
+
+
+def dp_ranks(config: InstanceConfig) -> DpRanks:
+    """The DP ranks of the instance."""
+    return DpRanks(
+        size=config.dp,
+        load_balance=config.load_balance,
+        force_query=config.force_query_prefill_dp_rank,
+        on_conflict=config.dp_rank_conflict,
+    )
+
+
+def kv_config(
+    config: InstanceConfig,
+    me: LeaderId,
+    *,
+    model: str,
+    spec: PoolSpec,
+    memory: Memory,
+    transports: Sequence[str],
+    tls: Tls | None,
+    rank: int = 0,
+) -> KVConfig:
+    """What rank `rank` of the leader `me` hands over. A port that is given is that of rank 0; each rank has
+    the next one. Where `--transport` leaves a choice, and there is scratch in `memory` behind the pool, pairs
+    measure."""
+    moves_bytes = all(KINDS.kind(name).moves_bytes for name in transports)
+    advertised = config.advertise_data_port
+    room = not spec.planes and memory.nbytes - spec.nbytes >= SCRATCH_BYTES
+    return KVConfig(
+        **vars(session_config(config, me, tls)),
+        model=model,
+        spec=spec,
+        transports=transports,
+        transport_port=config.data_port + rank if config.data_port else 0,
+        advertise_transport_port=None if advertised is None else advertised + rank,
+        dp=dp_ranks(config),
+        kv_checksum=ChecksumMode(config.kv_checksum) if moves_bytes else ChecksumMode.OFF,
+        scratch_bytes=SCRATCH_BYTES if room and len(KINDS.names(config.transport)) > 1 else 0,
+    )
+
+
+def usable_transports(setting: str, memory: Memory) -> tuple[str, ...]:
+    """The transports to offer for `--transport`; of several, those that work here. Raises ConfigError if none
+    does."""
+    found = KINDS.offered(setting, memory)
+    usable = tuple(name for name, reason in found.items() if reason == OK)
+    for name, reason in found.items():
+        if reason != OK:
+            log.warning("%s cannot be used, only %s is offered: %s", name, ", ".join(usable), reason)
+    if not usable:
+        raise ConfigError(f"no transport works here: {found}; see segue doctor")
+    return usable

@@ -1,0 +1,223 @@
+"""The process of one rank but the leader's: `python -m segue.server.instance.rank_process PIPE_FD CHANNELS_FD`.
+
+Its main thread carries out the leader's orders (`engine.ranks.parallel_replica`), its I/O thread what the hand-offs ask of its
+pool (`kv.ranks.rank_worker`), over a channel that comes with each role. It dies with its leader, and signals that
+mean the whole family are the leader's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from segue.engine.ranks.pipe import Pipe
+from segue.kv.config import HOST
+from segue.kv.errors import DECODE_ERRORS, ErrorInfo, Internal, PeerLost, SegueError
+from segue.kv.ids import LeaderId, Role
+from segue.kv.io import IoThread
+from segue.kv.layout.spec import PoolSpec
+from segue.kv.ranks.local_rank import local_rank
+from segue.kv.ranks.rank_worker import RankWorker
+from segue.kv.session import tls
+from segue.kv.session.tasks import typed
+from segue.server.instance.gc import frozen_imports
+from segue.server.instance.kv_settings import kv_config
+from segue.server.settings.commands import InstanceConfig
+
+if TYPE_CHECKING:
+    from segue.engine.cpu.cpu_forward import CpuForward
+
+_PR_SET_PDEATHSIG = 1  # prctl.h of Linux
+#: For what the leader has asked for and reads.
+SAY_S = 30.0
+
+
+class HereWord(msgspec.Struct, frozen=True, tag=True):
+    """The process runs, with all modules that it needs."""
+
+
+class SetUpOrder(msgspec.Struct, frozen=True, tag=True):
+    """Be rank `rank` of an instance with this configuration, whose pools take `pool_bytes` together; the
+    ranks meet at `port` of loopback."""
+
+    config: InstanceConfig
+    rank: int
+    pool_bytes: int
+    port: int
+
+
+class LoadedWord(msgspec.Struct, frozen=True, tag=True):
+    """The rank has its part of the model with this fingerprint, and its pool."""
+
+    fingerprint: str
+    spec: PoolSpec
+
+
+class CannotWord(msgspec.Struct, frozen=True, tag=True):
+    """The process ends for this reason."""
+
+    error: ErrorInfo
+
+
+class ServeOrder(msgspec.Struct, frozen=True, tag=True):
+    """Be a rank of this leader in this role, with these transports, and of no other leader any more. The
+    channel to it waits at the other socket."""
+
+    me: LeaderId
+    role: Role
+    transports: list[str]
+
+
+Word = HereWord | LoadedWord | CannotWord
+WORDS: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+#: How often the interpreter lets another thread run: the I/O thread of a rank must not wait 5 ms for one that
+#: computes between two torch calls.
+SWITCH_INTERVAL_S = 0.0005
+T = TypeVar("T")
+
+
+def heard(pipe: Pipe, decoder: msgspec.msgpack.Decoder[T], within_s: float | None = None) -> T:
+    """The next message. Raises PeerLost, and Internal for one that is of no such kind."""
+    try:
+        return decoder.decode(pipe.receive(within_s))
+    except DECODE_ERRORS as exc:
+        raise Internal(f"{pipe.name} did not say what was due: {exc}") from exc
+
+
+def main(pipe_fd: int, channels_fd: int) -> int:
+    """Serve until the leader leaves; the exit status."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pipe = Pipe(socket.socket(fileno=pipe_fd), "the leader")
+    channels = socket.socket(fileno=channels_fd)
+    try:
+        _serve(pipe, channels)
+    except SegueError as error:
+        logging.getLogger("segue.rank").error("this rank ends: %s", error)
+        return 1
+    return 0
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it ends, even if this one is stopped."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+class HandOffs:
+    """What rank `number` hands the KV of `forward` over with: made anew for each role of its leader, whose
+    channels come through `channels`."""
+
+    def __init__(
+        self, config: InstanceConfig, number: int, forward: CpuForward, channels: socket.socket
+    ) -> None:
+        self._config = config
+        self._number = number
+        self._forward = forward
+        self._channels = channels
+        self._worker: RankWorker | None = None
+
+    def serve(self, words: bytes) -> None:
+        """Do what the `ServeOrder` says. Raises Internal for other words, PeerLost without a channel, and
+        what `local_rank` and `RankWorker.start` do."""
+        try:
+            order = msgspec.msgpack.decode(words, type=ServeOrder)
+        except DECODE_ERRORS as exc:
+            raise Internal(f"the leader said something else where a role was due: {exc}") from exc
+        self.close()
+        config, pool = replace(self._config, role=order.role), self._forward.pool
+        rank = local_rank(
+            kv_config(
+                config,
+                order.me,
+                model=self._forward.fingerprint,
+                spec=pool.spec,
+                memory=pool.memory,
+                transports=order.transports,
+                tls=tls.from_config(config.tls, config.peer_host),
+                rank=self._number,
+            ),
+            pool.memory,
+            HOST,
+            self._number,
+        )
+        # If the leader ends, the pipe ends at the same time and wakes the main thread.
+        self._worker = RankWorker(rank, self._channel(), IoThread(), config.limit.limits(), lambda _: None)
+        self._worker.start()
+        # As its leader: what is here now stays, and no collection goes through it, at the end neither.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+
+    def _channel(self) -> socket.socket:
+        self._channels.settimeout(SAY_S)
+        try:
+            _, fds, _, _ = socket.recv_fds(self._channels, 1, 1)
+        except OSError as exc:
+            raise PeerLost(f"the leader sent no channel: {exc}") from exc
+        if not fds:
+            raise PeerLost("the leader sent no channel")
+        return socket.socket(fileno=fds[0])
+
+    def close(self) -> None:
+        """End the transports, and then the channel. Idempotent."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def _serve(pipe: Pipe, channels: socket.socket) -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with frozen_imports():
+        # What takes seconds to import, before the ranks wait for one another.
+        importlib.import_module("transformers.modeling_utils")
+        from segue.engine.cpu.cpu_forward import load_forward
+        from segue.engine.ranks.collectives import join, meeting_point
+        from segue.engine.ranks.parallel_replica import serve_rank
+
+    pipe.send(msgspec.msgpack.encode(HereWord()), SAY_S)
+    order = heard(pipe, msgspec.msgpack.Decoder(SetUpOrder))
+    config = order.config
+    logging.basicConfig(
+        level=config.log.log_level.upper(),
+        format=f"%(levelname)-7s {config.label} rank {order.rank} %(name)s %(message)s",
+    )
+    try:
+        place = join(config.size, order.rank, meeting_point(order.port))
+        forward = load_forward(
+            Path(config.model),
+            dtype=config.engine.dtype,
+            pool_bytes=order.pool_bytes,
+            page_tokens=config.engine.page_tokens,
+            threads=config.engine.threads_per_worker or 1,
+            place=place,
+            cache=config.engine.cache,
+        )
+    except Exception as exc:
+        error = typed(exc, "loading")
+        pipe.send(msgspec.msgpack.encode(CannotWord(error.info)), SAY_S)
+        raise error from exc
+    pipe.send(msgspec.msgpack.encode(LoadedWord(forward.fingerprint, forward.pool.spec)), SAY_S)
+    hand_offs = HandOffs(config, order.rank, forward, channels)
+    try:
+        serve_rank(pipe, forward, hand_offs.serve)
+    finally:
+        hand_offs.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,277 @@
+"""The processes of a leader's other ranks: started before the model is loaded, dead at the latest with it.
+
+Each has a pipe to the leader for orders (`engine.ranks.parallel_replica`), and a channel for hand-offs (`kv.ranks.worker_rank`),
+which is another one for each role of the leader and comes through a socket of its own. Whichever shows first
+that one has ended or stands still: then all are killed, the computing leader gets an error instead of an
+answer, and the replica is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from segue.engine.engine_api import Companions, Engine
+from segue.engine.models.supported import check_experts
+from segue.engine.ranks.pipe import Pipe
+from segue.kv.errors import Internal, PeerLost, SegueError
+from segue.kv.ids import LeaderId
+from segue.kv.model_identity import model_identity
+from segue.kv.ranks.local_rank import Rank
+from segue.kv.ranks.worker_rank import WorkerRank
+from segue.kv.transport.memory.pool_memory import Memory
+from segue.server.instance.rank_process import (
+    SAY_S,
+    WORDS,
+    CannotWord,
+    LoadedWord,
+    ServeOrder,
+    SetUpOrder,
+    heard,
+)
+from segue.server.settings.commands import InstanceConfig
+
+if TYPE_CHECKING:
+    from segue.engine.cpu.cpu_forward import CpuForward
+
+log = logging.getLogger("segue.instance")
+
+#: For a process to start and to import what it needs, and for it to load its part of the model.
+START_S = 120.0
+LOAD_S = 600.0
+#: For a process whose leader leaves to leave, too.
+LEAVE_S = 5.0
+
+
+class RankProcess(NamedTuple):
+    """One process, with our ends of its sockets."""
+
+    process: subprocess.Popen[bytes]
+    pipe: Pipe
+    channels: socket.socket
+
+
+class Workers:
+    """The ranks 1 … of one leader. `lost` is set by whoever serves: it is told once, on any thread, why the
+    replica is over; by then no worker is left. `tell` says words to all of them, between two steps."""
+
+    def __init__(self, count: int) -> None:
+        self._lost: Callable[[SegueError], None] = _nobody
+        #: the engine's, once it is loaded: see `RanksForward.tell`
+        self.tell: Callable[[bytes], None] = _nobody
+        self._error: SegueError | None = None
+        self.all = [_started(rank) for rank in range(1, count + 1)]
+
+    @property
+    def pipes(self) -> list[Pipe]:
+        """By which orders go, rank 1 first."""
+        return [worker.pipe for worker in self.all]
+
+    def set_up(self, config: InstanceConfig, pool_bytes: int, port: int) -> None:
+        """Once all of them run, have them meet at `port` and load. Raises PeerLost."""
+        until = time.monotonic() + START_S
+        for worker in self.all:
+            heard(worker.pipe, WORDS, max(0.0, until - time.monotonic()))
+        config = replace(config, secret=b"")  # the sessions are the leader's
+        for rank, worker in enumerate(self.all, 1):
+            order = SetUpOrder(config, rank, pool_bytes, port)
+            worker.pipe.send(msgspec.msgpack.encode(order), SAY_S)
+
+    def loaded(self, own: CpuForward) -> int:
+        """Wait until all have loaded what fits to the leader's part; the bytes of one page in all pools.
+        Raises what kept one from it."""
+        until = time.monotonic() + LOAD_S
+        page_bytes = own.pool.spec.page_bytes
+        for rank, worker in enumerate(self.all, 1):
+            word = heard(worker.pipe, WORDS, max(0.0, until - time.monotonic()))
+            if isinstance(word, CannotWord):
+                raise word.error.exception()
+            if not isinstance(word, LoadedWord):
+                raise Internal(f"rank {rank} said {word} where its model was due")
+            if (word.fingerprint, word.spec.pages) != (own.fingerprint, own.pool.spec.pages):
+                raise Internal(f"rank {rank} has loaded another model or pool than its leader: {word}")
+            page_bytes += word.spec.page_bytes
+        return page_bytes
+
+    def serve(
+        self,
+        me: LeaderId,
+        transports: Sequence[str],
+        config: InstanceConfig,
+        lost: Callable[[SegueError], None],
+    ) -> list[Rank]:
+        """Have them hand KV over as ranks of `me` in the role of `config`, and of no other leader any more;
+        `lost` is told why the replica is over. Raises what kept one from it."""
+        self._lost = _nobody  # the leader before
+        channels = [_channel(worker) for worker in self.all]
+        self.tell(msgspec.msgpack.encode(ServeOrder(me, config.role, list(transports))))
+        self._lost = lost
+        if self._error is not None:  # nobody was told
+            raise self._error
+        limits = config.limit.limits()
+        return [WorkerRank(rank, channel, limits) for rank, channel in enumerate(channels, 1)]
+
+    def fail(self, error: SegueError) -> None:
+        """The replica is over: kill all of them, which wakes whoever waits for one, and say so. From any
+        thread; only the first reason counts."""
+        if self._error is None:
+            self._error = error
+            self.kill()
+            self._lost(error)
+
+    def close(self) -> None:
+        """End all of them: by themselves in `LEAVE_S`, or else by force. Idempotent."""
+        for worker in self.all:
+            worker.pipe.close()
+            worker.channels.close()
+        until = time.monotonic() + LEAVE_S
+        for worker in self.all:
+            try:
+                worker.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning("killed a rank that did not leave pid=%d", worker.process.pid)
+                worker.process.kill()
+                worker.process.wait()
+
+    def kill(self) -> None:
+        """End all of them by force."""
+        for worker in self.all:
+            worker.process.kill()
+        for worker in self.all:
+            worker.process.wait()
+
+
+def _nobody(_: object) -> None:
+    """Who is told before anybody serves."""
+
+
+def _channel(worker: RankProcess) -> socket.socket:
+    """Our end of a new channel to `worker`, whose end waits for it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            socket.send_fds(worker.channels, [b"\0"], [theirs.fileno()])
+        except OSError as exc:
+            ours.close()
+            raise PeerLost(f"{worker.pipe.name} has ended ({exc})") from exc
+    return ours
+
+
+def _started(rank: int) -> RankProcess:
+    ours, theirs = socket.socketpair()
+    channels, their_channels = socket.socketpair()
+    with theirs, their_channels:
+        fds = (theirs.fileno(), their_channels.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "segue.server.instance.rank_process", *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=fds,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+    log.info("started the process of rank %d pid=%d", rank, process.pid)
+    return RankProcess(process, Pipe(ours, f"the process of rank {rank}"), channels)
+
+
+class OpenedReplica(NamedTuple):
+    """What one leader serves with: its engine, the memory of its own pool, its other ranks, and the DP ranks
+    that it computes every step with."""
+
+    engine: Engine
+    memory: Memory
+    workers: Workers | None = None
+    companions: Companions | None = None
+
+
+def open_replica(config: InstanceConfig) -> OpenedReplica:
+    """Load the model on as many ranks as `config` says. Raises ConfigError, and PeerLost for a rank that has
+    ended on the way."""
+    pool_bytes = int((config.engine.kv_gib or 1.0) * 2**30)
+    folder, threads = Path(config.model), config.engine.threads_per_worker or 1
+    if config.dp_fds is not None:
+        return _opened_together(config, config.dp_fds, pool_bytes, folder, threads)
+    if config.size.ranks == 1:
+        from segue.engine.cpu.cpu_engine import load_engine
+
+        engine = load_engine(
+            folder,
+            dtype=config.engine.dtype,
+            pool_bytes=pool_bytes,
+            page_tokens=config.engine.page_tokens,
+            threads=threads,
+            send_layers=config.engine.send_layers,
+            cache=config.engine.cache,
+        )
+        return OpenedReplica(engine, engine.memory)
+    workers = Workers(config.size.ranks - 1)
+    try:
+        return OpenedReplica(*_loaded(config, pool_bytes, folder, threads, workers), workers)
+    except BaseException:
+        workers.kill()  # nobody relies on one yet, and one that loads would leave later
+        workers.close()
+        raise
+
+
+def _opened_together(
+    config: InstanceConfig, fds: str, pool_bytes: int, folder: Path, threads: int
+) -> OpenedReplica:
+    """One of the DP ranks that share out the experts; it waits until all have loaded."""
+    check_experts(folder, config.dp)
+    from segue.engine.cpu.cpu_engine import make_engine
+    from segue.engine.cpu.cpu_forward import load_forward
+    from segue.engine.ranks.dp_forward import DpForward
+    from segue.engine.ranks.dp_group import DpGroup
+
+    rank = config.dp_rank or 0
+    own = load_forward(
+        folder,
+        dtype=config.engine.dtype,
+        pool_bytes=pool_bytes,
+        page_tokens=config.engine.page_tokens,
+        threads=threads,
+        dp_rank=rank,
+        dp_size=config.dp,
+        cache=config.engine.cache,
+    )
+    links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
+    identity, limits = model_identity(own.fingerprint, config.engine.dtype), config.limit.limits()
+    group = DpGroup(rank, config.dp, links, identity, limits=limits)
+    group.meet()
+    forward = DpForward(own, group)
+    engine = make_engine(folder, own, forward, send_layers=config.engine.send_layers)
+    return OpenedReplica(engine, engine.memory, companions=forward)
+
+
+def _loaded(
+    config: InstanceConfig, pool_bytes: int, folder: Path, threads: int, workers: Workers
+) -> tuple[Engine, Memory]:
+    from segue.engine.cpu.cpu_engine import make_engine
+    from segue.engine.cpu.cpu_forward import load_forward
+    from segue.engine.ranks.collectives import join, meeting_point
+    from segue.engine.ranks.parallel_replica import RanksForward
+
+    store = meeting_point()
+    workers.set_up(config, pool_bytes, store.port)
+    own = load_forward(
+        folder,
+        dtype=config.engine.dtype,
+        pool_bytes=pool_bytes,
+        page_tokens=config.engine.page_tokens,
+        threads=threads,
+        place=join(config.size, 0, store),
+        cache=config.engine.cache,
+    )
+    forward = RanksForward(own, workers.pipes, workers.loaded(own), workers.fail)
+    workers.tell = forward.tell
+    engine = make_engine(folder, own, forward)
+    return engine, engine.memory

@@ -1,0 +1,1 @@
+"""KV events of an instance over ZMTP."""

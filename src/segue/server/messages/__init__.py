@@ -1,0 +1,1 @@
+"""Messages between frontends, instances and operators."""

@@ -1,0 +1,148 @@
+"""The control channel between a frontend and a replica's leader: typed messages, no addresses.
+
+The frontend sends `Submit` to both leaders of a ticket at once; decode answers `Outputs`; prefill
+answers only `Outputs` with an error, so that a failure is known at once on either leg.
+
+`Meet`, `Met` and `Over` go between the HTTP doors of two instances, when a foreign router has posted the two
+legs of one request to them: decode's door, which is a frontend to the leaders, asks; prefill's door answers.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from segue.engine.kv_events import FollowPrefixes, Prefixes
+from segue.engine.request import Output, Request, Ticket
+from segue.kv.errors import ErrorInfo
+from segue.kv.ids import Incarnation, LeaderId
+from segue.server.messages.records import RequestRecord
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Frontend → leader: run `request` as `ticket` says."""
+
+    request: Request
+    ticket: Ticket
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Frontend → leader: end the request now. Unknown ids are ignored.
+
+    `complete`: the frontend has all that it wants, as after a stop string: the request is a success, and
+    `reason` ends only a hand-off that still goes on.
+    """
+
+    request_id: str
+    reason: ErrorInfo
+    complete: bool = False
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """Leader → frontend: the results of one engine step, for all of this frontend's requests."""
+
+    outputs: list[Output]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Leader → frontend, whenever it changed, at most every 100 ms: what placement needs."""
+
+    dp_rank: int
+    running: int
+    waiting: int
+    tokens: int
+    pages_free: int
+    pages_total: int
+    pages_quarantined: int = 0
+    #: of a model that keeps a state beside its KV: one for each sequence; else all 0
+    slots_free: int = 0
+    slots_total: int = 0
+    slots_quarantined: int = 0
+    draining: bool = False
+    #: draining, and no request, hand-off or quarantined page is left
+    drained: bool = False
+    #: of decode: prompts of which at most so many tokens are uncached are computed here, without a hand-off,
+    #: and longer ones where nobody else can; None: none
+    local_tokens: int | None = None
+
+    @property
+    def pages(self) -> dict[str, int]:
+        """How many pages are in each state."""
+        return _by_state(self.pages_total, self.pages_free, self.pages_quarantined)
+
+    @property
+    def slots(self) -> dict[str, int]:
+        """How many slots are in each state; empty for a model without any."""
+        if not self.slots_total:
+            return {}
+        return _by_state(self.slots_total, self.slots_free, self.slots_quarantined)
+
+
+def _by_state(total: int, free: int, quarantined: int) -> dict[str, int]:
+    return {"used": total - free - quarantined, "free": free, "quarantined": quarantined}
+
+
+class Explain(msgspec.Struct, frozen=True, tag=True):
+    """Operator → leader, and leader → frontend: what is known of the request that a client knows by
+    `request_id`? An operator that names a `frontend` has the leader ask that one, for `asker`."""
+
+    request_id: str
+    frontend: Incarnation | None = None
+    asker: LeaderId | None = None
+
+
+class Explained(msgspec.Struct, frozen=True, tag=True):
+    """The answer: what is known there. `frontends`, of a leader, could be asked through it."""
+
+    records: list[RequestRecord]
+    asker: LeaderId | None = None
+    frontends: list[Incarnation] = []
+
+
+class Meet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Decode's door → prefill's: the decode leg of bootstrap room `room` waits here for prefill's.
+
+    `hint` is the DP rank of prefill that the leg names, if it does. With `ticket` the room is that of a
+    ticket that prefill's door gave out, and is answered at once.
+    """
+
+    room: int
+    hint: int | None = None
+    ticket: bool = False
+
+
+class Met(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Prefill's door → decode's: the prefill leg of `room` is here, and its request is for this DP rank
+    (None: for any). With `error` it has ended, and decode's is to end as well, unless the leg was never here
+    and may be `elsewhere`: then as soon as everybody who was asked has said so."""
+
+    room: int
+    dp_rank: int | None = None
+    error: ErrorInfo | None = None
+    elsewhere: bool = False
+
+
+class Over(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Decode's door → prefill's: prefill has done its part for `room`, or the request has failed."""
+
+    room: int
+    error: ErrorInfo | None = None
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag=True):
+    """Frontend → leader: forget every cached prefix."""
+
+
+ControlMessage = (
+    Submit
+    | Cancel
+    | Outputs
+    | Load
+    | Meet
+    | Met
+    | Over
+    | FlushCache
+    | Explain
+    | Explained
+    | FollowPrefixes
+    | Prefixes
+)

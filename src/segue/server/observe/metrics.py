@@ -1,0 +1,175 @@
+"""Every metric of segue, defined once. A `Metrics` owns its registry; there are no globals.
+
+Times are seconds. Label values come from closed sets (error codes, roles, replicas of the registry),
+never from a client, so that the number of series is bounded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from segue.engine.request import Usage
+from segue.kv.errors import ErrorCode
+from segue.server.messages.control import Load
+
+#: What `Output.timeline` names: where the time to the first token went.
+PHASES = ("queue", "bootstrap", "reserve", "prefill", "wire", "commit")
+
+_FAST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_SLOW_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 2, 3, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class QuickHistogram(Collector):
+    """A histogram without labels for what happens with every request or token: prometheus's own takes locks
+    and a look at each bucket. Used on one thread."""
+
+    def __init__(self, name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._about = name, text
+        self._bounds = [*map(float, buckets), float("inf")]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """One more; `value` is a number."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """As prometheus shows it."""
+        names = map(floatToGoString, self._bounds)
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(*self._about, buckets=buckets, sum_value=self._sum)
+
+
+class Metrics:
+    """The metrics of one process. Methods are cheap and may be called on the event loop."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
+            return QuickHistogram(name, text, buckets, registry)
+
+        self.requests = counter(
+            "segue_requests",
+            "HTTP requests by endpoint and outcome ('ok' or the error code)",
+            "endpoint",
+            "outcome",
+        )
+        self.rejected = counter("segue_rejected", "Requests answered 429 because a limit was reached")
+        self.aborts = counter("segue_aborts", "Generations ended early, by reason", "reason")
+        self.retries = counter(
+            "segue_retries", "Generations placed again before their first token, by error code", "code"
+        )
+        self.placements = counter(
+            "segue_placements",
+            "Attempts by why their prompt's KV is handed over ('long', 'never', 'asked') or not ('short', "
+            "'no_prefill', 'unified')",
+            "reason",
+        )
+        self.continuations = counter(
+            "segue_continuations",
+            "Generations continued on other workers after tokens had been sent, by error code",
+            "code",
+        )
+        self.placed_again_tokens = counter(
+            "segue_placed_again_prompt_tokens",
+            "Prompt tokens of generations that were placed again or continued, by whether their KV was still "
+            "there ('kept') or had to be computed again ('computed')",
+            "kv",
+        )
+        self.running = gauge("segue_generations_running", "Generations that have begun to answer")
+        self.waiting = gauge("segue_generations_waiting", "Generations without their first token yet")
+        self.prompt_tokens = counter(
+            "segue_prompt_tokens", "Prompt tokens of generations that began to answer"
+        )
+        self.cached_tokens = counter(
+            "segue_cached_tokens",
+            "Prompt tokens that were not computed, by the side whose cache had them",
+            "side",
+        )
+        self.output_tokens = counter("segue_output_tokens", "Tokens generated")
+        self.prompt_length = histogram("segue_prompt_length_tokens", "Prompt length", _TOKENS)
+        self.ttft = histogram("segue_ttft_seconds", "Request received to first token", _SLOW_S)
+        self.itl = histogram("segue_itl_seconds", "Between two outputs of a generation", _FAST_S)
+        self.e2e = histogram("segue_e2e_seconds", "Request received to last token", _SLOW_S)
+        self.handoff = Histogram(
+            "segue_handoff_seconds",
+            "Parts of the time to first token, as the leaders measured them",
+            ["phase"],
+            buckets=_FAST_S,
+            registry=registry,
+        )
+        self.replicas = gauge("segue_replicas", "Replicas with an open session", "role")
+        self.ready = gauge("segue_ready", "1 while a request can complete")
+        replica = ("role", "replica")
+        self.replica_running = gauge(
+            "segue_replica_running", "Requests running, by the last report", *replica
+        )
+        self.replica_waiting = gauge(
+            "segue_replica_waiting", "Requests waiting, by the last report", *replica
+        )
+        self.pages = gauge(
+            "segue_pages", "KV pages of a replica by state (free, used, quarantined)", *replica, "state"
+        )
+        self.slots = gauge(
+            "segue_slots",
+            "Slots of a replica for the states of sequences, by state (free, used, quarantined); none for a "
+            "model that keeps KV alone",
+            *replica,
+            "state",
+        )
+        self._handoff = {phase: self.handoff.labels(phase) for phase in PHASES}
+
+    def finished(self, endpoint: str, code: ErrorCode | None) -> None:
+        """One HTTP request of `endpoint` ended, well (None) or with `code`."""
+        self.requests.labels(endpoint, "ok" if code is None else code.value).inc()
+        if code is ErrorCode.OUT_OF_CAPACITY:
+            self.rejected.inc()
+
+    def placed_again(self, usage: Usage) -> None:
+        """A generation that was placed again has its next token; `usage` says what its prompt cost."""
+        self.placed_again_tokens.labels("kept").inc(usage.decode_cached + usage.prefill_cached)
+        self.placed_again_tokens.labels("computed").inc(usage.computed)
+
+    def timeline(self, timeline: dict[str, float]) -> None:
+        """Record the parts of one first token; names outside `PHASES` are left out."""
+        for phase, seconds in timeline.items():
+            histogram = self._handoff.get(phase)
+            if histogram is not None:
+                histogram.observe(seconds)
+
+    def load(self, role: str, replica: str, load: Load) -> None:
+        """A replica's report."""
+        self.replica_running.labels(role, replica).set(load.running)
+        self.replica_waiting.labels(role, replica).set(load.waiting)
+        for gauge, counts in ((self.pages, load.pages), (self.slots, load.slots)):
+            for state, count in counts.items():
+                gauge.labels(role, replica, state).set(count)
+
+    def forget(self, role: str, replica: str) -> None:
+        """The replica is gone: its series end, so that series are bounded by the live replicas."""
+        for gauge in (self.replica_running, self.replica_waiting, self.pages, self.slots):
+            gauge.remove_by_labels({"role": role, "replica": replica})
+
+    def exposition(self) -> bytes:
+        """The text for `GET /metrics`, of type `CONTENT_TYPE`."""
+        return generate_latest(self.registry)

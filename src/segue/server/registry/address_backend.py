@@ -1,0 +1,194 @@
+"""No registry: a list of addresses, or a name that resolves to them, and the instances say who they are.
+
+A session with each address is kept open. It proves the secret on both sides, and its handshake carries the
+record of the rank that listens there. An address that does not answer is tried again every `AGAIN_S`, and a
+name is resolved as often. Nobody keeps rooms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+
+import msgspec
+
+from segue.kv.addresses import registry_places
+from segue.kv.errors import DECODE_ERRORS, ConfigError, InvalidRequest, PeerRefused, SegueError
+from segue.kv.ids import Incarnation, LeaderId, Role, new_incarnation
+from segue.kv.limits import Limits
+from segue.kv.session.api import PeerInfo, Session
+from segue.kv.session.node import SessionNode
+from segue.kv.session.tasks import keep_running
+from segue.kv.session.tls import Tls
+from segue.server.messages.operate import OperatorMessage
+from segue.server.registry.backends import RegistryBackend
+from segue.server.registry.listed import Shown
+from segue.server.registry.registry_records import (
+    DrainFlag,
+    InstanceList,
+    InstanceRecord,
+    Registered,
+    RoomRecord,
+)
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 2.0
+MAX_ADDRESSES = 512
+_SERVING = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
+
+Address = tuple[str, int]
+
+
+class AddressBackend(RegistryBackend):
+    """Those who answer at the addresses of `url`, `static://…` or `dns://…`; it handles the sessions, too."""
+
+    def __init__(self, url: str, secret: bytes | None, limits: Limits, tls: Tls | None) -> None:
+        self._places = registry_places(url)
+        self._by_name = url.startswith("dns:")
+        if len(self._places) > MAX_ADDRESSES:
+            raise ConfigError(f"--registry names {len(self._places)} addresses; {MAX_ADDRESSES} are the most")
+        self._patience_s = limits.connect_s + limits.handshake_s
+        self._shown = Shown()
+        self._sessions: dict[Address, Session] = {}
+        self._records: dict[LeaderId, InstanceRecord] = {}
+        #: instances all of whose ranks have been there
+        self._complete: set[Incarnation] = set()
+        #: each address was asked once: a list from before would lack those who are slower
+        self._asked = False
+        #: why an address does not answer, said once
+        self._said: dict[Address, str] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._node = SessionNode(
+            me=LeaderId(new_incarnation()),
+            role=Role.OPERATOR,
+            secret=secret,
+            handlers=dict.fromkeys(_SERVING, self),
+            message_type=OperatorMessage,
+            limits=limits,
+            tls=tls,
+        )
+
+    # ---- SessionHandler -------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        return b""
+
+    def accept(self, peer: PeerInfo) -> None:
+        _record(peer)
+
+    def opened(self, session: Session) -> None:
+        self._records[session.peer.leader] = _record(session.peer)
+        self._show()
+
+    def received(self, session: Session, message: object) -> None:
+        """Nobody was asked anything."""
+
+    def closed(self, session: Session, error: SegueError) -> None:
+        self._sessions = {at: one for at, one in self._sessions.items() if one is not session}
+        self._records.pop(session.peer.leader, None)
+        self._show()
+
+    # ---- the addresses --------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            addresses = await self._addresses()
+            for address in [address for address in self._sessions if address not in addresses]:
+                self._sessions[address].close()
+            await asyncio.gather(*(self._dial(at) for at in addresses if at not in self._sessions))
+            self._asked = True
+            self._show()
+            await asyncio.sleep(AGAIN_S)
+
+    async def _addresses(self) -> list[Address]:
+        if not self._by_name:
+            return self._places
+        [(name, port)] = self._places
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            self._say((name, port), str(error))
+            return []  # of a service without instances the name is not known: nobody is there yet
+        return sorted({(str(where[0]), port) for *_, where in found})[:MAX_ADDRESSES]
+
+    async def _dial(self, address: Address) -> None:
+        try:
+            session = await self._node.connect(*address, timeout_s=self._patience_s)
+            # One that has ended before we came here has had its `closed`, and would never be dialled again.
+            if self._node.sessions.get(session.peer.leader) is session:
+                self._sessions[address] = session
+            self._said.pop(address, None)
+        except SegueError as error:
+            self._say(address, str(error))
+
+    def _say(self, address: Address, text: str) -> None:
+        if self._said.get(address) != text:
+            if len(self._said) >= 2 * MAX_ADDRESSES:
+                self._said.clear()
+            self._said[address] = text
+            log.info("event=nobody_answers address=%s:%d reason=%r", *address, text)
+
+    def _show(self) -> None:
+        if not self._asked:
+            return
+        self._complete &= {leader.incarnation for leader in self._records}
+        self._shown.show(
+            msgspec.structs.replace(record, complete=leader.incarnation in self._complete)
+            for leader, record in self._records.items()
+        )
+        self._complete |= {record.incarnation for record in self._shown.instances if record.complete}
+
+    # ---- RegistryBackend ------------------------------------------------------------------------
+
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
+        if self._task is None:
+            name = "the sessions with the addresses of --registry"
+            self._task = keep_running(self._follow, name=name, failed=self._shown.fail)
+        await self._shown.other_than(version, wait_s)
+        some = [record for record in self._shown.instances if role in (None, record.role)]
+        return InstanceList(version=self._shown.version, epoch="", age_s=math.inf, instances=some)
+
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+        """Whoever asks hears it from the instance itself."""
+        return Registered(version=0, epoch="", complete=record.dp_size == 1)
+
+    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
+        """It tells its frontends itself."""
+
+    async def delete(self, leader: LeaderId) -> None:
+        """Its sessions end."""
+
+    async def put_room(self, room: int, record: RoomRecord) -> None:
+        raise _no_rooms(room)
+
+    async def room(self, room: int, wait_s: float) -> LeaderId | None:
+        raise _no_rooms(room)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._asked = False
+        await self._node.close()
+
+
+def _record(peer: PeerInfo) -> InstanceRecord:
+    """What the peer says that it is. Raises PeerRefused if that is not who it has proven to be."""
+    try:
+        record = msgspec.msgpack.decode(peer.hello, type=InstanceRecord)
+    except DECODE_ERRORS as error:
+        raise PeerRefused(f"{peer.leader} does not say what it is; is it an older version?") from error
+    ranks = [LeaderId(record.incarnation, where.dp_rank) for where in record.replicas]
+    if ranks != [peer.leader] or record.role is not peer.role:
+        raise PeerRefused(f"{peer.leader} has the record of somebody else")
+    return record
+
+
+def _no_rooms(room: int) -> SegueError:
+    return InvalidRequest(
+        "which DP rank of prefill has a room is asked of a registry, and dns:// and static:// are none: name "
+        "the rank, or start prefill with --load-balance follow_bootstrap_room",
+        room=room,
+    )

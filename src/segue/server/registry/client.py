@@ -1,0 +1,493 @@
+"""The registry as its users see it: `Registry`, over the network or in the same process.
+
+Both implementations share everything but the way a question reaches the store (`RegistryBackend`), so that a
+test with `LocalRegistry` tests what `RegistryClient` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Protocol, TypeVar
+
+import httpx
+import msgspec
+
+from segue.kv.backoff import Backoff
+from segue.kv.clock import Clock
+from segue.kv.errors import (
+    BootstrapTimeout,
+    DpRankConflict,
+    DpRankOutOfRange,
+    Draining,
+    InvalidRequest,
+    NotFound,
+    PeerRestarted,
+    SegueError,
+)
+from segue.kv.ids import Incarnation, LeaderId, Role
+from segue.kv.limits import Limits
+from segue.kv.session.tasks import awaited
+from segue.kv.session.tls import Tls
+from segue.server.registry.backends import RegistryBackend, StoreBackend
+from segue.server.registry.registry_kinds import open_backend
+from segue.server.registry.registry_records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
+from segue.server.registry.registry_server import MAX_WAIT_S
+from segue.server.registry.registry_store import RegistryStore
+from segue.server.registry.waiting import SystemClock
+
+T = TypeVar("T")
+ErrorReport = Callable[[SegueError], None]
+
+#: What ends a keep-alive: the registry contradicts us, or this incarnation is over. Anything else
+#: (away, full, a wrong secret until somebody corrects it) may pass.
+_OVER = (PeerRestarted, Draining, DpRankConflict, DpRankOutOfRange, InvalidRequest)
+
+_LONGEST_PAUSE_S = 2.0
+
+
+class InstanceWatch(Protocol):
+    """The part of a registry that tells who is there."""
+
+    def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
+        """The ready instances of `role` (draining ones too, flagged), now and after every change,
+        until `aclose` or cancellation. While the registry is away the last list stands; errors go
+        to the registry's `on_error`. Raises only if the very first question is refused for good
+        (Unauthorized, …)."""
+        ...
+
+
+class Registry(InstanceWatch, Protocol):
+    """Who is there, and which DP rank owns which room. All errors are SegueErrors."""
+
+    async def register(self, record: InstanceRecord) -> None:
+        """Register the ranks in `record.replicas` (usually one: the caller's own)."""
+        ...
+
+    async def keep_alive(self, incarnation: Incarnation) -> None:
+        """Keep what was registered alive, also across restarts of the registry, until `leave` (then
+        it returns) or cancellation. Raises if the registry says that this incarnation is over
+        (PeerRestarted, Draining) or contradicts itself (DpRankConflict)."""
+        ...
+
+    async def leave(self, leader: LeaderId) -> None:
+        """Say that this rank is gone; the others stay. Never raises because the registry is away."""
+        ...
+
+    async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
+        """Flag that the ranks that were registered here take no new work, or take it again (of an instance
+        that was not: all of its ranks). What the registry did not hear is told by the next keep-alive."""
+        ...
+
+    async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
+        """Say that `room` belongs to `leader` for `ttl_s` seconds; a registry that is away is tried for so
+        long. DpRankConflict if it belongs to another. The keep-alive of `leader` says it again to a registry
+        that has restarted."""
+        ...
+
+    async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
+        """Who owns `room`; waits until somebody says so. BootstrapTimeout after `timeout_s`."""
+        ...
+
+    async def aclose(self) -> None:
+        """End every watch and keep-alive, and give the connections back."""
+        ...
+
+
+class _Registry:
+    """`Registry` over a backend."""
+
+    def __init__(
+        self,
+        backend: RegistryBackend,
+        limits: Limits,
+        on_error: ErrorReport | None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._backend = backend
+        self._clock = clock or SystemClock()
+        self._ttl_s = limits.registry_ttl_s
+        #: how long one question waits: of a registry whose machine is gone nobody tells, and it is noticed as
+        #: soon as it would notice us
+        self._longest_s = min(MAX_WAIT_S, self._ttl_s)
+        self._max_rooms = limits.max_transfers
+        self._on_error = on_error
+        self._mine: dict[Incarnation, InstanceRecord] = {}
+        #: rooms that are registered here, with the time of their end; the oldest first
+        self._rooms: dict[int, tuple[LeaderId, float]] = {}
+        #: the life of the registry that has answered last
+        self._epoch = ""
+        #: those of the rooms that it has forgotten, and that it has forgotten some
+        self._unsaid_rooms: list[int] = []
+        self._forgotten = asyncio.Event()
+        self._left: dict[Incarnation, asyncio.Event] = {}
+        #: drain flags that the registry has not heard of
+        self._unsaid: set[Incarnation] = set()
+        self._closing = asyncio.Event()
+        #: The last error that `watch` or `keep_alive` survived; None once the registry answers.
+        self.last_error: SegueError | None = None
+
+    async def register(self, record: InstanceRecord) -> None:
+        complete = await self._put(record)
+        known = self._mine.get(record.incarnation)
+        if known is not None:
+            more = {r.dp_rank: r for r in (*known.replicas, *record.replicas)}
+            record = msgspec.structs.replace(record, replicas=list(more.values()))
+        self._mine[record.incarnation] = msgspec.structs.replace(record, complete=complete)
+        self._left.setdefault(record.incarnation, asyncio.Event())
+
+    async def keep_alive(self, incarnation: Incarnation) -> None:
+        left = self._left.get(incarnation)
+        if left is None:
+            raise NotFound(f"{incarnation[:8]} was not registered here")
+        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
+        wait_s, also = self._ttl_s / 3, [self._forgotten]
+        while True:
+            await self._pause(wait_s, left, *also)
+            if left.is_set() or self._closing.is_set():
+                return
+            try:
+                await self._say_again(incarnation)
+            except SegueError as error:
+                if left.is_set() or self._closing.is_set():
+                    return
+                if isinstance(error, _OVER):
+                    raise
+                self._report(error)
+                wait_s, also = min(backoff.next_s(), self._ttl_s / 3), []
+                continue
+            self._healthy()
+            backoff.reset()
+            wait_s, also = self._ttl_s / 3, [self._forgotten]
+
+    async def leave(self, leader: LeaderId) -> None:
+        record = self._mine.get(leader.incarnation)
+        rest = [r for r in record.replicas if r.dp_rank != leader.dp_rank] if record is not None else []
+        if record is not None and rest:
+            self._mine[leader.incarnation] = msgspec.structs.replace(record, replicas=rest)
+        else:
+            self._mine.pop(leader.incarnation, None)
+            self._unsaid.discard(leader.incarnation)
+            left = self._left.pop(leader.incarnation, None)
+            if left is not None:
+                left.set()
+        try:
+            await self._backend.delete(leader)
+        except SegueError as error:
+            self._report(error)  # it will hear of us no more, and drop us after its TTL
+
+    async def set_draining(self, incarnation: Incarnation, draining: bool) -> None:
+        record = self._mine.get(incarnation)
+        if record is None:
+            await self._backend.put_draining(incarnation, DrainFlag(draining=draining))
+            return
+        # Remembered first: a registry that is away, or restarts, learns it from the next keep-alive.
+        self._mine[incarnation] = msgspec.structs.replace(record, draining=draining)
+        self._unsaid.add(incarnation)
+        try:
+            await self._say_draining(incarnation)
+        except SegueError as error:
+            if isinstance(error, _OVER):
+                raise
+            self._report(error)
+
+    async def watch(self, role: Role | None = None) -> AsyncIterator[list[InstanceRecord]]:
+        view = _InstanceView(self._ttl_s, self._clock)
+        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
+        shown: list[InstanceRecord] | None = None
+        while not self._closing.is_set():
+            try:
+                answer = await self._unless_closing(
+                    self._backend.instances(role, view.version, view.wait_s(self._longest_s))
+                )
+            except SegueError as error:
+                if self._closing.is_set():
+                    return
+                if shown is None and not error.info.retryable:
+                    raise
+                self._report(error)
+                await self._pause(backoff.next_s())
+                continue
+            if answer is None:
+                return
+            self._healthy()
+            backoff.reset()
+            ready = [record for record in view.merge(answer) if record.ready]
+            if ready != shown:
+                shown = ready
+                yield list(ready)
+
+    async def register_room(self, room: int, leader: LeaderId, ttl_s: float) -> None:
+        until, backoff = self._clock.now() + ttl_s, Backoff(longest_s=_LONGEST_PAUSE_S)
+        # Before it is said: the answer of a registry that has ended since may be heard after that of the next
+        # one, which is told what is known here by then.
+        mine = leader, until
+        self._remember(room, mine)
+        try:
+            while True:
+                try:
+                    await self._put_room(room, leader, until)
+                    return
+                except SegueError as error:
+                    pause_s = backoff.next_s()
+                    too_late = self._clock.now() + pause_s >= until
+                    if not self._may_pass(error, leader) or too_late or await self._pause(pause_s):
+                        raise
+                    if self._clock.now() >= until:  # this process stood still meanwhile
+                        raise
+        except BaseException:
+            if self._rooms.get(room) is mine:
+                del self._rooms[room]
+            raise
+
+    async def resolve_room(self, room: int, timeout_s: float) -> LeaderId:
+        backoff = Backoff(longest_s=_LONGEST_PAUSE_S)
+        trouble: SegueError | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._closing.is_set():
+                    try:
+                        leader = await self._unless_closing(
+                            self._backend.room(room, min(timeout_s, self._longest_s))
+                        )
+                    except SegueError as error:
+                        if not error.info.retryable:
+                            raise
+                        trouble = error
+                        await self._pause(backoff.next_s())
+                        continue
+                    backoff.reset()
+                    if leader is not None:
+                        return leader
+        except TimeoutError:
+            because = f"; last: {trouble}" if trouble is not None else ""
+            text = f"nobody registered room {room} within {timeout_s} s{because}"
+            raise BootstrapTimeout(text, room=room) from trouble
+        raise Draining("the registry's client was closed", room=room)
+
+    async def aclose(self) -> None:
+        self._closing.set()
+        await self._backend.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _remember(self, room: int, mine: tuple[LeaderId, float]) -> None:
+        """As one of those that a registry is told again, if there is room for it."""
+        if len(self._rooms) >= self._max_rooms:
+            now = self._clock.now()
+            self._rooms = {room: mine for room, mine in self._rooms.items() if mine[1] > now}
+        if len(self._rooms) < self._max_rooms:
+            self._rooms[room] = mine
+
+    def _may_pass(self, error: SegueError, leader: LeaderId) -> bool:
+        """A registry that knows nothing of us has begun anew, once more since we told it who we are."""
+        return error.info.retryable or (isinstance(error, NotFound) and leader.incarnation in self._mine)
+
+    async def _say_again(self, incarnation: Incarnation) -> None:
+        """All that a registry may have forgotten."""
+        complete = await self._of_ours(incarnation, self._put)
+        if (record := self._mine.get(incarnation)) is not None:
+            complete = record.complete or bool(complete)
+            self._mine[incarnation] = msgspec.structs.replace(record, complete=complete)
+        if incarnation in self._unsaid:
+            await self._say_draining(incarnation)
+        await self._say_rooms()
+
+    async def _of_ours(
+        self, incarnation: Incarnation, say: Callable[[InstanceRecord], Awaitable[bool]]
+    ) -> bool | None:
+        """Say something of those of our ranks that have not left. None if all have."""
+        while (record := self._mine.get(incarnation)) is not None:
+            try:
+                return await say(record)
+            except (NotFound, *_OVER):
+                now = self._mine.get(incarnation)
+                if now is not None and len(now.replicas) == len(record.replicas):
+                    raise
+                # One of them has left meanwhile, which is what we were told: the others live.
+        return None
+
+    async def _put(self, record: InstanceRecord) -> bool:
+        """Returns whether all ranks of the instance have been there."""
+        complete = record.complete
+        for replica in record.replicas:
+            one = msgspec.structs.replace(record, replicas=[replica])
+            answer = await self._backend.put_rank(one, replica.dp_rank)
+            complete = complete or answer.complete
+            if self._rooms and (answer.new or self._epoch not in ("", answer.epoch)):
+                # Said by a keep-alive, at once: not by each request that finds it out and has a deadline.
+                self._unsaid_rooms = list(self._rooms)
+                self._forgotten.set()
+            self._epoch = answer.epoch
+        return complete
+
+    async def _put_room(self, room: int, leader: LeaderId, until: float) -> None:
+        ttl_s = until - self._clock.now()
+        body = RoomRecord(incarnation=leader.incarnation, dp_rank=leader.dp_rank, ttl_s=ttl_s)
+        try:
+            await self._backend.put_room(room, body)
+        except NotFound:
+            record = self._mine.get(leader.incarnation)
+            if record is None:
+                raise
+            # The registry restarted and has not heard of us yet.
+            await self._put(record)
+            await self._backend.put_room(room, body)
+
+    async def _say_rooms(self) -> None:
+        """To a registry that has forgotten them, the newest first, for which somebody waits; as many as there
+        is time for between two words that we live."""
+        self._forgotten.clear()
+        pause_at = self._clock.now() + self._ttl_s / 3
+        while self._unsaid_rooms:
+            room = self._unsaid_rooms.pop()
+            leader, until = self._rooms.get(room, (None, 0.0))
+            now = self._clock.now()
+            if leader is None or until <= now:
+                continue
+            try:
+                await self._put_room(room, leader, until)
+            except BaseException as error:
+                if not isinstance(error, (NotFound, *_OVER)) or self._may_pass(error, leader):
+                    self._unsaid_rooms.append(room)
+                    self._forgotten.set()
+                    raise
+                self._rooms.pop(room, None)  # it has another owner by now: of one room nobody dies
+                self._report(error)
+            if self._clock.now() >= pause_at and self._unsaid_rooms:
+                self._forgotten.set()
+                return
+
+    async def _say_draining(self, incarnation: Incarnation) -> None:
+        draining = await self._of_ours(incarnation, self._put_draining)
+        known = self._mine.get(incarnation)
+        if known is not None and known.draining == draining:
+            self._unsaid.discard(incarnation)
+
+    async def _put_draining(self, record: InstanceRecord) -> bool:
+        """Returns the flag."""
+        flags = [DrainFlag(draining=record.draining, dp_rank=replica.dp_rank) for replica in record.replicas]
+        try:
+            for flag in flags:
+                await self._backend.put_draining(record.incarnation, flag)
+        except NotFound:
+            await self._put(record)  # the registry restarted and has not heard of us yet
+            for flag in flags:
+                await self._backend.put_draining(record.incarnation, flag)
+        return record.draining
+
+    def _report(self, error: SegueError) -> None:
+        self.last_error = error
+        if self._on_error is not None:
+            self._on_error(error)
+
+    def _healthy(self) -> None:
+        self.last_error = None
+
+    async def _pause(self, wait_s: float, *others: asyncio.Event) -> bool:
+        """Wait; True, at once, when this client closes or one of `others` happens."""
+        events = (self._closing, *others)
+        waits = [awaited(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            # Not which of `waits` are done: they are so a turn after their event.
+            return any(event.is_set() for event in events)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _unless_closing(self, question: Coroutine[object, object, T]) -> T | None:
+        """The answer, or None as soon as this client closes."""
+        task = awaited(question)
+        closing = awaited(self._closing.wait())
+        try:
+            await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            closing.cancel()
+
+
+def _as_many(record: InstanceRecord, before: InstanceRecord) -> bool:
+    """An instance is as it was `before`, or has more ranks."""
+    return record.ready and len(record.replicas) >= len(before.replicas)
+
+
+class _InstanceView:
+    """What a watcher believes, over restarts of the registry.
+
+    A restarted registry knows nobody until each instance has said its name again, which takes up
+    to a TTL. In that time what was known and is not contradicted still stands.
+    """
+
+    def __init__(self, ttl_s: float, clock: Clock) -> None:
+        self._clock = clock
+        self.version: int | None = None
+        self._ttl_s = ttl_s
+        self._epoch = ""
+        self._known: dict[Incarnation, InstanceRecord] = {}
+        self._unconfirmed: dict[Incarnation, InstanceRecord] = {}
+        self._settled_at = 0.0
+
+    def wait_s(self, longest_s: float) -> float:
+        """How long the next question may wait for news."""
+        if not self._unconfirmed:
+            return longest_s
+        return min(longest_s, max(0.0, self._settled_at - self._clock.now()))
+
+    def merge(self, answer: InstanceList) -> list[InstanceRecord]:
+        """The list to show after `answer`."""
+        if answer.epoch != self._epoch:
+            self._unconfirmed = self._known | self._unconfirmed
+            self._epoch = answer.epoch
+            self._settled_at = self._clock.now() + max(0.0, self._ttl_s - answer.age_s)
+        self.version = answer.version
+        self._known = {record.incarnation: record for record in answer.instances}
+        taken = {(r.host, r.port) for record in answer.instances for r in record.replicas}
+        if self._clock.now() >= self._settled_at:
+            self._unconfirmed = {}
+        self._unconfirmed = {
+            incarnation: record
+            for incarnation, record in self._unconfirmed.items()
+            if (incarnation not in self._known or not _as_many(self._known[incarnation], record))
+            and not any((r.host, r.port) in taken for r in record.replicas if incarnation not in self._known)
+        }
+        found = self._known | self._unconfirmed
+        # In one order, whoever came back first: the same instances are no news.
+        return [found[incarnation] for incarnation in sorted(found)]
+
+
+class RegistryClient(_Registry):
+    """The registry that `url` names: ours over HTTP(S), or etcd; `tls` is for both.
+
+    Make it inside the event loop that uses it. `on_error` hears what `watch` and `keep_alive`
+    survive. `transport` and `clock` take the place of sockets and of the machine's clock in a
+    simulation.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        secret: bytes | None,
+        limits: Limits,
+        on_error: ErrorReport | None = None,
+        tls: Tls | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(open_backend(url, secret, limits, tls, transport), limits, on_error, clock)
+
+
+class LocalRegistry(_Registry):
+    """A registry in this process and loop, without HTTP; `store` may also be served to others."""
+
+    def __init__(
+        self,
+        store: RegistryStore,
+        *,
+        limits: Limits,
+        clock: Clock | None = None,
+        on_error: ErrorReport | None = None,
+    ) -> None:
+        super().__init__(StoreBackend(store, clock or SystemClock()), limits, on_error, clock)

@@ -1,0 +1,371 @@
+"""The registry's operations on etcd.
+
+| key, below the deployment's prefix | value | lives |
+|---|---|---|
+| `ranks/HOST:PORT` | the record of the rank that listens there | under a lease of its process |
+| `rooms/ROOM` | the leader that owns the room | under a lease that nobody prolongs |
+
+One address is one key: of two incarnations there only one can be alive, and whoever finds another one at its
+key has been replaced. Each value carries a code of the deployment's secret (`sealed.py`).
+
+A rank that leaves says so (its record then has no replica). One whose key vanishes without that may only
+have lost its lease, as all have at once when etcd was stopped for longer than they last: it stays on the list
+for half a TTL, in which whoever lives has registered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import OrderedDict
+from contextlib import aclosing
+
+import msgspec
+
+from segue.kv.addresses import bracket, is_loopback, registry_places
+from segue.kv.clock import Clock
+from segue.kv.errors import (
+    BootstrapTimeout,
+    ConfigError,
+    DpRankConflict,
+    DpRankOutOfRange,
+    Draining,
+    InvalidRequest,
+    NotFound,
+    PeerRestarted,
+    SegueError,
+)
+from segue.kv.ids import MAX_ROOM, Incarnation, LeaderId, Role
+from segue.kv.limits import Limits
+from segue.kv.session.tasks import keep_running
+from segue.kv.session.tls import Tls
+from segue.server.registry.backends import RegistryBackend
+from segue.server.registry.etcd import Compacted, Etcd, KeyEvent, Kv, NoLease
+from segue.server.registry.listed import Shown, listed
+from segue.server.registry.registry_records import (
+    DrainFlag,
+    InstanceList,
+    InstanceRecord,
+    Registered,
+    RoomRecord,
+)
+from segue.server.registry.sealed import Seal
+from segue.server.registry.waiting import SystemClock
+
+log = logging.getLogger(__name__)
+
+#: How often somebody else may write between our read and our write, one after the other.
+_TRIES = 8
+_MAX_GONE = 4096
+#: A lease for rooms serves those that come within this time.
+_ROOM_LEASE_S = 60
+_MAX_ROOM_TTL_S = 3600.0
+
+
+class EtcdBackend(RegistryBackend):
+    """The registry in the etcd cluster that `url` names."""
+
+    def __init__(
+        self, url: str, secret: bytes | None, limits: Limits, tls: Tls | None, clock: Clock | None = None
+    ) -> None:
+        places = registry_places(url)
+        if secret is None and not all(is_loopback(host) for host, _ in places):
+            raise ConfigError(
+                f"{url} can be written to by others; give --secret-file with the deployment's secret"
+            )
+        self._etcd = Etcd(places, limits, tls)
+        self._seal = Seal(secret)
+        self._ranks = self._seal.prefix + b"ranks/"
+        self._rooms = self._seal.prefix + b"rooms/"
+        self._ttl_s = limits.registry_ttl_s
+        self._mirror = _Mirror(self._etcd, self._seal, self._ranks, self._ttl_s, clock or SystemClock())
+        self._clock = clock or SystemClock()
+        #: what this process has registered: its key, and the lease
+        self._mine: dict[LeaderId, tuple[bytes, int]] = {}
+        self._sizes: dict[Incarnation, int] = {}
+        self._gone: OrderedDict[LeaderId, None] = OrderedDict()
+        self._room_lease, self._room_lease_ends = 0, -math.inf
+
+    # ---- ranks ------------------------------------------------------------------------------------
+
+    async def put_rank(self, record: InstanceRecord, dp_rank: int) -> Registered:
+        leader = LeaderId(record.incarnation, dp_rank)
+        where = record.replicas[0]
+        key = self._ranks + f"{bracket(where.host)}:{where.port}".encode()
+        mine = self._mine.get(leader)
+        if mine is None or mine[0] != key:
+            await self._check(record)
+        lease = mine[1] if mine is not None else None
+        if lease is not None and not await self._etcd.keep_alive(lease):
+            lease = None
+        for _ in range(_TRIES):
+            self._still_here(leader)
+            known, revision = await self._etcd.get(key)
+            held = self._record(known)
+            if held is not None and held.incarnation != record.incarnation:
+                if mine is not None:
+                    raise PeerRestarted(
+                        f"{held.role} {held.incarnation[:8]} has taken the address of {record.role} {leader}"
+                    )
+                held = None
+            if held is not None and not held.replicas:
+                raise Draining(f"{record.role} {leader} has left the registry and cannot come back")
+            complete = record.complete or (held is not None and held.complete)
+            complete = complete or await self._complete(record)
+            # A heartbeat that was made before the flag changed must not change it back.
+            draining = record.draining if held is None else held.draining
+            record = msgspec.structs.replace(record, complete=complete, draining=draining)
+            if lease is None:
+                lease = await self._etcd.grant(math.ceil(self._ttl_s))
+            if held == record and known.lease == lease:
+                return Registered(version=revision, epoch=str(lease), complete=complete)
+            try:
+                written = await self._etcd.put(known, self._seal.close(key, record), lease)
+            except NoLease:
+                lease = None
+                continue
+            if leader in self._gone:
+                await self._etcd.revoke(lease)
+            elif written:
+                mine = self._mine[leader] = key, lease
+                self._sizes[leader.incarnation] = record.dp_size
+        self._still_here(leader)
+        raise _too_often(key)
+
+    def _still_here(self, leader: LeaderId) -> None:
+        if leader in self._gone:
+            raise Draining(f"rank {leader} has left the registry and cannot come back")
+
+    async def _check(self, record: InstanceRecord) -> None:
+        """Refuse what contradicts somebody who is alive. Of two that come at once watchers take the first."""
+        others = [r for r in await self._all() if r.replicas and not _replaced(r, record)]
+        known = listed(others)
+        known.register(record, record.replicas[0].dp_rank)
+
+    async def _complete(self, record: InstanceRecord) -> bool:
+        if record.dp_size == 1:
+            return True
+        others = [r for r in await self._all() if r.replicas and not _replaced(r, record)]
+        return any(r.complete for r in listed([*others, record]).instances().instances if _same(r, record))
+
+    async def _all(self) -> list[InstanceRecord]:
+        read = await self._etcd.read(self._ranks)
+        return [record for kv in read.kvs if (record := self._record(kv)) is not None]
+
+    def _record(self, kv: Kv) -> InstanceRecord | None:
+        """What a rank said; None for nothing, and for what somebody without the secret wrote."""
+        if not kv.mod_revision:
+            return None
+        try:
+            return self._seal.open(kv.key, kv.value, InstanceRecord)
+        except SegueError as error:
+            log.warning("event=registry_value_ignored reason=%r", str(error))
+            return None
+
+    async def put_draining(self, incarnation: Incarnation, flag: DrainFlag) -> None:
+        found = False
+        for kv in (await self._etcd.read(self._ranks)).kvs:
+            known, record = kv, self._record(kv)
+            for _ in range(_TRIES):
+                if record is None or not record.replicas or record.incarnation != incarnation:
+                    break
+                if flag.dp_rank not in (None, record.replicas[0].dp_rank):
+                    break
+                found = True
+                new = msgspec.structs.replace(record, draining=flag.draining)
+                if new == record or await self._etcd.put(known, self._seal.close(kv.key, new), None):
+                    break
+                known, _ = await self._etcd.get(kv.key)
+                record = self._record(known)
+            else:
+                raise _too_often(kv.key)
+        if not found:
+            raise NotFound(f"no instance {incarnation[:8]} is registered")
+
+    async def delete(self, leader: LeaderId) -> None:
+        self._gone[leader] = None
+        if len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
+        _, lease = self._mine.pop(leader, (b"", None))
+        for kv in (await self._etcd.read(self._ranks)).kvs:
+            record = self._record(kv)
+            if record is None or LeaderId(record.incarnation, _dp_rank(record)) != leader:
+                continue
+            left = msgspec.structs.replace(record, replicas=[])
+            await self._etcd.put(kv, self._seal.close(kv.key, left), None)
+        if lease is not None:
+            await self._etcd.revoke(lease)
+
+    async def instances(self, role: Role | None, version: int | None, wait_s: float) -> InstanceList:
+        found = await self._mirror.instances(version, wait_s)
+        some = [record for record in found.instances if role in (None, record.role)]
+        return msgspec.structs.replace(found, instances=some)
+
+    # ---- rooms ------------------------------------------------------------------------------------
+
+    async def put_room(self, room: int, record: RoomRecord) -> None:
+        key, leader = self._room_key(room), LeaderId(record.incarnation, record.dp_rank)
+        if not 0 < record.ttl_s < math.inf:
+            raise InvalidRequest(f"ttl_s must be positive and finite, not {record.ttl_s}", room=room)
+        dp_size = self._sizes.get(leader.incarnation)
+        if dp_size is None:
+            raise NotFound(f"no instance {leader.incarnation[:8]} is registered here", room=room)
+        if not 0 <= leader.dp_rank < dp_size:
+            raise DpRankOutOfRange(f"there are ranks 0 … {dp_size - 1}, not {leader.dp_rank}", room=room)
+        for _ in range(_TRIES):
+            known, _ = await self._etcd.get(key)
+            owner = self._leader(known)
+            if owner == leader:
+                return
+            if owner is not None:
+                raise DpRankConflict(f"room {room} belongs to {owner}, not to {leader}", room=room)
+            lease = await self._lease_for_rooms(min(record.ttl_s, _MAX_ROOM_TTL_S))
+            try:
+                if await self._etcd.put(known, self._seal.close(key, leader), lease):
+                    return
+            except NoLease:
+                self._room_lease_ends = -math.inf
+        raise _too_often(key)
+
+    async def room(self, room: int, wait_s: float) -> LeaderId | None:
+        key = self._room_key(room)
+        try:
+            async with asyncio.timeout(max(wait_s, 0.0) or None):
+                while True:
+                    known, revision = await self._etcd.get(key)
+                    if (owner := self._leader(known)) is not None or wait_s <= 0:
+                        return owner
+                    try:
+                        async with aclosing(self._etcd.watch(key, revision + 1, self._ttl_s)) as news:
+                            async for events in news:
+                                if any(self._leader(event.kv) is not None for event in events):
+                                    break
+                    except Compacted:
+                        continue
+        except TimeoutError:
+            return None
+
+    def _room_key(self, room: int) -> bytes:
+        if not 1 <= room <= MAX_ROOM:
+            raise InvalidRequest(f"room must be in 1 … 2**64 - 1, not {room}", room=0)
+        return self._rooms + str(room).encode()
+
+    def _leader(self, kv: Kv) -> LeaderId | None:
+        try:
+            return self._seal.open(kv.key, kv.value, LeaderId) if kv.value else None
+        except SegueError as error:
+            log.warning("event=registry_value_ignored reason=%r", str(error))
+            return None
+
+    async def _lease_for_rooms(self, ttl_s: float) -> int:
+        """One that lives for `ttl_s` more, and not for much longer."""
+        if self._clock.now() + ttl_s > self._room_lease_ends:
+            whole_s = math.ceil(ttl_s) + _ROOM_LEASE_S
+            began = self._clock.now()
+            self._room_lease = await self._etcd.grant(whole_s)
+            self._room_lease_ends = began + whole_s
+        return self._room_lease
+
+    async def close(self) -> None:
+        self._mirror.close()
+        await self._etcd.close()
+
+
+class _Mirror:
+    """What is under the prefix of ranks, followed by one watch for all who ask. It begins with the first."""
+
+    def __init__(self, etcd: Etcd, seal: Seal, prefix: bytes, ttl_s: float, clock: Clock) -> None:
+        self._etcd = etcd
+        self._seal = seal
+        self._prefix = prefix
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._records: dict[bytes, tuple[Kv, InstanceRecord]] = {}
+        self._shown = Shown()
+        #: changes when somebody vanished without a word, see the module's docstring
+        self._epoch, self._epoch_began = 0, -math.inf
+        self._task: asyncio.Task[None] | None = None
+
+    async def instances(self, version: int | None, wait_s: float) -> InstanceList:
+        """The list as soon as its version is not `version`, at the latest after `wait_s`. Raises what keeps
+        the watch from going on."""
+        if self._task is None:
+            self._task = keep_running(self._follow, name="the watch of etcd", failed=self._shown.fail)
+        await self._shown.other_than(version, wait_s)
+        return InstanceList(
+            version=self._shown.version,
+            epoch=str(self._epoch),
+            age_s=self._clock.now() - self._epoch_began + self._ttl_s / 2,
+            instances=self._shown.instances,
+        )
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _follow(self) -> None:
+        while True:
+            read = await self._etcd.read(self._prefix)
+            self._take(read.kvs, whole=True)
+            news = self._etcd.watch(self._prefix, read.revision + 1, self._ttl_s, prefix=True)
+            with contextlib.suppress(Compacted):
+                async with aclosing(news):
+                    async for events in news:
+                        self._hear(events)
+
+    def _take(self, kvs: list[Kv], *, whole: bool) -> None:
+        """The keys as they are now; if these are the `whole`, others have vanished."""
+        before = self._records
+        self._records = {} if whole else dict(before)
+        for kv in kvs:
+            known = before.get(kv.key)
+            if known is not None and known[0].value == kv.value:
+                self._records[kv.key] = kv, known[1]
+                continue
+            self._records.pop(kv.key, None)
+            try:
+                record = self._seal.open(kv.key, kv.value, InstanceRecord)
+            except SegueError as error:
+                log.warning("event=registry_value_ignored reason=%r", str(error))
+                continue
+            self._records[kv.key] = kv, record
+        there = {kv.key for kv in kvs}
+        if whole and any(record.replicas for key, (_, record) in before.items() if key not in there):
+            self._vanished()
+        self._show()
+
+    def _hear(self, events: list[KeyEvent]) -> None:
+        for event in events:
+            if not event.gone:
+                self._take([event.kv], whole=False)
+            elif (known := self._records.pop(event.kv.key, None)) is not None and known[1].replicas:
+                self._vanished()
+        self._show()
+
+    def _vanished(self) -> None:
+        self._epoch += 1
+        self._epoch_began = self._clock.now()
+
+    def _show(self) -> None:
+        order = sorted(self._records.values(), key=lambda pair: pair[0].create_revision)
+        self._shown.show(record for _, record in order if record.replicas)
+
+
+def _same(one: InstanceRecord, other: InstanceRecord) -> bool:
+    return one.incarnation == other.incarnation
+
+
+def _replaced(old: InstanceRecord, new: InstanceRecord) -> bool:
+    """`old` is what was at the address of `new`, be it an earlier incarnation or this very rank."""
+    a, b = old.replicas[0], new.replicas[0]
+    return (a.host, a.port) == (b.host, b.port)
+
+
+def _dp_rank(record: InstanceRecord) -> int:
+    return record.replicas[0].dp_rank if record.replicas else -1
+
+
+def _too_often(key: bytes) -> SegueError:
+    return BootstrapTimeout(f"{key.decode()} in etcd changed under our hands {_TRIES} times")

@@ -1,0 +1,47 @@
+"""Values in a store that others can write to: each carries a code that only the deployment's secret makes.
+
+The code covers the key, so that no value can be moved to another. Who may write there can still delete a
+value or bring back an old one; that reveals nothing, for sessions prove who is at an address.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TypeVar
+
+import msgspec
+
+from segue.kv.errors import DECODE_ERRORS, PeerRefused
+
+T = TypeVar("T")
+
+_CODE_DIGITS = 64
+
+
+class Seal:
+    """Writes and reads such values: the code in hexadecimal, a space, JSON. Without a secret the code is one
+    that everybody can make; then only this machine may be asked."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._key = hmac.digest(secret or b"", b"segue registry record v1", "sha256")
+        #: What the keys of this deployment begin with: two that share a store do not meet.
+        self.prefix = b"/segue/" + hmac.new(self._key, b"prefix", "sha256").hexdigest()[:16].encode() + b"/"
+
+    def _code(self, key: bytes, body: bytes) -> bytes:
+        return hmac.new(self._key, b"%d %b%b" % (len(key), key, body), "sha256").hexdigest().encode()
+
+    def close(self, key: bytes, value: object) -> bytes:
+        """What to write at `key`."""
+        body = msgspec.json.encode(value)
+        return self._code(key, body) + b" " + body
+
+    def open(self, key: bytes, data: bytes, type_: type[T]) -> T:
+        """What was written at `key`; PeerRefused if it was not by this deployment."""
+        code, body = data[:_CODE_DIGITS], data[_CODE_DIGITS + 1 :]
+        if not hmac.compare_digest(code, self._code(key, body)):
+            where = key.decode("utf-8", "replace")
+            raise PeerRefused(f"{where} was written by somebody without this deployment's secret: ignored")
+        try:
+            return msgspec.json.decode(body, type=type_)
+        except DECODE_ERRORS as error:
+            raise PeerRefused(f"{key.decode()} holds no {type_.__name__}: ignored") from error

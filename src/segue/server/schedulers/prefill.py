@@ -1,0 +1,282 @@
+"""The prefill role: bootstrap queue → waiting → running → in flight.
+
+A request waits in the bootstrap queue until decode has said where its KV goes; then it waits for
+pages, is computed chunk by chunk, each chunk leaving while the next one is computed, and stays in
+flight until decode has confirmed. Its pages are its own until the hand-off reports `Release`.
+
+A ticket that names this leader for both halves asks for no hand-off: the prompt is computed and retained, for
+the attempt with a decode that follows (a foreign router asks prefill first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from msgspec.structs import replace
+
+from segue.engine.engine_api import Engine, SequenceResult, SequenceStep
+from segue.engine.pages import PagePool
+from segue.kv.errors import ErrorCode, ErrorInfo, Internal, InvalidRequest
+from segue.kv.handles import Change, KVSender
+from segue.kv.ids import OPEN_RANK, KVPoll, LeaderId, Span, TransferId
+from segue.kv.protocol import events
+from segue.kv.protocol.messages import Metadata
+from segue.kv.protocol.room_ranks import FAIL, conflict
+from segue.server.schedulers.admission import SchedulerConfig
+from segue.server.schedulers.handoffs import Handoffs, RoleTransfer, check_free
+from segue.server.schedulers.prefill_queue import PrefillQueue
+from segue.server.schedulers.request_state import RequestState, first_usage
+from segue.server.schedulers.retained_prompts import RetainedPrompts
+from segue.server.schedulers.scheduler import Scheduler
+
+#: After these, what was computed is not to be trusted: it is computed again.
+_DOUBTS = frozenset({ErrorCode.CHECKSUM_MISMATCH, ErrorCode.METADATA_MISMATCH, ErrorCode.INTERNAL})
+
+
+class PrefillScheduler(Scheduler):
+    """See the module's text. `handoffs` makes the senders."""
+
+    sends = True
+
+    def __init__(self, engine: Engine, pool: PagePool, config: SchedulerConfig, handoffs: Handoffs) -> None:
+        super().__init__(engine, pool, config)
+        self.handoffs = handoffs
+        self.table: dict[TransferId, RoleTransfer[KVSender]] = {}
+        self.queue = PrefillQueue(self.cache, config.chunk_tokens)
+        self.retained = RetainedPrompts()
+        self._steps: list[SequenceStep] = []
+        #: the steps of the running forward whose chunks have not been sent yet
+        self._unsent: dict[int, SequenceStep] = {}
+
+    # ---- admission ----------------------------------------------------------------------------
+
+    def _admit(self, state: RequestState, now: float) -> None:
+        me, named = self.config.me, state.ticket.prefill
+        if named not in (me, LeaderId(me.incarnation, OPEN_RANK)):
+            raise InvalidRequest("the ticket names another prefill replica")
+        state.ticket = replace(state.ticket, prefill=me)
+        if state.ticket.decode == me:
+            if state.sampling.max_tokens != 1:
+                raise InvalidRequest("prefill alone gives one token: set max_tokens to 1")
+            self.queue.add(state)
+            return
+        check_free(self.table, state)
+        looked_for = self._looked_for(state, named)
+        sender = self.handoffs.sender(state.transfer)
+        self.table[state.transfer] = RoleTransfer(state, sender)
+        state.enter("bootstrap", now)
+        sender.init(len(state.prompt), state.deadline - now)
+        if named.is_open and looked_for != me.dp_rank:
+            sender.announce(state.deadline - now)
+        if looked_for not in (None, me.dp_rank) and self.config.dp.on_conflict == FAIL:
+            raise conflict(state.ticket.room, me.dp_rank, looked_for)
+
+    def _looked_for(self, state: RequestState, named: LeaderId) -> int | None:
+        """On which of our ranks decode looks for this request without the registry, or our own rule puts it.
+        None if neither names one. Raises DpRankOutOfRange for a hint that names no rank."""
+        dp, room, hints = self.config.dp, state.ticket.room, state.request.ranks
+        if not named.is_open:
+            return dp.follows(room)
+        if hints.force_query_prefill_dp_rank:
+            dp = replace(dp, force_query=True)
+        return dp.inferred(room, hints.disagg_prefill_dp_rank)
+
+    def _drop(self, state: RequestState, error: ErrorInfo | None, now: float) -> None:
+        self.queue.remove(state)
+        if error is not None and error.retryable and error.code not in _DOUBTS:
+            self._keep(state, now)
+        entry = self.table.get(state.transfer)
+        if entry is None or entry.state is not state:
+            self.cache.release(state)
+            return
+        # The pages stay until `Release`: the transport may still be reading them.
+        if error is not None:
+            entry.handle.abort(error)
+
+    # ---- a new attempt after a failed one ----------------------------------------------------
+
+    def _keep(self, state: RequestState, now: float) -> None:
+        """What `state` has computed stays for the attempt that may follow: its whole pages in the prefix
+        tree, the rest aside. Pressure evicts the pages, as any others there. Of a model with a state nothing
+        stays."""
+        if not self.cache.reusable:
+            return
+        self.cache.remember(state, state.computed)
+        if state.metadata is None or state.sampling.prompt_logprobs is not None:
+            return
+        whole, rest = divmod(len(state.prompt), self.cache.pool.page_tokens)
+        tail = None
+        if rest:
+            pages = state.pages[whole : whole + 1]
+            tail = self.attempt("copy_out", state, now, self.engine.copy_out, pages)
+            if tail is None:
+                return
+        self.retained.put(state, state.metadata, tail)
+
+    def _resume(self, state: RequestState, now: float) -> bool:
+        """Answer `state` from what an earlier attempt computed, without a forward. False if that is gone."""
+        retained = self.retained.take(state)
+        if retained is None:
+            return False
+        size, tokens = self.cache.pool.page_tokens, len(state.prompt)
+        match = self.cache.tree.match(state.prompt[: tokens // size * size], state.request.cache_salt)
+        tail: list[int] | None = None
+        if match.tokens == tokens // size * size:
+            tail = self.cache.take(1, after=match.pages[-1] if match.pages else None) if retained.tail else []
+        if tail is None:
+            self.cache.pool.release(match.pages)
+            return False
+        try:
+            if retained.tail is not None:
+                self.engine.copy_in(retained.tail, tail)
+        except Exception as exc:  # the boundary: what was kept is no help then, and nothing else is lost
+            self.bugs.append((f"copy_in of what was kept for room {state.ticket.room}", exc))
+            self.cache.pool.release(match.pages + tail)
+            return False
+        state.pages = match.pages + tail
+        state.cached = state.computed = tokens
+        state.enter("in_flight", now)
+        state.metadata = replace(
+            retained.metadata,
+            transfer=state.transfer,
+            prefill_cached=tokens,
+            computed=0,
+            timeline=self._times(state) | {"at_forward_end": now},
+        )
+        self._sender(state.transfer).send(Span(0, tokens), state.pages, state.metadata)
+        return True
+
+    # ---- the hand-off ------------------------------------------------------------------------
+
+    def on_change(self, change: Change, now: float) -> None:
+        """What the protocol says of a hand-off."""
+        entry = self.table.get(change.transfer)
+        if entry is None:
+            return
+        state = entry.state
+        match change:
+            case events.Phase(phase=KVPoll.WAITING_FOR_INPUT):
+                if not state.ended:
+                    state.enter("queue", now)
+                    if not self._resume(state, now):
+                        self.queue.add(state)
+            case events.Phase(phase=KVPoll.FAILED):
+                self.fail(state, change.error or Internal("failed without a reason").info, now)
+            case events.Phase(phase=KVPoll.SUCCESS):
+                state.handed_bytes = entry.handle.nbytes
+                self.end(state, None, now)
+            case events.Release():
+                self.cache.release(state)
+                del self.table[change.transfer]
+                entry.handle.clear()
+            case _:
+                pass
+
+    def _sender(self, transfer: TransferId) -> KVSender:
+        entry = self.table.get(transfer)
+        if entry is None:
+            raise Internal(f"no hand-off {transfer}")
+        return entry.handle
+
+    # ---- the forward -------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """See `Scheduler.next_deadline`; what is retained ends in time, too."""
+        ends = [end for end in (super().next_deadline(), self.retained.next_end()) if end is not None]
+        return min(ends, default=None)
+
+    def advance(self, now: float) -> None:
+        """Timers."""
+        super().advance(now)
+        self.retained.expire(now)
+
+    def plan(self, now: float) -> list[SequenceStep]:
+        """The next forward: chunks of prompts whose destination is known. What was cached of a prompt leaves
+        as it starts."""
+        self._steps = self.queue.plan(self.config.chunk_tokens, now)
+        self._unsent = {step.seq_id: step for step in self._steps}
+        for step in self._steps:
+            state = self.admission.by_seq[step.seq_id]
+            if 0 < step.start == state.cached and not self._alone(state):
+                self._sender(state.transfer).send(Span(0, state.cached), state.pages)
+        return self._steps
+
+    def stored(self, seq_ids: Collection[int], layers: int | None = None) -> None:
+        """Send the chunks of these sequences, or of so many layers, while the forward goes on."""
+        for seq_id in seq_ids:
+            step, state = self._unsent.get(seq_id), self.admission.by_seq.get(seq_id)
+            if step is not None and state is not None and not self._alone(state):
+                self._sender(state.transfer).send(step.span, state.pages, slot=state.slot, layers=layers)
+                if layers is None:
+                    del self._unsent[seq_id]  # not before: `complete` sends what could not leave
+
+    def _complete(self, results: Mapping[int, SequenceResult], now: float) -> None:
+        """Send what is left of the chunks that the forward computed, and the metadata with the last ones."""
+        for step in self._steps:
+            state = self.admission.by_seq.get(step.seq_id)
+            if state is None:
+                continue
+            result = results.get(step.seq_id)
+            if result is not None and result.error is not None:
+                self.fail(state, result.failure("the prefill failed"), now)
+                continue
+            self.queue.complete(state, step, result)
+            self.stored((step.seq_id,))
+            if step.sample:
+                if result is None or result.token is None:
+                    self.fail(state, Internal("the engine returned no first token").info, now)
+                    continue
+                state.metadata = self._metadata(state, result, result.token, now)
+                if self._alone(state):
+                    self._retain(state, result, result.token, now)
+                    continue
+                self._sender(state.transfer).finish(state.metadata)
+                self.cache.remember(state, len(state.prompt))
+        self._steps = []
+
+    def _alone(self, state: RequestState) -> bool:
+        """No decode takes the KV of `state` now."""
+        return state.ticket.decode == self.config.me
+
+    def _retain(self, state: RequestState, result: SequenceResult, token: int, now: float) -> None:
+        """Keep what was computed of `state` until its deadline, and answer with the first token."""
+        self._keep(state, now)
+        if state.ended:
+            return  # the engine broke
+        state.usage = first_usage(len(state.request.prompt), 0, state.cached)
+        self._emit(state, token, result.logprob, now)
+
+    def _metadata(self, state: RequestState, result: SequenceResult, token: int, now: float) -> Metadata:
+        state.enter("in_flight", now)
+        return Metadata(
+            transfer=state.transfer,
+            prompt_tokens=len(state.prompt),
+            first_token=token,
+            prompt_hash=state.prompt_hash,
+            first_logprob=result.logprob,
+            prompt_logprobs=state.prompt_logprobs or None,
+            prefill_cached=state.cached,
+            computed=len(state.prompt) - state.cached,
+            timeline=self._times(state) | {"at_forward_end": now},
+        )
+
+    def _times(self, state: RequestState) -> dict[str, float]:
+        return {name: state.timeline.get(name, 0.0) for name in ("queue", "bootstrap", "prefill")}
+
+    def check_integrity(self) -> None:
+        """See `Scheduler.check_integrity`."""
+        super().check_integrity()
+        self.retained.check_integrity()
+
+    # ---- what others see ---------------------------------------------------------------------
+
+    def _running(self) -> Collection[RequestState]:
+        return self.queue.running
+
+    def _tokens(self, state: RequestState) -> int:
+        """Those that are still to be computed."""
+        return len(state.prompt) - state.computed
+
+    def sizes(self) -> dict[str, int]:
+        """See `Scheduler.sizes`; what is retained belongs to no request."""
+        return {**super().sizes(), "handoffs": len(self.table), "queue": len(self.queue)}

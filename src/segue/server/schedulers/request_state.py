@@ -1,0 +1,170 @@
+"""One request on one instance: what it is, what it holds, and how far it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from segue.engine.request import Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
+from segue.kv.errors import ErrorInfo
+from segue.kv.ids import FinishReason, Incarnation, TransferId
+from segue.kv.protocol.messages import Metadata
+from segue.server.messages.records import Path, RequestRecord
+
+RequestKey = tuple[Incarnation, str]
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request of the frontend `origin`. Times are seconds of the instance's monotonic clock.
+
+    `prompt` are the tokens whose KV the next one needs: the request's prompt and, in a continuation,
+    what it has given already. `output` are the tokens generated here, of which the last one's KV is not
+    in the pool yet. `pages` are all pages from token 0 on; the request owns one share of each. The KV of
+    the first `computed` tokens is in them; `slot` holds the state after these tokens, if the model keeps one.
+    `metadata` is what prefill sent with its last chunk.
+    """
+
+    origin: Incarnation
+    request: Request
+    ticket: Ticket
+    seq_id: int
+    entered: float
+    deadline: float
+    max_tokens: int
+    prompt: list[int] = field(init=False)
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    computed: int = 0
+    cached: int = 0
+    output: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    usage: Usage = field(default_factory=Usage)
+    timeline: dict[str, float] = field(default_factory=dict)
+    metadata: Metadata | None = None
+    phase: str = "queue"
+    since: float = 0.0
+    ended: bool = False
+    path: Path = field(init=False)
+    handed_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.path = Path(self.entered)
+        self.path.enter(self.phase, self.entered)
+        request = self.request
+        self.prompt = request.prompt + request.output if request.output else request.prompt
+
+    @property
+    def key(self) -> RequestKey:
+        return (self.origin, self.request.request_id)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def tokens(self) -> int:
+        """Length of the sequence so far: prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def produced(self) -> int:
+        """Tokens of the whole output so far, here and before."""
+        return len(self.request.output) + len(self.output)
+
+    @property
+    def transfer(self) -> TransferId:
+        """The hand-off's identity (meaningless on a unified instance)."""
+        t = self.ticket
+        return TransferId(t.room, t.attempt, t.prefill, t.decode)
+
+    @property
+    def prompt_hash(self) -> int:
+        """64 bits over the tokens of prompt and given output, the same on every host."""
+        # The msgpack encoding of lists of integers is unique.
+        tokens = msgspec.msgpack.encode((self.request.prompt, self.request.output))
+        digest = hashlib.blake2b(tokens, digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+    def enter(self, phase: str, now: float, text: str = "") -> None:
+        """Begin `phase`, of which there is `text` to say; the time spent in the last one goes into the
+        timeline under its name."""
+        self.timeline[self.phase] = self.timeline.get(self.phase, 0.0) + now - (self.since or self.entered)
+        self.phase, self.since = phase, now
+        self.path.enter(phase, now, text)
+
+    def record(self, where: str, role: str, now: float, error: ErrorInfo | None) -> RequestRecord:
+        """What `segue explain` is told of it; while it has not ended, so far. `handed_bytes` are those of KV
+        that its hand-off has moved."""
+        t = self.ticket
+        return RequestRecord(
+            request_id=self.request.request_id,
+            where=where,
+            role=role,
+            began=self.entered,
+            seconds=now - self.entered,
+            steps=self.path.steps(),
+            omitted=self.path.omitted,
+            room=t.room,
+            attempt=t.attempt,
+            pair=f"{t.prefill} > {t.decode}",
+            facts={
+                "prompt_tokens": len(self.prompt),
+                "cached_tokens": self.cached,
+                "computed_tokens": self.computed,
+                "pages": len(self.pages),
+                "handed_bytes": self.handed_bytes,
+                "output_tokens": len(self.output),
+            },
+            error=error,
+            ended=self.ended,
+            traceparent=self.request.traceparent,
+        )
+
+    def add_token(self, token: int, logprob: TokenLogprob | None, eos: Collection[int]) -> Output:
+        """Append a token that was drawn; returns what the frontend is told: the first time all that is known
+        of the prompt, the last time why it ends and what it has cost. `eos` end a generation."""
+        first, position = not self.output, self.produced
+        self.output.append(token)
+        finish, stop_token = self._finish(token, eos)
+        usage = self.usage if first else None
+        if finish is not None:
+            usage = msgspec.structs.replace(self.usage, output_tokens=self.produced)
+        return Output(
+            request_id=self.request.request_id,
+            position=position,
+            token_ids=[token],
+            logprobs=[logprob] if logprob is not None else [],
+            prompt_logprobs=(self.prompt_logprobs or None) if first else None,
+            finish=finish,
+            stop_token=stop_token,
+            usage=usage,
+            timeline=dict(self.timeline) if first else {},
+        )
+
+    def _finish(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
+        sampling = self.sampling
+        if self.produced > sampling.min_tokens:
+            if token in eos and not sampling.ignore_eos:
+                return FinishReason.STOP, token
+            if token in sampling.stop_token_ids:
+                return FinishReason.STOP, token
+        if self.produced >= self.max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+
+def first_usage(prompt_tokens: int, decode_cached: int, prefill_cached: int) -> Usage:
+    """Where the KV of a prompt of `prompt_tokens` came from. What both sides had cached counts as
+    decode's. In a continuation the counts go beyond the prompt; a cached prefix begins with it."""
+    shared = min(decode_cached, prefill_cached, prompt_tokens)
+    cached = min(prefill_cached, prompt_tokens) - shared
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        decode_cached=shared,
+        prefill_cached=cached,
+        computed=prompt_tokens - shared - cached,
+    )

@@ -1,0 +1,1 @@
+"""Settings of the commands: declarations, and the layers that they are read from."""

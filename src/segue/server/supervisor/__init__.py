@@ -1,0 +1,1 @@
+"""`segue serve`: starts processes, watches them and starts them again."""
