@@ -42,7 +42,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 #: Runs of many seeds, each as long as the tests of several files together.
-SLICES = "tests/sim/test_sim_slice.py::test_no_invariant_breaks_under_faults_in_more_seeds"
+SLICES = "tests/lab/sim/test_sim_slice.py::test_no_invariant_breaks_under_faults_in_more_seeds"
 
 
 @pytest.hookimpl(trylast=True)

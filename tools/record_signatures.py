@@ -1,5 +1,5 @@
 """Names and parameters of the libraries that `tests/double_*.py` stand for, as
-`tests/transport/library_signatures.json` keeps them. Nothing of the libraries but these is kept.
+`tests/kv/transport/library_signatures.json` keeps them. Nothing of the libraries but these is kept.
 
     python tools/record_signatures.py cuda                # cuda-bindings must be importable
     python tools/record_signatures.py memfabric           # memfabric-hybrid must be importable

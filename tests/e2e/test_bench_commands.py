@@ -36,7 +36,7 @@ SMALLEST = {
     "transport": ("--rounds", "2"),
     "transports": (*ONCE, "--seconds", "1"),
 }
-#: `tests/e2e/chaos` and `tests/sim` run what these do; those after them need the default model or other
+#: `tests/e2e/chaos` and `tests/lab/sim` run what these do; those after them need the default model or other
 #: people's routers
 ELSEWHERE = {"changes", "etcd", "kills", "sim_many"}
 ELSEWHERE |= {"advise", "hostile", "last_layer", "late_prefill", "mixed", "rank_memory", "routing", "serve"}

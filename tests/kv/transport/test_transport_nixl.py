@@ -1,4 +1,4 @@
-"""What `nixl` tells UCX, and what it takes from NIXL; the bytes are in `tests/conformance`."""
+"""What `nixl` tells UCX, and what it takes from NIXL; the bytes are in `tests/kv/conformance`."""
 
 from __future__ import annotations
 

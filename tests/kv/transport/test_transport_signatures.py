@@ -17,7 +17,7 @@ import double_cuda
 import double_memfabric
 import double_mori
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "library_signatures.json").read_text())
 DOUBLES = {
     "mori.io": double_mori,

@@ -33,7 +33,7 @@ from segue.server.frontend.unsupported import (
     REFUSED_IN_TOKENIZE,
 )
 
-DOCS = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
+DOCS = (Path(__file__).resolve().parents[3] / "docs" / "http.md").read_text()
 CARD = ModelCard(name="tiny", context_tokens=512, vocab_size=330)
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "seed": 1}
 TEXT: dict[str, Any] = {"prompt": "the answer", "seed": 1}

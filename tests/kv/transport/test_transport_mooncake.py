@@ -1,4 +1,4 @@
-"""`mooncake` over an engine that does what it is told; `tests/conformance` has the real one."""
+"""`mooncake` over an engine that does what it is told; `tests/kv/conformance` has the real one."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from layouts import TOKENS, Sizes, image, page_ids
 from segue.kv.config import HOST, KVConfig

@@ -11,7 +11,7 @@ from segue.kv.errors import ConfigError
 from segue.kv.protocol.link import PeerLink
 from segue.kv.protocol.sender import SenderMachine
 
-_FILE = Path(__file__).resolve().parents[2] / "tools" / "diagram.py"
+_FILE = Path(__file__).resolve().parents[3] / "tools" / "diagram.py"
 _SPEC = importlib.util.spec_from_file_location("diagram", _FILE)
 assert _SPEC is not None
 assert _SPEC.loader is not None
