@@ -1,4 +1,6 @@
-"""What `segue ps` makes of the answers of leaders; the commands themselves are tried in `tests/server/instance`."""
+"""What `segue ps` makes of the answers of leaders; the commands themselves are tried in
+`tests/server/instance`.
+"""
 
 from __future__ import annotations
 

@@ -9,46 +9,78 @@ from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "segue"
 
-#: Each room's floor. A room imports only from its own floor or below.
-FLOORS = {
-    "core": 0,
-    "layout": 1,
-    "handoff": 1,
-    "balance": 1,
-    "advise": 1,
-    "transport": 2,
-    "session": 2,
-    "bootstrap": 2,
-    "conn": 3,
-    "engine": 3,
-    "roles": 4,
-    "fleet": 4,
-    "serve": 5,
-    "frontend": 5,
-    "cli": 6,
+#: Modules at the top of `kv` that everything else of it stands on; the others make its highest floor.
+KV_BASE = {
+    "addresses",
+    "backoff",
+    "clock",
+    "errors",
+    "ids",
+    "limits",
+    "model_identity",
+    "path_figures",
+    "pending",
 }
 
-#: Side rooms stand beside the house: what each may import, and who may import it.
+#: Each package's floor. A package imports only from its own floor or below.
+FLOORS = {
+    "kv.base": 0,
+    "kv.layout": 1,
+    "kv.protocol": 1,
+    "kv.session": 2,
+    "kv.transport": 2,
+    "kv": 3,
+    "engine": 4,
+    "server": 4,
+    "server.settings": 5,
+    "server.messages": 5,
+    "server.balance": 6,
+    "server.http": 6,
+    "server.observe": 7,
+    "server.schedulers": 6,
+    "server.registry": 7,
+    "server.kv_events": 7,
+    "server.fleet": 8,
+    "server.frontend": 8,
+    "server.direct": 9,
+    "server.instance": 10,
+    "server.supervisor": 10,
+    "cli": 11,
+}
+
+#: Packages beside the floors: what each may import, and who may import it.
 SIDE_MAY_IMPORT = {
-    "observe": {"core"},
-    "sim": set(FLOORS) - {"cli"},
-    "integrations": set(FLOORS) - {"cli"},
+    "lab": set[str](),
+    "lab.advise": {"kv.base"},
+    "lab.bench": {"kv.base"},
+    "lab.sim": set(FLOORS) - {"cli"},
+    "integrations": {"kv"},
 }
 SIDE_MAY_BE_IMPORTED_BY = {
-    "observe": {"serve", "fleet", "frontend", "cli", "sim", "integrations"},
-    "sim": {"cli"},
+    "lab": set[str](),
+    "lab.advise": {"cli"},
+    "lab.bench": {"cli"},
+    "lab.sim": {"cli"},
     "integrations": {"cli"},
 }
 
-PURE = {"core", "layout", "handoff", "balance", "advise", "roles"}
-#: Modules of other rooms that decide only.
+PURE = {
+    "kv.base",
+    "kv.layout",
+    "kv.protocol",
+    "lab.advise",
+    "server.balance",
+    "server.messages",
+    "server.schedulers",
+    "server.settings",
+}
+#: Modules of other packages that decide only.
 PURE_MODULES = {
-    "segue.server.fleet.replica",
-    "segue.server.fleet.router",
-    "segue.server.fleet.fleet_settings",
+    *(f"segue.engine.{name}" for name in ("kv_events", "model_names", "parallel", "pool_size", "request")),
+    *(f"segue.server.fleet.{name}" for name in ("fleet_settings", "replica", "router")),
 }
 
-#: What a pure room must not touch: sockets, threads, clocks, files, processes, torch, HTTP.
+#: What a pure package must not touch: sockets, threads, clocks, files, processes, torch, HTTP.
 IMPURE_MODULES = {
     "accelerate",
     "aiohttp",
@@ -106,8 +138,8 @@ class Source:
     is_package: bool = False
 
     @property
-    def room(self) -> str:
-        return self.name.split(".")[1] if "." in self.name else ""
+    def package(self) -> str:
+        return package_of(self.name)
 
 
 def parse(name: str, text: str, is_package: bool = False) -> Source:
@@ -144,35 +176,49 @@ def imported_modules(source: Source) -> Iterator[str]:
                     yield argument.value
 
 
-def imported_rooms(source: Source) -> set[str]:
-    rooms = set()
+def package_of(module: str) -> str:
+    """The package of a module by its dotted name: `kv` alone has packages on three floors."""
+    _, top, second, *deeper = [*module.split("."), "", ""]
+    if top == "kv":
+        if second in KV_BASE:
+            return "kv.base"
+        return f"kv.{second}" if f"kv.{second}" in FLOORS else "kv"
+    return f"{top}.{second}" if f"{top}.{second}" in FLOORS | SIDE_MAY_IMPORT else top
+
+
+def _is_module(name: str) -> bool:
+    path = SRC.joinpath(*name.split(".")[1:])
+    return name.startswith("segue.") and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def imported_packages(source: Source) -> set[str]:
+    packages = set()
     for module in imported_modules(source):
-        parts = module.split(".")
-        if parts[0] == "segue" and len(parts) > 1 and (SRC / parts[1]).is_dir():
-            rooms.add(parts[1])
-    return rooms
+        if _is_module(module):
+            packages.add(package_of(module))
+    return packages
 
 
 def floor_faults(source: Source) -> list[str]:
-    """Imports that go upward, or into or out of a side room that does not allow it."""
-    room = source.room
+    """Imports that go upward, or into or out of a side package that does not allow it."""
+    package = source.package
     faults = []
-    for other in sorted(imported_rooms(source) - {room}):
+    for other in sorted(imported_packages(source) - {package}):
         if other in SIDE_MAY_BE_IMPORTED_BY:
-            legal = room in SIDE_MAY_BE_IMPORTED_BY[other]
-        elif room in SIDE_MAY_IMPORT:
-            legal = other in SIDE_MAY_IMPORT[room]
-        elif room == "":
+            legal = package in SIDE_MAY_BE_IMPORTED_BY[other]
+        elif package in SIDE_MAY_IMPORT:
+            legal = other in SIDE_MAY_IMPORT[package]
+        elif package == "":
             legal = False
         else:
-            legal = FLOORS[other] <= FLOORS[room]
+            legal = FLOORS[other] <= FLOORS[package]
         if not legal:
-            faults.append(f"{source.name} imports segue.{other}, which its room must not")
+            faults.append(f"{source.name} imports segue.{other}, which its package must not")
     return faults
 
 
 def purity_faults(source: Source) -> list[str]:
-    if source.room not in PURE and source.name not in PURE_MODULES:
+    if source.package not in PURE and source.name not in PURE_MODULES:
         return []
     return [
         f"{source.name} is pure and imports {module}"
@@ -208,7 +254,7 @@ TASK_WAITERS = {"segue.kv.io": {"run_coroutine_threadsafe"}}
 
 def task_faults(source: Source) -> list[str]:
     """A task beside `segue.kv.session.tasks`: what it raises is seen by nobody."""
-    if source.name in TASK_MAKERS or source.room == "sim":
+    if source.name in TASK_MAKERS or source.package == "lab.sim":
         return []
     forbidden = TASK_CALLS - TASK_WAITERS.get(source.name, set())
     faults = []
@@ -311,30 +357,30 @@ def names_that_mean_two_things(modules: Iterable[Source]) -> list[str]:
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Circles in a graph of rooms, each as the list of rooms along it."""
+    """Circles in a graph of packages, each as the list of packages along it."""
     found: list[list[str]] = []
     done: set[str] = set()
 
-    def visit(room: str, path: list[str]) -> None:
-        if room in path:
-            found.append([*path[path.index(room) :], room])
+    def visit(package: str, path: list[str]) -> None:
+        if package in path:
+            found.append([*path[path.index(package) :], package])
             return
-        if room in done:
+        if package in done:
             return
-        for other in sorted(edges.get(room, ())):
-            visit(other, [*path, room])
-        done.add(room)
+        for other in sorted(edges.get(package, ())):
+            visit(other, [*path, package])
+        done.add(package)
 
-    for room in sorted(edges):
-        visit(room, [])
+    for package in sorted(edges):
+        visit(package, [])
     return found
 
 
-def room_edges(modules: Iterable[Source]) -> dict[str, set[str]]:
+def package_edges(modules: Iterable[Source]) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = {}
     for source in modules:
-        if source.room:
-            edges.setdefault(source.room, set()).update(imported_rooms(source) - {source.room})
+        if package := source.package:
+            edges.setdefault(package, set()).update(imported_packages(source) - {package})
     return edges
 
 

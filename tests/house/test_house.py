@@ -1,4 +1,4 @@
-"""The house of CONTRIBUTING.md, enforced: floors, purity, side rooms, safety, docstrings, frozen messages."""
+"""The house of CONTRIBUTING.md, enforced: floors, purity, side packages, safety, docstrings, frozen messages."""
 
 import subprocess
 import sys
@@ -12,9 +12,15 @@ NAMES = [s.name for s in MODULES]
 Rule = Callable[[rules.Source], list[str]]
 
 
-def test_every_room_of_the_house_is_known() -> None:
-    rooms = {p.name for p in rules.SRC.iterdir() if p.is_dir() and p.name != "__pycache__"}
-    assert rooms == set(rules.FLOORS) | set(rules.SIDE_MAY_IMPORT)
+def test_every_package_of_the_house_is_known() -> None:
+    assert {source.package for source in MODULES} - {""} == set(rules.FLOORS) | set(rules.SIDE_MAY_IMPORT)
+
+
+def test_no_two_modules_share_a_name() -> None:
+    names = [
+        name.rpartition(".")[2] for name, source in zip(NAMES, MODULES, strict=True) if not source.is_package
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 @pytest.mark.parametrize(
@@ -38,12 +44,12 @@ def test_rule_holds_everywhere(rule: Rule) -> None:
 
 def test_no_two_classes_share_a_name() -> None:
     assert rules.names_that_mean_two_things(MODULES) == []
-    twins = [rules.parse(name, "class Part: ...") for name in ("segue.conn.a", "segue.roles.b")]
-    assert rules.names_that_mean_two_things(twins) == ["Part: segue.conn.a, segue.roles.b"]
+    twins = [rules.parse(name, "class Part: ...") for name in ("segue.kv.a", "segue.engine.b")]
+    assert rules.names_that_mean_two_things(twins) == ["Part: segue.kv.a, segue.engine.b"]
 
 
-def test_rooms_form_no_circle() -> None:
-    assert rules.cycles(rules.room_edges(MODULES)) == []
+def test_packages_form_no_circle() -> None:
+    assert rules.cycles(rules.package_edges(MODULES)) == []
 
 
 @pytest.mark.parametrize(
@@ -63,10 +69,10 @@ def test_import_brings_no_torch(module: str) -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
 
 
-@pytest.mark.parametrize("room", sorted(rules.PURE))
-def test_pure_room_imports_alone(room: str) -> None:
-    """All modules of a pure room load, and what they load is free of sockets, loops and torch."""
-    names = [s.name for s in MODULES if s.room == room]
+@pytest.mark.parametrize("package", sorted(rules.PURE))
+def test_pure_package_imports_alone(package: str) -> None:
+    """All modules of a pure package load, and what they load is free of sockets, loops and torch."""
+    names = [s.name for s in MODULES if s.package == package]
     code = (
         f"import sys, importlib; [importlib.import_module(n) for n in {names!r}]; "
         "print([m for m in ('torch', 'asyncio', 'socket', 'starlette', 'httpx') if m in sys.modules])"
@@ -81,47 +87,47 @@ def test_pure_room_imports_alone(room: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "text"),
     [
-        (rules.floor_faults, "segue.core.x", "from segue.kv.protocol import events"),
-        (rules.floor_faults, "segue.handoff.x", "def f():\n    import segue.kv.manager"),
-        (rules.floor_faults, "segue.handoff.x", "from ..conn import manager"),
-        (rules.floor_faults, "segue.roles.x", "from segue import serve"),
-        (rules.floor_faults, "segue.conn.x", "import segue.lab.sim.world"),
-        (rules.floor_faults, "segue.roles.x", "from segue.server.observe import metrics"),
-        (rules.floor_faults, "segue.observe.x", "from segue.kv import manager"),
-        (rules.floor_faults, "segue.sim.x", "from segue.cli import main"),
+        (rules.floor_faults, "segue.kv.ids", "from segue.kv.protocol import events"),
+        (rules.floor_faults, "segue.kv.protocol.x", "def f():\n    import segue.kv.manager"),
+        (rules.floor_faults, "segue.kv.protocol.x", "from .. import manager"),
+        (rules.floor_faults, "segue.server.schedulers.x", "from segue.server import instance"),
+        (rules.floor_faults, "segue.kv.x", "import segue.lab.sim.world"),
+        (rules.floor_faults, "segue.server.schedulers.x", "from segue.server.observe import metrics"),
+        (rules.floor_faults, "segue.server.observe.x", "from segue.server.instance import leader"),
+        (rules.floor_faults, "segue.lab.sim.x", "from segue.cli import main"),
         (
             rules.floor_faults,
-            "segue.core.x",
-            "import importlib\nimportlib.import_module('segue.engine.model')",
+            "segue.kv.ids",
+            "import importlib\nimportlib.import_module('segue.engine.engine_api')",
         ),
-        (rules.purity_faults, "segue.roles.x", "from time import monotonic"),
-        (rules.task_faults, "segue.conn.x", "import asyncio\nt = asyncio.create_task(f())"),
-        (rules.task_faults, "segue.conn.x", "def f(loop):\n    return loop.create_task"),
-        (rules.task_faults, "segue.serve.x", "from asyncio import ensure_future"),
-        (rules.task_faults, "segue.frontend.x", "import asyncio\nasyncio.TaskGroup()"),
-        (rules.purity_faults, "segue.core.x", "import os.path"),
-        (rules.purity_faults, "segue.layout.x", "def f():\n    import torch"),
-        (rules.safety_faults, "segue.conn.x", "import pickle"),
-        (rules.safety_faults, "segue.conn.x", "from cloudpickle import loads"),
-        (rules.safety_faults, "segue.conn.x", "eval('1')"),
-        (rules.safety_faults, "segue.conn.x", "if hasattr(x, 'y'): pass"),
-        (rules.safety_faults, "segue.conn.x", "class A:\n    def __del__(self): pass"),
+        (rules.purity_faults, "segue.server.schedulers.x", "from time import monotonic"),
+        (rules.task_faults, "segue.kv.x", "import asyncio\nt = asyncio.create_task(f())"),
+        (rules.task_faults, "segue.kv.x", "def f(loop):\n    return loop.create_task"),
+        (rules.task_faults, "segue.server.instance.x", "from asyncio import ensure_future"),
+        (rules.task_faults, "segue.server.frontend.x", "import asyncio\nasyncio.TaskGroup()"),
+        (rules.purity_faults, "segue.kv.ids", "import os.path"),
+        (rules.purity_faults, "segue.kv.layout.x", "def f():\n    import torch"),
+        (rules.safety_faults, "segue.kv.x", "import pickle"),
+        (rules.safety_faults, "segue.kv.x", "from cloudpickle import loads"),
+        (rules.safety_faults, "segue.kv.x", "eval('1')"),
+        (rules.safety_faults, "segue.kv.x", "if hasattr(x, 'y'): pass"),
+        (rules.safety_faults, "segue.kv.x", "class A:\n    def __del__(self): pass"),
         (rules.safety_faults, "segue.engine.x", "import torch\ntorch.load('f')"),
-        (rules.guard_faults, "segue.frontend.x", "import uvicorn"),
-        (rules.guard_faults, "segue.serve.x", "from http.server import HTTPServer"),
+        (rules.guard_faults, "segue.server.frontend.x", "import uvicorn"),
+        (rules.guard_faults, "segue.server.instance.x", "from http.server import HTTPServer"),
         (rules.markup_faults, "segue.cli.x", "from rich.console import Console"),
         (rules.markup_faults, "segue.cli.x", "from rich.progress import BarColumn, TextColumn"),
         (rules.markup_faults, "segue.cli.x", "def f():\n    import rich"),
         (rules.markup_faults, "segue.cli.x", "from rich import print"),
         (rules.markup_faults, "segue.cli.x", "from rich.text import Text\nText.from_markup(x)"),
-        (rules.docstring_faults, "segue.core.x", "class A:\n    pass"),
-        (rules.docstring_faults, "segue.core.x", "async def f():\n    pass"),
+        (rules.docstring_faults, "segue.kv.ids", "class A:\n    pass"),
+        (rules.docstring_faults, "segue.kv.ids", "async def f():\n    pass"),
         (
             rules.struct_faults,
-            "segue.core.x",
+            "segue.kv.ids",
             "import msgspec\nclass A(msgspec.Struct, tag=True):\n    x: int",
         ),
-        (rules.struct_faults, "segue.core.x", "class A(Struct, frozen=False):\n    x: int"),
+        (rules.struct_faults, "segue.kv.ids", "class A(Struct, frozen=False):\n    x: int"),
     ],
 )
 def test_rule_sees_a_fault(rule: Rule, name: str, text: str) -> None:
@@ -131,16 +137,16 @@ def test_rule_sees_a_fault(rule: Rule, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "text"),
     [
-        (rules.floor_faults, "segue.sim.x", "from segue.kv import manager"),
-        (rules.floor_faults, "segue.serve.x", "from segue.server.observe import metrics"),
-        (rules.floor_faults, "segue.handoff.x", "from segue.kv.layout.spec import PoolSpec"),
-        (rules.purity_faults, "segue.serve.x", "import socket"),
+        (rules.floor_faults, "segue.lab.sim.x", "from segue.kv import manager"),
+        (rules.floor_faults, "segue.server.instance.x", "from segue.server.observe import metrics"),
+        (rules.floor_faults, "segue.kv.protocol.x", "from segue.kv.layout.spec import PoolSpec"),
+        (rules.purity_faults, "segue.server.instance.x", "import socket"),
         (rules.safety_faults, "segue.engine.x", "model.eval()"),
         (rules.guard_faults, "segue.server.http.guarded_http", "import uvicorn"),
         (rules.markup_faults, "segue.cli.x", "from rich.table import Table\nfrom rich.text import Text"),
-        (rules.docstring_faults, "segue.core.x", "def _f():\n    pass"),
-        (rules.docstring_faults, "segue.core.x", "class A(SegueError):\n    pass"),
-        (rules.struct_faults, "segue.core.x", "class A(msgspec.Struct, frozen=True):\n    x: int"),
+        (rules.docstring_faults, "segue.kv.ids", "def _f():\n    pass"),
+        (rules.docstring_faults, "segue.kv.ids", "class A(SegueError):\n    pass"),
+        (rules.struct_faults, "segue.kv.ids", "class A(msgspec.Struct, frozen=True):\n    x: int"),
     ],
 )
 def test_rule_lets_the_legal_pass(rule: Rule, name: str, text: str) -> None:

@@ -1,9 +1,10 @@
 """Agreement of symmetric ranks: each rank runs the same scheduler and polls its own half of each hand-off.
 
 For engines whose ranks are equals. segue's own engine needs none of it: there one leader decides, by
-`kv/protocol/tally.py`. A hand-off is known by its room, never by its position in a list. Each poll first compares
-how many rooms every rank polls, and a digest of them. Only if these are equal are the phases reduced, in
-order of the rooms. If not, the lists are exchanged, and every rank raises RANK_DIVERGENCE with the same text.
+`kv/protocol/tally.py`. A hand-off is known by its room, never by its position in a list. Each poll first
+compares how many rooms every rank polls, and a digest of them. Only if these are equal are the phases
+reduced, in order of the rooms. If not, the lists are exchanged, and every rank raises RANK_DIVERGENCE
+with the same text.
 
 The folds here are pure: a generator asks for an exchange (`Gather`, `Least`) and is sent its outcome. All
 ranks ask for the same exchanges, of the same sizes, whatever they hold: a collective of unequal sizes aborts

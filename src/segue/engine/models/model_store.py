@@ -5,10 +5,11 @@ as float32 up to a billion parameters: the dequantised values are then exactly t
 computes from the same GGUF file, so float32 runs can be compared token by token, and loading is a memory
 map (plus one pass for other dtypes). Larger models are stored as bfloat16, half the size.
 
-The work runs in a child process (`python -m segue.engine.models.model_store obtain …`), which gives its memory back
-when it ends and can be ended at a deadline. It holds a file lock, so two servers never convert the same
-model twice; it writes into a temporary folder, syncs it and renames it, so a folder in the cache is
-complete or is not there. This module imports no torch: the command line asks it before anything heavy.
+The work runs in a child process (`python -m segue.engine.models.model_store obtain …`), which gives its
+memory back when it ends and can be ended at a deadline. It holds a file lock, so two servers never
+convert the same model twice; it writes into a temporary folder, syncs it and renames it, so a folder in
+the cache is complete or is not there. This module imports no torch: the command line asks it before
+anything heavy.
 """
 
 from __future__ import annotations

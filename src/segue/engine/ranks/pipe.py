@@ -3,7 +3,8 @@
     frame   unsigned 32-bit length of the body, body (msgpack)
 
 Both ends block: the leader has nothing else to do while its ranks compute, and a rank nothing while nobody
-asks it. What must be heard meanwhile (hand-offs, signs of life) has a channel of its own (`kv.ranks.rank_channel`).
+asks it. What must be heard meanwhile (hand-offs, signs of life) has a channel of its own
+(`kv.ranks.rank_channel`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `plan_pair` runs once per session and decides which source rank writes to which target rank;
 `PairPlan.blocks` runs once per chunk and pair and does only integer arithmetic.
 
-Each rank holds a box of the model: some neighbouring layers of some neighbouring KV heads (`kv.layout.sides`). A
-pair is a source box and a target box that share something, and moves what they share: so the sides' parallel
-sizes need not be equal, nor divide one another.
+Each rank holds a box of the model: some neighbouring layers of some neighbouring KV heads
+(`kv.layout.sides`). A pair is a source box and a target box that share something, and moves what they
+share: so the sides' parallel sizes need not be equal, nor divide one another.
 
 Several ranks of a side may hold the same box. Of such sources one sends, of such targets one receives and
 passes on to the others what it got (`PairPlan.relays`): each byte crosses the wire once. Sources that differ

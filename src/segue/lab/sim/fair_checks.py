@@ -1,4 +1,6 @@
-"""Who waits to be computed is started within a bound of work, whoever else comes (`server/schedulers/fair_queue.py`)."""
+"""Who waits to be computed is started within a bound of work, whoever else comes
+(`server/schedulers/fair_queue.py`).
+"""
 
 from __future__ import annotations
 

@@ -156,9 +156,9 @@ class _Open:
 
 
 class LineageEngine:
-    """Implements `engine.engine_api.Engine`. `memory` is the pool; transports may copy into it. `ranks` say what is
-    where in it, if it is not that of one rank with all of `spec`; `scratch_bytes` lie behind. Engines of
-    another `model` give the same tokens, but their KV is not each other's.
+    """Implements `engine.engine_api.Engine`. `memory` is the pool; transports may copy into it. `ranks` say
+    what is where in it, if it is not that of one rank with all of `spec`; `scratch_bytes` lie behind.
+    Engines of another `model` give the same tokens, but their KV is not each other's.
 
     Raises WrongKV from `collect` when a position does not hold the sequence's own KV.
     """

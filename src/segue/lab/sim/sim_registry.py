@@ -166,7 +166,8 @@ class RegistryNode(Process):
 
 
 class Member:
-    """What one process does with the registry: one as in `server.instance.instance`, a frontend by its fleet."""
+    """What one process does with the registry: one as in `server.instance.instance`, a frontend by its
+    fleet."""
 
     def __init__(self, deployment: Deployment, process: LeaderNode | FrontNode) -> None:
         self.deployment = deployment

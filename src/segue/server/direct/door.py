@@ -1,7 +1,7 @@
 """The HTTP door of an instance in direct mode: its routes, and the server behind them.
 
-That server (`server.direct.direct_server`) needs a tokenizer and sessions, which an instance that is only probed does not:
-it is made when the first request comes that needs it.
+That server (`server.direct.direct_server`) needs a tokenizer and sessions, which an instance that is
+only probed does not: it is made when the first request comes that needs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Decode's side of requests that a foreign router has posted in two legs (`server.direct.rooms` is prefill's).
+"""Decode's side of requests that a foreign router has posted in two legs (`server.direct.rooms` is
+prefill's).
 
 A meeting finds the prefill instance that has the other leg, among those that the registry lists, and tells it
 how the request ended. The request itself is placed on both leaders as a frontend does (`fleet`).
@@ -36,7 +37,8 @@ FIND_S = 2.0
 
 
 class Meetings:
-    """The meetings of one decode door; what prefill doors say reaches them (`server.fleet.membership.Door`)."""
+    """The meetings of one decode door; what prefill doors say reaches them
+    (`server.fleet.membership.Door`)."""
 
     def __init__(self, limit: int) -> None:
         #: decode legs whose prefill leg did not come

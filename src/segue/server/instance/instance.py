@@ -1,7 +1,8 @@
 """One leader of one instance: role, leader loop, sessions, registry; from start to drain.
 
 The main thread runs the leader; the I/O thread (`kv.io`) runs sessions, transports' events, the
-registry client and the instance's HTTP server. The registry was found before (`server.instance.registry_link`).
+registry client and the instance's HTTP server. The registry was found before
+(`server.instance.registry_link`).
 """
 
 from __future__ import annotations

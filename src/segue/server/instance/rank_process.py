@@ -1,8 +1,9 @@
-"""The process of one rank but the leader's: `python -m segue.server.instance.rank_process PIPE_FD CHANNELS_FD`.
+"""The process of one rank but the leader's: `python -m segue.server.instance.rank_process PIPE_FD
+CHANNELS_FD`.
 
-Its main thread carries out the leader's orders (`engine.ranks.parallel_replica`), its I/O thread what the hand-offs ask of its
-pool (`kv.ranks.rank_worker`), over a channel that comes with each role. It dies with its leader, and signals that
-mean the whole family are the leader's.
+Its main thread carries out the leader's orders (`engine.ranks.parallel_replica`), its I/O thread what
+the hand-offs ask of its pool (`kv.ranks.rank_worker`), over a channel that comes with each role. It dies
+with its leader, and signals that mean the whole family are the leader's.
 """
 
 from __future__ import annotations

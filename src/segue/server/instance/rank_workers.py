@@ -1,9 +1,9 @@
 """The processes of a leader's other ranks: started before the model is loaded, dead at the latest with it.
 
-Each has a pipe to the leader for orders (`engine.ranks.parallel_replica`), and a channel for hand-offs (`kv.ranks.worker_rank`),
-which is another one for each role of the leader and comes through a socket of its own. Whichever shows first
-that one has ended or stands still: then all are killed, the computing leader gets an error instead of an
-answer, and the replica is over.
+Each has a pipe to the leader for orders (`engine.ranks.parallel_replica`), and a channel for hand-offs
+(`kv.ranks.worker_rank`), which is another one for each role of the leader and comes through a socket of
+its own. Whichever shows first that one has ended or stands still: then all are killed, the computing
+leader gets an error instead of an answer, and the replica is over.
 """
 
 from __future__ import annotations

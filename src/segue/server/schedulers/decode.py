@@ -2,8 +2,8 @@
 
 A request enters the pre-allocation queue at once, whatever is known of its prefill side; what is known
 later only changes the receiver's phase. It leaves in the order of `fair_queue`, when its receiver may
-publish, there are credits (`server.schedulers.credits`) and there are pages. Published pages belong to the peer until the
-hand-off ends.
+publish, there are credits (`server.schedulers.credits`) and there are pages. Published pages belong to
+the peer until the hand-off ends.
 
 A ticket that names this leader for both halves asks for no hand-off: the prompt is computed here, as on a
 unified instance. Where the next hand-off or the next prompt lacks pages, none of the other kind that came

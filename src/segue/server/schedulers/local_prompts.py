@@ -2,9 +2,9 @@
 
 Decode computes a prompt within the steps of the sequences that it generates, which pause for as long as the
 prompt takes. So a prompt is short if it makes them wait no longer than the hand-off would make its own client
-wait. The pause is measured at start (`server.instance.local_cost`), the wait over the first hand-offs: the median of
-`HANDOFFS` of them. It stays as it is from then on. Under load both would grow together, and an instance that
-is busy would take on more and more.
+wait. The pause is measured at start (`server.instance.local_cost`), the wait over the first hand-offs:
+the median of `HANDOFFS` of them. It stays as it is from then on. Under load both would grow together,
+and an instance that is busy would take on more and more.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ share nothing with it but the incarnation: they go on, and the registry shows th
 is restarted here: the instance ends with a status but 0, and whoever keeps it can start it again as a whole.
 `segue serve` does: the other ranks finish what they have, then all start in a new incarnation.
 
-Ranks that share out a model's experts (`engine.ranks.dp_group`) cannot go on: each hears of the end of another over
-the sockets that they get from here, ends its requests with an error and leaves.
+Ranks that share out a model's experts (`engine.ranks.dp_group`) cannot go on: each hears of the end of
+another over the sockets that they get from here, ends its requests with an error and leaves.
 """
 
 from __future__ import annotations
