@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from segue.engine.request import Output, Request, SamplingParams, Ticket
+from segue.engine.request import Output, Request, SamplingParams
 from segue.kv.errors import SegueError
 from segue.kv.ids import LeaderId, Role, new_incarnation, new_room
 from segue.kv.limits import Limits
+from segue.kv.protocol.ticket import Ticket
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.session.node import SessionNode
 from segue.server.messages.control import ControlMessage, Load, Outputs, Submit

@@ -22,7 +22,8 @@ from transformers import (
 
 from segue.engine.cpu.cpu_engine import load_engine
 from segue.engine.engine_api import SequenceResult, SequenceStep, run_step
-from segue.engine.request import SamplingParams, TokenLogprob
+from segue.engine.request import SamplingParams
+from segue.kv.protocol.messages import TokenLogprob
 
 VOCAB = 97
 CONTEXT_TOKENS = 4096

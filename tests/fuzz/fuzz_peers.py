@@ -12,7 +12,7 @@ from fuzz_mutate import msgpack
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.engine.request import Grammar, Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
+from segue.engine.request import Grammar, Output, Request, SamplingParams, Usage
 from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo
 from segue.kv.ids import FinishReason, Incarnation, LeaderId, Role, Span, TransferId
 from segue.kv.limits import Limits
@@ -33,8 +33,9 @@ from segue.kv.protocol.messages import (
     LeaderInfo,
     Metadata,
     Moved,
+    TokenLogprob,
 )
-from segue.kv.protocol.ticket import sign, verify
+from segue.kv.protocol.ticket import Ticket, sign, verify
 from segue.kv.session.api import PeerInfo
 from segue.kv.transport.base import Endpoint
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec

@@ -23,18 +23,18 @@ from hypothesis import strategies as st
 from targets import TARGETS
 
 from segue.cli.flags import KNOWN
-from segue.engine.request import Ticket
-from segue.kv.control_plane import LeaderMessage
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import RankId, TransferId
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.protocol.messages import HandoffMessage, LeaderInfo
+from segue.kv.protocol.ticket import Ticket
 from segue.kv.session import frames
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.shm.shm_wire import ShmAddress
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_sockets import TcpAddress
 from segue.server.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from segue.server.instance.kv_settings import LeaderMessage
 from segue.server.messages.control import ControlMessage, Outputs
 from segue.server.registry.registry_records import DrainFlag, InstanceList, InstanceRecord, RoomRecord
 from segue.server.supervisor.lifeline import CannotStart, Ready

@@ -14,7 +14,6 @@ from fuzz_loop import Target
 from fuzz_mutate import as_json, msgpack
 
 from ranks import make_tcp, rank
-from segue.kv.control_plane import LeaderMessage
 from segue.kv.errors import DECODE_ERRORS, ErrorCode, ErrorInfo, PeerRefused, TransferFailed
 from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
 from segue.kv.limits import Limits
@@ -32,6 +31,7 @@ from segue.kv.transport.shm.shm_host import HOST
 from segue.kv.transport.shm.shm_wire import ShmAddress
 from segue.kv.transport.tcp import tcp_wire
 from segue.kv.transport.tcp.tcp_sockets import TcpAddress
+from segue.server.instance.kv_settings import LeaderMessage
 from segue.server.messages.control import Cancel
 from segue.server.supervisor.lifeline import CannotStart, Ready, decode_report
 

@@ -178,7 +178,7 @@ def imported_modules(source: Source) -> Iterator[str]:
 
 def package_of(module: str) -> str:
     """The package of a module by its dotted name: `kv` alone has packages on three floors."""
-    _, top, second, *deeper = [*module.split("."), "", ""]
+    top, second = [*module.split("."), "", ""][1:3]
     if top == "kv":
         if second in KV_BASE:
             return "kv.base"

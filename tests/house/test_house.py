@@ -1,4 +1,4 @@
-"""The house of CONTRIBUTING.md, enforced: floors, purity, side packages, safety, docstrings, frozen messages."""
+"""The rules of CONTRIBUTING.md, enforced: floors, purity, safety, docstrings, frozen messages."""
 
 import subprocess
 import sys

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from segue.engine.request import Grammar, SamplingParams, TokenLogprob
+from segue.engine.request import Grammar, SamplingParams
 from segue.kv.errors import ErrorInfo, Internal, InvalidRequest, SegueError
 from segue.kv.ids import Span
 from segue.kv.layout.spec import PoolSpec
+from segue.kv.protocol.messages import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from typing import Literal
 import msgspec
 
 from segue.kv.errors import ErrorInfo
-from segue.kv.ids import FinishReason, LeaderId
+from segue.kv.ids import FinishReason
+from segue.kv.protocol.messages import TokenLogprob
 
 #: From who takes outputs and whose client is behind: to be awaited before the next output.
 Wait = Callable[[], Awaitable[None]]
@@ -51,14 +52,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Grammar | None = None
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one chosen token and of the most likely alternatives, best first."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]] = []
-
-
 class RankHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """DP ranks that a client asks for, by SGLang's names. None: whoever places the request chooses.
 
@@ -91,23 +84,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     tenant: str = ""
     cache_salt: int = 0
-
-
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """The placement of one request, made and signed by whoever chose it.
-
-    `budget_s` is the time left until the request's deadline when the ticket was sent. For a
-    unified instance `prefill == decode` and no hand-off takes place. If `prefill.is_open`, its instance
-    alone is named: prefill is who got the ticket, and decode finds the DP rank. `signature` is an
-    HMAC-SHA256 over the other fields under the deployment's shared secret (empty without one).
-    """
-
-    room: int
-    attempt: int
-    prefill: LeaderId
-    decode: LeaderId
-    budget_s: float
-    signature: bytes = b""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

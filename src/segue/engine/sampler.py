@@ -30,8 +30,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from segue.engine.engine_api import SequenceResult
-from segue.engine.request import Grammar, SamplingParams, TokenLogprob
+from segue.engine.request import Grammar, SamplingParams
 from segue.kv.errors import Internal, InvalidRequest
+from segue.kv.protocol.messages import TokenLogprob
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300

@@ -13,6 +13,7 @@ from segue.kv.io import Io, IoThread
 from segue.kv.layout.spec import PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.protocol.exchange import Exchange
+from segue.kv.protocol.messages import HandoffMessage, PathMessage
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.kv.ranks.checksums import Digester
 from segue.kv.session.node import SessionNode
@@ -28,6 +29,7 @@ class SessionConfig:
 
     `host:port` is where sessions listen (port 0: any), `advertise` and `advertise_port` what peers are told
     if it is something else: two leaders must not advertise the same. `secret` is mandatory beyond loopback.
+    `messages` is the union of the structs that sessions carry: a caller with peers of other roles adds more.
     """
 
     role: Role
@@ -39,6 +41,7 @@ class SessionConfig:
     secret: bytes | None = None
     limits: Limits = field(default_factory=Limits)
     tls: Tls | None = None
+    messages: Any = HandoffMessage | PathMessage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,10 @@ from typing import Any
 from segue.kv.config import HOST, LeaderRuntime, SessionConfig
 from segue.kv.errors import SegueError
 from segue.kv.ids import LeaderId, Role
-from segue.kv.protocol.messages import HandoffMessage, PathMessage
 from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.dialer import Dialer
-from segue.server.messages.control import ControlMessage
-from segue.server.messages.operate import OperatorMessage
 
 log = logging.getLogger("segue.kv")
-
-LeaderMessage = HandoffMessage | PathMessage | ControlMessage | OperatorMessage
 
 
 class ControlPlane:
@@ -39,7 +34,7 @@ class ControlPlane:
             role=config.role,
             secret=config.secret,
             handlers=handlers,
-            message_type=LeaderMessage,
+            message_type=config.messages,
             limits=config.limits,
             tls=config.tls,
             advertise=config.advertise,

@@ -7,7 +7,6 @@ import itertools
 import msgspec
 import pytest
 
-from segue.engine.request import Ticket
 from segue.kv.errors import (
     DeadlineExceeded,
     DpRankOutOfRange,
@@ -17,7 +16,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId
 from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM, resolve_prefill_dp_rank
-from segue.kv.protocol.ticket import SpentTickets, sign, verify
+from segue.kv.protocol.ticket import SpentTickets, Ticket, sign, verify
 
 P, D, FRONT = Incarnation("a" * 32), Incarnation("b" * 32), Incarnation("f" * 32)
 SECRET = b"0123456789abcdef"

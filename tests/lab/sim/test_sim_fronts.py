@@ -9,9 +9,10 @@ import pytest
 from msgspec import structs
 from test_sim_violations import Stage
 
-from segue.engine.request import Request, Ticket
+from segue.engine.request import Request
 from segue.kv.errors import BootstrapUnreachable, DeadlineExceeded, PeerLost, SegueError
 from segue.kv.ids import LeaderId, Role
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.clients import Asked, SentAttempt
 from segue.lab.sim.deployment import Deployment
 from segue.lab.sim.run import load, run_scenario

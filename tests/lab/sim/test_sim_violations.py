@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from segue.engine.request import Request, SamplingParams, Ticket, Usage
+from segue.engine.request import Request, SamplingParams, Usage
 from segue.kv.errors import (
     ChecksumMismatch,
     ErrorCode,
@@ -22,6 +22,7 @@ from segue.kv.errors import (
 from segue.kv.ids import KVPoll, Role, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Destination, Drained, Metadata
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.clients import Asked
 from segue.lab.sim.datapath import ShmPath, TcpPath
 from segue.lab.sim.deployment import Deployment

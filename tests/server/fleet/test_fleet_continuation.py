@@ -9,7 +9,7 @@ import pytest
 from fleet_rig import DEADLINE_S, Leader, Rig, run
 
 from jumps import Jumps
-from segue.engine.request import Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.engine.request import Output, Request, SamplingParams, Usage
 from segue.kv.errors import (
     BootstrapUnreachable,
     DeadlineExceeded,
@@ -23,6 +23,7 @@ from segue.kv.errors import (
     TransferFailed,
 )
 from segue.kv.ids import FinishReason, Role
+from segue.kv.protocol.messages import TokenLogprob
 from segue.server.messages.control import Cancel, Outputs, Submit
 
 COUNT = 6

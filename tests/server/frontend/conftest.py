@@ -21,10 +21,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from jumps import Jumps
-from segue.engine.request import Output, Request, TokenLogprob, Usage, Wait
+from segue.engine.request import Output, Request, Usage, Wait
 from segue.kv.errors import Draining, ErrorInfo, SegueError, Starting
 from segue.kv.ids import FinishReason
 from segue.kv.limits import Limits
+from segue.kv.protocol.messages import TokenLogprob
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.http_server import HttpServer, bind
 from segue.server.frontend.keys import ApiKeys

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue.engine.request import Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.engine.request import Output, Request, SamplingParams, Usage
 from segue.kv.ids import FinishReason
+from segue.kv.protocol.messages import TokenLogprob
 from segue.server.frontend.answers import Answer, ChatAnswer, Choice, CompletionAnswer, Shape
 from segue.server.frontend.generate import Piece, Sample
 from segue.server.frontend.native import EVENT_BYTES, NativeAnswer

@@ -13,8 +13,9 @@ import pytest
 
 import segue
 from conftest import Wire, cycle_over
-from segue.engine.request import Request, SamplingParams, Ticket
+from segue.engine.request import Request, SamplingParams
 from segue.kv.limits import Limits
+from segue.kv.protocol.ticket import Ticket
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from segue.server.frontend.tokenizer import ModelTokenizer

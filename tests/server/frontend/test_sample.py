@@ -7,8 +7,9 @@ from typing import cast
 
 import pytest
 
-from segue.engine.request import Output, Request, SamplingParams, TokenLogprob, Usage
+from segue.engine.request import Output, Request, SamplingParams, Usage
 from segue.kv.ids import FinishReason
+from segue.kv.protocol.messages import TokenLogprob
 from segue.server.frontend.generate import Meter, Sample
 from segue.server.frontend.params import Text
 from segue.server.frontend.tokenizer import ModelTokenizer

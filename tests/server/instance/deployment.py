@@ -12,10 +12,11 @@ from typing import Any
 
 from segue.engine.engine_api import Engine
 from segue.engine.parallel import ParallelSize
-from segue.engine.request import Output, RankHints, Request, SamplingParams, Ticket
+from segue.engine.request import Output, RankHints, Request, SamplingParams
 from segue.kv.errors import AbortedByClient, SegueError
 from segue.kv.ids import OPEN_RANK, LeaderId, Role, new_incarnation, new_room
 from segue.kv.io import IoThread
+from segue.kv.protocol.ticket import Ticket
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.session.node import SessionNode
 from segue.kv.transport.memory.pool_memory import Memory, allocate

@@ -12,7 +12,7 @@ import pytest
 
 from segue.engine.engine_api import OnStored, SequenceResult, SequenceStep, StepHandle
 from segue.engine.pages import PagePool
-from segue.engine.request import Grammar, Output, Request, SamplingParams, Ticket
+from segue.engine.request import Grammar, Output, Request, SamplingParams
 from segue.kv.clock import Clock, VirtualClock
 from segue.kv.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity, PeerLost
 from segue.kv.handles import KVReceiver, KVSender
@@ -20,6 +20,7 @@ from segue.kv.ids import Incarnation, KVPoll, LeaderId, Span, TransferId
 from segue.kv.io import MonotonicClock
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 from segue.server.instance.leader import (
     Abandon,

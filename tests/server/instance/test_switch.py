@@ -21,8 +21,9 @@ from killable import Cluster, cluster, save_tokenizer
 from segue.cli.main import main
 from segue.engine.engine_api import Companions
 from segue.engine.ranks.dp_group import DpGroup
-from segue.engine.request import Request, SamplingParams, Ticket
+from segue.engine.request import Request, SamplingParams
 from segue.kv.ids import Role, new_incarnation
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, reference
 from segue.server.fleet.operator import Operator
 from segue.server.instance.instance import Instance

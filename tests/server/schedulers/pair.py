@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.engine.request import Output, Request, SamplingParams, Ticket
+from segue.engine.request import Output, Request, SamplingParams
 from segue.kv.clock import VirtualClock
 from segue.kv.errors import PeerLost
 from segue.kv.handles import Change, KVReceiver, KVSender
@@ -20,6 +20,7 @@ from segue.kv.limits import Limits
 from segue.kv.protocol import events
 from segue.kv.protocol.exchange import Exchange
 from segue.kv.protocol.messages import PROTOCOL_VERSION, LeaderInfo
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.messages.control import Submit
 from segue.server.schedulers.admission import SchedulerConfig

@@ -7,8 +7,9 @@ import random
 import pytest
 from pair import FRONT, VOCAB, Pair
 
-from segue.engine.request import Request, SamplingParams, Ticket
+from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import AbortedByClient
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
 from segue.server.schedulers.decode import DecodeScheduler

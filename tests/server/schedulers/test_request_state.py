@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from test_unified import FRONT, ME
 
-from segue.engine.request import Request, SamplingParams, Ticket, TokenLogprob
+from segue.engine.request import Request, SamplingParams
 from segue.kv.ids import FinishReason
+from segue.kv.protocol.messages import TokenLogprob
+from segue.kv.protocol.ticket import Ticket
 from segue.server.schedulers.request_state import RequestState
 
 EOS, STOP, OTHER = 7, 8, 9

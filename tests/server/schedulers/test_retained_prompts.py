@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 from pair import FRONT, VOCAB, Pair
 
-from segue.engine.request import Request, SamplingParams, Ticket, Usage
+from segue.engine.request import Request, SamplingParams, Usage
 from segue.kv.errors import (
     AbortedByClient,
     ChecksumMismatch,
@@ -22,6 +22,7 @@ from segue.kv.errors import (
 from segue.kv.ids import Incarnation, LeaderId, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Committed, Metadata
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
 from segue.server.schedulers.request_state import RequestState

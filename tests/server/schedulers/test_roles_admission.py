@@ -10,11 +10,12 @@ from test_unified import FRONT, ME, ROOMS
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.engine.request import Request, SamplingParams, Ticket
+from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode, Internal, InvalidRequest
 from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId, TransferId
 from segue.kv.limits import Limits
 from segue.kv.protocol import events
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 from segue.server.messages.control import Submit
 from segue.server.messages.records import MAX_FOUND

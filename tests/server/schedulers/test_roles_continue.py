@@ -8,10 +8,11 @@ from test_retained_prompts import ask
 
 from segue.engine.engine_api import run_step
 from segue.engine.pages import PagePool
-from segue.engine.request import Output, Request, SamplingParams, Ticket
+from segue.engine.request import Output, Request, SamplingParams
 from segue.kv.clock import VirtualClock
 from segue.kv.errors import ErrorCode
 from segue.kv.ids import FinishReason, Incarnation, LeaderId
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec, reference
 from segue.server.messages.control import Submit
 from segue.server.schedulers.admission import SchedulerConfig

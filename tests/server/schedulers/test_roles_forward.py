@@ -12,10 +12,11 @@ from test_roles_admission import finish, made, step, submitted
 from test_unified import ME
 
 from segue.engine.engine_api import SequenceResult, SequenceStep, run_step
-from segue.engine.request import Output, SamplingParams, TokenLogprob
+from segue.engine.request import Output, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode, Internal, OutOfCapacity
 from segue.kv.ids import KVPoll, TransferId
 from segue.kv.protocol import events
+from segue.kv.protocol.messages import TokenLogprob
 from segue.lab.sim.sim_engine import LineageEngine, reference
 from segue.server.schedulers.scheduler import Scheduler
 

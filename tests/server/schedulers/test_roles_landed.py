@@ -11,12 +11,13 @@ from pair import FRONT, VOCAB, Node, Pair
 from test_local_prompts import at_decode
 from test_retained_prompts import ask, decode_dies, hold, until_computed
 
-from segue.engine.request import RankHints, Request, SamplingParams, Ticket
+from segue.engine.request import RankHints, Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode, MetadataMismatch
 from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Drained, Gone, Metadata
 from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
 from segue.server.schedulers.decode import DecodeScheduler

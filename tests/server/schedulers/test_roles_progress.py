@@ -11,9 +11,10 @@ from pair import Pair
 
 from segue.engine.engine_api import SequenceResult, StepHandle, StepOnCall, run_step
 from segue.engine.pages import PagePool
-from segue.engine.request import Request, SamplingParams, Ticket
+from segue.engine.request import Request, SamplingParams
 from segue.kv.ids import Incarnation, LeaderId
 from segue.kv.limits import Limits
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
 from segue.server.messages.control import Submit
 from segue.server.schedulers.admission import SchedulerConfig

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from pair import FRONT, VOCAB, Node, Pair
 
-from segue.engine.request import Request, SamplingParams, Ticket
+from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import ErrorCode
+from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from pair import FRONT, VOCAB, Node, Pair
 
-from segue.engine.request import Request, SamplingParams, Ticket
+from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode
 from segue.kv.ids import Incarnation
-from segue.kv.protocol.ticket import sign
+from segue.kv.protocol.ticket import Ticket, sign
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
 

@@ -11,12 +11,19 @@ from typing import Annotated
 
 import msgspec
 
-from segue.engine.request import TokenLogprob
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import Span, TransferId
 from segue.kv.layout.spec import PoolSpec
 
 PROTOCOL_VERSION = 5
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one chosen token and of the most likely alternatives, best first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
 
 
 class LeaderInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,6 @@ import math
 
 import msgspec
 
-from segue.engine.request import Ticket
 from segue.kv.errors import (
     DeadlineExceeded,
     DpRankOutOfRange,
@@ -17,10 +16,27 @@ from segue.kv.errors import (
     OutOfCapacity,
     Unauthorized,
 )
-from segue.kv.ids import OPEN_RANK, Incarnation
+from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId
 
 _DOMAIN = b"segue ticket 2\0"
 _KEY_BYTES = 16
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """The placement of one request, made and signed by whoever chose it.
+
+    `budget_s` is the time left until the request's deadline when the ticket was sent. For a
+    unified instance `prefill == decode` and no hand-off takes place. If `prefill.is_open`, its instance
+    alone is named: prefill is who got the ticket, and decode finds the DP rank. `signature` is an
+    HMAC-SHA256 over the other fields under the deployment's shared secret (empty without one).
+    """
+
+    room: int
+    attempt: int
+    prefill: LeaderId
+    decode: LeaderId
+    budget_s: float
+    signature: bytes = b""
 
 
 def sign(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:

@@ -12,15 +12,29 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from segue.kv.errors import ConfigError
-from segue.server.settings.commands import TlsConfig
 
 #: The first byte of every TLS connection: a handshake record.
 HANDSHAKE_RECORD = 0x16
 #: What OpenSSL calls the first bytes of a peer that does not speak TLS.
 _NOT_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"}
 GIVE_BOTH = "give both sides --tls-cert, --tls-key and --tls-ca, or neither"
+
+
+class TlsFiles(Protocol):
+    """The PEM files of one process: its certificate, its private key, the authority of all. All or none."""
+
+    @property
+    def tls_cert(self) -> str | None: ...
+    @property
+    def tls_key(self) -> str | None: ...
+    @property
+    def tls_ca(self) -> str | None: ...
+    @property
+    def enabled(self) -> bool:
+        """TLS is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +45,7 @@ class Tls:
     client: ssl.SSLContext
 
 
-def from_config(config: TlsConfig, host: str | None) -> Tls | None:
+def from_config(config: TlsFiles, host: str | None) -> Tls | None:
     """The contexts that `config` asks for; None without TLS.
 
     `host` is the address that peers will connect to, None for a process that does not listen.
@@ -89,7 +103,7 @@ def _no_password() -> str:
     raise ConfigError("--tls-key is encrypted; give a key without a passphrase, readable by its user only")
 
 
-def _rehearse(tls: Tls, config: TlsConfig, host: str | None) -> None:
+def _rehearse(tls: Tls, config: TlsFiles, host: str | None) -> None:
     """Shake hands with ourselves in memory: what fails here would fail with every peer."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = tls.server.wrap_bio(to_server, to_client, server_side=True)

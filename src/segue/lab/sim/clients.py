@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from segue.engine.request import SamplingParams, Ticket, TokenLogprob, Usage
+from segue.engine.request import SamplingParams, Usage
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import LeaderId, Role
+from segue.kv.protocol.messages import TokenLogprob
+from segue.kv.protocol.ticket import Ticket
 
 
 @dataclass(slots=True)

@@ -6,11 +6,12 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 
-from segue.engine.request import RankHints, Ticket
+from segue.engine.request import RankHints
 from segue.kv.errors import ConfigError
 from segue.kv.ids import LeaderId, Role
 from segue.kv.limits import Limits
 from segue.kv.protocol.room_ranks import FAIL, DpRanks
+from segue.kv.protocol.ticket import Ticket
 from segue.kv.threads import ThreadPerCall
 from segue.lab.sim.causes import Causes
 from segue.lab.sim.clients import Asked, Wanted

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from segue.engine.request import Output, RankHints, Ticket
+from segue.engine.request import Output, RankHints
 from segue.kv.errors import ErrorCode, ErrorInfo, SegueError
 from segue.kv.ids import OPEN_RANK, LeaderId, Role
-from segue.kv.protocol.ticket import sign
+from segue.kv.protocol.ticket import Ticket, sign
 from segue.kv.session.api import PeerInfo, Session, SessionHandler
 from segue.lab.sim.clients import Asked, SentAttempt, Wanted
 from segue.lab.sim.sim_leader import VOCAB

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
-from segue.kv.control_plane import LeaderMessage
 from segue.kv.errors import AbortedByClient, ErrorCode, SegueError, TransferFailed
 from segue.kv.ids import Role, Span, TransferId
 from segue.kv.protocol.messages import Abort, ChunkPosted, Committed, Failed, Gone, LeaderInfo, Metadata
@@ -20,6 +19,7 @@ from segue.kv.session.node import SessionNode
 from segue.kv.transport.tcp.tcp_transport import TcpTransport
 from segue.lab.sim.sim_node import KVNode
 from segue.lab.sim.visitor import Visitor
+from segue.server.instance.kv_settings import LeaderMessage
 from segue.server.messages.control import Cancel
 
 if TYPE_CHECKING:

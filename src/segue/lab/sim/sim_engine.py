@@ -29,9 +29,10 @@ from segue.engine.engine_api import (
     StepHandle,
     StepOnCall,
 )
-from segue.engine.request import SamplingParams, TokenLogprob
+from segue.engine.request import SamplingParams
 from segue.kv.errors import ChecksumMismatch
 from segue.kv.layout.spec import STATE_ALIGN, KVShape, PlaneSpec, PoolSpec, StateTensor
+from segue.kv.protocol.messages import TokenLogprob
 
 MASK = 2**64 - 1
 SEED = 0x9E3779B97F4A7C15

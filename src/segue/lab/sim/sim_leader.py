@@ -33,6 +33,7 @@ from segue.lab.sim.sim_threads import SimThread
 from segue.lab.sim.timing import Timing
 from segue.lab.sim.world import Process, SkewedClock, Violation
 from segue.server.instance.frontend_sessions import FrontendSessions
+from segue.server.instance.kv_settings import LeaderMessage
 from segue.server.instance.leader import Drain, Hold, Inspect, Item, Leader, NextRole
 from segue.server.messages.control import Load
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
@@ -339,6 +340,7 @@ class LeaderNode(Process):
             port=self.port,
             secret=self.deployment.secret,
             limits=self.limits,
+            messages=LeaderMessage,
         )
 
     def record(self) -> InstanceRecord:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from segue.engine.request import Output, Request, Ticket, Wait
+from segue.engine.request import Output, Request, Wait
 from segue.kv.errors import (
     AbortedByClient,
     DeadlineExceeded,
@@ -22,6 +22,7 @@ from segue.kv.errors import (
     SegueError,
 )
 from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId
+from segue.kv.protocol.ticket import Ticket
 from segue.server.balance.attempts import Attempts, Next
 from segue.server.balance.policy import PlacementRequest
 from segue.server.fleet.fleet_settings import FleetSettings

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes
-from segue.engine.request import Ticket
 from segue.kv.backoff import Uniform
 from segue.kv.errors import PeerRefused, SegueError
 from segue.kv.ids import LeaderId, Role, new_incarnation
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import sign
+from segue.kv.protocol.ticket import Ticket, sign
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.session.dialer import Dialer
 from segue.kv.session.node import SessionNode

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from segue.engine.request import TokenLogprob
 from segue.kv.ids import FinishReason
+from segue.kv.protocol.messages import TokenLogprob
 from segue.server.frontend.generate import Piece, Sample
 from segue.server.frontend.tokenizer import ModelTokenizer
 from segue.server.frontend.tools import Part, ToolCall, ToolParser

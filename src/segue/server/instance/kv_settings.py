@@ -9,12 +9,18 @@ from segue.kv.config import KVConfig, SessionConfig
 from segue.kv.errors import ConfigError
 from segue.kv.ids import ChecksumMode, LeaderId
 from segue.kv.layout.spec import PoolSpec
+from segue.kv.protocol.messages import HandoffMessage, PathMessage
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.kv.session.tls import Tls
 from segue.kv.transport.kinds import KINDS, OK
 from segue.kv.transport.memory.pool_memory import Memory
 from segue.kv.transport.probe import SCRATCH_BYTES
+from segue.server.messages.control import ControlMessage
+from segue.server.messages.operate import OperatorMessage
 from segue.server.settings.commands import InstanceConfig
+
+#: All that the sessions of a leader carry.
+LeaderMessage = HandoffMessage | PathMessage | ControlMessage | OperatorMessage
 
 log = logging.getLogger("segue.instance")
 
@@ -31,6 +37,7 @@ def session_config(config: InstanceConfig, me: LeaderId, tls: Tls | None) -> Ses
         secret=config.secret or None,
         limits=config.limit.limits(),
         tls=tls,
+        messages=LeaderMessage,
     )
 
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import msgspec
 
 from segue.engine.kv_events import FollowPrefixes, Prefixes
-from segue.engine.request import Output, Request, Ticket
+from segue.engine.request import Output, Request
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import Incarnation, LeaderId
+from segue.kv.protocol.ticket import Ticket
 from segue.server.messages.records import RequestRecord
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from segue.engine.request import Output, Request, SamplingParams, Ticket, TokenLogprob, Usage
+from segue.engine.request import Output, Request, SamplingParams, Usage
 from segue.kv.errors import ErrorInfo
 from segue.kv.ids import FinishReason, Incarnation, TransferId
-from segue.kv.protocol.messages import Metadata
+from segue.kv.protocol.messages import Metadata, TokenLogprob
+from segue.kv.protocol.ticket import Ticket
 from segue.server.messages.records import Path, RequestRecord
 
 RequestKey = tuple[Incarnation, str]
