@@ -5,5 +5,11 @@ from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 #: In this order: of two that have a module of the same name (`conftest`) the first one is meant.
-FOLDERS = [_TESTS / "frontend", _TESTS / "fleet", _TESTS / "e2e", _TESTS / "e2e" / "chaos", _TESTS]
+FOLDERS = [
+    _TESTS / "server" / "frontend",
+    _TESTS / "server" / "fleet",
+    _TESTS / "e2e",
+    _TESTS / "e2e" / "chaos",
+    _TESTS,
+]
 sys.path[:0] = map(str, FOLDERS)

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[1] / "tests" / "transport" / "library_signatures.json"
+RECORD = Path(__file__).parents[1] / "tests" / "kv" / "transport" / "library_signatures.json"
 Signatures = dict[str, list[str]]
 
 CUDA = {

@@ -1,9 +1,9 @@
 # ruff: noqa: T201
 """Sabotages derived from the syntax tree of the production code, drawn by a seed: does any check notice?
 
-    .venv/bin/python tools/sabotage.py --seed 1 --count 200 [--lot N] [--rooms handoff conn …] [--jobs N]
+    .venv/bin/python tools/sabotage.py --seed 1 --count 200 [--lot N] [--packages kv/protocol kv/ranks …] [--jobs N]
 
-`sabotages.py` lists every sabotage that its operators can make in the chosen rooms; the seed draws some of
+`sabotages.py` lists every sabotage that its operators can make in the chosen packages; the seed draws some of
 them. Each is applied to a temporary copy of `src`; the working tree is never touched. It is caught by the
 first of these that fails or does not end:
 
@@ -44,26 +44,31 @@ ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "sabotage"
 HARMLESS = Path(__file__).with_name("sabotages_harmless.txt")
 
-#: Where the unit tests of a room are. A room's own folder comes first.
+#: Where the unit tests of a package are. Its own folder comes first.
 TESTS = {
-    "balance": ("balance",),
-    "bootstrap": ("bootstrap",),
-    "conn": ("conn", "handoff"),
-    "core": ("core",),
-    "engine/pages.py": ("engine/test_engine_pages.py", "roles"),
-    "engine/prefix.py": ("engine/test_engine_prefix.py", "engine/test_prefix_journal.py", "roles"),
-    "fleet": ("fleet",),
-    "frontend": ("frontend",),
-    "handoff": ("handoff", "conn"),
-    "layout": ("layout",),
-    "roles": ("roles",),
-    "session": ("session", "conn", "frontend/test_exchange.py"),
-    "serve": ("serve",),
-    "transport": ("transport", "conformance"),
+    "engine/pages.py": ("engine/test_engine_pages.py", "server/schedulers"),
+    "engine/prefix.py": (
+        "engine/test_engine_prefix.py",
+        "engine/test_prefix_journal.py",
+        "server/schedulers",
+    ),
+    "kv/layout": ("kv/layout",),
+    "kv/manager.py": ("kv/manager", "kv/protocol"),
+    "kv/protocol": ("kv/protocol", "kv/manager"),
+    "kv/ranks": ("kv/manager", "kv/protocol"),
+    "kv/session": ("kv/session", "kv/manager", "server/frontend/test_exchange.py"),
+    "kv/transport": ("kv/transport", "kv/conformance"),
+    "server/balance": ("server/balance",),
+    "server/fleet": ("server/fleet",),
+    "server/frontend": ("server/frontend",),
+    "server/instance": ("server/instance",),
+    "server/registry": ("server/registry",),
+    "server/schedulers": ("server/schedulers",),
+    "server/settings": ("server/settings",),
 }
-DEFAULT_ROOMS = (
-    "handoff", "conn", "roles", "layout", "fleet", "session", "transport", "bootstrap", "balance",
-    "engine/pages.py", "engine/prefix.py",
+DEFAULT_PACKAGES = (
+    "kv/protocol", "kv/manager.py", "kv/ranks", "server/schedulers", "kv/layout", "server/fleet", "kv/session",
+    "kv/transport", "server/registry", "server/balance", "engine/pages.py", "engine/prefix.py",
 )  # fmt: skip
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -72,21 +77,21 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak and no
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who noticed: `test` (then which), `room`, `sim` (then which rule), or nobody: `survived`."""
+    """Who noticed: `test` (then which), `package`, `sim` (then which rule), or nobody: `survived`."""
 
     by: str
     text: str
 
 
-def files_of(room: str) -> list[Path]:
-    """The source files of a room, or the one file that is named."""
-    path = ROOT / "src" / "segue" / room
+def files_of(package: str) -> list[Path]:
+    """The source files of a package, or the one file that is named."""
+    path = ROOT / "src" / "segue" / package
     return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
-def folders_of(room: str) -> list[str]:
-    """The test folders of a room that exist, relative to the root."""
-    return [f"tests/{name}" for name in TESTS[room] if (ROOT / "tests" / name).exists()]
+def folders_of(package: str) -> list[str]:
+    """The test folders of a package that exist, relative to the root."""
+    return [f"tests/{name}" for name in TESTS[package] if (ROOT / "tests" / name).exists()]
 
 
 def run(words: Sequence[str], source: Path, timeout_s: float) -> tuple[int, str]:
@@ -107,20 +112,20 @@ def run(words: Sequence[str], source: Path, timeout_s: float) -> tuple[int, str]
 
 
 class Recorded:
-    """Which tests of a room execute which line, and how long each takes."""
+    """Which tests of a package execute which line, and how long each takes."""
 
-    def __init__(self, room: str) -> None:
-        self.folders = folders_of(room)
+    def __init__(self, package: str) -> None:
+        self.folders = folders_of(package)
         digest = hashlib.sha256()
-        for path in [*files_of(room), *(p for f in self.folders for p in _tests(f))]:
+        for path in [*files_of(package), *(p for f in self.folders for p in _tests(f))]:
             digest.update(path.read_bytes())
-        where = CACHE / f"{room.replace('/', '-')}-{digest.hexdigest()[:16]}.json"
+        where = CACHE / f"{package.replace('/', '-')}-{digest.hexdigest()[:16]}.json"
         if not where.exists():
             where.parent.mkdir(parents=True, exist_ok=True)
-            words = [str(Path(__file__).with_name("sabotage_record.py")), str(where), room, *self.folders]
+            words = [str(Path(__file__).with_name("sabotage_record.py")), str(where), package, *self.folders]
             status, said = run(words, ROOT / "src", 3600)
             if status != 0:
-                raise SystemExit(f"the unchanged tests of {room} do not pass:\n{said[-3000:]}")
+                raise SystemExit(f"the unchanged tests of {package} do not pass:\n{said[-3000:]}")
         known = json.loads(where.read_text())
         self.seconds: dict[str, float] = known["seconds"]
         self._lines: dict[str, dict[str, list[int]]] = known["lines"]
@@ -162,7 +167,7 @@ def judge(sabotage: Sabotage, recorded: Recorded, sim_seeds: int) -> Verdict:
             seconds = sum(recorded.seconds.values())
             status, said = run([*PYTEST, "-x", *recorded.folders], source, 120 + 4 * seconds)
             if status != 0:
-                return Verdict("room", _failed(status, said))
+                return Verdict("package", _failed(status, said))
         if sim_seeds:
             status, said = run(["-c", HUNT, str(source), "0", str(sim_seeds), "600"], source, 1800)
             last = said.strip().split("\n")[-1]
@@ -181,13 +186,13 @@ def _failed(status: int, said: str) -> str:
     return found[0][:160] if found else said.strip().split("\n")[-1][:160]
 
 
-def draw(rooms: Sequence[str], seed: int, count: int, only: str) -> list[tuple[str, Sabotage]]:
-    """`count` of all sabotages of `rooms`, each as likely as every other, by their names alone."""
+def draw(packages: Sequence[str], seed: int, count: int, only: str) -> list[tuple[str, Sabotage]]:
+    """`count` of all sabotages of `packages`, each as likely as every other, by their names alone."""
     found: list[tuple[str, Sabotage]] = []
-    for room in rooms:
-        for path in files_of(room):
+    for package in packages:
+        for path in files_of(package):
             name = str(path.relative_to(ROOT / "src" / "segue"))
-            found += [(room, s) for s in sabotages(name, path.read_text()) if only in s.name]
+            found += [(package, s) for s in sabotages(name, path.read_text()) if only in s.name]
     found.sort(key=lambda drawn: hashlib.sha256(f"{seed} {drawn[1].name}".encode()).digest())
     return found[:count]
 
@@ -212,7 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1, help="draws the sabotages")
     parser.add_argument("--count", type=int, default=200, help="how many")
-    parser.add_argument("--rooms", nargs="*", default=list(DEFAULT_ROOMS))
+    parser.add_argument("--packages", nargs="*", default=list(DEFAULT_PACKAGES))
     parser.add_argument("--only", default="", help="only sabotages whose name contains this")
     parser.add_argument("--sim-seeds", type=int, default=100, help="seeds of the simulator, 0 for none")
     parser.add_argument("--least", type=float, default=90.0, help="percent that must be caught")
@@ -221,19 +226,19 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="default: bench/results/sabotage-SEED.jsonl")
     parser.add_argument("--lot", type=int, default=10**6, help="how many to judge now")
     args = parser.parse_args()
-    drawn = draw([r for r in args.rooms if files_of(r)], args.seed, args.count, args.only)
+    drawn = draw([p for p in args.packages if files_of(p)], args.seed, args.count, args.only)
     if args.list:
         for _, sabotage in drawn:
             print(sabotage.name, "|", sabotage.change)
         return 0
     results: Path = args.results or ROOT / "bench" / "results" / f"sabotage-{args.seed}.jsonl"
     known, lock = judged(results), threading.Lock()
-    lot = [(room, s) for room, s in drawn if s.name not in known][: args.lot]
-    recorded = {room: Recorded(room) for room in sorted({room for room, _ in lot})}
+    lot = [(package, s) for package, s in drawn if s.name not in known][: args.lot]
+    recorded = {package: Recorded(package) for package in sorted({package for package, _ in lot})}
 
-    def work(room: str, sabotage: Sabotage) -> None:
-        verdict = judge(sabotage, recorded[room], args.sim_seeds)
-        record = {"name": sabotage.name, "room": room, "change": sabotage.change, **asdict(verdict)}
+    def work(package: str, sabotage: Sabotage) -> None:
+        verdict = judge(sabotage, recorded[package], args.sim_seeds)
+        record = {"name": sabotage.name, "package": package, "change": sabotage.change, **asdict(verdict)}
         with lock, results.open("a") as file:
             file.write(json.dumps(record) + "\n")
             print(f"{verdict.by:<9}{sabotage.name} | {sabotage.change} | {verdict.text}", flush=True)

@@ -1,4 +1,4 @@
-"""Runs test folders once and writes which test executes which line of a room: for `sabotage.py`."""
+"""Runs test folders once and writes which test executes which line of a package: for `sabotage.py`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Recorder:
         return result
 
 
-def main(where: str, room: str, *folders: str) -> int:
+def main(where: str, package: str, *folders: str) -> int:
     """Exit status of pytest."""
     base = ROOT / "src" / "segue"
-    source = base / room
+    source = base / package
     chosen = {"include": [str(source)]} if source.is_file() else {"source": [str(source)]}
     measured = coverage.Coverage(data_file=None, **chosen)  # type: ignore[arg-type]
     measured.start()

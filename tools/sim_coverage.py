@@ -1,4 +1,4 @@
-"""Which lines of production the simulator runs: a table of rooms and, with `--missed`, of the lines left out.
+"""Which lines of production the simulator runs: a table of packages and, with `--missed`, of the lines left out.
 
 `python tools/sim_coverage.py --seeds 100` runs the seeds in this process. Lines that run while a module
 is imported (`def`, `class`) count as run, as they do for `coverage run`.
@@ -16,18 +16,15 @@ import coverage
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "segue"
-#: What decides between workers; `--rooms` asks for others.
-ROOMS = (
-    "handoff",
-    "roles",
-    "balance",
-    "conn",
-    "session",
-    "transport",
-    "bootstrap",
-    "serve",
-    "fleet",
-    "frontend",
+#: What decides between workers; `--packages` asks for others.
+PACKAGES = (
+    "kv",
+    "server/schedulers",
+    "server/balance",
+    "server/registry",
+    "server/instance",
+    "server/fleet",
+    "server/frontend",
 )
 
 
@@ -39,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--missed", action="store_true", help="also each file with the lines that did not run"
     )
-    parser.add_argument("--rooms", nargs="*", default=ROOMS, help="folders of src/segue")
+    parser.add_argument("--packages", nargs="*", default=PACKAGES, help="folders of src/segue")
     args = parser.parse_args(argv)
 
-    measured = coverage.Coverage(data_file=None, source=[str(SOURCE / room) for room in args.rooms])
+    measured = coverage.Coverage(data_file=None, source=[str(SOURCE / package) for package in args.packages])
     measured.start()
     # Only now, so that what runs at import is seen.
     from segue.lab.sim.run import load, run_scenario
@@ -59,23 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(measured: coverage.Coverage, missed: bool) -> None:
-    """The table, by room and then by file."""
-    rooms: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    """The table, by package and then by file."""
+    packages: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     files: list[tuple[str, int, int, str]] = []
-    for room in sorted(Path(folder).name for folder in measured.config.source or ()):
-        for path in sorted((SOURCE / room).rglob("*.py")):
+    for folder in sorted(measured.config.source or ()):
+        for path in sorted(Path(folder).rglob("*.py")):
             _, lines, _, left, shown = measured.analysis2(str(path))
-            name = str(path.relative_to(SOURCE))
-            files.append((name, len(lines), len(lines) - len(left), shown))
-            rooms[room][0] += len(lines)
-            rooms[room][1] += len(lines) - len(left)
+            file = path.relative_to(SOURCE)
+            files.append((str(file), len(lines), len(lines) - len(left), shown))
+            package = str(file.parent)
+            packages[package][0] += len(lines)
+            packages[package][1] += len(lines) - len(left)
     if missed:
         for name, count, covered, shown in files:
-            print(f"{name:<32} {count:6} {covered:6} {_percent(covered, count):6.1f}  {shown}")
+            print(f"{name:<44} {count:6} {covered:6} {_percent(covered, count):6.1f}  {shown}")
         print()
-    print("| room | lines | covered | % |\n|---|---|---|---|")
-    for room, (count, covered) in rooms.items():
-        print(f"| {room} | {count} | {covered} | {_percent(covered, count):.1f} |")
+    print("| package | lines | covered | % |\n|---|---|---|---|")
+    for name, (count, covered) in packages.items():
+        print(f"| {name} | {count} | {covered} | {_percent(covered, count):.1f} |")
 
 
 def _percent(ran: int, lines: int) -> float:

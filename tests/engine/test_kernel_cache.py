@@ -246,7 +246,7 @@ def test_a_new_folder_is_its_users_alone_whatever_the_umask(counts, tmp_path: Pa
 def test_a_read_only_install(script: Script, tmp_path: Path) -> None:
     """Nothing is written beside the source. Modes do not stop root; a file in the place of a folder does."""
     install = tmp_path / "install"
-    source = Path(kernel_cache.__file__).parents[1]
+    source = Path(kernel_cache.__file__).parents[2]
     shutil.copytree(source, install / "segue", ignore=shutil.ignore_patterns("__pycache__"))
     folders = [install, *(path for path in install.rglob("*") if path.is_dir())]
     for folder in folders:

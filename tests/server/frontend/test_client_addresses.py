@@ -181,7 +181,7 @@ def test_lesson_19_connections_are_opened_only_where_the_registry_is_read() -> N
         "kv/transport/shm/shm_out.py",
         "server/kv_events/kv_publisher.py",  # two sockets of its own process with one another
     }
-    inner = {name for name in found if not name.startswith(("cli/", "sim/", "engine/store"))}
+    inner = {name for name in found if not name.startswith(("cli/", "lab/", "engine/models/model_store"))}
     assert inner <= allowed, inner - allowed
     assert {
         "server/registry/backends.py",

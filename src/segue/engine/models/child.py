@@ -109,7 +109,7 @@ def run(
 
 def _source_root() -> str:
     """The folder `segue` was imported from, so that the child runs the same code."""
-    return str(Path(__file__).resolve().parents[2])
+    return str(Path(__file__).resolve().parents[3])
 
 
 class _Lines:
