@@ -1,15 +1,15 @@
 # ruff: noqa: T201
 """Sabotages derived from the syntax tree of the production code, drawn by a seed: does any check notice?
 
-    .venv/bin/python tools/sabotage.py --seed 1 --count 200 [--lot N] [--packages kv/protocol kv/ranks …] [--jobs N]
+    .venv/bin/python tools/sabotage.py --seed 1 --count 200 [--lot N] [--packages kv/layout …] [--jobs N]
 
 `sabotages.py` lists every sabotage that its operators can make in the chosen packages; the seed draws some of
 them. Each is applied to a temporary copy of `src`; the working tree is never touched. It is caught by the
 first of these that fails or does not end:
 
-1. the tests of the room's folders that execute the changed lines, quickest first (known from one recorded
+1. the tests of the package's folders that execute the changed lines, quickest first (known from one recorded
    run, kept in `.cache/sabotage/` until a test or a source file changes);
-2. all tests of the room's folders, unless all that execute these lines have run;
+2. all tests of the package's folders, unless all that execute these lines have run;
 3. the simulator, `--sim-seeds` seeds.
 
 Each verdict is a line of `--results`, and what is judged there is not judged again: a run can be ended at any
