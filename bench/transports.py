@@ -49,7 +49,7 @@ from segue.kv.layout.content import Content
 from segue.kv.layout.spec import KVShape, Plane, PoolSpec
 from segue.kv.transport import nixl
 from segue.kv.transport.base import Endpoint, Transport, TransportEvent, Written
-from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.kinds import KINDS, USABLE
 from segue.kv.transport.library.library_out import pieces
 from segue.kv.transport.memory.pool_memory import Memory, allocate
 from segue.kv.transport.options import TransportOptions
@@ -90,7 +90,7 @@ class Hello(msgspec.Struct):
 def usable() -> list[str]:
     """The transports that work here."""
     there = KINDS.available()
-    return [name for name in NAMES if there[name] == OK]
+    return [name for name in NAMES if there[name] == USABLE]
 
 
 def nixl_agent(name: str, address: int) -> Any:

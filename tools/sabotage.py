@@ -67,8 +67,8 @@ TESTS = {
     "server/settings": ("server/settings",),
 }
 DEFAULT_PACKAGES = (
-    "kv/protocol", "kv/manager.py", "kv/ranks", "server/schedulers", "kv/layout", "server/fleet", "kv/session",
-    "kv/transport", "server/registry", "server/balance", "engine/pages.py", "engine/prefix.py",
+    "kv/protocol", "kv/manager.py", "kv/ranks", "server/schedulers", "kv/layout", "server/fleet",
+    "kv/session", "kv/transport", "server/registry", "server/balance", "engine/pages.py", "engine/prefix.py",
 )  # fmt: skip
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

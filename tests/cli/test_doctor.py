@@ -15,18 +15,19 @@ import msgspec
 import pytest
 
 from segue.cli.doctor import doctor_command as doctor
-from segue.cli.doctor import host_checks, host_facts, instance_checks, transport_probe
+from segue.cli.doctor import host_checks, host_facts, instance_checks
 from segue.cli.doctor.host_checks import Check
 from segue.cli.doctor.host_facts import CacheFolder, HostFacts, ListeningSocket
-from segue.cli.doctor.transport_probe import Speed
 from segue.cli.main import main
 from segue.engine.cpu.processor import processor_of
 from segue.kv.ids import Incarnation, Role
 from segue.kv.layout.blocks import CopyBlock
 from segue.kv.limits import Limits
-from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.kinds import KINDS, USABLE
 from segue.kv.transport.memory.host_memory import GroupMemory
 from segue.kv.transport.probe import FAR_UNDER, Measurement
+from segue.lab.bench import transport_probe
+from segue.lab.bench.transport_probe import Speed
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
 from segue.server.registry.registry_server import serve
@@ -56,7 +57,7 @@ GOOD = HostFacts(
     clock_synchronised=True,
     environment={},
     mooncake_listeners=(),
-    transports={"shm": OK, "tcp": OK},
+    transports={"shm": USABLE, "tcp": USABLE},
     automatic=("shm", "tcp"),
     cache=CacheFolder("/cache", True, 2**40),
 )
@@ -139,7 +140,7 @@ BAD: list[tuple[dict[str, object], str, str, str, str]] = [
         "firewall",
     ),
     (
-        {"transports": {"shm": "forbidden here", "tcp": OK}},
+        {"transports": {"shm": "forbidden here", "tcp": USABLE}},
         "--transport auto",
         "warn",
         "shm does not work: forbidden here; it takes tcp",
@@ -226,7 +227,7 @@ def test_the_facts_of_this_host_are_those_that_its_transports_rely_on(
 ) -> None:
     facts = host_facts.gather(str(tmp_path / "none"))
     assert (facts.memfd, facts.seals, facts.pidfd, facts.loopback) == ("", "", "", "")
-    assert facts.transports["shm"] == OK
+    assert facts.transports["shm"] == USABLE
     assert facts.cache.writable
 
     def forbidden(*_args: object) -> int:
@@ -316,7 +317,7 @@ def test_what_is_far_slower_than_memory_is_a_warning() -> None:
 
 def test_what_is_usable_and_moves_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_probe, "measure", lambda _name: "the library ended its process")
-    rows, found = doctor.transport_rows({"fake": OK, "shm": OK, "nixl": "not installed"})
+    rows, found = doctor.transport_rows({"fake": USABLE, "shm": USABLE, "nixl": "not installed"})
     assert [(row.name, row.usable, row.why_not) for row in rows] == [
         ("fake", True, ""),
         ("shm", False, "the library ended its process"),

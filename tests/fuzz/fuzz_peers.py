@@ -35,7 +35,7 @@ from segue.kv.protocol.messages import (
     Moved,
     TokenLogprob,
 )
-from segue.kv.protocol.ticket import Ticket, sign, verify
+from segue.kv.protocol.ticket import Ticket, sign_ticket, verify_ticket
 from segue.kv.session.api import PeerInfo
 from segue.kv.transport.base import Endpoint
 from segue.lab.sim.sim_engine import LineageEngine, lineage_spec
@@ -173,7 +173,7 @@ _control = msgspec.msgpack.Decoder(ControlMessage)
 
 def _ticket(room: int = 7) -> Ticket:
     here = LeaderId(P)
-    return sign(Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=30.0), b"", F)
+    return sign_ticket(Ticket(room=room, attempt=0, prefill=here, decode=here, budget_s=30.0), b"", F)
 
 
 def _submit_seeds() -> list[bytes]:
@@ -233,7 +233,7 @@ def _ticket_target(data: bytes) -> str:
         ticket = msgspec.msgpack.decode(data, type=Ticket)
     except DECODE_ERRORS:
         ticket = msgspec.json.decode(data, type=Ticket) if data[:1] == b"{" else _ticket()
-    assert verify(ticket, SECRET, F, 5.0, 100.0) <= 105.0
+    assert verify_ticket(ticket, SECRET, F, 5.0, 100.0) <= 105.0
     return "good"
 
 
@@ -245,7 +245,7 @@ def _ticket_guard(data: bytes) -> str:
 
 
 def _ticket_seeds() -> list[bytes]:
-    signed = sign(_ticket(), SECRET, F)
+    signed = sign_ticket(_ticket(), SECRET, F)
     return [encode(signed), msgspec.json.encode(signed), encode(_ticket())]
 
 

@@ -11,7 +11,7 @@ def model_identity(fingerprint: str, dtype: str) -> str:
     return f"{fingerprint}/{dtype}"
 
 
-def difference(prefill: str, decode: str) -> tuple[str, str]:
+def model_difference(prefill: str, decode: str) -> tuple[str, str]:
     """How the models of two instances differ, and the flags that mend it."""
     (weights, _, dtype), (other_weights, _, other) = prefill.partition("/"), decode.partition("/")
     if weights == other_weights:

@@ -11,12 +11,12 @@ import msgspec
 from segue.kv.errors import DECODE_ERRORS, LayoutMismatch, PeerRefused
 from segue.kv.ids import Role
 from segue.kv.layout.planner import PairPlan, plan_pair
-from segue.kv.model_identity import difference
+from segue.kv.model_identity import model_difference
 from segue.kv.path_figures import PathCandidate, PathChoice
 from segue.kv.protocol.messages import PROTOCOL_VERSION, HandoffMessage, LeaderInfo, PathMessage
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.transport.base import Endpoint
-from segue.kv.transport.kinds import KINDS, OK, TransportKinds
+from segue.kv.transport.kinds import KINDS, USABLE, TransportKinds
 from segue.kv.transport.probe import PageShape, Scratch, page_shape
 
 log = logging.getLogger("segue.kv")
@@ -150,7 +150,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
         )
     prefill, decode = (mine, theirs) if role is Role.PREFILL else (theirs, mine)
     if theirs.model != mine.model:
-        found, mend = difference(prefill.model, decode.model)
+        found, mend = model_difference(prefill.model, decode.model)
         raise PeerRefused(f"{found}; {mend}")
     plan = plan_pair(prefill.ranks, decode.ranks)
     endpoints = [
@@ -158,7 +158,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
         for i in (prefill, decode)
     ]
     choices = kinds.choices(endpoints[0], endpoints[1])
-    names = [name for name, reason in choices.items() if reason == OK]
+    names = [name for name, reason in choices.items() if reason == USABLE]
     if not names:
         raise PeerRefused(
             f"no common transport: prefill offers {sorted(prefill.endpoints)}, "
@@ -171,7 +171,7 @@ def join(role: Role, mine: LeaderInfo, peer: PeerInfo, kinds: TransportKinds = K
         source, target = min(plan.pairs)
         probe = Probe(
             names,
-            [PathCandidate(transport=n, why_not=why) for n, why in choices.items() if why != OK],
+            [PathCandidate(transport=n, why_not=why) for n, why in choices.items() if why != USABLE],
             source,
             target,
             Scratch(*decode.scratch[target]),

@@ -17,7 +17,7 @@ from test_restart import killed_in_the_middle, serves_again
 from test_serve import completion, token_ids
 from tiny_model import VOCAB
 
-from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.kinds import KINDS, USABLE
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "engine"))
 from engine_models import generate
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 
 COUNT = 8
 LIBRARIES = [
-    pytest.param(name, marks=[pytest.mark.skip(f"{name}: {reason}")] if reason != OK else [])
+    pytest.param(name, marks=[pytest.mark.skip(f"{name}: {reason}")] if reason != USABLE else [])
     for name, reason in KINDS.available().items()
     if name in ("nixl", "mooncake")
 ]

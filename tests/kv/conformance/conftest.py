@@ -12,13 +12,13 @@ from conformance_tls import TCP_TLS, make_files, remove_files
 
 import library_double
 from segue.kv.ids import RankId
-from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.kinds import KINDS, USABLE
 from segue.kv.transport.library.library_transport import LibraryTransport
 
 
 def marks(name: str, reason: str, test: str, fixtures: Collection[str] = ()) -> list[pytest.MarkDecorator]:
     """Why `test` does not run now for the transport `name`, if it does not."""
-    if reason != OK:
+    if reason != USABLE:
         return [pytest.mark.skip(f"{name}: {reason}")]
     if name in conformance_doubles.DOUBLES:
         if why := conformance_doubles.without(name, test, list(fixtures)):
@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         reasons = KINDS.available()
         reasons[TCP_TLS] = reasons["tcp"]
         doubles = (library_double.NAME, *conformance_doubles.DOUBLES)
-        reasons |= dict.fromkeys(doubles, OK)
+        reasons |= dict.fromkeys(doubles, USABLE)
         test, fixtures = metafunc.function.__name__, metafunc.fixturenames
         metafunc.parametrize(
             "name",

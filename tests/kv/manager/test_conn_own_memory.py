@@ -133,7 +133,7 @@ def over_library(name: str, *pools: str) -> object:
     """The same with the real library, where it can be loaded."""
     reason = kinds.KINDS.available()[name]
     return pytest.param(
-        name, *pools, marks=[pytest.mark.slow, pytest.mark.skipif(reason != kinds.OK, reason=reason)]
+        name, *pools, marks=[pytest.mark.slow, pytest.mark.skipif(reason != kinds.USABLE, reason=reason)]
     )
 
 

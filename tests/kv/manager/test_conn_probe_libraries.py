@@ -19,7 +19,7 @@ from segue.kv.layout.spec import KVShape, PoolSpec
 from segue.kv.limits import Limits
 from segue.kv.path_figures import PathChoice
 from segue.kv.transport.base import Endpoint, EventSink, Transport, Written
-from segue.kv.transport.kinds import KINDS, OK, TransportKinds
+from segue.kv.transport.kinds import KINDS, USABLE, TransportKinds
 from segue.kv.transport.memory.pool_memory import allocate
 from segue.kv.transport.options import TransportOptions
 from segue.kv.transport.probe import SCRATCH_BYTES
@@ -43,7 +43,7 @@ SMOL = PoolSpec(
 def here() -> tuple[str, ...]:
     """Those that work on this host, the preferred one first."""
     available = KINDS.available()
-    return tuple(name for name in NAMES if available[name] == OK)
+    return tuple(name for name in NAMES if available[name] == USABLE)
 
 
 def changed(name: str, factor: float = 1.0, fails: bool = False, late: bool = False) -> type[Transport]:

@@ -14,7 +14,7 @@ from segue.kv.control_plane import ControlPlane
 from segue.kv.ids import ChecksumMode, Incarnation, LeaderId, RankId, Role
 from segue.kv.limits import Limits
 from segue.kv.manager import COUNTERPART, KVManager
-from segue.kv.protocol.room_ranks import FAIL, DpRanks
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, DpRanks
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.transport.base import Endpoint
 from segue.kv.transport.memory.pool_memory import allocate
@@ -77,7 +77,7 @@ def config(role: Role, **options: Any) -> KVConfig:
         transports=["one", "two"],
         transport_port=6,
         advertise_transport_port=7002,
-        dp=DpRanks(size=4, on_conflict=FAIL),
+        dp=DpRanks(size=4, on_conflict=FAIL_ON_CONFLICT),
         kv_checksum=ChecksumMode.SAMPLED,
         **{"scratch_bytes": SCRATCH, **options},
     )

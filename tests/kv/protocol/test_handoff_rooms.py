@@ -27,13 +27,20 @@ from segue.kv.protocol.messages import (
     Metadata,
     Moved,
 )
-from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
+from segue.kv.protocol.room_ranks import (
+    FAIL_ON_CONFLICT,
+    FOLLOW_BOOTSTRAP_ROOM,
+    REDIRECT_ON_CONFLICT,
+    DpRanks,
+)
 
 TRANSFER = TransferId(5, 0, ME, ONE)
 LEFT = TransferFailed("it left", origin="decode far away").info
 
 
-def asking(on_conflict: str = REDIRECT, *, inferred: bool = True, budget_s: float = 20.0) -> Exchange:
+def asking(
+    on_conflict: str = REDIRECT_ON_CONFLICT, *, inferred: bool = True, budget_s: float = 20.0
+) -> Exchange:
     """A prefill leader at which a destination has come too early."""
     limits, dp = Limits(request_budget_s=100.0), DpRanks(size=4, on_conflict=on_conflict)
     exchange = Exchange(Role.PREFILL, ME, "prefill here", limits, leader(SPEC), dp=dp)
@@ -131,14 +138,14 @@ def test_a_request_that_comes_after_its_destination_has_ended_fails_at_once_for_
         exchange.handle(events.OpenSender(TRANSFER, 4, 60.0), 4.0)
 
 
-@pytest.mark.parametrize("on_conflict", [REDIRECT, FAIL])
+@pytest.mark.parametrize("on_conflict", [REDIRECT_ON_CONFLICT, FAIL_ON_CONFLICT])
 def test_decode_is_sent_to_the_rank_that_has_the_room_or_its_half_ends(on_conflict: str) -> None:
     exchange = asking(on_conflict)
     assert exchange.handle(events.RoomFound(TRANSFER, ME.dp_rank), 2.0) == [], "it is here: the request comes"
     assert exchange.handle(events.RoomFound(TransferId(6, 0, ME, ONE), 2), 2.0) == []
     assert exchange.sizes()["early"] == 1
     [word] = said(exchange.handle(events.RoomFound(TRANSFER, 3), 2.0))
-    if on_conflict == REDIRECT:
+    if on_conflict == REDIRECT_ON_CONFLICT:
         assert word == Moved(TRANSFER, 3)
     else:
         assert isinstance(word, Failed)

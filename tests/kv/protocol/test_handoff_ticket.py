@@ -16,7 +16,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import OPEN_RANK, Incarnation, LeaderId
 from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM, resolve_prefill_dp_rank
-from segue.kv.protocol.ticket import SpentTickets, Ticket, sign, verify
+from segue.kv.protocol.ticket import SpentTickets, Ticket, sign_ticket, verify_ticket
 
 P, D, FRONT = Incarnation("a" * 32), Incarnation("b" * 32), Incarnation("f" * 32)
 SECRET = b"0123456789abcdef"
@@ -34,11 +34,16 @@ def ticket(**changes: object) -> Ticket:
 
 
 def test_a_signed_ticket_survives_the_wire_and_gives_its_deadline() -> None:
-    wire = msgspec.msgpack.encode(sign(ticket(), SECRET, FRONT))
-    assert verify(msgspec.msgpack.decode(wire, type=Ticket), SECRET, FRONT, now=100.0) == 130.0
-    assert verify(sign(ticket(), SECRET, FRONT), SECRET, FRONT, now=100.0, max_budget_s=5.0) == 105.0
-    whole = msgspec.json.decode(msgspec.json.encode(sign(ticket(budget_s=30), SECRET, FRONT)), type=Ticket)
-    assert verify(whole, SECRET, FRONT, now=0.0) == 30.0
+    wire = msgspec.msgpack.encode(sign_ticket(ticket(), SECRET, FRONT))
+    assert verify_ticket(msgspec.msgpack.decode(wire, type=Ticket), SECRET, FRONT, now=100.0) == 130.0
+    assert (
+        verify_ticket(sign_ticket(ticket(), SECRET, FRONT), SECRET, FRONT, now=100.0, max_budget_s=5.0)
+        == 105.0
+    )
+    whole = msgspec.json.decode(
+        msgspec.json.encode(sign_ticket(ticket(budget_s=30), SECRET, FRONT)), type=Ticket
+    )
+    assert verify_ticket(whole, SECRET, FRONT, now=0.0) == 30.0
 
 
 @pytest.mark.parametrize(
@@ -56,19 +61,19 @@ def test_a_signed_ticket_survives_the_wire_and_gives_its_deadline() -> None:
     ],
 )
 def test_any_changed_field_breaks_the_signature(changes: dict[str, object]) -> None:
-    forged = msgspec.structs.replace(sign(ticket(), SECRET, FRONT), **changes)
+    forged = msgspec.structs.replace(sign_ticket(ticket(), SECRET, FRONT), **changes)
     with pytest.raises(Unauthorized):
-        verify(forged, SECRET, FRONT, now=0.0)
+        verify_ticket(forged, SECRET, FRONT, now=0.0)
 
 
 def test_another_secret_or_none_is_refused_both_ways() -> None:
     with pytest.raises(Unauthorized):
-        verify(sign(ticket(), SECRET, FRONT), b"another secret...", FRONT, now=0.0)
+        verify_ticket(sign_ticket(ticket(), SECRET, FRONT), b"another secret...", FRONT, now=0.0)
     with pytest.raises(Unauthorized):
-        verify(sign(ticket(), b"", FRONT), SECRET, FRONT, now=0.0)
+        verify_ticket(sign_ticket(ticket(), b"", FRONT), SECRET, FRONT, now=0.0)
     with pytest.raises(Unauthorized):
-        verify(sign(ticket(), SECRET, FRONT), b"", FRONT, now=0.0)
-    assert verify(sign(ticket(), b"", FRONT), b"", FRONT, now=0.0) == 30.0
+        verify_ticket(sign_ticket(ticket(), SECRET, FRONT), b"", FRONT, now=0.0)
+    assert verify_ticket(sign_ticket(ticket(), b"", FRONT), b"", FRONT, now=0.0) == 30.0
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def test_another_secret_or_none_is_refused_both_ways() -> None:
 )
 def test_a_signed_ticket_can_still_be_refused(changes: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error):
-        verify(sign(ticket(**changes), SECRET, FRONT), SECRET, FRONT, now=0.0)
+        verify_ticket(sign_ticket(ticket(**changes), SECRET, FRONT), SECRET, FRONT, now=0.0)
 
 
 def test_the_numbers_of_a_ticket_may_be_as_large_as_the_wire_has_them() -> None:
@@ -100,9 +105,9 @@ def test_the_numbers_of_a_ticket_may_be_as_large_as_the_wire_has_them() -> None:
         prefill=LeaderId(P, OPEN_RANK),
         decode=LeaderId(D, 2**32 - 1),
     )
-    assert verify(sign(largest, SECRET, FRONT), SECRET, FRONT, now=1.0) == 31.0
+    assert verify_ticket(sign_ticket(largest, SECRET, FRONT), SECRET, FRONT, now=1.0) == 31.0
     with pytest.raises(InvalidRequest):
-        verify(msgspec.structs.replace(largest, room=2**64), b"", FRONT, now=0.0)
+        verify_ticket(msgspec.structs.replace(largest, room=2**64), b"", FRONT, now=0.0)
 
 
 def test_a_ticket_is_spent_once_and_a_retry_is_another_ticket() -> None:
@@ -125,7 +130,7 @@ def test_an_open_ticket_and_one_that_names_a_rank_are_one_placement() -> None:
 
 def test_a_ticket_is_good_only_in_the_session_of_who_made_it() -> None:
     with pytest.raises(Unauthorized, match="made by another"):
-        verify(sign(ticket(), SECRET, FRONT), SECRET, Incarnation("e" * 32), now=0.0)
+        verify_ticket(sign_ticket(ticket(), SECRET, FRONT), SECRET, Incarnation("e" * 32), now=0.0)
 
 
 def test_tickets_die_at_their_deadline_without_being_asked_for_in_any_order() -> None:

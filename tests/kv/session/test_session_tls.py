@@ -14,7 +14,7 @@ from session_peers import DEADLINE_S, LOOPS, Events, Note, RawPeer, closing, inc
 from segue.kv.errors import BootstrapUnreachable, ConfigError, PeerRefused, SegueError, Unauthorized
 from segue.kv.limits import Limits
 from segue.kv.session.node import SessionNode
-from segue.kv.session.tls import from_config
+from segue.kv.session.tls import tls_from_files
 from segue.server.settings.commands import TlsConfig
 from tls_files import Authority, TlsFiles
 
@@ -200,8 +200,8 @@ def test_a_flood_before_tls_is_bounded_and_a_good_peer_gets_in(runner: str, auth
 def test_good_files_are_taken_for_the_address_they_are_for(authority: Authority) -> None:
     files = authority.issue("127.0.0.1", "node.example")
     for host in ("127.0.0.1", "node.example", None):
-        assert from_config(config(files), host) is not None
-    assert from_config(TlsConfig(), "127.0.0.1") is None
+        assert tls_from_files(config(files), host) is not None
+    assert tls_from_files(TlsConfig(), "127.0.0.1") is None
 
 
 def _broken(files: TlsFiles, what: str, authority: Authority, other: Authority, folder: Path) -> TlsFiles:
@@ -256,7 +256,7 @@ def test_files_that_cannot_work_are_one_sentence_that_says_what_to_change(
 ) -> None:
     files = _broken(authority.issue(), what, authority, stranger, tmp_path)
     with pytest.raises(ConfigError, match=says) as caught:
-        from_config(config(files), "127.0.0.1")
+        tls_from_files(config(files), "127.0.0.1")
     assert "\n" not in str(caught.value)
 
 

@@ -31,7 +31,7 @@ from segue.kv.transport.base import (
 from segue.kv.transport.emitter import EventEmitter
 from segue.kv.transport.epochs import FencedEpochs, Grants
 from segue.kv.transport.fake import FakeTransport
-from segue.kv.transport.kinds import KINDS, OK, TransportKinds
+from segue.kv.transport.kinds import KINDS, USABLE, TransportKinds
 from segue.kv.transport.memory import ranges
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind, Region, allocate, host_region
 from segue.kv.transport.net import key_handshake as handshake
@@ -54,7 +54,7 @@ def double_library(sink: EventSink, me: RankId) -> DoubleTransport:
 
 def preferred(ours: dict[str, list[Endpoint]], theirs: dict[str, list[Endpoint]]) -> str | None:
     """The first of those that a pair could use."""
-    return next((name for name, why in KINDS.choices(ours, theirs).items() if why == OK), None)
+    return next((name for name, why in KINDS.choices(ours, theirs).items() if why == USABLE), None)
 
 
 def test_an_unknown_transport_lists_the_known_ones() -> None:
@@ -65,7 +65,7 @@ def test_an_unknown_transport_lists_the_known_ones() -> None:
 def test_one_that_cannot_be_used_says_why() -> None:
     assert set(KINDS.available()) == set(KINDS.known)
     here = KINDS.available()
-    assert here["shm"] == here["tcp"] == here["fake"] == OK
+    assert here["shm"] == here["tcp"] == here["fake"] == USABLE
     with pytest.raises(ConfigError, match="cannot be used here: not part of this version"):
         TransportKinds({"pigeon": ""}).create("pigeon", lambda _e: None, options(rank("a")))
 
@@ -102,10 +102,10 @@ def test_every_transport_of_this_version_describes_itself() -> None:
 
 def test_auto_offers_what_registers_the_memory_and_says_why_it_leaves_out_the_rest() -> None:
     plain = Memory([host_region(np.zeros(4096, np.uint8))])
-    assert KINDS.offered("auto", plain) == {"shm": "it registers no host memory", "tcp": OK}
+    assert KINDS.offered("auto", plain) == {"shm": "it registers no host memory", "tcp": USABLE}
     device = Memory([Region(1 << 40, 4096, "cuda:0")])
     assert set(KINDS.offered("auto", device).values()) == {"it registers no device memory"}
-    assert KINDS.offered("shm", plain) == {"shm": OK}, "who names one hears why from the transport itself"
+    assert KINDS.offered("shm", plain) == {"shm": USABLE}, "who names one hears why from the transport itself"
 
 
 def test_a_pair_takes_a_transport_that_reaches_every_rank_from_every_rank() -> None:
@@ -119,7 +119,7 @@ def test_a_pair_takes_a_transport_that_reaches_every_rank_from_every_rank() -> N
 
 def test_a_transport_whose_module_is_missing_is_listed_with_the_reason() -> None:
     lacks = TransportKinds({"tcp": KINDS.known["tcp"], "rocket": "segue.transport.no_such_module:Rocket"})
-    assert lacks.available()["tcp"] == OK
+    assert lacks.available()["tcp"] == USABLE
     assert "cannot be imported: No module named" in lacks.available()["rocket"]
     with pytest.raises(ConfigError, match="'rocket' cannot be used here: cannot be imported"):
         lacks.create("rocket", lambda _e: None, options(rank("a")))
@@ -130,7 +130,7 @@ def test_a_transport_whose_module_is_missing_is_listed_with_the_reason() -> None
 def test_what_either_side_offers_alone_is_named_with_the_reason() -> None:
     end = [Endpoint("x", 1, b"")]
     here, there = {"fake": end, "nixl": end}, {"fake": end, "mooncake": end, "rocket": end}
-    wanted = {"fake": OK} | dict.fromkeys(("mooncake", "nixl", "rocket"), "is not offered by both")
+    wanted = {"fake": USABLE} | dict.fromkeys(("mooncake", "nixl", "rocket"), "is not offered by both")
     assert KINDS.choices(here, there) == KINDS.choices(there, here) == wanted
 
 
@@ -142,7 +142,7 @@ def test_a_setting_names_each_transport_once_in_its_order() -> None:
 def test_a_pool_of_several_kinds_of_memory_is_offered_for_what_registers_all_of_it() -> None:
     shared = allocate(4096)
     both = Memory([*shared.regions, host_region(np.zeros(4096, np.uint8))])
-    assert KINDS.offered("auto", both) == {"shm": "it registers no host memory", "tcp": OK}
+    assert KINDS.offered("auto", both) == {"shm": "it registers no host memory", "tcp": USABLE}
     both.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 from segue.kv.ids import Incarnation, LeaderId, Role, TransferId
 from segue.kv.layout.content import Content, Plane
 from segue.kv.protocol.events import ComputeChecksum
-from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, FOLLOW_BOOTSTRAP_ROOM, REDIRECT_ON_CONFLICT
 from segue.lab.sim.bit_flips import BitFlips
 from segue.lab.sim.run import Outcome, run_scenario
 from segue.lab.sim.scenario import Fault, Scenario, make_scenario
@@ -87,7 +87,9 @@ def by_the_room(scenario: Scenario, on_conflict: str, *, force_query: bool = Fal
 
 
 def test_a_conflict_of_dp_ranks_ends_requests_where_the_instance_says_so_and_no_others() -> None:
-    fails, redirects = (run_scenario(of_two_leaders(rule)) for rule in (FAIL, REDIRECT))
+    fails, redirects = (
+        run_scenario(of_two_leaders(rule)) for rule in (FAIL_ON_CONFLICT, REDIRECT_ON_CONFLICT)
+    )
     for outcome in (fails, redirects):
         assert not outcome.failed, outcome.text
     conflicts = fails.counts["ended by a conflict of ranks"]
@@ -104,7 +106,7 @@ def test_rooms_are_followed_to_another_rank_under_faults() -> None:
     several = (s for s in seeds if any(n.dp_size > 1 and n.role is Role.PREFILL for n in s.nodes))
     moved = under_faults = 0
     for scenario in itertools.islice(several, 12):
-        outcome = run_scenario(by_the_room(scenario, REDIRECT))
+        outcome = run_scenario(by_the_room(scenario, REDIRECT_ON_CONFLICT))
         assert not outcome.failed, (scenario.seed, outcome.text)
         moved += outcome.counts.get("sent on to another DP rank", 0)
         under_faults += outcome.under_faults
@@ -112,11 +114,11 @@ def test_rooms_are_followed_to_another_rank_under_faults() -> None:
 
 
 def test_where_decode_is_to_ask_it_infers_nothing_and_everybody_is_served() -> None:
-    outcome = run_scenario(of_two_leaders(REDIRECT, force_query=True))
+    outcome = run_scenario(of_two_leaders(REDIRECT_ON_CONFLICT, force_query=True))
     assert not outcome.failed, outcome.text
     assert outcome.counts["forced queries"] == outcome.counts["open ranks"] > 0
     assert "failed" not in outcome.counts
-    scenario = of_two_leaders(REDIRECT)
+    scenario = of_two_leaders(REDIRECT_ON_CONFLICT)
     for wanted in scenario.requests:
         wanted.force_query = True
     outcome = run_scenario(scenario)
@@ -126,7 +128,7 @@ def test_where_decode_is_to_ask_it_infers_nothing_and_everybody_is_served() -> N
 
 def test_a_request_that_is_served_in_spite_of_a_conflict_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefillScheduler, "_looked_for", lambda *_: None)
-    assert run_scenario(of_two_leaders(FAIL)).rule == "conflict"
+    assert run_scenario(of_two_leaders(FAIL_ON_CONFLICT)).rule == "conflict"
 
 
 @pytest.mark.parametrize(("tokens", "beside"), [(1, False), (2, True)])
@@ -158,7 +160,7 @@ def test_a_room_of_which_the_registry_is_not_told_in_time_fails_for_a_cause_that
     kind: str, which: tuple[int, int]
 ) -> None:
     """Nobody has just started. Queries (3) and answers (2) are struck in turn."""
-    scenario, at = of_two_leaders(REDIRECT, force_query=True), 40.0
+    scenario, at = of_two_leaders(REDIRECT_ON_CONFLICT, force_query=True), 40.0
     prefill = next(node.name for node in scenario.nodes if node.role is Role.PREFILL)
     scenario.requests = scenario.requests[: REQUESTS if kind == "flip" else 6]
     faults = []

@@ -12,7 +12,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import FinishReason, LeaderId, Role, new_incarnation
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import verify
+from segue.kv.protocol.ticket import verify_ticket
 from segue.kv.session.node import SessionNode
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
@@ -84,7 +84,7 @@ class Leader:
             self.cancels.append(message)
         elif isinstance(message, Submit):
             self.submits.append(message)
-            verify(message.ticket, SECRET, session.peer.leader.incarnation, 0.0)
+            verify_ticket(message.ticket, SECRET, session.peer.leader.incarnation, 0.0)
             self.answer(session, message)
         self.news.set()
 

@@ -21,7 +21,7 @@ from segue.kv.errors import (
     PeerLost,
     SegueError,
 )
-from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, DpRanks
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, FOLLOW_BOOTSTRAP_ROOM, DpRanks
 from segue.kv.session.api import Session
 from segue.server.direct.rooms import Rooms
 from segue.server.messages.control import Meet, Met, Over
@@ -224,8 +224,13 @@ def test_rooms_are_bounded_and_room_0_is_none() -> None:
         (None, None, {"size": 2, "load_balance": FOLLOW_BOOTSTRAP_ROOM}, ROOM % 2),
         (None, 0, {"size": 2, "load_balance": FOLLOW_BOOTSTRAP_ROOM}, 0),
         (0, None, {"size": 2, "load_balance": FOLLOW_BOOTSTRAP_ROOM}, 0),
-        (1, 0, {"size": 2, "on_conflict": FAIL}, DpRankConflict),
-        (0, None, {"size": 2, "load_balance": FOLLOW_BOOTSTRAP_ROOM, "on_conflict": FAIL}, DpRankConflict),
+        (1, 0, {"size": 2, "on_conflict": FAIL_ON_CONFLICT}, DpRankConflict),
+        (
+            0,
+            None,
+            {"size": 2, "load_balance": FOLLOW_BOOTSTRAP_ROOM, "on_conflict": FAIL_ON_CONFLICT},
+            DpRankConflict,
+        ),
         (2, None, {"size": 2}, DpRankOutOfRange),
         (-1, None, {"size": 2}, DpRankOutOfRange),
         (0, -1, {"size": 2}, DpRankOutOfRange),

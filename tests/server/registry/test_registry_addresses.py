@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from registry_records import DEADLINE_S, SECRET, A, B, C, names, record
 
-from segue.kv.addresses import check_url, registry_places
 from segue.kv.errors import ConfigError, InvalidRequest, SegueError
 from segue.kv.ids import LeaderId, Role
 from segue.kv.limits import Limits
@@ -21,6 +20,7 @@ from segue.server.messages.operate import OperatorMessage
 from segue.server.registry import address_backend
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
+from segue.server.settings.addresses import check_url, registry_places
 
 #: An address that is slow to answer is waited for: nobody is shown without it.
 LIMITS = Limits(connect_s=60.0, handshake_s=60.0)

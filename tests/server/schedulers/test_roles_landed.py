@@ -16,7 +16,12 @@ from segue.kv.errors import AbortedByClient, ErrorCode, MetadataMismatch
 from segue.kv.ids import OPEN_RANK, Incarnation, KVPoll, LeaderId, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Drained, Gone, Metadata
-from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT, DpRanks
+from segue.kv.protocol.room_ranks import (
+    FAIL_ON_CONFLICT,
+    FOLLOW_BOOTSTRAP_ROOM,
+    REDIRECT_ON_CONFLICT,
+    DpRanks,
+)
 from segue.kv.protocol.ticket import Ticket
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
@@ -238,7 +243,7 @@ OURS, ANOTHER = 100, 101  # rooms that name DP rank 0, which is asked, and rank 
         (FOLLOWS, 0, ANOTHER, {}, False, True),
     ],
 )
-@pytest.mark.parametrize("rule", [REDIRECT, FAIL])
+@pytest.mark.parametrize("rule", [REDIRECT_ON_CONFLICT, FAIL_ON_CONFLICT])
 def test_prefill_registers_a_room_that_decode_cannot_infer_and_ends_a_conflict_only_where_it_is_told_to(
     dp: DpRanks, named: int, room: int, hints: dict[str, Any], announced: bool, conflict: bool, rule: str
 ) -> None:
@@ -256,7 +261,7 @@ def test_prefill_registers_a_room_that_decode_cannot_infer_and_ends_a_conflict_o
     announcements = [(event.transfer, event.ttl_s) for event in posted.of(events.AnnounceRoom)]
     assert announcements == ([(name, 30.0)] if announced else [])
     errors = [out.error.code for _, out in node.scheduler.outbox if out.error is not None]
-    assert errors == ([ErrorCode.DP_RANK_CONFLICT] if conflict and rule == FAIL else [])
+    assert errors == ([ErrorCode.DP_RANK_CONFLICT] if conflict and rule == FAIL_ON_CONFLICT else [])
     assert [event.transfer for event in posted.of(events.AbortTransfer)] == [name] * len(errors)
     pair.pump()
     if errors:

@@ -9,7 +9,7 @@ from pair import FRONT, VOCAB, Node, Pair
 from segue.engine.request import Request, SamplingParams
 from segue.kv.errors import AbortedByClient, ErrorCode
 from segue.kv.ids import Incarnation
-from segue.kv.protocol.ticket import Ticket, sign
+from segue.kv.protocol.ticket import Ticket, sign_ticket
 from segue.lab.sim.sim_engine import reference
 from segue.server.messages.control import Submit
 
@@ -25,7 +25,7 @@ def ticket(pair: Pair, room: int, *, budget_s: float = 100.0, origin: Incarnatio
         decode=pair.decode.me,
         budget_s=budget_s,
     )
-    return sign(unsigned, SECRET, origin)
+    return sign_ticket(unsigned, SECRET, origin)
 
 
 def signed_pair() -> Pair:
@@ -74,7 +74,7 @@ def test_a_retry_is_another_attempt_and_has_a_ticket_of_its_own() -> None:
     first = ticket(pair, 7)
     submit(pair, pair.prefill, "a", [1, 2, 3], first)
     pair.prefill.scheduler.cancel(FRONT, "a", LEFT, pair.clock.now())
-    both(pair, "a~1", [1, 2, 3], sign(msgspec.structs.replace(first, attempt=1), SECRET, FRONT))
+    both(pair, "a~1", [1, 2, 3], sign_ticket(msgspec.structs.replace(first, attempt=1), SECRET, FRONT))
     pair.run()
     assert len(pair.tokens("a~1")) == 3
     pair.assert_at_rest()

@@ -21,7 +21,7 @@ from typing import Any
 from segue.cli.commands.models import resolve
 from segue.kv.errors import ConfigError, SegueError
 from segue.kv.session.tasks import awaited, background
-from segue.kv.session.tls import Tls, from_config
+from segue.kv.session.tls import Tls, tls_from_files
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.fleet_settings import FleetSettings
 from segue.server.frontend.doorway import Doorway
@@ -44,7 +44,7 @@ async def run(config: FrontendConfig, on_ready: Callable[[str], None], lifeline:
     `lifeline` of instances that it starts again reaches the requests that wait for them. False if the signal
     came while modules were still imported, in a thread that cannot be stopped."""
     limits = config.limit.limits()
-    tls = from_config(config.tls, None)
+    tls = tls_from_files(config.tls, None)
     keys = ApiKeys(read_keys(config.access), config.access.prefix_cache_sharing)
     registry = RegistryClient(
         config.registry, secret=config.secret or None, limits=limits, on_error=_say, tls=tls

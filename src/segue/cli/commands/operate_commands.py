@@ -14,7 +14,7 @@ from segue.cli.commands.operate_flags import seconds
 from segue.kv.errors import NotFound
 from segue.kv.ids import LeaderId, Role
 from segue.kv.limits import Limits
-from segue.kv.session.tls import from_config
+from segue.kv.session.tls import tls_from_files
 from segue.server.fleet.life import told
 from segue.server.fleet.operator import Operator, Row, operator
 from segue.server.messages.operate import PairSight, Sight
@@ -65,7 +65,7 @@ async def _explain(config: OperatorConfig, request_id: str, *, as_json: bool) ->
 
 
 def _operator(config: OperatorConfig) -> AbstractAsyncContextManager[Operator]:
-    tls = from_config(config.tls, None)
+    tls = tls_from_files(config.tls, None)
     return operator(config.registry, secret=config.secret or None, limits=Limits(), tls=tls)
 
 

@@ -25,7 +25,7 @@ from segue.engine.models.model_store import cache_folder
 from segue.kv.errors import ConfigError, Internal, OutOfCapacity, SegueError
 from segue.kv.ids import Role
 from segue.kv.limits import Limits
-from segue.kv.session.tls import Tls, from_config
+from segue.kv.session.tls import Tls, tls_from_files
 from segue.server.frontend.keys import read_keys
 from segue.server.instance.gc import frozen_imports
 from segue.server.instance.host import this_host
@@ -72,7 +72,7 @@ def _serve(config: ServeConfig, console: Console) -> tuple[int, str]:
     check_port(config.host, config.port)
     host = this_host()
     config.check_memory(host)
-    tls = from_config(config.tls, LOOPBACK)
+    tls = tls_from_files(config.tls, LOOPBACK)
     keys = read_keys(config.access)
     config = dataclasses.replace(config, model=located(config.model))
     path = resolve(config.model, config.engine.cache, config.engine.revision)
@@ -124,15 +124,15 @@ def _interruptible() -> Iterator[None]:
 
 def check_transport(setting: str) -> None:
     """Raise a ConfigError for a transport that does not exist, or that was named and cannot work here."""
-    from segue.kv.transport.kinds import AUTO, KINDS, OK
+    from segue.kv.transport.kinds import AUTO_TRANSPORT, KINDS, USABLE
 
-    named = [name for name in setting.split(",") if name != AUTO]
+    named = [name for name in setting.split(",") if name != AUTO_TRANSPORT]
     found = KINDS.available() if named else {}
     for name in named:
         reason = found.get(name)
         if reason is None:
             raise ConfigError(f"--transport {name} does not exist{nearest(name, found)}; see segue doctor")
-        if reason != OK:
+        if reason != USABLE:
             raise ConfigError(
                 f"--transport {name} cannot be used here: {reason}; use auto, or see segue doctor"
             )

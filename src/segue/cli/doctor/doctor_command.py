@@ -9,14 +9,15 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from segue.cli.doctor import host_checks, host_facts, instance_checks, transport_probe
+from segue.cli.doctor import host_checks, host_facts, instance_checks
 from segue.cli.doctor.host_checks import Check
-from segue.cli.doctor.transport_probe import Speed
 from segue.cli.terminal import terminal
 from segue.kv.errors import ConfigError
 from segue.kv.session import tls
-from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.kinds import KINDS, USABLE
 from segue.kv.transport.probe import FAR_UNDER
+from segue.lab.bench import transport_probe
+from segue.lab.bench.transport_probe import Speed
 from segue.server.settings.operator_config import DoctorConfig
 
 
@@ -40,7 +41,7 @@ def transport_rows(available: Mapping[str, str]) -> tuple[list[TransportRow], li
     """Measure each transport that works here and moves bytes."""
     rows, found = [], []
     for name, reason in available.items():
-        if reason != OK:
+        if reason != USABLE:
             rows.append(TransportRow(name=name, usable=False, why_not=reason))
             continue
         if not KINDS.kind(name).moves_bytes:
@@ -69,7 +70,7 @@ def speed_check(speed: Speed) -> Check:
 
 def examine(config: DoctorConfig) -> Report:
     """Everything that can be seen and measured. Raises ConfigError for a setting."""
-    encryption = tls.from_config(config.tls, None)
+    encryption = tls.tls_from_files(config.tls, None)
     facts = host_facts.gather(config.cache)
     rows, speeds = transport_rows(facts.transports)
     found = [*host_checks.checks(facts), *speeds]

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from segue.cli.doctor.host_facts import ENGINE_PACKAGES, PORTS, TRANSPORT_PACKAGES, HostFacts
-from segue.kv.transport.kinds import OK
+from segue.kv.transport.kinds import USABLE
 
 GIB, MIB = 2**30, 2**20
 #: Below these a default deployment of the default model does not fit.
@@ -264,7 +264,7 @@ def mooncake_listeners(facts: HostFacts) -> Check:
 def automatic_transports(facts: HostFacts) -> Check:
     """Whether what `--transport auto` means works."""
     reasons = {name: facts.transports[name] for name in facts.automatic}
-    broken = {name: why for name, why in reasons.items() if why != OK}
+    broken = {name: why for name, why in reasons.items() if why != USABLE}
     usable = [name for name in reasons if name not in broken]
     if not broken:
         return Check("--transport auto", "ok", f"takes {', '.join(usable)}")

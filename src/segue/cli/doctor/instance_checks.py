@@ -12,7 +12,7 @@ from segue.cli.doctor.host_checks import Check
 from segue.kv.errors import SegueError
 from segue.kv.ids import Role
 from segue.kv.limits import Limits
-from segue.kv.model_identity import difference
+from segue.kv.model_identity import model_difference
 from segue.kv.session.tls import Tls
 from segue.kv.transport.kinds import KINDS
 from segue.server.registry.registry_kinds import open_backend
@@ -124,7 +124,7 @@ def _pair(
 ) -> Check:
     what = f"{name(prefill)}/{source.dp_rank} → {name(decode)}/{target.dp_rank}"
     if prefill.model != decode.model:
-        return Check(what, "wrong", *difference(prefill.model, decode.model))
+        return Check(what, "wrong", *model_difference(prefill.model, decode.model))
     if not source.version or not target.version:
         return Check(what, "warn", "one side does not say its version", "run the same segue on both")
     common = [kind for kind in source.transports if kind in target.transports]

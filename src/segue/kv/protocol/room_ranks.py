@@ -13,7 +13,7 @@ from segue.kv.errors import DpRankConflict, DpRankOutOfRange, InvalidRequest
 #: What `DpRanks.load_balance` says when prefill places by `room % size`.
 FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
 #: Values of `DpRanks.on_conflict`.
-REDIRECT, FAIL = "redirect", "fail"
+REDIRECT_ON_CONFLICT, FAIL_ON_CONFLICT = "redirect", "fail"
 
 
 class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 1
     load_balance: str = "total_requests"
     force_query: bool = False
-    on_conflict: str = REDIRECT
+    on_conflict: str = REDIRECT_ON_CONFLICT
 
     def inferred(self, room: int, hint: int | None = None) -> int | None:
         """Where decode looks for `room` if its ticket does not say it; see `resolve_prefill_dp_rank`."""
@@ -46,12 +46,12 @@ class DpRanks(msgspec.Struct, frozen=True, kw_only=True):
         return room % self.size
 
 
-def conflict(room: int, true: int, other: int) -> DpRankConflict:
+def dp_rank_conflict(room: int, true: int, other: int) -> DpRankConflict:
     """The request is on rank `true`, and decode looks for it on rank `other`, or the room names that one."""
     return DpRankConflict(
         f"the request is on DP rank {true} of prefill, but its room or its hint (disagg_prefill_dp_rank) "
         f"names DP rank {other}; leave routed_dp_rank and the hint out, or start prefill with "
-        f"--dp-rank-conflict {REDIRECT}, which allows both",
+        f"--dp-rank-conflict {REDIRECT_ON_CONFLICT}, which allows both",
         room=room,
     )
 

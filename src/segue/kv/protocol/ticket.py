@@ -39,7 +39,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     signature: bytes = b""
 
 
-def sign(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:
+def sign_ticket(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:
     """`ticket` with its HMAC-SHA256 under `secret`; unsigned if the deployment has no secret.
 
     `origin` is who places the request: the incarnation that the session to the leaders proves.
@@ -47,7 +47,7 @@ def sign(ticket: Ticket, secret: bytes, origin: Incarnation) -> Ticket:
     return msgspec.structs.replace(ticket, signature=_signature(ticket, secret, origin))
 
 
-def verify(
+def verify_ticket(
     ticket: Ticket, secret: bytes, origin: Incarnation, now: float, max_budget_s: float = math.inf
 ) -> float:
     """Check a ticket that just arrived; returns its deadline in seconds of the caller's clock.

@@ -23,7 +23,7 @@ from segue.kv.protocol.events import (
 from segue.kv.protocol.link import LocalLeader, PeerLink
 from segue.kv.protocol.machine import Machine
 from segue.kv.protocol.messages import Abort, Committed, Destination, Drained, Failed, Gone, Moved
-from segue.kv.protocol.room_ranks import REDIRECT, conflict
+from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT, dp_rank_conflict
 from segue.kv.protocol.timers import DeadlineEntry, Deadlines
 
 #: Messages about something unknown that get no answer, so that two sides never ping-pong.
@@ -131,10 +131,10 @@ class Tombstones:
         parked, transfer = self.parked.get(event.transfer), event.transfer
         if parked is None or event.dp_rank == self._local.me.dp_rank:
             return
-        found = conflict(transfer.room, event.dp_rank, self._local.me.dp_rank)
+        found = dp_rank_conflict(transfer.room, event.dp_rank, self._local.me.dp_rank)
         error = self._record(found.info, transfer, parked.peer)
         self._end_parked(transfer, error)
-        moved = self._local.dp.on_conflict == REDIRECT
+        moved = self._local.dp.on_conflict == REDIRECT_ON_CONFLICT
         word = Moved(transfer, event.dp_rank) if moved else Failed(transfer, error)
         self._turn.emit(Send(parked.peer, word))
 

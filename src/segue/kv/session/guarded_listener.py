@@ -165,7 +165,7 @@ class GuardedListener:
         error: SegueError
         if isinstance(failure, ssl.SSLError):
             self._count("refused")
-            error = Unauthorized(f"{where} was refused: {tls.explain(failure)}")
+            error = Unauthorized(f"{where} was refused: {tls.explain_tls(failure)}")
             log.warning("%s", error)
         elif isinstance(failure, SegueError):
             error = failure

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from segue.kv.addresses import is_loopback
 from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -34,10 +33,10 @@ from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.connection import Connection, State
 from segue.kv.session.frames import NONCE_BYTES, PROTOCOL_VERSION, SessionHello
 from segue.kv.session.guarded_listener import GuardedListener
-from segue.kv.session.listen import listening
+from segue.kv.session.listen import is_loopback, listening
 from segue.kv.session.session_handshake import Handshake, session_key
 from segue.kv.session.tasks import awaited
-from segue.kv.session.tls import Tls, explain, not_tls
+from segue.kv.session.tls import Tls, explain_tls, not_tls
 
 log = logging.getLogger(__name__)
 
@@ -319,7 +318,7 @@ class SessionNode:
         if isinstance(error, ssl.SSLCertVerificationError):
             return Unauthorized(f"the certificate of {host}:{port} is not valid: {error.verify_message}")
         if isinstance(error, ssl.SSLError) and not_tls(error):
-            return PeerRefused(f"{host}:{port} is no TLS peer: {explain(error)}")
+            return PeerRefused(f"{host}:{port} is no TLS peer: {explain_tls(error)}")
         if isinstance(error, ssl.SSLError):
             return BootstrapUnreachable(f"TLS with {host}:{port} failed: {error.reason or error}")
         return BootstrapUnreachable(f"{host}:{port} cannot be reached: {error.strerror or error}")

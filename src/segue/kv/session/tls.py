@@ -45,7 +45,7 @@ class Tls:
     client: ssl.SSLContext
 
 
-def from_config(config: TlsFiles, host: str | None) -> Tls | None:
+def tls_from_files(config: TlsFiles, host: str | None) -> Tls | None:
     """The contexts that `config` asks for; None without TLS.
 
     `host` is the address that peers will connect to, None for a process that does not listen.
@@ -132,7 +132,7 @@ def _rehearse(tls: Tls, config: TlsFiles, host: str | None) -> None:
         ) from error
 
 
-def explain(error: ssl.SSLError) -> str:
+def explain_tls(error: ssl.SSLError) -> str:
     """Why a TLS connection was not made, for a person."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not valid here: {error.verify_message}"

@@ -15,8 +15,8 @@ from segue.kv.transport.base import Endpoint, EventSink, Transport
 from segue.kv.transport.memory.pool_memory import Memory, MemoryKind
 from segue.kv.transport.options import TransportOptions
 
-AUTO = "auto"
-OK = "ok"
+AUTO_TRANSPORT = "auto"
+USABLE = "ok"
 _ABSENT = "not part of this version of segue"
 
 Known = Mapping[str, str | type[Transport]]
@@ -33,7 +33,9 @@ class TransportKinds:
         """The class of a transport. Raises ConfigError for one that is unknown or cannot be imported."""
         where = self.known.get(name)
         if where is None:
-            raise ConfigError(f"unknown transport {name!r}; known are {', '.join(self.known)} (or {AUTO})")
+            raise ConfigError(
+                f"unknown transport {name!r}; known are {', '.join(self.known)} (or {AUTO_TRANSPORT})"
+            )
         if not isinstance(where, str):
             return where
         if not where:
@@ -58,21 +60,21 @@ class TransportKinds:
         """What to offer for `memory` and a setting (see `names`): each name with `OK`, and those of several
         that cannot be used with the reason."""
         names = self.names(setting)
-        if len(names) == 1 and setting != AUTO:
-            return {setting: OK}
+        if len(names) == 1 and setting != AUTO_TRANSPORT:
+            return {setting: USABLE}
         kinds = frozenset(region.kind for region in memory.regions)
         return {name: self._reason(name, kinds) for name in names}
 
     def names(self, setting: str) -> tuple[str, ...]:
         """The transports that a setting means: names with commas between them, of which `auto` stands for
         several."""
-        found = [self.automatic() if name == AUTO else (name,) for name in setting.split(",")]
+        found = [self.automatic() if name == AUTO_TRANSPORT else (name,) for name in setting.split(",")]
         return tuple(dict.fromkeys(name for names in found for name in names))
 
     def create(self, name: str, on_event: EventSink, options: TransportOptions) -> Transport:
         """Make a transport. Raises ConfigError for one that is unknown or cannot be used here, and for a port
         in use."""
-        if name in self.known and (reason := self._reason(name)) != OK:
+        if name in self.known and (reason := self._reason(name)) != USABLE:
             raise ConfigError(f"transport {name!r} cannot be used here: {reason}")
         return self.kind(name)(on_event, options)
 
@@ -87,7 +89,7 @@ class TransportKinds:
         for kind in sorted(both, key=lambda kind: kind.preference):
             ends = [(a, b) for a in ours[kind.name] for b in theirs[kind.name]]
             if ends and all(kind.reaches(a, b) for a, b in ends):
-                usable[kind.name] = OK
+                usable[kind.name] = USABLE
             else:
                 left_out[kind.name] = "does not reach from one to the other"
         left_out |= dict.fromkeys(sorted({*ours} ^ {*theirs}), "is not offered by both")
@@ -100,7 +102,7 @@ class TransportKinds:
             return exc.info.text
         if missing := memory - kind.memory_kinds:
             return f"it registers no {' or '.join(sorted(missing))} memory"
-        return kind.unusable() or OK
+        return kind.unusable() or USABLE
 
 
 KINDS = TransportKinds(

@@ -10,7 +10,7 @@ from segue.engine.request import RankHints
 from segue.kv.errors import ConfigError
 from segue.kv.ids import LeaderId, Role
 from segue.kv.limits import Limits
-from segue.kv.protocol.room_ranks import FAIL, DpRanks
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, DpRanks
 from segue.kv.protocol.ticket import Ticket
 from segue.kv.threads import ThreadPerCall
 from segue.lab.sim.causes import Causes
@@ -226,7 +226,7 @@ class Deployment:
         elif hints is not None and (dp.force_query or hints.force_query_prefill_dp_rank):
             self.counts["forced queries"] += 1
             return
-        fails = dp.on_conflict == FAIL
+        fails = dp.on_conflict == FAIL_ON_CONFLICT
         if rank not in (None, true.dp_rank) and (hints is not None or fails):
             self.causes.misplaced(room, LeaderId(true.incarnation, rank), fails=fails)
 

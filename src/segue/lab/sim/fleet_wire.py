@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from segue.engine.request import Output, RankHints
 from segue.kv.errors import ErrorCode, ErrorInfo, SegueError
 from segue.kv.ids import OPEN_RANK, LeaderId, Role
-from segue.kv.protocol.ticket import Ticket, sign
+from segue.kv.protocol.ticket import Ticket, sign_ticket
 from segue.kv.session.api import PeerInfo, Session, SessionHandler
 from segue.lab.sim.clients import Asked, SentAttempt, Wanted
 from segue.lab.sim.sim_leader import VOCAB
@@ -219,7 +219,7 @@ class FleetWire:
         return self._signed(ticket)
 
     def _signed(self, ticket: Ticket) -> Ticket:
-        return sign(
+        return sign_ticket(
             replace(ticket, signature=b""), self._deployment.secret or b"", self._front.me.incarnation
         )
 

@@ -13,7 +13,7 @@ from segue.kv.errors import ErrorInfo, Internal
 from segue.kv.ids import KVPoll, LeaderId, Role, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Destination, Drained, Metadata, Moved
-from segue.kv.protocol.room_ranks import REDIRECT
+from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT
 from segue.lab.sim.answer_checks import AnswerChecks
 from segue.lab.sim.bit_flips import BitFlips
 from segue.lab.sim.rank_checks import RankChecks
@@ -93,7 +93,7 @@ class Checks:
                 self._published(node, effect.message)
             elif isinstance(effect.message, Drained):
                 self.ranks.drained(node, effect.message.transfer)
-            elif isinstance(effect.message, Moved) and node.spec.on_conflict != REDIRECT:
+            elif isinstance(effect.message, Moved) and node.spec.on_conflict != REDIRECT_ON_CONFLICT:
                 room = (effect.message.transfer.room,)
                 raise Violation("conflict", f"{node.name} sends decode elsewhere: {effect.message}", room)
             elif isinstance(effect.message, Moved):

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from segue.engine.request import SamplingParams
 from segue.kv.ids import ChecksumMode, Role
-from segue.kv.protocol.room_ranks import FAIL, FOLLOW_BOOTSTRAP_ROOM, REDIRECT
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, FOLLOW_BOOTSTRAP_ROOM, REDIRECT_ON_CONFLICT
 from segue.lab.sim.clients import Wanted
 from segue.lab.sim.sim_engine import reference
 from segue.lab.sim.sim_node import VOCAB, NodeSpec
@@ -216,7 +216,7 @@ def _vary_conflicts(rng: random.Random, scenario: Scenario) -> None:
     if all(node.dp_size == 1 for node in scenario.nodes):
         return
     force_query = rng.random() < 0.25
-    rules = {node.instance: rng.choice((REDIRECT, FAIL)) for node in scenario.nodes}
+    rules = {node.instance: rng.choice((REDIRECT_ON_CONFLICT, FAIL_ON_CONFLICT)) for node in scenario.nodes}
     scenario.nodes = [
         replace(node, force_query=force_query, on_conflict=rules[node.instance]) for node in scenario.nodes
     ]

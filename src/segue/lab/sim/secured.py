@@ -10,7 +10,7 @@ from pathlib import Path
 
 from segue.kv.errors import AbortedByClient, ConfigError, ErrorCode, SegueError
 from segue.kv.session.node import SessionNode
-from segue.kv.session.tls import Tls, from_config, load
+from segue.kv.session.tls import Tls, load, tls_from_files
 from segue.lab.sim.visitor import Visitor
 from segue.lab.sim.world import new_leader
 from segue.server.messages.control import Cancel
@@ -109,16 +109,16 @@ class Secured(Visitor):
                 (ours, ours, ours, elsewhere, "--tls-cert"),
             ):
                 try:
-                    from_config(TlsConfig(tls_cert=cert, tls_key=key, tls_ca=ca), host)
+                    tls_from_files(TlsConfig(tls_cert=cert, tls_key=key, tls_ca=ca), host)
                 except ConfigError as error:
                     if flag not in str(error):
                         self.wrong(f"does not name {flag}: {error}")
                 else:
                     self.wrong(f"starts with {cert}, {key} and {ca} at {host}")
             good = TlsConfig(tls_cert=ours, tls_key=ours, tls_ca=ours)
-            if from_config(good, here) is None or from_config(good, None) is None:
+            if tls_from_files(good, here) is None or tls_from_files(good, None) is None:
                 self.wrong("does not start with files that work")
-            if from_config(TlsConfig(), here) is not None:
+            if tls_from_files(TlsConfig(), here) is not None:
                 self.wrong("has TLS without files")
 
 

@@ -23,7 +23,7 @@ from segue.kv.errors import RankDivergence, SegueError
 from segue.kv.handles import Change
 from segue.kv.ids import ChecksumMode, Incarnation, Role
 from segue.kv.limits import Limits
-from segue.kv.protocol.room_ranks import REDIRECT, DpRanks
+from segue.kv.protocol.room_ranks import REDIRECT_ON_CONFLICT, DpRanks
 from segue.kv.session.api import Session
 from segue.lab.sim.faults import Injected, NodeFaults
 from segue.lab.sim.loop import SimLoop
@@ -66,7 +66,7 @@ class NodeSpec:
     dp_size: int = 1
     load_balance: str = "round_robin"
     force_query: bool = False
-    on_conflict: str = REDIRECT
+    on_conflict: str = REDIRECT_ON_CONFLICT
     #: of decode: None, or how long the prompts are at most that it computes itself; -1: as measured
     local_tokens: int | None = None
     #: its engine says of each layer that its KV is there, if it says it at all

@@ -22,7 +22,7 @@ from segue.kv.errors import (
     OutOfCapacity,
     SegueError,
 )
-from segue.kv.protocol.room_ranks import FAIL, DpRanks, conflict
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, DpRanks, dp_rank_conflict
 from segue.kv.session.api import Session
 from segue.server.frontend.legs import BAD_TICKET, MAX_BOOTSTRAP_ROOM
 from segue.server.messages.control import Meet, Met, Over
@@ -234,8 +234,8 @@ class Rooms:
         named = self.dp.follows(number) if hint is None else hint
         if routed is None:
             return named
-        if named not in (None, routed) and self.dp.on_conflict == FAIL:
-            raise conflict(number, routed, named)
+        if named not in (None, routed) and self.dp.on_conflict == FAIL_ON_CONFLICT:
+            raise dp_rank_conflict(number, routed, named)
         return routed
 
     def _late(self, number: int, wait_s: float) -> None:

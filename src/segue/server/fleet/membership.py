@@ -16,7 +16,7 @@ from segue.kv.backoff import Uniform
 from segue.kv.errors import PeerRefused, SegueError
 from segue.kv.ids import LeaderId, Role, new_incarnation
 from segue.kv.limits import Limits
-from segue.kv.protocol.ticket import Ticket, sign
+from segue.kv.protocol.ticket import Ticket, sign_ticket
 from segue.kv.session.api import PeerInfo, Session
 from segue.kv.session.dialer import Dialer
 from segue.kv.session.node import SessionNode
@@ -124,7 +124,7 @@ class Membership:
 
     def signed(self, ticket: Ticket) -> Ticket:
         """`ticket` with this frontend's signature."""
-        return sign(ticket, self._secret or b"", self._node.me.incarnation)
+        return sign_ticket(ticket, self._secret or b"", self._node.me.incarnation)
 
     def gather(self) -> None:
         """See `SessionNode.gather`."""

@@ -22,7 +22,7 @@ from segue.kv.errors import (
     status_of,
 )
 from segue.kv.ids import Incarnation, LeaderId, Role
-from segue.kv.model_identity import difference
+from segue.kv.model_identity import model_difference
 from segue.kv.protocol.room_ranks import FOLLOW_BOOTSTRAP_ROOM
 from segue.server.balance.attempts import LOSSES, MISFITS, UNREACHED, Attempts, Next
 from segue.server.balance.policies import POLICY_NAMES, PrefixAware, make_policy
@@ -127,7 +127,7 @@ class Router:
             there += f", and {len(away)} that are registered and not connected"
         needed = "a request needs one of each with the same model and dtype, or a unified one"
         if all(counts.values()) and not self._serving():
-            found, mend = difference(*(usable[0].record.model for usable in halves.values()))
+            found, mend = model_difference(*(usable[0].record.model for usable in halves.values()))
             needed += f": {found}; {mend}"
         if self._started:
             text = f"nobody can serve: usable replicas are {there}; {needed}"

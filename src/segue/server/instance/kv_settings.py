@@ -12,7 +12,7 @@ from segue.kv.layout.spec import PoolSpec
 from segue.kv.protocol.messages import HandoffMessage, PathMessage
 from segue.kv.protocol.room_ranks import DpRanks
 from segue.kv.session.tls import Tls
-from segue.kv.transport.kinds import KINDS, OK
+from segue.kv.transport.kinds import KINDS, USABLE
 from segue.kv.transport.memory.pool_memory import Memory
 from segue.kv.transport.probe import SCRATCH_BYTES
 from segue.server.messages.control import ControlMessage
@@ -85,9 +85,9 @@ def usable_transports(setting: str, memory: Memory) -> tuple[str, ...]:
     """The transports to offer for `--transport`; of several, those that work here. Raises ConfigError if none
     does."""
     found = KINDS.offered(setting, memory)
-    usable = tuple(name for name, reason in found.items() if reason == OK)
+    usable = tuple(name for name, reason in found.items() if reason == USABLE)
     for name, reason in found.items():
-        if reason != OK:
+        if reason != USABLE:
             log.warning("%s cannot be used, only %s is offered: %s", name, ", ".join(usable), reason)
     if not usable:
         raise ConfigError(f"no transport works here: {found}; see segue doctor")

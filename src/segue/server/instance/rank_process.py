@@ -149,7 +149,7 @@ class HandOffs:
                 spec=pool.spec,
                 memory=pool.memory,
                 transports=order.transports,
-                tls=tls.from_config(config.tls, config.peer_host),
+                tls=tls.tls_from_files(config.tls, config.peer_host),
                 rank=self._number,
             ),
             pool.memory,

@@ -15,7 +15,7 @@ from segue.kv.io import IoThread
 from segue.kv.manager import KVManager
 from segue.kv.open_ranks import PrefillInstance
 from segue.kv.protocol.room_ranks import DpRanks
-from segue.kv.session.tls import Tls, from_config
+from segue.kv.session.tls import Tls, tls_from_files
 from segue.server.registry.arrival import arrival
 from segue.server.registry.client import InstanceWatch
 from segue.server.registry.registry_records import InstanceRecord, ReplicaRecord
@@ -33,7 +33,7 @@ def registry_of(config: InstanceConfig) -> Iterator[InstanceConfig | None]:
     those that wait for it can load at the same time. Raises ConfigError (port in use), BootstrapUnreachable
     after `registry_wait_s`, Unauthorized or PeerRefused at once.
     """
-    tls = from_config(config.tls, config.peer_host)
+    tls = tls_from_files(config.tls, config.peer_host)
     if config.registry is not None:
         yield config if _wait(config, tls) else None
         return

@@ -14,7 +14,6 @@ import socket
 
 import msgspec
 
-from segue.kv.addresses import registry_places
 from segue.kv.errors import DECODE_ERRORS, ConfigError, InvalidRequest, PeerRefused, SegueError
 from segue.kv.ids import Incarnation, LeaderId, Role, new_incarnation
 from segue.kv.limits import Limits
@@ -32,6 +31,7 @@ from segue.server.registry.registry_records import (
     Registered,
     RoomRecord,
 )
+from segue.server.settings.addresses import registry_places
 
 log = logging.getLogger(__name__)
 

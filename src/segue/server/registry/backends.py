@@ -27,7 +27,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
-from segue.kv.session.tls import Tls, explain, not_tls
+from segue.kv.session.tls import Tls, explain_tls, not_tls
 from segue.server.http.guarded_http import ErrorBody
 from segue.server.registry.auth import bearer_token
 from segue.server.registry.message_digest import DIGEST_HEADER, digest_of
@@ -285,9 +285,9 @@ def unreachable(who: str, error: httpx.HTTPError | ssl.SSLError, *, encrypted: b
     httpx makes errors of its own of those of TLS while it connects, and none of an alert that comes later."""
     reason = _ssl_error(error)
     if isinstance(reason, ssl.SSLCertVerificationError):
-        return Unauthorized(f"{who}: {explain(reason)}")
+        return Unauthorized(f"{who}: {explain_tls(reason)}")
     if reason is not None and not_tls(reason):
-        return PeerRefused(f"{who}: {explain(reason)}")
+        return PeerRefused(f"{who}: {explain_tls(reason)}")
     text = f"{who} cannot be reached: {str(error) or repr(error)}"
     if encrypted and not isinstance(error, httpx.ConnectError):
         # Of TLS 1.3 the client hears nothing when the server rejects its certificate.

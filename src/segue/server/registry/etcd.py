@@ -17,7 +17,6 @@ from typing import Annotated, Any, TypeVar
 import httpx
 import msgspec
 
-from segue.kv.addresses import bracket
 from segue.kv.errors import (
     DECODE_ERRORS,
     BootstrapTimeout,
@@ -30,6 +29,7 @@ from segue.kv.errors import (
 from segue.kv.limits import Limits
 from segue.kv.session.tls import Tls
 from segue.server.registry.backends import BoundedClient, proxy_in_trouble, unreachable
+from segue.server.settings.addresses import bracket
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from segue.kv.errors import Draining, ErrorInfo, InvalidRequest, OutOfCapacity
 from segue.kv.ids import Incarnation, LeaderId
 from segue.kv.limits import Limits
 from segue.kv.protocol.room_ranks import DpRanks
-from segue.kv.protocol.ticket import SpentTickets, Ticket, verify
+from segue.kv.protocol.ticket import SpentTickets, Ticket, verify_ticket
 from segue.server.messages.control import Submit
 from segue.server.messages.records import MAX_FOUND, Records, RequestRecord, Step, matcher
 from segue.server.schedulers.request_state import RequestKey, RequestState
@@ -63,7 +63,7 @@ class Admission:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token")
-        deadline = verify(ticket, self.secret, origin, now, self.config.limits.request_budget_s)
+        deadline = verify_ticket(ticket, self.secret, origin, now, self.config.limits.request_budget_s)
         self._spent.spend(ticket, deadline, now)
         vocab_size, prompt_tokens, given = self._info.vocab_size, len(request.prompt), len(request.output)
         if not all(0 <= token < vocab_size for token in request.prompt):

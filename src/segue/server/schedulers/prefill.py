@@ -21,7 +21,7 @@ from segue.kv.handles import Change, KVSender
 from segue.kv.ids import OPEN_RANK, KVPoll, LeaderId, Span, TransferId
 from segue.kv.protocol import events
 from segue.kv.protocol.messages import Metadata
-from segue.kv.protocol.room_ranks import FAIL, conflict
+from segue.kv.protocol.room_ranks import FAIL_ON_CONFLICT, dp_rank_conflict
 from segue.server.schedulers.admission import SchedulerConfig
 from segue.server.schedulers.handoffs import Handoffs, RoleTransfer, check_free
 from segue.server.schedulers.prefill_queue import PrefillQueue
@@ -68,8 +68,8 @@ class PrefillScheduler(Scheduler):
         sender.init(len(state.prompt), state.deadline - now)
         if named.is_open and looked_for != me.dp_rank:
             sender.announce(state.deadline - now)
-        if looked_for not in (None, me.dp_rank) and self.config.dp.on_conflict == FAIL:
-            raise conflict(state.ticket.room, me.dp_rank, looked_for)
+        if looked_for not in (None, me.dp_rank) and self.config.dp.on_conflict == FAIL_ON_CONFLICT:
+            raise dp_rank_conflict(state.ticket.room, me.dp_rank, looked_for)
 
     def _looked_for(self, state: RequestState, named: LeaderId) -> int | None:
         """On which of our ranks decode looks for this request without the registry, or our own rule puts it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from segue.kv.addresses import REGISTRY_HELP, check_url
+from segue.server.settings.addresses import REGISTRY_HELP, check_url
 from segue.server.settings.commands import TlsConfig
 from segue.server.settings.layers import required, text
 

@@ -22,7 +22,7 @@ from functools import partial
 
 from segue.kv.errors import PeerRefused
 from segue.kv.pending import PendingConnections
-from segue.kv.session.tls import explain
+from segue.kv.session.tls import explain_tls
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.net.ioloop import IoLoop, Timer
 from segue.kv.transport.net.stream import Channel
@@ -153,7 +153,7 @@ class AuthenticatedListener:
         try:
             step(pending)
         except ssl.SSLError as exc:
-            log.warning("a %s connection was refused: %s", self._name, explain(exc))
+            log.warning("a %s connection was refused: %s", self._name, explain_tls(exc))
             self._drop(pending)
         except OSError:
             self._drop(pending)  # its end

@@ -17,7 +17,7 @@ from segue.kv.errors import (
     Unauthorized,
 )
 from segue.kv.ids import RankId
-from segue.kv.session.tls import GIVE_BOTH, explain
+from segue.kv.session.tls import GIVE_BOTH, explain_tls
 from segue.kv.transport.base import Endpoint
 from segue.kv.transport.net import key_handshake as handshake
 from segue.kv.transport.net.stream import Channel, TlsChannel
@@ -123,7 +123,7 @@ class TcpSockets:
                 raise BootstrapTimeout(f"{where} did not answer within {timeout_s} s") from exc
             if isinstance(exc, ssl.SSLError):
                 kind = Unauthorized if isinstance(exc, ssl.SSLCertVerificationError) else TransferFailed
-                raise kind(f"no {self._name} path to {where}: {explain(exc)}") from exc
+                raise kind(f"no {self._name} path to {where}: {explain_tls(exc)}") from exc
             if isinstance(exc, OSError | UnicodeError):  # the latter: a name that no resolver takes
                 why = exc.strerror if isinstance(exc, OSError) else None
                 raise TransferFailed(f"no {self._name} path to {where}: {why or exc}") from exc

@@ -53,7 +53,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure(name: str) -> Speed | str:
     """Measure the transport `name`; or why that did not work."""
-    command = [sys.executable, "-m", "segue.cli.doctor.transport_probe", "writer", name]
+    command = [sys.executable, "-m", "segue.lab.bench.transport_probe", "writer", name]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True) as process:
         try:
@@ -94,7 +94,7 @@ def _write(name: str) -> Speed:
     """The side that writes, with the other one in a process below it."""
     events: SimpleQueue[TransportEvent] = SimpleQueue()
     memory = _scratch(KINDS.kind(name).memory_kinds)
-    command = [sys.executable, "-m", "segue.cli.doctor.transport_probe", "reader", name]
+    command = [sys.executable, "-m", "segue.lab.bench.transport_probe", "reader", name]
     with (
         closing(memory),
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader,

@@ -1,10 +1,9 @@
-"""Which addresses only this host can reach. Pure."""
+"""Addresses in settings: of registries, and of hosts that listen. Pure."""
 
 from __future__ import annotations
 
-import ipaddress
-
 from segue.kv.errors import ConfigError
+from segue.kv.session.listen import is_loopback
 
 #: How the address of a registry begins: one of our own, etcd, or no registry but a name or a list.
 REGISTRY_SCHEMES = ("http", "https", "etcd", "dns", "static")
@@ -12,19 +11,6 @@ REGISTRY_HELP = (
     "registry: http://HOST:PORT, or etcd://HOST:PORT,HOST:PORT; or none, but where the instances are: "
     "dns://NAME:PORT or static://HOST:PORT,HOST:PORT"
 )
-
-
-def is_loopback(host: str) -> bool:
-    """True for `localhost` and for an IP address that no other host can reach. Any other name may lead
-    anywhere, whatever it begins with. IPv4 may be written as IPv6, and a zone may follow."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def check_hosts(host: str, advertise_host: str | None, secret: bool) -> None:
