@@ -11,6 +11,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "segue"
 
 #: Modules at the top of `kv` that everything else of it stands on; the others make its highest floor.
 KV_BASE = {
+    "addresses",
     "backoff",
     "clock",
     "errors",

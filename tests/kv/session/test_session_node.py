@@ -26,6 +26,7 @@ from session_peers import (
 )
 
 from jumps import Jumps
+from segue.kv.addresses import is_loopback
 from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -43,7 +44,7 @@ from segue.kv.errors import (
 from segue.kv.ids import Role
 from segue.kv.limits import Limits
 from segue.kv.session.frames import PROTOCOL_VERSION, encode_preamble
-from segue.kv.session.listen import is_loopback, listening
+from segue.kv.session.listen import listening
 
 
 @pytest.mark.parametrize("runner", LOOPS)

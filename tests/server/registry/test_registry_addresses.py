@@ -20,7 +20,7 @@ from segue.server.messages.operate import OperatorMessage
 from segue.server.registry import address_backend
 from segue.server.registry.client import RegistryClient
 from segue.server.registry.registry_records import InstanceRecord
-from segue.server.settings.addresses import check_url, registry_places
+from segue.server.settings.registry_address import check_url, registry_places
 
 #: An address that is slow to answer is waited for: nobody is shown without it.
 LIMITS = Limits(connect_s=60.0, handshake_s=60.0)

@@ -29,7 +29,7 @@ from segue.server.registry.client import RegistryClient
 from segue.server.registry.etcd import Etcd, Kv, Read
 from segue.server.registry.etcd_backend import EtcdBackend
 from segue.server.registry.sealed import Seal
-from segue.server.settings.addresses import registry_places
+from segue.server.settings.registry_address import registry_places
 from tls_files import Authority
 
 LIMITS = Limits(registry_ttl_s=2.0, connect_s=2.0)

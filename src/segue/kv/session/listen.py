@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 from typing import Any
 
@@ -45,16 +44,3 @@ def listening(host: str, port: int, *, what: str, flag: str, sockets: Any = sock
             raise ConfigError(text) from error
         raise ConfigError(f"{what} cannot listen at {host}:{port}: {error.strerror or error}") from error
     return sock
-
-
-def is_loopback(host: str) -> bool:
-    """True for `localhost` and for an IP address that no other host can reach. Any other name may lead
-    anywhere, whatever it begins with. IPv4 may be written as IPv6, and a zone may follow."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)

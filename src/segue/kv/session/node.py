@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from segue.kv.addresses import is_loopback
 from segue.kv.errors import (
     BootstrapTimeout,
     BootstrapUnreachable,
@@ -33,7 +34,7 @@ from segue.kv.session.api import Session, SessionHandler
 from segue.kv.session.connection import Connection, State
 from segue.kv.session.frames import NONCE_BYTES, PROTOCOL_VERSION, SessionHello
 from segue.kv.session.guarded_listener import GuardedListener
-from segue.kv.session.listen import is_loopback, listening
+from segue.kv.session.listen import listening
 from segue.kv.session.session_handshake import Handshake, session_key
 from segue.kv.session.tasks import awaited
 from segue.kv.session.tls import Tls, explain_tls, not_tls

@@ -14,6 +14,7 @@ from types import TracebackType
 import msgspec
 
 from segue.engine.request import Output, Request, Wait
+from segue.kv.addresses import is_loopback
 from segue.kv.errors import (
     AbortedByClient,
     BootstrapTimeout,
@@ -24,7 +25,6 @@ from segue.kv.errors import (
     SegueError,
 )
 from segue.kv.ids import Incarnation, Role
-from segue.kv.session.listen import is_loopback
 from segue.server.direct.rooms import MEET_S
 from segue.server.fleet.fleet import Fleet
 from segue.server.fleet.replica import Replica

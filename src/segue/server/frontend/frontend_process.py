@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from segue.kv.addresses import is_loopback
 from segue.kv.errors import ConfigError
 from segue.kv.limits import Limits
-from segue.kv.session.listen import is_loopback
 from segue.kv.session.tasks import awaited, background
 from segue.server.frontend.app import OpenAIServer, OpenAIServerSettings, build_app
 from segue.server.frontend.backend import Backend

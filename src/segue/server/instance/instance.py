@@ -19,6 +19,7 @@ from segue import __version__
 from segue.engine.engine_api import Companions, Engine
 from segue.engine.kv_events import KVEvent
 from segue.engine.pages import PagePool
+from segue.kv.addresses import is_loopback
 from segue.kv.config import HOST
 from segue.kv.control_plane import ControlPlane
 from segue.kv.errors import Draining, Internal, InvalidRequest, SegueError
@@ -30,7 +31,6 @@ from segue.kv.model_identity import model_identity
 from segue.kv.ranks.local_rank import local_rank
 from segue.kv.session import tls
 from segue.kv.session.api import SessionHandler
-from segue.kv.session.listen import is_loopback
 from segue.kv.session.tasks import background
 from segue.kv.transport.memory.pool_memory import Memory
 from segue.server.direct.door import LazyDoor

@@ -31,7 +31,7 @@ from segue.server.registry.registry_records import (
     Registered,
     RoomRecord,
 )
-from segue.server.settings.addresses import registry_places
+from segue.server.settings.registry_address import registry_places
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from segue.kv.errors import (
 from segue.kv.limits import Limits
 from segue.kv.session.tls import Tls
 from segue.server.registry.backends import BoundedClient, proxy_in_trouble, unreachable
-from segue.server.settings.addresses import bracket
+from segue.server.settings.registry_address import bracket
 
 T = TypeVar("T")
 

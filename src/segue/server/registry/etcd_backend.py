@@ -24,6 +24,7 @@ from contextlib import aclosing
 
 import msgspec
 
+from segue.kv.addresses import is_loopback
 from segue.kv.clock import Clock
 from segue.kv.errors import (
     BootstrapTimeout,
@@ -38,7 +39,6 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import MAX_ROOM, Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
-from segue.kv.session.listen import is_loopback
 from segue.kv.session.tasks import keep_running
 from segue.kv.session.tls import Tls
 from segue.server.registry.backends import RegistryBackend
@@ -53,7 +53,7 @@ from segue.server.registry.registry_records import (
 )
 from segue.server.registry.sealed import Seal
 from segue.server.registry.waiting import SystemClock
-from segue.server.settings.addresses import bracket, registry_places
+from segue.server.settings.registry_address import bracket, registry_places
 
 log = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from segue.kv.addresses import is_loopback
 from segue.kv.clock import Clock
 from segue.kv.errors import (
     DECODE_ERRORS,
@@ -41,7 +42,7 @@ from segue.kv.errors import (
 )
 from segue.kv.ids import Incarnation, LeaderId, Role
 from segue.kv.limits import Limits
-from segue.kv.session.listen import is_loopback, listening, url_of
+from segue.kv.session.listen import listening, url_of
 from segue.kv.session.tasks import awaited
 from segue.kv.session.tls import Tls
 from segue.server.http.guarded_http import LET_IN, ErrorBody, Guard, GuardedServer

@@ -17,7 +17,6 @@ from segue.kv.errors import ConfigError
 from segue.kv.ids import ChecksumMode, Role
 from segue.kv.limits import MAX_ATTEMPTS, Limits
 from segue.server.settings.access_config import AccessConfig
-from segue.server.settings.addresses import REGISTRY_HELP, bracket, check_hosts, check_url
 from segue.server.settings.kv_events_config import KVEventsConfig
 from segue.server.settings.layers import integer, number, required, switch, text
 from segue.server.settings.log_config import LogConfig
@@ -31,6 +30,7 @@ from segue.server.settings.ranks_config import (
     RanksConfig,
     check_expert_parallel,
 )
+from segue.server.settings.registry_address import REGISTRY_HELP, bracket, check_hosts, check_url
 
 MODEL_HELP = "folder, GGUF file, smollm2, or a name of the Hugging Face Hub, ORG/NAME"
 REVISION_HELP = "branch, tag or commit of a model of the Hub (default: main)"

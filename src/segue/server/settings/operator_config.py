@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from segue.server.settings.addresses import REGISTRY_HELP, check_url
 from segue.server.settings.commands import TlsConfig
 from segue.server.settings.layers import required, text
+from segue.server.settings.registry_address import REGISTRY_HELP, check_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
